@@ -1,0 +1,1 @@
+"""What lives inside one worker: plain classes without Ray (tokenizer, generator, train loop)."""

@@ -1,0 +1,222 @@
+"""`Generator`: the model of one worker. Loads once, takes a window of rows, gives back as many answers in their order.
+
+A plain class without Ray; Ray Data and the tests call it alike. It sorts the window into length buckets, decodes in
+batches, measures a share of the batches at full depth too, and turns a batch that cannot be decoded into smaller ones
+until the row at fault is alone. It knows nothing of files, tables or clusters.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from actors.batching import Batch, cut_batches
+from actors.tokenizer import OPTTokenizer
+from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
+from skipdecode.generate import BatchResult, Completion, Request, generate
+from skipdecode.plan import FullDepth, Schedule, make_schedule
+from skipdecode.sampling import Sampling
+from skipdecode.weights import load_opt
+
+MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
+CACHE_SHARE = 0.25  # of the free memory, for the cache of one batch (host memory is shared with Ray)
+FIRST_PAIRS = (0, 3)  # batches of each worker that are always measured at full depth too: an interval needs two
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    source: str
+    decode: dict[str, Any]
+    """The `decode:` mapping, already resolved (never empty)."""
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
+    batch_size: int | None = None
+    """None: as many rows as fit, at most MAX_BATCH_ROWS."""
+    length_buckets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
+    deterministic: bool = False
+    baseline_fraction: float = 0.0
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """What comes back for a row that could not be decoded."""
+
+    error_code: str
+    error_message: str
+
+
+Answer = Completion | RowFailure
+
+
+@dataclass
+class WindowResult:
+    answers: list[Answer]
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    """One record per decoded batch: shape, tokens, layers, times, and the full-depth pass where there was one."""
+
+
+class Generator:
+    def __init__(self, config: GeneratorConfig) -> None:
+        start = time.perf_counter()
+        self.config = config
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.device = _device(config.device)
+        self.dtype = _dtype(config.dtype, self.device)
+        self.model = load_opt(config.source, device=self.device, dtype=self.dtype)
+        self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
+        self.full = FullDepth(self.model.config.num_hidden_layers)
+        self.ceilings: Ceilings | None = None
+        if config.baseline_fraction > 0:
+            self.ceilings = measure_ceilings(str(self.device), str(self.dtype).removeprefix("torch."))
+        self._num_batches = self._num_pairs = 0
+        self._warm_up()
+        self.load_s = time.perf_counter() - start
+
+    def schedule(self, max_new_tokens: int) -> Schedule:
+        """The schedule of a row with that limit; rows with equal schedules share batches."""
+        layers = self.model.config.num_hidden_layers
+        return make_schedule(self.config.decode, num_layers=layers, max_new_tokens=max_new_tokens)
+
+    def __call__(self, requests: Sequence[Request]) -> WindowResult:
+        """One answer per request, in order; a row that cannot be decoded is a `RowFailure`, never an exception."""
+        answers: dict[int, Answer] = {}
+        result = WindowResult([])
+        schedules = [self.schedule(request.sampling.max_new_tokens) for request in requests]
+        batches = cut_batches(
+            [len(request.prompt_tokens) for request in requests],
+            schedules,
+            self.config.length_buckets,
+            lambda bucket: self.batch_size(bucket, max((r.sampling.max_new_tokens for r in requests), default=1)),
+        )
+        for batch in batches:
+            answers |= self._decode(batch, requests, schedules[batch.rows[0]], result.batches)
+        assert sorted(answers) == list(range(len(requests))), "rows in are not rows out"
+        result.answers = [answers[row] for row in range(len(requests))]
+        return result
+
+    def batch_size(self, bucket: int, max_new_tokens: int) -> int:
+        """Rows per batch for prompts of up to `bucket` tokens."""
+        if self.config.batch_size:
+            return self.config.batch_size
+        per_row = cache_bytes_per_row(
+            self.model.config,
+            self.schedule(max_new_tokens),
+            prompt_columns=bucket,
+            num_new=max_new_tokens,
+            itemsize=self.dtype.itemsize,
+        )
+        fits = int(CACHE_SHARE * _free_bytes(self.device)) // per_row
+        return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
+
+    def _decode(
+        self, batch: Batch, requests: Sequence[Request], schedule: Schedule, records: list[dict[str, Any]]
+    ) -> dict[int, Answer]:
+        chosen = [requests[row] for row in batch.rows]
+        try:
+            completions = self._measured(batch, chosen, schedule, records)
+        except Exception as error:  # whatever a batch dies of must not take its neighbours along
+            if len(batch.rows) == 1:
+                return {batch.rows[0]: RowFailure("engine_error", f"{type(error).__name__}: {error}"[:2000])}
+            half = len(batch.rows) // 2
+            first, second = Batch(batch.rows[:half], batch.bucket), Batch(batch.rows[half:], batch.bucket)
+            return self._decode(first, requests, schedule, records) | self._decode(second, requests, schedule, records)
+        return dict(zip(batch.rows, completions, strict=True))
+
+    def _measured(
+        self, batch: Batch, chosen: Sequence[Request], schedule: Schedule, records: list[dict[str, Any]]
+    ) -> list[Completion]:
+        """Decodes the batch, at full depth too when its turn has come, and records what it cost."""
+        started_at = time.time()
+        is_paired = self._takes_turn() and schedule != self.full
+        full: BatchResult | None = None
+        if is_paired and self._num_pairs % 2:  # A B B A: drift of the machine cancels out
+            full = self._run(batch, chosen, self.full)
+        result = self._run(batch, chosen, schedule)
+        if is_paired and full is None:
+            full = self._run(batch, chosen, self.full)
+        record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
+        record["layers"] = self.model.config.num_hidden_layers
+        if full is not None:
+            self._num_pairs += 1
+            record |= {f"full_{key}": value for key, value in _figures(full).items()} | agreement(result, full)
+            record |= self._predicted(result, schedule)
+        records.append(record)
+        self._num_batches += 1
+        return result.completions
+
+    def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
+        fixed: dict[str, Any] = {}
+        if self.config.deterministic:
+            rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
+            fixed = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
+        return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, **fixed)
+
+    def _takes_turn(self) -> bool:
+        fraction, n = self.config.baseline_fraction, self._num_batches
+        return fraction > 0 and (n in FIRST_PAIRS or int((n + 1) * fraction) > int(n * fraction))
+
+    def _predicted(self, result: BatchResult, schedule: Schedule) -> dict[str, float]:
+        assert self.ceilings is not None
+        record: dict[str, float] = {}
+        for prefix, chosen in (("predicted", schedule), ("full_predicted", self.full)):
+            prefill, decode = predict_s(
+                self.model.config,
+                chosen,
+                self.ceilings,
+                prompt_columns=result.stats.prompt_columns,
+                batch_rows=result.stats.batch_rows,
+                itemsize=self.dtype.itemsize,
+            )
+            record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
+        return record
+
+    def _warm_up(self) -> None:
+        """First calls are slow (thread pools, kernel choice); they belong to loading, not to the first batch."""
+        request = Request("warm-up", [self.model.config.bos_token_id] * 8, Sampling(max_new_tokens=4, ignore_eos=True))
+        for _ in range(2):
+            generate(self.model, [request] * 4, self.schedule(4))
+
+
+def _figures(result: BatchResult) -> dict[str, Any]:
+    """The numbers of a batch that go into its record."""
+    stats = dict(vars(result.stats))
+    del stats["batch_rows"]
+    return stats
+
+
+def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:
+    """How far the tokens are those of full depth: equal rows, and equal tokens position by position."""
+    exact = matched = compared = 0
+    for ours, theirs in zip(result.completions, full.completions, strict=True):
+        exact += ours.tokens == theirs.tokens
+        matched += sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
+        compared += max(len(ours.tokens), len(theirs.tokens))
+    return {"exact_rows": exact, "matched_tokens": matched, "compared_tokens": compared}
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 on CUDA and on CPUs with AMX tiles, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    has_bf16 = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,1 @@
+"""Entry points only, `python -m jobs.<verb>`: parse, call, print. No classes live here."""

@@ -1,0 +1,24 @@
+"""What every verb shares: notes to stderr, failures with their exit code, one JSON document on stdout."""
+
+import json
+import sys
+from typing import Any
+
+OK, ERROR, BAD_CONFIG, TOO_MANY_FAILED = 0, 1, 2, 3
+
+
+def note(text: str) -> None:
+    """One line for a human, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def fail(error: BaseException, code: int) -> int:
+    """Says what went wrong, in words, and gives back the exit code."""
+    note(f"error: {error}")
+    note(f"exit code {code}: " + {1: "failed", 2: "bad configuration or input, nothing was started"}[code])
+    return code
+
+
+def result(document: dict[str, Any]) -> None:
+    """The last line on stdout: one JSON document."""
+    print(json.dumps(document), flush=True)

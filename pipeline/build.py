@@ -1,0 +1,64 @@
+"""From a planned run to a lazy Ray Data pipeline: read, tokenise, decode, finish; `pipeline.run` writes it.
+
+No side effects beyond putting the input plan into the object store. What each stage does is `pipeline.stages`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.data import ActorPoolStrategy, Dataset
+
+from actors.generator import GeneratorConfig
+from pipeline.cluster import STAGE_CPUS, Pool
+from pipeline.config import InputConfig
+from pipeline.input import InputPlan
+from pipeline.source import CorpusDatasource
+from pipeline.stages import DecodeStage, TokenizeConfig, finish, tokenize
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """Everything the stages are told; resolved, so that building needs no more questions."""
+
+    input: InputConfig
+    plan: InputPlan
+    done: np.ndarray[Any, Any] | None
+    """Sorted digests of rows that are written already."""
+    tokenize: TokenizeConfig
+    generator: GeneratorConfig
+    pool: Pool
+    window_rows: int
+    """Rows that an actor takes at a time."""
+    max_attempts: int
+
+
+def build_pipeline(spec: PipelineSpec, metrics: Any) -> Dataset:
+    """Rows in, rows out: every row of the plan that is not done comes out once, in any order."""
+    light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "zero_copy_batch": True}
+    source = CorpusDatasource(spec.plan, spec.input, spec.done)
+    rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS)
+    # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end
+    rows = rows.repartition(target_num_rows_per_block=spec.window_rows)
+    rows = rows.map_batches(tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, **light)
+    rows = rows.map_batches(
+        DecodeStage,
+        fn_constructor_args=(spec.generator, spec.tokenize.sampling, metrics),
+        batch_size=spec.window_rows,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        compute=ActorPoolStrategy(
+            min_size=spec.pool.min_size, max_size=spec.pool.max_size, max_tasks_in_flight_per_actor=2
+        ),
+        num_cpus=spec.pool.num_cpus,
+        num_gpus=spec.pool.num_gpus or None,
+        max_restarts=spec.max_attempts - 1,
+        max_task_retries=spec.max_attempts - 1,
+    )
+    return rows.map_batches(
+        finish,
+        fn_kwargs={"config": spec.tokenize, "extra_names": tuple(spec.plan.extra_schema.names)},
+        batch_size=None,
+        **light,
+    )

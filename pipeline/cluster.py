@@ -1,0 +1,115 @@
+"""Joining or starting Ray, and sizing the pool of decode actors before anything is started.
+
+A pool that takes every CPU leaves none to readers and writers, and Ray then waits without a word; so room is kept, and
+what cannot fit is a `ConfigError` at once. Joins the cluster that RAY_ADDRESS names (as under `ray job submit`), else
+starts one in this process.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from pipeline.config import ActorsConfig, ConfigError
+
+IO_CPUS = 1.0  # kept free for reading, tokenising and writing
+STAGE_CPUS = 0.25  # asked for by each such task
+CPUS_PER_ACTOR = 4  # `auto` on a CPU: cores that one decoder can use before a second one pays more
+OBJECT_STORE_BYTES = 2 << 30  # of an embedded Ray; rows are small and stream through
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What there is to share out, in Ray's resource units, and real cores."""
+
+    num_cpus: float
+    num_gpus: float
+    num_cores: int
+    """Cores that CPU decoders may use in all; an embedded Ray announces more CPUs than that."""
+    is_embedded: bool
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How many decode actors run and what each asks for."""
+
+    min_size: int
+    max_size: int
+    num_cpus: float
+    num_gpus: float
+    num_threads: int
+    """torch threads of each actor."""
+
+
+def start_ray() -> Cluster:
+    """Joins RAY_ADDRESS or starts an embedded Ray; quiet either way."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the announced default; silences a warning
+    cores = len(os.sched_getaffinity(0))
+    is_embedded = not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "ignore_reinit_error": True}
+    if is_embedded:
+        # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
+        options |= {"num_cpus": max(8, 4 * cores), "include_dashboard": False}
+        options |= {"object_store_memory": min(OBJECT_STORE_BYTES, _total_bytes() // 5)}
+    ray.init(**options)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    total = ray.cluster_resources()
+    num_cpus = total.get("CPU", 0.0)
+    is_embedded = is_embedded or (num_cpus > cores and len(ray.nodes()) == 1)
+    return Cluster(num_cpus, total.get("GPU", 0.0), cores if is_embedded else int(num_cpus), is_embedded)
+
+
+def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) -> Pool:
+    """The pool for `cluster`, of which `free` is not taken by others; ConfigError when it cannot fit."""
+    num_gpus = (1.0 if cluster.num_gpus else 0.0) if actors.num_gpus == "auto" else float(actors.num_gpus)
+    low, high = _sizes(actors, cluster, num_gpus)
+    if num_gpus and low * num_gpus > cluster.num_gpus:
+        raise ConfigError(
+            f"actors.num_actors: {low} actors with {num_gpus:g} GPUs each need {low * num_gpus:g} GPUs, "
+            f"the cluster has {cluster.num_gpus:g}; lower actors.num_actors or actors.num_gpus"
+        )
+    if not num_gpus and actors.num_cpus == "auto" and low > cluster.num_cores:
+        raise ConfigError(
+            f"actors.num_actors: {low} actors on CPUs need a core each, the cluster has {cluster.num_cores}; "
+            "lower actors.num_actors, or set actors.num_cpus below 1 to share cores"
+        )
+    num_cpus = _cpus_per_actor(actors, cluster, low, num_gpus)
+    needed = low * num_cpus + IO_CPUS
+    if needed > free.get("CPU", 0.0) + 1e-6:
+        raise ConfigError(
+            f"actors.num_actors: {low} actors with {num_cpus:g} CPUs each and {IO_CPUS:g} CPU for reading and writing "
+            f"need {needed:g} CPUs, {free.get('CPU', 0.0):g} of {cluster.num_cpus:g} are free; "
+            "lower actors.num_actors or actors.num_cpus"
+        )
+    if num_gpus and low * num_gpus > free.get("GPU", 0.0) + 1e-6:
+        raise ConfigError(
+            f"actors.num_actors: {low} actors need {low * num_gpus:g} GPUs, "
+            f"{free.get('GPU', 0.0):g} of {cluster.num_gpus:g} are free; wait for other jobs, or ask for fewer"
+        )
+    threads = max(1, cluster.num_cores // high) if not num_gpus else max(1, int(num_cpus))
+    return Pool(low, high, num_cpus, num_gpus, threads)
+
+
+def _sizes(actors: ActorsConfig, cluster: Cluster, num_gpus: float) -> tuple[int, int]:
+    if actors.num_actors == "auto":
+        count = max(1, int(cluster.num_gpus / num_gpus)) if num_gpus else max(1, cluster.num_cores // CPUS_PER_ACTOR)
+        return count, count
+    if isinstance(actors.num_actors, int):
+        return actors.num_actors, actors.num_actors
+    return actors.num_actors
+
+
+def _cpus_per_actor(actors: ActorsConfig, cluster: Cluster, num_actors: int, num_gpus: float) -> float:
+    if actors.num_cpus != "auto":
+        return float(actors.num_cpus)
+    share = max(cluster.num_cpus - IO_CPUS, 0.1) / num_actors
+    if num_gpus or cluster.is_embedded:
+        share = min(share, 1.0)  # the GPU works; or the CPUs are not real cores
+    return float(int(share)) if share >= 1 else int(share * 100) / 100  # Ray wants whole numbers above 1
+
+
+def _total_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,237 @@
+"""The configuration of a run: one frozen tree, from a YAML file and `key=value` overrides.
+
+An unknown key, a wrong type or an impossible combination is a `ConfigError` that names the dotted key. Nothing is
+resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until `pipeline.plan_run`.
+"""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+
+class ConfigError(ValueError):
+    """Bad configuration or input, found before anything was started: exit code 2."""
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change after loading, no silent coercion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class ModelConfig(Section):
+    source: str = "models/opt-e2e"
+    """A folder or a hub id in Hugging Face OPT layout."""
+    tokenizer: str | None = None
+    """A folder or a hub id; null: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+
+class DecodeConfig(Section):
+    method: Literal["full", "skipdecode", "early_exit", "unified"] | None = None
+    """null: the schedule stored in the checkpoint under `skip_decode`; without one, skipdecode at speedup 2."""
+    speedup: float | None = None
+    max_layers: int | None = None
+    min_layers: int | None = None
+    warmup_layers: int | None = None
+    horizon: int | None = None
+    """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1)."""
+    layers: int | None = None
+    """For `unified`: how many layers run."""
+    ffn_skip: None = None
+    """Reserved for FFN-SkipLLM; any value is refused in this version."""
+
+    @field_validator("ffn_skip", mode="before")
+    @classmethod
+    def _no_ffn_skip(cls, value: Any) -> None:
+        if value is not None:
+            raise ValueError("FFN-SkipLLM is not available in this version; remove the key")
+
+    @property
+    def is_default(self) -> bool:
+        return self == DecodeConfig()
+
+
+class PrefillConfig(Section):
+    method: Literal["full"] = "full"
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _no_swiftkv(cls, value: Any) -> Any:
+        if value == "swiftkv":
+            raise ValueError("SwiftKV is not available in this version; use 'full'")
+        return value
+
+
+class SamplingConfig(Section):
+    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0: no limit."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    ignore_eos: bool = False
+    deterministic: bool = False
+
+
+class InputConfig(Section):
+    path: Annotated[tuple[str, ...], Field(min_length=1)] = ("prompts/",)
+    format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai_batch"] = "auto"
+    prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
+    id_column: Annotated[str, Field(min_length=1)] = "id"
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Only the first rows, in file order."""
+    too_long: Literal["fail_row", "truncate_left", "truncate_right"] = "fail_row"
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class OutputConfig(Section):
+    path: Annotated[str, Field(min_length=1)] = "outputs/run"
+    if_exists: Literal["fail", "resume", "overwrite"] = "fail"
+
+
+Auto = Literal["auto"]
+
+
+class ActorsConfig(Section):
+    num_actors: Auto | Annotated[int, Field(ge=1)] | tuple[int, int] = "auto"
+    """A number, or [min, max] for a pool that grows and shrinks."""
+    num_gpus: Auto | Annotated[float, Field(ge=0)] = "auto"
+    num_cpus: Auto | Annotated[float, Field(gt=0)] = "auto"
+    batch_size: Auto | Annotated[int, Field(ge=1)] = "auto"
+    length_buckets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+        2048,
+    )
+    window_batches: Annotated[int, Field(ge=1)] = 4
+    """Batches' worth of rows an actor takes at a time and sorts by length."""
+
+    @field_validator("length_buckets")
+    @classmethod
+    def _sorted(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value)):
+            raise ValueError(f"must be strictly increasing, got {list(value)}")
+        return value
+
+    @field_validator("num_actors")
+    @classmethod
+    def _pool(cls, value: Any) -> Any:
+        if isinstance(value, tuple) and not 1 <= value[0] <= value[1]:
+            raise ValueError(f"a pool is [min, max] with 1 <= min <= max, got {list(value)}")
+        return value
+
+
+class BaselineConfig(Section):
+    fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.02
+
+
+class LimitsConfig(Section):
+    max_failed_rows: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    """A whole number of rows, or a share of the input (a float from 0.0 to 1.0)."""
+    max_row_attempts: Annotated[int, Field(ge=1)] = 3
+    no_progress_timeout_s: Annotated[float, Field(gt=0)] = 1800
+
+
+class JobConfig(Section):
+    """Everything `python -m jobs.generate` can be told."""
+
+    model: ModelConfig = ModelConfig()
+    decode: DecodeConfig = DecodeConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    input: InputConfig = InputConfig()
+    output: OutputConfig = OutputConfig()
+    actors: ActorsConfig = ActorsConfig()
+    baseline: BaselineConfig = BaselineConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+    """Reads `path` (YAML; None: all defaults), applies `a.b=value` overrides in order (value as YAML), checks it all."""
+    return build_config(JobConfig, read_tree(path, overrides))
+
+
+def read_tree(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The nested dict that a YAML file and dotted overrides stand for, unchecked."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--config {path}: expected a mapping of sections, got {type(tree).__name__}")
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r}: expected key=value, e.g. decode.speedup=3")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: not a YAML value: {text!r}") from error
+        _set(tree, key, value)
+    return tree
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for name in parents:
+        if tree.get(name) is None:
+            tree[name] = {}
+        tree = tree[name]
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{dotted}: {name} is a value, not a section")
+    tree[last] = value
+
+
+def build_config(cls: type[SectionT], tree: dict[str, Any]) -> SectionT:
+    """Validates `tree` as a `cls`; raises `ConfigError` with one line per problem, each with its dotted key."""
+    try:
+        return cls.model_validate(tree)
+    except ValidationError as error:
+        lines = [_describe(cls, dict(problem)) for problem in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+
+
+def _describe(cls: type[Section], problem: dict[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    names = _field_names(cls, location[:-1])
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(location[-1], names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
+        return f"{'.'.join(location)}: unknown key; {hint}"
+    # A union reports every branch it tried; the key is the part of the path that is a field or an index.
+    key = ".".join(part for part in location if part.isidentifier() and part.islower() and part not in _TYPE_TAGS)
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (got {problem['input']!r})"
+
+
+_TYPE_TAGS = frozenset({"int", "float", "str", "tuple", "constrained", "literal"})
+
+
+def _field_names(cls: type[Section], location: Sequence[str]) -> list[str]:
+    for name in location:
+        field = cls.model_fields.get(name)
+        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, Section):
+            return []
+        cls = field.annotation
+    return list(cls.model_fields)

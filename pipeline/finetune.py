@@ -1,0 +1,158 @@
+"""Fine-tuning as a job: its configuration, its pairs, and the call of the training loop.
+
+First form: reads the pairs into memory and trains in this process.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet
+from pydantic import Field
+
+from pipeline.config import ConfigError, Section, build_config, read_tree
+
+
+class ModelShape(Section):
+    """A model made from scratch, with a byte-level BPE tokenizer trained on the pairs."""
+
+    vocab_size: int = 1024
+    hidden_size: int = 128
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 4
+    ffn_dim: int = 512
+    max_position_embeddings: int = 2048
+
+
+class FinetuneModel(Section):
+    source: str | None = None
+    """The checkpoint to start from; null: from scratch, in `shape`."""
+    shape: ModelShape = ModelShape()
+
+
+class FinetuneData(Section):
+    path: str = "data/train.csv"
+    validation: str = "data/validation.csv"
+    prompt_column: str = "prompt"
+    response_column: str = "response"
+    made_names_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of E2E pairs whose names are replaced by made ones (`pipeline.demo_corpus`); 0 for any other data."""
+
+
+class TrainSection(Section):
+    schedules: tuple[dict[str, Any], ...] = (
+        {"method": "full"},
+        {"method": "skipdecode", "speedup": 2},
+        {"method": "skipdecode", "speedup": 3},
+        {"method": "skipdecode", "speedup": 4},
+        {"method": "skipdecode", "speedup": 5},
+    )
+    horizon: Annotated[int, Field(ge=1)] = 63
+    epochs: Annotated[float, Field(gt=0)] = 5
+    full_depth_epochs: Annotated[float, Field(ge=0)] = 2
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    warmup_steps: Annotated[int, Field(ge=1)] = 300
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    validate_every: Annotated[int, Field(ge=1)] = 500
+    validation_rows: Annotated[int, Field(ge=1)] = 512
+    seed: int = 0
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
+
+
+class FinetuneConfig(Section):
+    model: FinetuneModel = FinetuneModel()
+    data: FinetuneData = FinetuneData()
+    train: TrainSection = TrainSection()
+    output: str = "outputs/finetuned"
+
+
+def load_finetune_config(path: str | None, overrides: list[str]) -> FinetuneConfig:
+    return build_config(FinetuneConfig, read_tree(path, overrides))
+
+
+def read_pairs(path: str, prompt_column: str, response_column: str) -> list[tuple[str, str]]:
+    """All (prompt, response) pairs of a CSV, JSONL or Parquet file; ConfigError names what is wrong."""
+    try:
+        if path.endswith(".csv"):
+            options = pa.csv.ParseOptions(newlines_in_values=True)
+            text = {prompt_column: pa.string(), response_column: pa.string()}
+            table = pa.csv.read_csv(
+                path, parse_options=options, convert_options=pa.csv.ConvertOptions(column_types=text)
+            )
+        elif path.endswith((".jsonl", ".json")):
+            table = pa.json.read_json(path)
+        else:
+            table = pa.parquet.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ConfigError(f"data: {path}: {error}") from error
+    for key, name in (("prompt_column", prompt_column), ("response_column", response_column)):
+        if name not in table.column_names:
+            raise ConfigError(f"data.{key}: {path} has no column {name!r}; it has: {', '.join(table.column_names)}")
+    pairs = list(zip(table[prompt_column].to_pylist(), table[response_column].to_pylist(), strict=True))
+    for row, (prompt, response) in enumerate(pairs):
+        if not prompt or not response:
+            raise ConfigError(f"data: {path}: row {row} has an empty {response_column if prompt else prompt_column}")
+    if not pairs:
+        raise ConfigError(f"data: {path}: no rows")
+    return pairs
+
+
+def finetune(config: FinetuneConfig, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Trains and writes `config.output`; gives back the record of the best validation."""
+    import torch
+
+    from actors.tokenizer import OPTTokenizer, train_tokenizer
+    from actors.trainer import TrainConfig, init_weights, train
+    from pipeline.demo_corpus import vary_names
+    from skipdecode.config import OPTConfig
+    from skipdecode.model import OPT
+    from skipdecode.weights import load_opt
+
+    data = config.data
+    pairs = read_pairs(data.path, data.prompt_column, data.response_column)
+    pairs = list(vary_names(pairs, data.made_names_share, config.train.seed))
+    validation = read_pairs(data.validation, data.prompt_column, data.response_column)
+    torch.set_num_threads(config.train.threads or os.cpu_count() or 1)
+    if config.model.source is None:
+        opt_config = OPTConfig(**config.model.shape.model_dump())
+        train_tokenizer((text for pair in pairs for text in pair), opt_config.vocab_size, config.output)
+        model = OPT(opt_config)
+        init_weights(model, config.train.seed)
+        tokenizer = OPTTokenizer(config.output, opt_config)
+    else:
+        model = load_opt(config.model.source)
+        opt_config = model.config
+        tokenizer = OPTTokenizer(config.model.source, opt_config)
+        _copy_tokenizer(config.model.source, config.output)
+
+    def encode(rows: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        prompts = tokenizer.encode([prompt for prompt, _ in rows])
+        responses = tokenizer.encode([response for _, response in rows])
+        return [(p, [*r[1:], opt_config.eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
+
+    encoded, encoded_validation = encode(pairs), encode(validation)
+    longest = max(len(p) + len(r) for p, r in encoded + encoded_validation)
+    if longest > opt_config.max_position_embeddings:
+        raise ConfigError(
+            f"data: the longest pair has {longest} tokens, the model {opt_config.max_position_embeddings} positions"
+        )
+    fields = config.train.model_dump(exclude={"threads"})
+    best = train(model, encoded, encoded_validation, TrainConfig(**fields), config.output, report)
+    return {"output": config.output, "num_pairs": len(pairs), "best": best}
+
+
+def _copy_tokenizer(source: str, folder: str) -> None:
+    from skipdecode.weights import resolve_source
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"):
+        found = resolve_source(source) / name
+        if found.is_file():
+            (Path(folder) / name).write_bytes(found.read_bytes())

@@ -1,0 +1,118 @@
+"""The collector: one small actor that hears of every batch, keeps the counts for the progress line, writes metrics files.
+
+Workers send and never wait. Losing the collector loses figures, never rows.
+"""
+
+import time
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import ray
+
+from pipeline.sink import write_whole
+
+FLUSH_S = 30.0
+
+BATCH_SCHEMA = pa.schema(
+    [
+        ("worker", pa.string()),
+        ("batch", pa.int32()),
+        ("started_at", pa.float64()),
+        ("rows", pa.int32()),
+        ("layers", pa.int32()),
+        *(
+            (prefix + name, kind)
+            for prefix in ("", "full_")
+            for name, kind in (
+                ("prompt_columns", pa.int32()),
+                ("input_tokens", pa.int64()),
+                ("output_tokens", pa.int64()),
+                ("decode_steps", pa.int32()),
+                ("row_steps", pa.int64()),
+                ("layers_run", pa.int64()),
+                ("layer_row_steps", pa.int64()),
+                ("cache_bytes", pa.int64()),
+                ("prefill_s", pa.float64()),
+                ("decode_s", pa.float64()),
+                ("predicted_prefill_s", pa.float64()),
+                ("predicted_decode_s", pa.float64()),
+            )
+        ),
+        ("exact_rows", pa.int32()),
+        ("matched_tokens", pa.int64()),
+        ("compared_tokens", pa.int64()),
+    ]
+)
+"""One row per decoded batch. `full_*`, `predicted_*` and the agreement are null unless it was decoded at full depth too."""
+
+WINDOW_SCHEMA = pa.schema(
+    [
+        ("worker", pa.string()),
+        ("started_at", pa.float64()),
+        ("ended_at", pa.float64()),
+        ("rows", pa.int32()),
+        ("failed", pa.int32()),
+    ]
+)
+"""One row per window that a worker took: when it was busy."""
+
+WORKER_SCHEMA = pa.schema(
+    [
+        ("worker", pa.string()),
+        ("pid", pa.int64()),
+        ("load_s", pa.float64()),
+        ("device", pa.string()),
+        ("dtype", pa.string()),
+        ("ready_at", pa.float64()),
+    ]
+)
+"""One row per start of a worker; a second one for the same worker is a restart."""
+
+SCHEMAS = {"batches": BATCH_SCHEMA, "windows": WINDOW_SCHEMA, "workers": WORKER_SCHEMA}
+
+
+class MetricsCollector:
+    """Wrapped as a Ray actor by `start_collector`; plain otherwise."""
+
+    def __init__(self, filesystem: pafs.FileSystem, root: str, run_id: str) -> None:
+        self._filesystem, self._root, self._run_id = filesystem, root, run_id
+        self._pending: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
+        self._num_files = 0
+        self._flushed_at = time.monotonic()
+        self._counts = {"rows": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "workers": 0}
+
+    def worker_started(self, worker: str, record: dict[str, Any]) -> None:
+        self._pending["workers"].append(record | {"worker": worker})
+        self._counts["workers"] += 1
+
+    def window_done(self, worker: str, window: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+        self._pending["windows"].append(window | {"worker": worker})
+        self._pending["batches"] += [batch | {"worker": worker} for batch in batches]
+        self._counts["rows"] += window["rows"]
+        self._counts["failed"] += window["failed"]
+        for batch in batches:
+            self._counts["input_tokens"] += batch["input_tokens"]
+            self._counts["output_tokens"] += batch["output_tokens"]
+        if time.monotonic() - self._flushed_at > FLUSH_S:
+            self.flush()
+
+    def counts(self) -> dict[str, int]:
+        """What has been decoded so far in this run: rows, failed, tokens; workers started."""
+        return dict(self._counts)
+
+    def flush(self) -> None:
+        """Writes what is pending; called every FLUSH_S seconds and at the end."""
+        for kind, records in self._pending.items():
+            if records:
+                table = pa.Table.from_pylist(records, schema=SCHEMAS[kind])
+                name = f"metrics/{kind}-{self._run_id}-{self._num_files:05d}.parquet"
+                write_whole(self._filesystem, self._root, name, table)
+                self._num_files += 1
+                records.clear()
+        self._flushed_at = time.monotonic()
+
+
+def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str) -> Any:
+    """The collector as an actor on this node; it takes no CPU from the pool."""
+    return ray.remote(num_cpus=0)(MetricsCollector).remote(filesystem, root, run_id)

@@ -1,0 +1,57 @@
+"""The row contract: column names, types and error codes of what a run writes.
+
+Data only. It does not read or write anything; `pipeline.input` makes rows, `pipeline.stages` fills them,
+`pipeline.sink` writes them.
+"""
+
+from typing import Final
+
+import pyarrow as pa
+
+ID: Final = "id"
+PROMPT: Final = "prompt"
+STATUS: Final = "status"  # the partition folder: "ok" or "failed"; never a column inside a file
+
+OUTPUT_SCHEMA: Final = pa.schema(
+    [
+        pa.field(ID, pa.string()),
+        pa.field(PROMPT, pa.string()),  # null when the input had no usable prompt
+        pa.field("generated_text", pa.string()),  # no special tokens, ends before a stop string
+        pa.field("generated_tokens", pa.list_(pa.int32())),  # with the EOS that ended the row
+        pa.field("num_input_tokens", pa.int32()),  # with BOS
+        pa.field("num_generated_tokens", pa.int32()),
+        pa.field("finish_reason", pa.string()),  # stop | length | error
+        pa.field("layers_run", pa.int32()),  # layers, summed over the row's decode steps
+        pa.field("error_code", pa.string()),  # "" when fine, never null
+        pa.field("error_message", pa.string()),  # "" when fine, never null
+    ]
+)
+"""The columns of every output row, in order. Every other input column follows unchanged."""
+
+# What `pipeline.input` hands to the stages beside the columns above; dropped before writing.
+PROMPT_TOKENS: Final = "_prompt_tokens"  # list<int32>: a prompt given as token ids (OpenAI batch), else null
+SAMPLING: Final = "_sampling"  # string: JSON object with this row's own sampling parameters, else null
+
+RESERVED_COLUMNS: Final = frozenset(OUTPUT_SCHEMA.names) | {STATUS, PROMPT_TOKENS, SAMPLING}
+"""An input column with one of these names is refused before the start."""
+
+PROMPT_MISSING: Final = "prompt_missing"
+PROMPT_NOT_TEXT: Final = "prompt_not_text"
+PROMPT_TOO_LONG: Final = "prompt_too_long"
+DUPLICATE_ID: Final = "duplicate_id"
+BAD_LINE: Final = "bad_line"
+BAD_PARAMETERS: Final = "bad_parameters"
+POISON_ROW: Final = "poison_row"
+ENGINE_ERROR: Final = "engine_error"
+ERROR_CODES: Final = frozenset(
+    {
+        PROMPT_MISSING,
+        PROMPT_NOT_TEXT,
+        PROMPT_TOO_LONG,
+        DUPLICATE_ID,
+        BAD_LINE,
+        BAD_PARAMETERS,
+        POISON_ROW,
+        ENGINE_ERROR,
+    }
+)

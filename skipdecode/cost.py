@@ -1,0 +1,134 @@
+"""What a plan costs: FLOPs, bytes, cache memory, and the time a device should need for them. No torch at import.
+
+A roofline with one more term. Each sublayer takes max(FLOPs / peak, bytes / bandwidth), and each call of an operator
+costs a fixed overhead that small models cannot hide. Predictions are bounds to print beside measurements, not results.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from skipdecode.config import OPTConfig
+from skipdecode.plan import LayerPlan, Schedule, steps_per_layer
+
+# Operator calls per sublayer, counted in skipdecode/model.py: norms, linears, views, cache writes, attention, adds.
+ATTN_CALLS, FFN_CALLS, STEP_CALLS = 14, 5, 10
+
+
+@dataclass(frozen=True)
+class Cost:
+    flops: float = 0.0
+    bytes: float = 0.0
+    calls: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.calls + other.calls)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device can do at best, measured on it (`measure_ceilings`)."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    call_s: float
+
+    def seconds(self, cost: Cost) -> float:
+        return max(cost.flops / self.flops_per_s, cost.bytes / self.bytes_per_s) + cost.calls * self.call_s
+
+
+def attention_cost(config: OPTConfig, *, rows: int, new_columns: int, context: int, itemsize: int) -> Cost:
+    """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved)."""
+    d = config.hidden_size
+    tokens = rows * new_columns
+    flops = 2 * tokens * 4 * d * d + 4 * tokens * context * d
+    moved = itemsize * (4 * d * d + 2 * rows * context * d + 6 * tokens * d)  # weights, K and V, activations
+    return Cost(flops, moved, ATTN_CALLS)
+
+
+def ffn_cost(config: OPTConfig, *, tokens: int, itemsize: int) -> Cost:
+    weights = 2 * config.hidden_size * config.ffn_dim
+    moved = itemsize * (weights + tokens * (4 * config.hidden_size + 2 * config.ffn_dim))
+    return Cost(2.0 * tokens * weights, moved, FFN_CALLS)
+
+
+def head_cost(config: OPTConfig, *, rows: int, itemsize: int) -> Cost:
+    """Final projection to the vocabulary and the choice of a token."""
+    weights = config.vocab_size * config.embed_dim
+    return Cost(2.0 * rows * weights, itemsize * weights + 8.0 * rows * config.vocab_size, STEP_CALLS)
+
+
+def plan_parts(
+    config: OPTConfig, plan: LayerPlan, *, rows: int, new_columns: int, context: int, itemsize: int
+) -> list[Cost]:
+    """The costs of one forward call, one entry per sublayer that runs, the head last."""
+    attn = attention_cost(config, rows=rows, new_columns=new_columns, context=context, itemsize=itemsize)
+    ffn = ffn_cost(config, tokens=rows * new_columns, itemsize=itemsize)
+    parts = [attn] * sum(plan.attn) + [ffn] * sum(plan.ffn)
+    return [*parts, head_cost(config, rows=rows, itemsize=itemsize)]
+
+
+def predict_s(
+    config: OPTConfig,
+    schedule: Schedule,
+    ceilings: Ceilings,
+    *,
+    prompt_columns: int,
+    batch_rows: Sequence[int],
+    itemsize: int,
+) -> tuple[float, float]:
+    """(prefill, decode) seconds of a batch that starts with batch_rows[0] rows and has batch_rows[k] of them at step k."""
+    rows = batch_rows[0] if batch_rows else 1
+
+    def seconds(plan: LayerPlan, rows: int, new_columns: int, context: int) -> float:
+        parts = plan_parts(config, plan, rows=rows, new_columns=new_columns, context=context, itemsize=itemsize)
+        return sum(ceilings.seconds(part) for part in parts)
+
+    prefill = seconds(schedule.prefill(), rows, prompt_columns, prompt_columns)
+    decode = sum(seconds(schedule.step(k), n, 1, prompt_columns + k + 1) for k, n in enumerate(batch_rows))
+    return prefill, decode
+
+
+def cache_bytes_per_row(
+    config: OPTConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
+) -> int:
+    """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
+    columns = sum(prompt_columns + steps for steps in steps_per_layer(schedule, num_new - 1))
+    return 2 * columns * config.hidden_size * itemsize
+
+
+def measure_ceilings(device: str, dtype: str) -> Ceilings:
+    """A micro-benchmark of about half a second: a matrix product, a large copy, and a chain of tiny calls."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    is_cuda = device.startswith("cuda")
+    n = 8192 if is_cuda else 1024
+
+    def timed(fn: Callable[[], object], repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            if is_cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            fn()
+            if is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return median(times[1:])
+
+    with torch.inference_mode():
+        a = torch.randn(n, n, device=device).to(kind)
+        matmul_s = timed(lambda: a @ a, 6)
+        source = torch.empty((1 << 30) if is_cuda else (1 << 26), dtype=torch.uint8, device=device).fill_(1)
+        target = torch.empty_like(source)
+        copy_s = timed(lambda: target.copy_(source), 6)
+        small = torch.ones(1, 64, device=device, dtype=kind)
+
+        def chain() -> None:
+            for _ in range(200):
+                small.add(1.0)
+
+        call_s = timed(chain, 8) / 200
+    return Ceilings(2.0 * n**3 / matmul_s, 2.0 * source.numel() / copy_s, call_s)

@@ -1,0 +1,135 @@
+"""OPT with one forward: which sublayers run is data (`LayerPlan`), never a second code path.
+
+Numerically it is Hugging Face `OPTForCausalLM` (eval mode), 350m's post-norm and embedding projections included. Query,
+key and value projections are fused into one. Training reuses the same blocks without a cache (`skipdecode.train`).
+
+B rows, T new columns, S columns visible, H heads, K head dim, D width, E embedding width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipdecode.cache import KVCache
+from skipdecode.config import POSITION_OFFSET, OPTConfig
+from skipdecode.plan import LayerPlan
+
+Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes the new K and V [B, H, T, K], gives all that may be attended to [B, H, S, K]."""
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and feed-forward as two calls, since a plan may skip either."""
+
+    def __init__(self, config: OPTConfig) -> None:
+        super().__init__()
+        width, bias, affine = config.hidden_size, config.enable_bias, config.layer_norm_elementwise_affine
+        self.num_heads = config.num_attention_heads
+        self.is_pre_norm = config.do_layer_norm_before
+        self.attn_norm = nn.LayerNorm(width, elementwise_affine=affine)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+        self.ffn_norm = nn.LayerNorm(width, elementwise_affine=affine)
+        self.fc1 = nn.Linear(width, config.ffn_dim, bias=bias)
+        self.fc2 = nn.Linear(config.ffn_dim, width, bias=bias)
+
+    def attend(self, h: Tensor, store: Store, mask: Tensor | None) -> Tensor:
+        """h [B, T, D] -> [B, T, D]. `mask` [B, 1, T, S] bool, True = may attend; None: causal, no padding."""
+        B, T, D = h.shape
+        x = self.attn_norm(h) if self.is_pre_norm else h
+        qkv = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, K]
+        keys, values = store(k, v)
+        is_causal = mask is None and T > 1
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=is_causal)
+        h = h + self.out_proj(out.transpose(1, 2).reshape(B, T, D))
+        return h if self.is_pre_norm else self.attn_norm(h)
+
+    def feed(self, h: Tensor) -> Tensor:
+        """The feed-forward block with its residual: [B, T, D] -> [B, T, D]."""
+        x = self.ffn_norm(h) if self.is_pre_norm else h
+        h = h + self.fc2(F.relu(self.fc1(x)))
+        return h if self.is_pre_norm else self.ffn_norm(h)
+
+
+class OPT(nn.Module):
+    def __init__(self, config: OPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, embed = config.hidden_size, config.embed_dim
+        self.embed_tokens = nn.Embedding(config.vocab_size, embed)  # tied to the head
+        self.embed_positions = nn.Embedding(config.max_position_embeddings + POSITION_OFFSET, width)
+        self.project_in = nn.Linear(embed, width, bias=False) if embed != width else None
+        self.project_out = nn.Linear(width, embed, bias=False) if embed != width else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.final_norm = (
+            nn.LayerNorm(width, elementwise_affine=config.layer_norm_elementwise_affine)
+            if config.has_final_norm
+            else None
+        )
+
+    @property
+    def layers(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens, positions [B, T] int64 -> [B, T, D]. Position 0 is the first real token, -1 a padding column."""
+        h: Tensor = self.embed_tokens(tokens)
+        if self.project_in is not None:
+            h = self.project_in(h)
+        return h + self.embed_positions(positions + POSITION_OFFSET)
+
+    def head(self, h: Tensor) -> Tensor:
+        """Final norm and tied head: [..., D] -> [..., V] float32."""
+        if self.final_norm is not None:
+            h = self.final_norm(h)
+        if self.project_out is not None:
+            h = self.project_out(h)
+        return F.linear(h, self.embed_tokens.weight).float()
+
+    def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, plan: LayerPlan) -> Tensor:
+        """Feeds T columns behind those in `cache`, which it fills: [B, T] int64 -> logits of the last one, [B, V] float32."""
+        T = tokens.shape[1]
+        h = self.embed(tokens, positions)
+        mask = attention_mask(cache, T)
+        for i, block in enumerate(self.layers):
+            if plan.attn[i]:
+                h = block.attend(h, lambda k, v, i=i: cache.append(i, k, v), mask)
+            if plan.ffn[i]:
+                h = block.feed(h)
+        cache.length += T
+        return self.head(h[:, -1])
+
+
+def attention_mask(cache: KVCache, num_new: int) -> Tensor | None:
+    """[B, 1, T, S] bool for `num_new` columns behind those in the cache; None when causality alone says it all."""
+    if cache.valid is None:
+        # `is_causal` aligns queries with the first keys, so it serves a prompt from column 0 and nothing else
+        assert num_new == 1 or cache.length == 0, "several columns behind a filled cache are not supported"
+        return None
+    total = cache.length + num_new
+    valid = cache.valid[:, None, None, :total]  # [B, 1, 1, S]
+    if num_new == 1:
+        return valid
+    return valid & causal_mask(num_new, total, cache.num_pad.device) | diagonal(num_new, total, cache.num_pad.device)
+
+
+def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:
+    """[T, S] bool: the last `num_new` of `total` columns attend to themselves and to what came before."""
+    return torch.ones(num_new, total, dtype=torch.bool, device=device).tril(total - num_new)
+
+
+def diagonal(num_new: int, total: int, device: torch.device) -> Tensor:
+    """[T, S] bool: every column attends to itself, so that a padding column's softmax is not empty (NaN)."""
+    return torch.eye(total, dtype=torch.bool, device=device)[total - num_new :]

@@ -1,0 +1,223 @@
+"""Which layers run for which token, decided on the host before the loop. No torch.
+
+A `LayerPlan` is a value for one forward call; a `Schedule` gives the plan of the prompt and of each decode step. The
+schedules are the definitions of the papers with the rounding fixed: SkipDecode (arXiv 2307.02628), early exit, and
+Unified Layer Skipping (arXiv 2404.06954). All rows of a batch share a plan, and layer sets are nested over the steps,
+so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes`).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import floor
+from typing import Any, Protocol
+
+METHODS = ("full", "skipdecode", "early_exit", "unified")
+
+# Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
+PRESETS = {
+    24: {2: (16, 8), 3: (10, 6), 4: (7, 5), 5: (6, 4)},
+    32: {2: (22, 11), 3: (14, 8), 4: (10, 6), 5: (8, 5)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Which sublayers run in one forward call: a hashable value, the same for every row."""
+
+    attn: tuple[bool, ...]
+    """[L] attention runs and writes K/V."""
+    ffn: tuple[bool, ...]
+    """[L] the feed-forward block runs."""
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[int], num_layers: int) -> "LayerPlan":
+        """Both sublayers of each of `layers`."""
+        chosen = frozenset(layers)
+        runs = tuple(layer in chosen for layer in range(num_layers))
+        return cls(attn=runs, ffn=runs)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of which at least one sublayer runs."""
+        return tuple(i for i, runs in enumerate(zip(self.attn, self.ffn, strict=True)) if any(runs))
+
+    @property
+    def num_layers_run(self) -> int:
+        return len(self.layers)
+
+
+class Schedule(Protocol):
+    """Decides on the host, before the loop, and equally for all rows."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+
+    def prefill(self) -> LayerPlan:
+        """The plan of the prompt."""
+
+    def step(self, k: int) -> LayerPlan:
+        """The plan of decode step `k` (0-based), which feeds y_k and yields y_(k+1)."""
+
+    def __hash__(self) -> int:
+        """Schedules are values: rows with equal ones share batches."""
+
+
+def round_half_up(x: float) -> int:
+    return floor(x + 0.5)
+
+
+@lru_cache(maxsize=4096)
+def _plan(layers: tuple[int, ...], num_layers: int) -> LayerPlan:
+    return LayerPlan.of_layers(layers, num_layers)
+
+
+@dataclass(frozen=True)
+class FullDepth:
+    """Every layer, always."""
+
+    num_layers: int
+
+    def prefill(self) -> LayerPlan:
+        return _plan(tuple(range(self.num_layers)), self.num_layers)
+
+    def step(self, k: int) -> LayerPlan:
+        return self.prefill()
+
+
+@dataclass(frozen=True)
+class SkipDecode(FullDepth):
+    """Depth falls linearly from max_layers to min_layers over `horizon` steps; low and middle layers go first.
+
+    The first `warmup_layers` always run, the rest of the budget is the top of the network.
+    """
+
+    max_layers: int
+    min_layers: int
+    warmup_layers: int
+    horizon: int
+
+    def __post_init__(self) -> None:
+        w, m, big_m, total = self.warmup_layers, self.min_layers, self.max_layers, self.num_layers
+        if not 1 <= w <= m <= big_m <= total:
+            raise ValueError(
+                "decode: need 1 <= warmup_layers <= min_layers <= max_layers <= number of layers, got "
+                f"warmup_layers={w}, min_layers={m}, max_layers={big_m}, layers of the model={total}"
+            )
+        if self.horizon < 1:
+            raise ValueError(f"decode.horizon: must be at least 1, got {self.horizon}")
+
+    def budget(self, k: int) -> int:
+        """b(k): how many layers decode step `k` runs, warm-up layers included."""
+        # floor(M - (M-m)*k/(S-1) + 1/2) in integers: no float can round a tie the wrong way
+        span = max(self.horizon - 1, 1)
+        k = min(k, span)
+        return (2 * self.max_layers * span - 2 * (self.max_layers - self.min_layers) * k + span) // (2 * span)
+
+    def step(self, k: int) -> LayerPlan:
+        w, total = self.warmup_layers, self.num_layers
+        return _plan((*range(w), *range(total - (self.budget(k) - w), total)), total)
+
+
+@dataclass(frozen=True)
+class EarlyExit(SkipDecode):
+    """The same budget as SkipDecode, spent on the lowest layers, then final norm and head."""
+
+    def step(self, k: int) -> LayerPlan:
+        return _plan(tuple(range(self.budget(k))), self.num_layers)
+
+
+@dataclass(frozen=True)
+class Unified(FullDepth):
+    """`layers` evenly spaced layers, first and last among them, for every generated token."""
+
+    layers: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.layers <= self.num_layers:
+            raise ValueError(f"decode.layers: need 2 <= layers <= {self.num_layers}, got {self.layers}")
+
+    def step(self, k: int) -> LayerPlan:
+        last, gaps = self.num_layers - 1, self.layers - 1
+        return _plan(tuple((2 * i * last + gaps) // (2 * gaps) for i in range(self.layers)), self.num_layers)
+
+
+def preset(num_layers: int, speedup: float) -> tuple[int, int]:
+    """(max_layers, min_layers) of the paper for a target speedup of 2 to 5; other depths scale the 24-layer pair."""
+    table = PRESETS.get(num_layers, PRESETS[24])
+    if speedup not in table:
+        raise ValueError(
+            f"decode.speedup: {speedup:g} has no preset (1, 2, 3, 4, 5 have); give decode.max_layers and decode.min_layers"
+        )
+    big_m, m = table[int(speedup)]
+    if num_layers not in PRESETS:
+        # round_half_up(x * L / 24) in integers
+        big_m, m = ((2 * x * num_layers + 24) // 48 for x in (big_m, m))
+        m = min(max(m, 1), num_layers)
+        big_m = min(max(big_m, m), num_layers)
+    return big_m, m
+
+
+def make_schedule(decode: dict[str, Any], *, num_layers: int, max_new_tokens: int) -> Schedule:
+    """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
+
+    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers; None counts as absent.
+    """
+    given = {key: value for key, value in decode.items() if value is not None}
+    method = given.pop("method", "skipdecode")
+    if method not in METHODS:
+        raise ValueError(f"decode.method: {method!r} is not one of {', '.join(METHODS)}")
+    allowed = {
+        "full": (),
+        "unified": ("layers",),
+    }.get(method, ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon"))
+    for key in given:
+        if key not in allowed and not (method == "full" and key == "speedup" and given[key] == 1):
+            raise ValueError(
+                f"decode.{key}: has no meaning with method {method!r}; it takes: {', '.join(allowed) or 'nothing'}"
+            )
+    if method == "full":
+        return FullDepth(num_layers)
+    if method == "unified":
+        if "layers" not in given:
+            raise ValueError("decode.layers: method 'unified' needs the number of layers to run")
+        return Unified(num_layers, given["layers"])
+    return _falling(SkipDecode if method == "skipdecode" else EarlyExit, given, num_layers, max_new_tokens)
+
+
+def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    bounds = [key for key in ("max_layers", "min_layers") if key in given]
+    if "speedup" in given and bounds:
+        raise ValueError(
+            f"decode.speedup: give either speedup or max_layers and min_layers, not both (got {bounds[0]} too)"
+        )
+    if len(bounds) == 1:
+        missing = "min_layers" if bounds[0] == "max_layers" else "max_layers"
+        raise ValueError(f"decode.{missing}: needed beside {bounds[0]}")
+    if bounds:
+        big_m, m = given["max_layers"], given["min_layers"]
+    else:
+        speedup = given.get("speedup", 2)
+        if speedup == 1:
+            return FullDepth(num_layers)
+        big_m, m = preset(num_layers, speedup)
+    warmup = given.get("warmup_layers", 1)
+    horizon = given.get("horizon", max(max_new_tokens - 1, 1))
+    return cls(num_layers, big_m, m, warmup, horizon)
+
+
+def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:
+    """True when each plan's attention layers are among those of every earlier plan."""
+    pairs = itertools.pairwise(plans)
+    return all(not now or before for a, b in pairs for before, now in zip(a.attn, b.attn, strict=True))
+
+
+def steps_per_layer(schedule: Schedule, num_steps: int) -> list[int]:
+    """[L] how many of the decode steps 0..num_steps-1 run each layer's attention: always the first ones."""
+    counts = [0] * schedule.num_layers
+    for k in range(num_steps):
+        for layer, runs in enumerate(schedule.step(k).attn):
+            counts[layer] += runs
+    return counts

@@ -1,0 +1,74 @@
+"""Teacher-forced training under a schedule, exact and cheap: the prefix trick.
+
+The columns that run a layer are always the first n_l of the sequence (budgets never grow), so layer `l` runs on
+`h[:, :n_l]` with plain causal attention and leaves the rest alone. The result equals decoding with the cache. Prompts
+are left-padded to a common length and responses right-padded, so rows of any lengths share the columns.
+
+Losses and batches only; the loop, the optimiser and the files are `actors.trainer`.
+
+B rows, P prompt columns, T response tokens, D width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from skipdecode.model import OPT, causal_mask, diagonal
+from skipdecode.plan import Schedule, steps_per_layer
+
+
+@dataclass(frozen=True)
+class TeacherBatch:
+    tokens: Tensor
+    """[B, P + T - 1] int64: left-padded prompts, then all response tokens but the last."""
+    targets: Tensor
+    """[B, T] int64: the response tokens, `ignore_index` -100 behind the end."""
+    num_pad: Tensor
+    """[B] int64: columns of left padding."""
+    prompt_columns: int
+
+
+IGNORE = -100  # torch's cross_entropy default
+
+
+def teacher_batch(pairs: Sequence[tuple[list[int], list[int]]], pad_token_id: int) -> TeacherBatch:
+    """From (prompt tokens, response tokens with EOS); both must be non-empty."""
+    P = max(len(prompt) for prompt, _ in pairs)
+    T = max(len(response) for _, response in pairs)
+    tokens = torch.full((len(pairs), P + T - 1), pad_token_id)
+    targets = torch.full((len(pairs), T), IGNORE)
+    for row, (prompt, response) in enumerate(pairs):
+        line = torch.tensor(prompt + response[:-1])
+        tokens[row, P - len(prompt) : P - len(prompt) + len(line)] = line
+        targets[row, : len(response)] = torch.tensor(response)
+    num_pad = torch.tensor([P - len(prompt) for prompt, _ in pairs])
+    return TeacherBatch(tokens, targets, num_pad, P)
+
+
+def teacher_forced_logits(model: OPT, batch: TeacherBatch, schedule: Schedule) -> Tensor:
+    """[B, T, V] float32: the logits that decoding under `schedule` has for each response token, in one pass."""
+    columns = batch.tokens.shape[1]
+    num_steps = columns - batch.prompt_columns
+    device = batch.tokens.device
+    offsets = torch.arange(columns, device=device)
+    positions = (offsets - batch.num_pad[:, None]).clamp(min=-1, max=model.config.max_position_embeddings - 1)
+    mask: Tensor | None = None
+    if bool(batch.num_pad.any()):
+        valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
+        mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
+    h = model.embed(batch.tokens, positions)
+    for block, steps in zip(model.layers, steps_per_layer(schedule, num_steps), strict=True):
+        n = batch.prompt_columns + steps  # the columns that run this layer
+        x = block.attend(h[:, :n], lambda k, v: (k, v), mask if mask is None else mask[:, :, :n, :n])
+        x = block.feed(x)
+        h = x if n == columns else torch.cat([x, h[:, n:]], dim=1)
+    return model.head(h[:, batch.prompt_columns - 1 :])
+
+
+def response_loss(model: OPT, batch: TeacherBatch, schedule: Schedule) -> Tensor:
+    """Mean cross-entropy per response token, in nats."""
+    logits = teacher_forced_logits(model, batch, schedule)
+    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)

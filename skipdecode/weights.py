@@ -1,0 +1,196 @@
+"""Weights: Hugging Face OPT folders and hub ids in, and folders that `OPTForCausalLM.from_pretrained` opens out.
+
+Reads safetensors (single or sharded) and `pytorch_model.bin` (single or sharded). A missing, unexpected or misshapen
+tensor is an error that names it; nothing is initialised silently. No quantised formats.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skipdecode.config import OPTConfig
+from skipdecode.model import OPT
+
+# Ours -> Hugging Face, inside one decoder layer; `qkv` is handled apart.
+LAYER_NAMES = {
+    "attn_norm": "self_attn_layer_norm",
+    "out_proj": "self_attn.out_proj",
+    "ffn_norm": "final_layer_norm",
+    "fc1": "fc1",
+    "fc2": "fc2",
+}
+MODEL_NAMES = {
+    "embed_tokens": "embed_tokens",
+    "embed_positions": "embed_positions",
+    "project_in": "project_in",
+    "project_out": "project_out",
+    "final_norm": "final_layer_norm",
+}
+PREFIX = "model.decoder."
+# Read by nobody: the tied head, and buffers of old checkpoints.
+IGNORED = {"lm_head.weight", PREFIX + "version"}
+HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
+HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+
+
+def resolve_source(source: str) -> Path:
+    """The local folder of a model: `source` itself, or a snapshot of that hub id (downloaded once, then cached)."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or source.startswith(".") or source.count("/") != 1 or (folder.parent).is_dir():
+        raise ValueError(f"model.source: {source!r} is not a folder")
+    from huggingface_hub import snapshot_download  # only a hub id needs it
+
+    try:
+        snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES))
+        if not list(snapshot.glob("*.safetensors")):
+            snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES + HUB_FALLBACK))
+    except Exception as error:  # the hub client raises many kinds; the user needs one sentence
+        raise ValueError(
+            f"model.source: {source!r} is no folder here and could not be fetched from the hub: {error}"
+        ) from error
+    return snapshot
+
+
+def hf_name(name: str) -> str:
+    """The Hugging Face name of our parameter `name`; for `qkv` a template with `{}` for q, k and v."""
+    module, _, kind = name.rpartition(".")
+    if module.startswith("blocks."):
+        _, index, part = module.split(".")
+        theirs = "self_attn.{}_proj" if part == "qkv" else LAYER_NAMES[part]
+        return f"{PREFIX}layers.{index}.{theirs}.{kind}"
+    return f"{PREFIX}{MODEL_NAMES[module]}.{kind}"
+
+
+def load_opt(source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> OPT:
+    """The model of a Hugging Face OPT folder or hub id, in eval mode; ValueError names what does not fit."""
+    folder = resolve_source(str(source))
+    config = OPTConfig.from_folder(folder)
+    with torch.device("meta"):
+        model = OPT(config)
+    state = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in model.named_parameters()}
+    missing = _expected(model)
+    for theirs, tensor in _tensors(folder):
+        found = _match(folder, _canonical(theirs), tuple(tensor.shape), missing)
+        if found:
+            name, row = found
+            target = state[name].chunk(3)[row] if ".qkv." in name else state[name]
+            target.copy_(tensor)
+    _refuse_missing(folder, missing)
+    model.load_state_dict(state, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+Expected = dict[str, tuple[str, int, tuple[int, ...]]]
+"""Their name -> (our name, part of a fused tensor, shape)."""
+
+
+def _expected(model: OPT) -> Expected:
+    expected: Expected = {}
+    for name, parameter in model.named_parameters():
+        rows, *rest = parameter.shape
+        if ".qkv." in name:
+            expected |= {hf_name(name).format(x): (name, part, (rows // 3, *rest)) for part, x in enumerate("qkv")}
+        else:
+            expected[hf_name(name)] = (name, 0, (rows, *rest))
+    return expected
+
+
+def _canonical(theirs: str) -> str:
+    """Some old checkpoints leave the `model.` away."""
+    return theirs if theirs.startswith(("model.", "lm_head.")) else "model." + theirs
+
+
+def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected) -> tuple[str, int] | None:
+    """Ticks off one tensor of the files: (our name, part), or None when nobody reads it; ValueError when it is wrong."""
+    if theirs in IGNORED:
+        return None
+    if theirs not in missing:
+        raise ValueError(f"{folder}: unexpected tensor {theirs!r}; config.json and weights are of different models")
+    name, part, wanted = missing.pop(theirs)
+    if shape != wanted:
+        raise ValueError(f"{folder}: tensor {theirs!r} is {list(shape)}, config.json asks for {list(wanted)}")
+    return name, part
+
+
+def _refuse_missing(folder: Path, missing: Expected) -> None:
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {min(missing)!r}")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:  # a kind of safetensors' own
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def check_folder(folder: str | Path) -> None:
+    """Compares the names and shapes in the weight files with config.json, without loading them; ValueError otherwise.
+
+    `pytorch_model.bin` has no index of shapes that could be read alone, so only the files' presence is checked there.
+    """
+    folder = Path(folder)
+    with torch.device("meta"):
+        model = OPT(OPTConfig.from_folder(folder))
+    missing = _expected(model)
+    for path in weight_files(folder):
+        if path.suffix != ".safetensors":
+            return
+        with _open(path) as file:
+            for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                _match(folder, _canonical(theirs), tuple(file.get_slice(theirs).get_shape()), missing)
+    _refuse_missing(folder, missing)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a folder, file by file, so that never more than one file is in memory."""
+    for path in weight_files(folder):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                        yield name, file.get_tensor(name)
+            else:
+                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
+        except ValueError:
+            raise
+        except Exception as error:  # safetensors and pickle raise their own kinds
+            raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a Hugging Face folder, safetensors preferred; ValueError when there are none or one is gone."""
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{single}.index.json"
+        if (folder / single).is_file():
+            return [folder / single]
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            gone = [name for name in names if not (folder / name).is_file()]
+            if gone:
+                raise ValueError(f"{index}: names {gone[0]!r}, which is not in the folder")
+            return [folder / name for name in names]
+    raise ValueError(f"{folder}: no model.safetensors, pytorch_model.bin or index of shards")
+
+
+def save_opt(model: OPT, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    """Writes config.json and model.safetensors in Hugging Face layout; the tokenizer's files are the caller's."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or model.dtype
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.state_dict().items():
+        parts = parameter.chunk(3) if ".qkv." in name else (parameter,)
+        for x, part in zip("qkv", parts, strict=False):
+            tensors[hf_name(name).format(x)] = part.to(dtype=dtype, device="cpu").contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
