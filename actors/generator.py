@@ -23,6 +23,7 @@ from skipdecode.weights import load_opt
 
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
 CACHE_SHARE = 0.25  # of the free memory, for the cache of one batch (host memory is shared with Ray)
+DETERMINISTIC_ROWS = 32  # `auto` under `deterministic`: the same on every machine
 FIRST_PAIRS = (0, 3)  # batches of each worker that are always measured at full depth too: an interval needs two
 
 
@@ -66,8 +67,8 @@ class Generator:
         self.config = config
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self.device = _device(config.device)
-        self.dtype = _dtype(config.dtype, self.device)
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, self.device)
         self.model = load_opt(config.source, device=self.device, dtype=self.dtype)
         self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
@@ -104,6 +105,8 @@ class Generator:
         """Rows per batch for prompts of up to `bucket` tokens."""
         if self.config.batch_size:
             return self.config.batch_size
+        if self.config.deterministic:  # free memory must not choose a shape
+            return DETERMINISTIC_ROWS
         per_row = cache_bytes_per_row(
             self.model.config,
             self.schedule(max_new_tokens),
@@ -120,13 +123,15 @@ class Generator:
         chosen = [requests[row] for row in batch.rows]
         try:
             completions = self._measured(batch, chosen, schedule, records)
+            return dict(zip(batch.rows, completions, strict=True))
         except Exception as error:  # whatever a batch dies of must not take its neighbours along
-            if len(batch.rows) == 1:
-                return {batch.rows[0]: RowFailure("engine_error", f"{type(error).__name__}: {error}"[:2000])}
-            half = len(batch.rows) // 2
-            first, second = Batch(batch.rows[:half], batch.bucket), Batch(batch.rows[half:], batch.bucket)
-            return self._decode(first, requests, schedule, records) | self._decode(second, requests, schedule, records)
-        return dict(zip(batch.rows, completions, strict=True))
+            message = f"{type(error).__name__}: {error}"[:2000]
+        # Outside `except`: the traceback holds the dead batch's cache, and its halves need that memory.
+        if len(batch.rows) == 1:
+            return {batch.rows[0]: RowFailure("engine_error", message)}
+        half = len(batch.rows) // 2
+        first, second = Batch(batch.rows[:half], batch.bucket), Batch(batch.rows[half:], batch.bucket)
+        return self._decode(first, requests, schedule, records) | self._decode(second, requests, schedule, records)
 
     def _measured(
         self, batch: Batch, chosen: Sequence[Request], schedule: Schedule, records: list[dict[str, Any]]
@@ -170,6 +175,7 @@ class Generator:
                 chosen,
                 self.ceilings,
                 prompt_columns=result.stats.prompt_columns,
+                rows=result.stats.rows,
                 batch_rows=result.stats.batch_rows,
                 itemsize=self.dtype.itemsize,
             )
@@ -200,13 +206,14 @@ def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:
     return {"exact_rows": exact, "matched_tokens": matched, "compared_tokens": compared}
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """`auto`: the GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 on CUDA and on CPUs with AMX tiles, else float32."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)

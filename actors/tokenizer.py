@@ -21,7 +21,12 @@ class OPTTokenizer:
 
     def __init__(self, source: str | Path, config: OPTConfig) -> None:
         folder = resolve_source(str(source))
-        self._tokenizer = _load(folder)
+        try:
+            self._tokenizer = _load(folder)
+        except ValueError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"{folder}: tokenizer.json (or vocab.json, merges.txt) cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._bos = config.bos_token_id
@@ -29,9 +34,13 @@ class OPTTokenizer:
         self._special = {config.bos_token_id, config.eos_token_id, config.pad_token_id} | {
             token_id for token_id, token in added.items() if token.special
         }
-        if self._tokenizer.get_vocab_size(with_added_tokens=True) > config.vocab_size:
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # vocab.json does not say which of its tokens are special; OPT's four are, whatever file they come from
+        self._special |= {vocabulary[token] for token in SPECIAL_TOKENS if token in vocabulary}
+        if max(vocabulary.values(), default=-1) >= config.vocab_size:
             raise ValueError(
-                f"{folder}: the tokenizer has {self._tokenizer.get_vocab_size()} tokens, the model only {config.vocab_size}"
+                f"{folder}: the tokenizer has token ids up to {max(vocabulary.values())}, "
+                f"the model only {config.vocab_size} tokens"
             )
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -53,7 +62,8 @@ def _load(folder: Path) -> Tokenizer:
     tokenizer = ByteLevelBPETokenizer(str(vocab), str(merges), add_prefix_space=False)
     known = tokenizer.get_vocab()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("</s>", "<pad>") if t in known])
-    return tokenizer._tokenizer
+    inner: Tokenizer = tokenizer._tokenizer
+    return inner
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> None:

@@ -77,7 +77,7 @@ def train(
     folder: str | Path,
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Trains in place; `folder` gets the weights with the lowest mean validation loss. `report` sees each log record."""
+    """Trains in place; `folder` gets the weights of the lowest mean validation loss, `report` each log record."""
     schedules = [_schedule(decode, model, config.horizon) for decode in config.schedules]
     full = _schedule({"method": "full"}, model, config.horizon)
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))

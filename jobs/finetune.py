@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jobs.finetune", description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file, e.g. configs/finetune-opt-e2e.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. train.epochs=2")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     from pipeline.config import ConfigError
     from pipeline.finetune import finetune, load_finetune_config
 

@@ -1,14 +1,19 @@
 """`python -m jobs.generate`: a prompt corpus in, generated Parquet out.
 
-Alone, or under `ray job submit --working-dir . -- python -m jobs.generate ...`. Progress goes to stderr; the last line on
-stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input, nothing was started; 3 finished, but more
-rows failed than limits.max_failed_rows; 1 anything else.
+Alone, or under `ray job submit --working-dir . -- python -m jobs.generate ...`. Progress goes to stderr; the last line
+on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input, nothing was started; 3 finished, but
+more rows failed than limits.max_failed_rows; 1 anything else.
 """
 
 import argparse
 import sys
+import traceback
+from typing import TYPE_CHECKING
 
 from jobs.cli import BAD_CONFIG, ERROR, OK, TOO_MANY_FAILED, fail, note, result
+
+if TYPE_CHECKING:
+    from pipeline.run import RunResult
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -24,7 +29,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     exists.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
     exists.add_argument("--overwrite", action="store_true", help="start anew in the output folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. decode.speedup=3")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,21 +52,35 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         return fail(error, ERROR)
     except Exception as error:
+        traceback.print_exc()
         return fail(error, ERROR)
-    report = finished.report
-    s = report["speedup"]
-    note(
-        f"done: {report['completed']} ok, {report['failed']} failed, {report['output_throughput']:.0f} output tokens/s; "
-        f"speedup measured {_times(s['measured'])}, layers {_times(s['layers'])}, predicted {_times(s['predicted'])}"
-    )
-    note(f"data: {finished.folder.path('data')}   report: {finished.folder.path('report.html')}")
-    result({"output": finished.folder.root, "was_finished": finished.was_finished} | report)
+    summarize(finished)
+    result({"output": finished.folder.root, "was_finished": finished.was_finished} | finished.report)
     if finished.too_many_failed:
         note(
-            f"exit code 3: {report['failed']} rows failed, more than limits.max_failed_rows allows; the good rows stay"
+            f"exit code {TOO_MANY_FAILED}: {finished.report['failed']} rows failed, more than limits.max_failed_rows "
+            f"allows; the good rows stay, the failed ones are in {finished.folder.path('data/status=failed')}"
         )
         return TOO_MANY_FAILED
     return OK
+
+
+def summarize(finished: "RunResult") -> None:
+    """The figures of a run in three lines, on stderr."""
+    report, folder = finished.report, finished.folder
+    s, agreement = report["speedup"], report["agreement"]["token_match"]
+    interval = f" (95 %: {s['ci95'][0]:.2f} to {s['ci95'][1]:.2f})" if s["ci95"] else ""
+    note(
+        f"done: {report['completed']} rows ok, {report['failed']} failed, "
+        f"{report['output_throughput']:.0f} output tokens/s over the whole run, "
+        f"{report['decode_output_throughput'] or 0:.0f} per second of decoding"
+    )
+    note(
+        f"speedup over full depth: measured {_times(s['measured'])}{interval}, by layers {_times(s['layers'])}, "
+        f"predicted {_times(s['predicted'])}; tokens as at full depth: "
+        + ("not measured" if agreement is None else f"{100 * agreement:.1f} %")
+    )
+    note(f"data: {folder.path('data')}\nreport: {folder.path('report.html')}")
 
 
 def _times(value: float | None) -> str:

@@ -31,7 +31,6 @@ class PipelineSpec:
     pool: Pool
     window_rows: int
     """Rows that an actor takes at a time."""
-    max_attempts: int
 
 
 def build_pipeline(spec: PipelineSpec, metrics: Any) -> Dataset:
@@ -53,8 +52,6 @@ def build_pipeline(spec: PipelineSpec, metrics: Any) -> Dataset:
         ),
         num_cpus=spec.pool.num_cpus,
         num_gpus=spec.pool.num_gpus or None,
-        max_restarts=spec.max_attempts - 1,
-        max_task_retries=spec.max_attempts - 1,
     )
     return rows.map_batches(
         finish,

@@ -20,6 +20,10 @@ CPUS_PER_ACTOR = 4  # `auto` on a CPU: cores that one decoder can use before a s
 OBJECT_STORE_BYTES = 2 << 30  # of an embedded Ray; rows are small and stream through
 
 
+# Each warns about what this project sets on purpose: our own progress line, and Ray's default authentication.
+NOISY_LOGGERS = ("ray.data._internal.progress", "ray._private.authentication.authentication_token_setup")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """What there is to share out, in Ray's resource units, and real cores."""
@@ -54,6 +58,8 @@ def start_ray() -> Cluster:
         # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
         options |= {"num_cpus": max(8, 4 * cores), "include_dashboard": False}
         options |= {"object_store_memory": min(OBJECT_STORE_BYTES, _total_bytes() // 5)}
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     ray.init(**options)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     total = ray.cluster_resources()

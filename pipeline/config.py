@@ -164,7 +164,7 @@ class JobConfig(Section):
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
-    """Reads `path` (YAML; None: all defaults), applies `a.b=value` overrides in order (value as YAML), checks it all."""
+    """Reads `path` (YAML; None: all defaults), applies `a.b=value` overrides in order, checks it all."""
     return build_config(JobConfig, read_tree(path, overrides))
 
 

@@ -1,4 +1,4 @@
-"""The collector: one small actor that hears of every batch, keeps the counts for the progress line, writes metrics files.
+"""The collector: an actor that hears of every batch, counts for the progress line, and writes metrics files.
 
 Workers send and never wait. Losing the collector loses figures, never rows.
 """
@@ -44,7 +44,7 @@ BATCH_SCHEMA = pa.schema(
         ("compared_tokens", pa.int64()),
     ]
 )
-"""One row per decoded batch. `full_*`, `predicted_*` and the agreement are null unless it was decoded at full depth too."""
+"""One row per decoded batch. `full_*`, `predicted_*` and the agreement are null unless it was paired."""
 
 WINDOW_SCHEMA = pa.schema(
     [

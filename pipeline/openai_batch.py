@@ -22,7 +22,7 @@ COLUMNS = [
 
 
 def write_batch_files(folder: RunFolder, model: str) -> None:
-    """One line per row: answers in `batch_output.jsonl`, failures in `batch_errors.jsonl`; each appears when it is whole."""
+    """A line per row: answers in `batch_output.jsonl`, failures in `batch_errors.jsonl`; each appears when whole."""
     for status, name in (("ok", "batch_output.jsonl"), ("failed", "batch_errors.jsonl")):
         target = folder.path(name)
         is_local = isinstance(folder.filesystem, pafs.LocalFileSystem)

@@ -87,9 +87,9 @@ def read_metrics(folder: RunFolder, kind: str) -> pa.Table:
 def speedup(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Time per output token at full depth over time per output token, prefill included.
 
-    `measured`: geometric mean over the batches decoded both ways in the same actor; `ci95`: its t-interval (null below two
-    such batches). `measured_decode`: the same without prefill. `layers`: layers of the model over layers run per decode
-    step. `predicted`: by `skipdecode.cost` from ceilings measured in the actor.
+    `measured`: geometric mean over the batches decoded both ways in the same actor; `ci95`: its t-interval (null below
+    two such batches). `measured_decode`: the same without prefill. `layers`: layers of the model over layers run per
+    decode step. `predicted`: by `skipdecode.cost` from ceilings measured in the actor.
     """
     pairs = _paired(batches)
     measured, ci95 = _geometric([_per_token_ratio(b, ("prefill_s", "decode_s")) for b in pairs])

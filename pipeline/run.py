@@ -36,6 +36,8 @@ from skipdecode.weights import check_folder, resolve_source
 
 MAX_FILES = 10_000  # output files of one status at most, for large corpora
 
+BLOCK_BYTES = 8 << 20  # Ray joins blocks up to this before the next stage sees them; 128 MiB would delay the first row
+
 Note = Callable[[str], None]
 """Takes one line for a human."""
 
@@ -101,7 +103,8 @@ def check_model(config: JobConfig, note: Note) -> Model:
         raise ConfigError(str(error)) from error
     if new >= opt.max_position_embeddings:
         raise ConfigError(
-            f"sampling.max_new_tokens: {new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions"
+            f"sampling.max_new_tokens: {new} leaves no room for a prompt in the model's "
+            f"{opt.max_position_embeddings} positions"
         )
     return Model(folder, config.model.source, opt, decode, schedule)
 
@@ -114,8 +117,9 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
     if opt.skip_decode is not None:
         return dict(opt.skip_decode)
     note(
-        "decode: this checkpoint carries no skip_decode schedule, so it was not tuned for one; using skipdecode at speedup 2. "
-        "Its text will differ from full depth (see agreement in the report); decode.method=full turns skipping off"
+        "decode: this checkpoint carries no skip_decode schedule, so it was not tuned for one; using skipdecode at "
+        "speedup 2. Its text will differ from full depth (see agreement in the report); "
+        "decode.method=full turns skipping off"
     )
     return {"method": "skipdecode", "speedup": 2}
 
@@ -123,6 +127,10 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
 def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:
     """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
     mode = config.output.if_exists
+    try:
+        folder.filesystem.create_dir(folder.root, recursive=True)
+    except OSError as error:
+        raise ConfigError(f"output.path: {folder.shown} cannot be created: {error}") from error
     if mode == "overwrite" or not folder.exists():
         return None
     if mode == "fail":
@@ -198,6 +206,7 @@ def _stream(
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    context.target_max_block_size = BLOCK_BYTES
     context.execution_no_progress_timeout_s = config.limits.no_progress_timeout_s
     schema = schema_of(plan)
     rows_per_file = left // MAX_FILES if left > MAX_FILES * spec.window_rows else None
@@ -242,7 +251,6 @@ def make_spec(
         generator=generator,
         pool=pool,
         window_rows=window,
-        max_attempts=config.limits.max_row_attempts,
     )
 
 

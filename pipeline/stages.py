@@ -1,7 +1,7 @@
 """What Ray Data runs on each block of rows: tokenise (CPU task), decode (actor), finish (CPU task).
 
-Each takes and gives Arrow tables with as many rows as it got. Columns that are not ours pass through untouched. The model
-work is `actors.generator`; the columns are `pipeline.schema`.
+Each takes and gives Arrow tables with as many rows as it got. Columns that are not ours pass through untouched. The
+model work is `actors.generator`; the columns are `pipeline.schema`.
 """
 
 import json

@@ -18,17 +18,25 @@ from skipdecode.config import OPTConfig
 class KVCache:
     """k[l], v[l]: [B, H, capacity of layer l, K]; `length` columns are filled in every layer that still runs."""
 
-    def __init__(self, k: list[Tensor], v: list[Tensor], num_pad: Tensor) -> None:
-        self.k, self.v = k, v
+    def __init__(self, k: list[Tensor], v: list[Tensor], num_pad: Tensor, *, is_masked: bool = False) -> None:
+        self.k, self.v, self.is_masked = k, v, is_masked
         self.num_pad = num_pad  # [B] int64, columns of left padding
         self.length = 0
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
-        # None when no row is padded: attention then needs no mask at all
-        self.valid: Tensor | None = columns >= num_pad[:, None] if bool(num_pad.any()) else None  # [B, S]
+        # None when no row is padded: attention then needs no mask. `is_masked` asks for one all the same, so that the
+        # choice of a kernel, and with it the last bit, does not depend on the company a row is in.
+        has_mask = is_masked or bool(num_pad.any())
+        self.valid: Tensor | None = columns >= num_pad[:, None] if has_mask else None  # [B, S]
 
     @classmethod
     def allocate(
-        cls, config: OPTConfig, *, num_pad: Tensor, capacities: Sequence[int], dtype: torch.dtype
+        cls,
+        config: OPTConfig,
+        *,
+        num_pad: Tensor,
+        capacities: Sequence[int],
+        dtype: torch.dtype,
+        is_masked: bool = False,
     ) -> "KVCache":
         """Room for len(num_pad) rows; `capacities` [L] columns per layer (`capacities_for`)."""
         assert len(capacities) == config.num_hidden_layers, (len(capacities), config.num_hidden_layers)
@@ -38,7 +46,7 @@ class KVCache:
             for columns in capacities
             for _ in "kv"
         ]
-        return cls(make[0::2], make[1::2], num_pad)
+        return cls(make[0::2], make[1::2], num_pad, is_masked=is_masked)
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +62,8 @@ class KVCache:
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
     def keep(self, rows: Tensor) -> "KVCache":
-        """A smaller cache of `rows` [R] int64 (row indices, in the new order); layers nobody will run again are kept too."""
-        cache = KVCache([t[rows] for t in self.k], [t[rows] for t in self.v], self.num_pad[rows])
+        """A smaller cache of `rows` [R] int64 (indices, in the new order)."""
+        k, v = [t[rows] for t in self.k], [t[rows] for t in self.v]
+        cache = KVCache(k, v, self.num_pad[rows], is_masked=self.is_masked)
         cache.length = self.length
         return cache

@@ -23,6 +23,17 @@ RELEASED = {
     "opt-66b": (64, 9216, 72),
 }
 
+# The fields of which every one is a size: config.json may come from anywhere.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "ffn_dim",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "word_embed_proj_dim",
+)
+
 
 @dataclass(frozen=True)
 class OPTConfig:
@@ -50,6 +61,10 @@ class OPTConfig:
     """The schedule that the checkpoint was tuned for (keys of `decode:` in a job's configuration)."""
 
     def __post_init__(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1) and not (name == "word_embed_proj_dim" and value is None):
+                raise ValueError(f"{name} is {value!r}, expected a positive integer")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
@@ -101,6 +116,8 @@ class OPTConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "OPTConfig":
         """From the contents of a Hugging Face `config.json`."""
+        if not isinstance(raw, dict):
+            raise ValueError(f"expected a mapping, got {type(raw).__name__}")
         if raw.get("model_type") != "opt":
             raise ValueError(f"model_type is {raw.get('model_type')!r}, expected 'opt'")
         _refuse(raw, "activation_function", "relu")

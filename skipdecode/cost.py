@@ -77,9 +77,14 @@ def predict_s(
     prompt_columns: int,
     batch_rows: Sequence[int],
     itemsize: int,
+    rows: int | None = None,
 ) -> tuple[float, float]:
-    """(prefill, decode) seconds of a batch that starts with batch_rows[0] rows and has batch_rows[k] of them at step k."""
-    rows = batch_rows[0] if batch_rows else 1
+    """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
+
+    None: as many prompts as rows at step 0, which is wrong where rows ended with y_0.
+    """
+    if rows is None:
+        rows = batch_rows[0] if batch_rows else 1
 
     def seconds(plan: LayerPlan, rows: int, new_columns: int, context: int) -> float:
         parts = plan_parts(config, plan, rows=rows, new_columns=new_columns, context=context, itemsize=itemsize)

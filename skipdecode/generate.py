@@ -1,7 +1,7 @@
 """Decoding one batch: prefill, decode steps, stop checks, compaction. Reads from top to bottom.
 
-All rows share positions and therefore plans. The host decides (plans, who has ended), the device runs; tokens are looked
-at on the host every `check_every` steps, and what a row made past its end is cut, so lookups late change nothing.
+All rows share positions and therefore plans. The host decides (plans, who has ended), the device runs; tokens are
+looked at on the host every `check_every` steps, and what a row made past its end is cut, so looking late is exact.
 Splitting rows into batches is the caller's work (`actors.generator`).
 
 B rows, P prompt columns, N new tokens.
@@ -20,6 +20,7 @@ from skipdecode.plan import Schedule, steps_per_layer
 from skipdecode.sampling import Sampler, Sampling, stop_length
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
+CHECK_EVERY = {"cpu": 1, "cuda": 8}  # steps between looks at the tokens; a look waits for the device
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Request:
     id: str
     prompt_tokens: list[int]
     """With BOS; at least one."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,15 @@ def generate(
 ) -> BatchResult:
     """Continues every request under `schedule`; completions in the order of the requests.
 
-    `decode_text` is needed for stop strings only. `prompt_columns` and `batch_rows` fix the shape (padding columns, empty
-    rows) and `compact=False` keeps it, for results that do not depend on who else is in the batch.
+    `decode_text` is needed for stop strings only. `prompt_columns` and `batch_rows` fix the shape (padding columns,
+    empty rows) and `compact=False` keeps it, for results that do not depend on who else is in the batch.
     """
     assert requests, "an empty batch"
+    _refuse_too_long(requests, model.config.max_position_embeddings)
     rows = [_Row(request) for request in requests]
     num_new = max(row.request.sampling.max_new_tokens for row in rows)
     tokens, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
-    cache = allocate_cache(model, num_pad, tokens.shape[1], schedule, num_new)
+    cache = allocate_cache(model, num_pad, tokens.shape[1], schedule, num_new, is_masked=batch_rows is not None)
     sampler = _sampler(requests, len(num_pad), num_new, model.device)
     stats = BatchStats(
         rows=len(rows),
@@ -128,7 +130,7 @@ def generate(
     stats.prefill_s = _now(model.device) - start
 
     start = _now(model.device)
-    check_every = 1 if model.device.type == "cpu" else 8
+    check_every, last = CHECK_EVERY[model.device.type], model.config.max_position_embeddings - 1
     live = list(range(len(rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
     for k in range(num_new):
         if len(made) == check_every or k == num_new - 1:
@@ -143,7 +145,7 @@ def generate(
         stats.row_steps += len(newest)
         stats.layer_row_steps += len(newest) * plan.num_layers_run
         stats.batch_rows.append(len(newest))
-        positions = (cache.length - cache.num_pad)[:, None]  # [B, 1]
+        positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
         newest = sampler(model(newest[:, None], positions, cache, plan), k + 1)
         made.append(newest)
     stats.decode_s = _now(model.device) - start
@@ -163,16 +165,30 @@ def pad_prompts(
     lines = [r.prompt_tokens for r in requests]
     lines += [[config.bos_token_id]] * ((batch_rows or len(lines)) - len(lines))
     longest = max(len(line) for line in lines)
-    assert min(len(line) for line in lines) > 0 and longest <= columns, (longest, columns)
+    assert min(len(line) for line in lines) > 0, "a prompt without a token"
+    assert longest <= columns, (longest, columns)
     padded = [[config.pad_token_id] * (columns - len(line)) + line for line in lines]
     num_pad = torch.tensor([columns - len(line) for line in lines])
     return torch.tensor(padded).to(model.device), num_pad.to(model.device)
 
 
-def allocate_cache(model: OPT, num_pad: Tensor, columns: int, schedule: Schedule, num_new: int) -> KVCache:
+def allocate_cache(
+    model: OPT, num_pad: Tensor, columns: int, schedule: Schedule, num_new: int, *, is_masked: bool = False
+) -> KVCache:
     """Per layer, the prompt's columns and one for each decode step that runs the layer."""
     capacities = [columns + steps for steps in steps_per_layer(schedule, num_new - 1)]
-    return KVCache.allocate(model.config, num_pad=num_pad, capacities=capacities, dtype=model.dtype)
+    return KVCache.allocate(
+        model.config, num_pad=num_pad, capacities=capacities, dtype=model.dtype, is_masked=is_masked
+    )
+
+
+def _refuse_too_long(requests: Sequence[Request], limit: int) -> None:
+    for r in requests:
+        if len(r.prompt_tokens) + r.sampling.max_new_tokens - 1 > limit:  # the last new token is not fed
+            raise ValueError(
+                f"row {r.id!r}: {len(r.prompt_tokens)} prompt tokens and max_new_tokens={r.sampling.max_new_tokens} "
+                f"do not fit the model's {limit} positions"
+            )
 
 
 def _sampler(requests: Sequence[Request], batch_rows: int, num_new: int, device: torch.device) -> Sampler:

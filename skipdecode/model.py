@@ -7,6 +7,7 @@ B rows, T new columns, S columns visible, H heads, K head dim, D width, E embedd
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -88,7 +89,8 @@ class OPT(nn.Module):
         h: Tensor = self.embed_tokens(tokens)
         if self.project_in is not None:
             h = self.project_in(h)
-        return h + self.embed_positions(positions + POSITION_OFFSET)
+        positioned: Tensor = h + self.embed_positions(positions + POSITION_OFFSET)
+        return positioned
 
     def head(self, h: Tensor) -> Tensor:
         """Final norm and tied head: [..., D] -> [..., V] float32."""
@@ -96,16 +98,17 @@ class OPT(nn.Module):
             h = self.final_norm(h)
         if self.project_out is not None:
             h = self.project_out(h)
-        return F.linear(h, self.embed_tokens.weight).float()
+        logits: Tensor = F.linear(h, self.embed_tokens.weight)
+        return logits.float()
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, plan: LayerPlan) -> Tensor:
-        """Feeds T columns behind those in `cache`, which it fills: [B, T] int64 -> logits of the last one, [B, V] float32."""
+        """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V] float32."""
         T = tokens.shape[1]
         h = self.embed(tokens, positions)
         mask = attention_mask(cache, T)
         for i, block in enumerate(self.layers):
             if plan.attn[i]:
-                h = block.attend(h, lambda k, v, i=i: cache.append(i, k, v), mask)
+                h = block.attend(h, partial(cache.append, i), mask)
             if plan.ffn[i]:
                 h = block.feed(h)
         cache.length += T

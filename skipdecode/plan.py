@@ -144,18 +144,19 @@ class Unified(FullDepth):
         return _plan(tuple((2 * i * last + gaps) // (2 * gaps) for i in range(self.layers)), self.num_layers)
 
 
-def preset(num_layers: int, speedup: float) -> tuple[int, int]:
+def preset(num_layers: int, speedup: float, warmup_layers: int = 1) -> tuple[int, int]:
     """(max_layers, min_layers) of the paper for a target speedup of 2 to 5; other depths scale the 24-layer pair."""
     table = PRESETS.get(num_layers, PRESETS[24])
     if speedup not in table:
         raise ValueError(
-            f"decode.speedup: {speedup:g} has no preset (1, 2, 3, 4, 5 have); give decode.max_layers and decode.min_layers"
+            f"decode.speedup: {speedup!r} has no preset (1, 2, 3, 4, 5 have); "
+            "give decode.max_layers and decode.min_layers"
         )
     big_m, m = table[int(speedup)]
     if num_layers not in PRESETS:
         # round_half_up(x * L / 24) in integers
         big_m, m = ((2 * x * num_layers + 24) // 48 for x in (big_m, m))
-        m = min(max(m, 1), num_layers)
+        m = min(max(m, warmup_layers), num_layers)
         big_m = min(max(big_m, m), num_layers)
     return big_m, m
 
@@ -178,6 +179,9 @@ def make_schedule(decode: dict[str, Any], *, num_layers: int, max_new_tokens: in
             raise ValueError(
                 f"decode.{key}: has no meaning with method {method!r}; it takes: {', '.join(allowed) or 'nothing'}"
             )
+    for key in ("max_layers", "min_layers", "warmup_layers", "horizon", "layers"):
+        if not isinstance(given.get(key, 0), int):
+            raise ValueError(f"decode.{key}: expected a whole number, got {given[key]!r}")
     if method == "full":
         return FullDepth(num_layers)
     if method == "unified":
@@ -196,14 +200,14 @@ def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_
     if len(bounds) == 1:
         missing = "min_layers" if bounds[0] == "max_layers" else "max_layers"
         raise ValueError(f"decode.{missing}: needed beside {bounds[0]}")
+    warmup = given.get("warmup_layers", 1)
     if bounds:
         big_m, m = given["max_layers"], given["min_layers"]
     else:
         speedup = given.get("speedup", 2)
         if speedup == 1:
             return FullDepth(num_layers)
-        big_m, m = preset(num_layers, speedup)
-    warmup = given.get("warmup_layers", 1)
+        big_m, m = preset(num_layers, speedup, warmup)
     horizon = given.get("horizon", max(max_new_tokens - 1, 1))
     return cls(num_layers, big_m, m, warmup, horizon)
 

@@ -61,7 +61,8 @@ class Sampler:
         if self.is_greedy:
             return logits.argmax(dim=-1)
         greedy = self._temperature == 0
-        scaled = logits / self._temperature.masked_fill(greedy, 1.0)
+        # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / self._temperature.masked_fill(greedy, 1.0)
         drawn = draw(scaled, self._top_k, self._top_p, self._uniforms[:, k : k + 1])
         return torch.where(greedy[:, 0], logits.argmax(dim=-1), drawn)
 
@@ -72,7 +73,8 @@ def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tenso
     rank = torch.arange(logits.shape[-1], device=logits.device)
     p = ordered.masked_fill(rank >= top_k, -torch.inf).softmax(dim=-1)
     before = p.cumsum(dim=-1) - p
-    p = p.masked_fill(before >= top_p, 0.0)  # the token that crosses top_p stays; the first always does
+    is_cut = (before >= top_p) & (rank > 0) & (top_p < 1)  # the token that crosses top_p stays, and the first always
+    p = p.masked_fill(is_cut, 0.0)
     cdf = p.cumsum(dim=-1)
     index = (cdf <= uniform * cdf[:, -1:]).sum(dim=-1, keepdim=True)
     last = (p > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not step past what was kept
@@ -86,8 +88,11 @@ def stop_length(
 
     The first `checked` tokens are known to hold none.
     """
-    # a stop string spans at most as many tokens as it has bytes, so older tokens cannot matter
-    start = max(0, checked - max(len(s.encode()) for s in stop))
+    # a stop string spans at most as many tokens with text as it has bytes, so older tokens cannot matter
+    start, needed = checked, max(len(s.encode()) for s in stop)
+    while start > 0 and needed > 0:
+        start -= 1
+        needed -= decode(tokens[start : start + 1]) != ""  # special tokens have no text
     if not any(s in decode(tokens[start:]) for s in stop):
         return None
     for end in range(checked + 1, len(tokens) + 1):

@@ -5,6 +5,7 @@ tensor is an error that names it; nothing is initialised silently. No quantised 
 """
 
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def _canonical(theirs: str) -> str:
 
 
 def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected) -> tuple[str, int] | None:
-    """Ticks off one tensor of the files: (our name, part), or None when nobody reads it; ValueError when it is wrong."""
+    """Ticks off one tensor of the files: (our name, part), or None when nobody reads it; ValueError when wrong."""
     if theirs in IGNORED:
         return None
     if theirs not in missing:
@@ -159,7 +160,9 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                     for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                         yield name, file.get_tensor(name)
             else:
-                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
+                # files from before torch 1.6 are no zip archives and cannot be mapped
+                mmap = zipfile.is_zipfile(path)
+                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=mmap).items()
         except ValueError:
             raise
         except Exception as error:  # safetensors and pickle raise their own kinds
@@ -167,13 +170,16 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a Hugging Face folder, safetensors preferred; ValueError when there are none or one is gone."""
+    """The weight files of a Hugging Face folder, safetensors preferred; ValueError when one is gone."""
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
             return [folder / single]
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"{index}: no index of shards: {error!r}") from error
             gone = [name for name in names if not (folder / name).is_file()]
             if gone:
                 raise ValueError(f"{index}: names {gone[0]!r}, which is not in the folder")

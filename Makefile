@@ -1,0 +1,36 @@
+# `make demo` and `make test` need Python 3.11 or newer, git and make; everything else they set up in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+export HF_HUB_OFFLINE ?= 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: demo test test-all check bench clean
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+demo: .venv/installed  ## the main job on the demo model and a corpus made on the spot
+	$(BIN)/python -m jobs.demo
+
+test: .venv/installed  ## what CI runs: lint, types, tests; about ten minutes on two cores
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/installed  ## the slow tests too
+	$(BIN)/python -m pytest
+
+check: .venv/installed  ## lint, format and types only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed  ## the decoder alone, on this CPU
+	$(BIN)/python -m jobs.bench --config configs/bench-cpu.yaml
+
+clean:
+	rm -rf .venv outputs build *.egg-info

@@ -1,0 +1,90 @@
+"""Timing the decoder alone: schedules side by side on the same prompts, interleaved. No Ray, no files."""
+
+import random
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from skipdecode.config import OPTConfig
+from skipdecode.cost import measure_ceilings, predict_s
+from skipdecode.generate import Request, generate
+from skipdecode.model import OPT
+from skipdecode.plan import FullDepth, Schedule, make_schedule
+from skipdecode.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One shape of work; every schedule decodes the same prompts."""
+
+    batch_size: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+def random_model(config: OPTConfig, *, device: str, dtype: torch.dtype, seed: int = 0) -> OPT:
+    """Random weights: speed does not depend on their values, and EOS is ignored."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = OPT(config).to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.02)
+    return model.eval().requires_grad_(False)
+
+
+def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
+    """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat."""
+    config = model.config
+    full = FullDepth(config.num_hidden_layers)
+    named: list[tuple[str, Schedule]] = [("full", full)]
+    for decode in schedules:
+        schedule = make_schedule(decode, num_layers=config.num_hidden_layers, max_new_tokens=case.new_tokens)
+        named.append((" ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in decode.values()), schedule))
+    rng = random.Random(0)
+    sampling = Sampling(max_new_tokens=case.new_tokens, ignore_eos=True)
+    requests = [
+        Request(str(row), [rng.randrange(4, config.vocab_size) for _ in range(case.prompt_tokens)], sampling)
+        for row in range(case.batch_size)
+    ]
+    for _, schedule in named:
+        generate(model, requests, schedule)  # warm up
+    runs: dict[str, list[Any]] = {name: [] for name, _ in named}
+    for _ in range(repeats):
+        for name, schedule in named:
+            runs[name].append(generate(model, requests, schedule).stats)
+    ceilings = measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch."))
+    rows, predictions = [], {}
+    for name, schedule in named:
+        stats = runs[name][0]
+        predictions[name] = predict_s(
+            config,
+            schedule,
+            ceilings,
+            prompt_columns=case.prompt_tokens,
+            batch_rows=stats.batch_rows,
+            itemsize=model.dtype.itemsize,
+        )
+        decode_s, prefill_s = (median(getattr(s, key) for s in runs[name]) for key in ("decode_s", "prefill_s"))
+        steps = stats.decode_steps
+        rows.append(
+            {
+                "schedule": name,
+                "batch_size": case.batch_size,
+                "prompt_tokens": case.prompt_tokens,
+                "new_tokens": case.new_tokens,
+                "prefill_ms": 1e3 * prefill_s,
+                "ms_per_step": 1e3 * decode_s / steps,
+                "output_tokens_per_s": stats.output_tokens / (prefill_s + decode_s),
+                "layers_per_token": stats.layers_run / (case.batch_size * steps),
+                "cache_mb": stats.cache_bytes / 1e6,
+                "fraction_of_roofline": predictions[name][1] / decode_s,
+                "speedup_decode_measured": median(
+                    f.decode_s / s.decode_s for f, s in zip(runs["full"], runs[name], strict=True)
+                ),
+                "speedup_layers": config.num_hidden_layers * case.batch_size * steps / stats.layers_run,
+                "speedup_decode_predicted": predictions["full"][1] / predictions[name][1],
+            }
+        )
+    return rows

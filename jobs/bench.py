@@ -1,0 +1,34 @@
+"""`python -m jobs.bench`: the decoder alone, schedules side by side; a table on stderr, one JSON document on stdout.
+
+`fraction_of_roofline` and `speedup_decode_predicted` come from ceilings measured on this device at the start.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from jobs.cli import BAD_CONFIG, OK, fail, note, result
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jobs.bench", description=__doc__)
+    parser.add_argument("--config", metavar="FILE", help="YAML file, e.g. configs/bench-cpu.yaml")
+    parser.add_argument("--output-json", metavar="FILE", help="write the document there too")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. shape=opt-1.3b batch_sizes=[16]")
+    arguments = parser.parse_intermixed_args(argv)
+    from pipeline.bench import load_bench_config, run_bench
+    from pipeline.config import ConfigError
+
+    try:
+        document = run_bench(load_bench_config(arguments.config, arguments.overrides), note)
+    except ConfigError as error:
+        return fail(error, BAD_CONFIG)
+    if arguments.output_json:
+        Path(arguments.output_json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    result(document)
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""`jobs.bench` as a library call: its configuration, and the loop over shapes. First form: this process, one device."""
+
+import datetime
+import os
+import platform
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from pipeline.config import ConfigError, Section, build_config, read_tree
+
+
+class BenchConfig(Section):
+    shape: str | None = "opt-125m"
+    """A released shape with random weights; or null and `source`."""
+    source: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    batch_sizes: tuple[int, ...] = (8, 32)
+    prompt_tokens: tuple[int, ...] = (64,)
+    new_tokens: Annotated[int, Field(ge=2)] = 64
+    repeats: Annotated[int, Field(ge=1)] = 3
+    schedules: tuple[dict[str, Any], ...] = tuple({"method": "skipdecode", "speedup": s} for s in (2, 3, 4, 5))
+
+
+def load_bench_config(path: str | None, overrides: list[str]) -> BenchConfig:
+    return build_config(BenchConfig, read_tree(path, overrides))
+
+
+def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any]:
+    """All shapes; the document that goes to stdout and into `benchmarks/results/`."""
+    import torch
+
+    from actors.bench import BenchCase, bench_case, random_model
+    from actors.generator import choose_device, choose_dtype
+    from skipdecode.config import OPTConfig
+    from skipdecode.plan import make_schedule
+    from skipdecode.weights import load_opt
+
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    try:
+        if config.source is not None:
+            model = load_opt(config.source, device=device, dtype=dtype)
+        else:
+            model = random_model(OPTConfig.released(config.shape or ""), device=str(device), dtype=dtype)
+        for decode in config.schedules:
+            make_schedule(decode, num_layers=model.config.num_hidden_layers, max_new_tokens=config.new_tokens)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    rows: list[dict[str, Any]] = []
+    note(_line({key: key for key in WIDTHS}))
+    for prompt_tokens in config.prompt_tokens:
+        for batch_size in config.batch_sizes:
+            case = BenchCase(batch_size, prompt_tokens, config.new_tokens)
+            for row in bench_case(model, case, list(config.schedules), config.repeats):
+                rows.append(row)
+                note(_line(row))
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else _cpu_name(),
+        "cores": torch.get_num_threads() if device.type == "cpu" else None,
+        "torch": torch.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "config": config.model_dump(mode="json"),
+        "rows": rows,
+    }
+
+
+WIDTHS = {
+    "schedule": 16,
+    "batch_size": 10,
+    "prompt_tokens": 13,
+    "ms_per_step": 11,
+    "output_tokens_per_s": 19,
+    "layers_per_token": 16,
+    "cache_mb": 8,
+    "fraction_of_roofline": 20,
+    "speedup_decode_measured": 23,
+    "speedup_layers": 14,
+    "speedup_decode_predicted": 24,
+}
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = [f"{row[k]:.2f}" if isinstance(row[k], float) else str(row[k]) for k in WIDTHS]
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS.values(), strict=True))
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

@@ -1,0 +1,60 @@
+"""Sizing the pool: what `auto` means, and what is refused."""
+
+import pytest
+
+from pipeline.cluster import Cluster, plan_pool
+from pipeline.config import ActorsConfig, ConfigError
+
+LAPTOP = Cluster(num_cpus=8, num_gpus=0, num_cores=2, is_embedded=True)
+SMALL = Cluster(num_cpus=2, num_gpus=0, num_cores=2, is_embedded=False)
+GPU_BOX = Cluster(num_cpus=64, num_gpus=8, num_cores=64, is_embedded=False)
+TIGHT_GPU_BOX = Cluster(num_cpus=4, num_gpus=4, num_cores=4, is_embedded=False)
+CPU_CLUSTER = Cluster(num_cpus=64, num_gpus=0, num_cores=64, is_embedded=False)
+
+
+def free(cluster: Cluster) -> dict[str, float]:
+    return {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus}
+
+
+@pytest.mark.parametrize(
+    ("actors", "cluster", "size", "threads"),
+    [
+        ({}, LAPTOP, (1, 1), 2),
+        ({"num_actors": 2}, LAPTOP, (2, 2), 1),
+        ({"num_actors": 2}, SMALL, (2, 2), 1),
+        ({}, CPU_CLUSTER, (16, 16), 4),
+        ({}, GPU_BOX, (8, 8), 1),
+        ({"num_gpus": 0.5}, GPU_BOX, (16, 16), 1),
+        ({"num_actors": (1, 4)}, GPU_BOX, (1, 4), 1),
+        ({}, TIGHT_GPU_BOX, (4, 4), 1),
+    ],
+)
+def test_the_pool_fits_and_leaves_room(actors: dict, cluster: Cluster, size: tuple[int, int], threads: int) -> None:
+    pool = plan_pool(ActorsConfig(**actors), cluster, free(cluster))
+    assert (pool.min_size, pool.max_size) == size
+    assert pool.num_threads == threads
+    assert pool.min_size * pool.num_cpus + 1 <= cluster.num_cpus
+    assert pool.min_size * pool.num_gpus <= cluster.num_gpus
+    assert pool.num_cpus < 1 or pool.num_cpus == int(pool.num_cpus), "Ray wants whole numbers above 1"
+
+
+@pytest.mark.parametrize(
+    ("actors", "cluster", "message"),
+    [
+        ({"num_actors": 3}, SMALL, "3 actors on CPUs need a core each, the cluster has 2"),
+        ({"num_actors": 2, "num_cpus": 1}, SMALL, "need 3 CPUs, 2 of 2 are free"),
+        ({"num_actors": 9}, GPU_BOX, "9 actors with 1 GPUs each need 9 GPUs, the cluster has 8"),
+        ({"num_gpus": 1}, SMALL, "need 1 GPUs, the cluster has 0"),
+    ],
+)
+def test_what_cannot_fit_names_the_key(actors: dict, cluster: Cluster, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^actors\.num_actors: ") as caught:
+        plan_pool(ActorsConfig(**actors), cluster, free(cluster))
+    assert message in str(caught.value)
+
+
+def test_what_others_hold_counts() -> None:
+    with pytest.raises(ConfigError, match="4 of 8 are free"):
+        plan_pool(ActorsConfig(), GPU_BOX, {"CPU": 64, "GPU": 4})
+    with pytest.raises(ConfigError, match=r"0\.5 of 2 are free"):
+        plan_pool(ActorsConfig(), SMALL, {"CPU": 0.5})

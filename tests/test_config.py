@@ -1,0 +1,115 @@
+"""The configuration tree: defaults of the contract, overrides, and messages that name the key."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from pipeline.bench import load_bench_config
+from pipeline.config import ConfigError, JobConfig, load_config
+from pipeline.finetune import load_finetune_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def loader(path: Path) -> Callable[[str, list[str]], object]:
+    """A configuration file's name begins with the job that takes it."""
+    return {"bench": load_bench_config, "finetune": load_finetune_config}.get(path.stem.split("-")[0], load_config)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_file_loads_and_says_for_whom(path: Path) -> None:
+    loader(path)(str(path), [])
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    config = load_config(None).model_dump(mode="json")
+    assert config["model"] == {"source": "models/opt-e2e", "tokenizer": None, "dtype": "auto"}
+    assert config["sampling"] == {
+        "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
+        "ignore_eos": False, "deterministic": False,
+    }  # fmt: skip
+    assert config["input"] == {
+        "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,
+        "too_long": "fail_row",
+    }  # fmt: skip
+    assert config["output"] == {"path": "outputs/run", "if_exists": "fail"}
+    assert config["actors"]["length_buckets"] == [32, 64, 128, 256, 512, 1024, 2048]
+    assert config["baseline"] == {"fraction": 0.02}
+    assert config["limits"] == {"max_failed_rows": 0.01, "max_row_attempts": 3, "no_progress_timeout_s": 1800}
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({"decode": {"method": "skipdecode", "speedup": 2}, "sampling": {"seed": 7}}))
+    config = load_config(path, ["decode.speedup=4", "sampling.stop=['\\n', END]", "decode.speedup=5"])
+    assert (config.decode.speedup, config.sampling.seed, config.sampling.stop) == (5, 7, ("\\n", "END"))
+
+
+def test_the_tree_is_frozen() -> None:
+    config = load_config(None)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.decode.speedup = 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("decode.spedup=3", "decode.spedup: unknown key; did you mean 'speedup'?"),
+        ("decoder.speedup=3", "decoder: unknown key; did you mean 'decode'?"),
+        ("sampling.top_p=0", "sampling.top_p: "),
+        ("sampling.temperature=.inf", "sampling.temperature: "),
+        ("sampling.max_new_tokens=0", "sampling.max_new_tokens: "),
+        ("sampling.max_new_tokens=many", "sampling.max_new_tokens: "),
+        ("sampling.stop=['']", "sampling.stop"),
+        ("actors.num_actors=0", "actors.num_actors: "),
+        ("actors.num_actors=[3,1]", "actors.num_actors: a pool is [min, max]"),
+        ("actors.length_buckets=[64,32]", "actors.length_buckets: must be strictly increasing"),
+        ("limits.max_failed_rows=1.5", "limits.max_failed_rows: "),
+        ("limits.max_failed_rows=-1", "limits.max_failed_rows: "),
+        ("output.if_exists=append", "output.if_exists: "),
+        ("input.path=[]", "input.path: "),
+        ("input.limit=0", "input.limit: "),
+        ("decode.method=fast", "decode.method: "),
+        ("decode.ffn_skip={mode: row}", "decode.ffn_skip: FFN-SkipLLM is not available in this version"),
+        ("prefill.method=swiftkv", "prefill.method: SwiftKV is not available in this version"),
+        ("model.source=[1]", "model.source: "),
+        ("model=3", "model: "),
+        ("decode", "expected key=value"),
+        ("model.source.x=3", "model.source.x: source is a value, not a section"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_the_key(override: str, message: str) -> None:
+    overrides = ["model.source=here", override] if override.startswith("model.source.x") else [override]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("- 1", "expected a mapping")])
+def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"job\.yaml") as caught:
+        load_config(path)
+    assert message in str(caught.value)
+
+
+def test_an_absent_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--config /nowhere/job.yaml: No such file"):
+        load_config("/nowhere/job.yaml")
+
+
+def test_share_and_count_of_failed_rows_are_told_apart() -> None:
+    assert isinstance(load_config(None, ["limits.max_failed_rows=1"]).limits.max_failed_rows, int)
+    assert isinstance(load_config(None, ["limits.max_failed_rows=1.0"]).limits.max_failed_rows, float)
+
+
+def test_all_sections_forbid_unknown_keys() -> None:
+    for name, field in JobConfig.model_fields.items():
+        with pytest.raises(ConfigError, match=f"{name}.no_such_key: unknown key"):
+            load_config(None, [f"{name}.no_such_key=1"])
+        assert field.annotation is not None

@@ -1,0 +1,452 @@
+"""`Generator`: as many answers as rows and in their order, whatever the batches; failures cost the row at fault alone.
+
+Where batches must fail, `generate` inside `actors.generator` is wrapped: it raises for chosen rows, else decodes.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from actors import generator as module
+from actors.generator import DETERMINISTIC_ROWS, Answer, Generator, GeneratorConfig, RowFailure, WindowResult, agreement
+from skipdecode.generate import BatchResult, BatchStats, Completion, Request, generate
+from skipdecode.plan import EarlyExit, FullDepth, SkipDecode, make_schedule
+from skipdecode.sampling import Sampling
+from skipdecode.weights import load_opt
+
+SKIP = {"method": "skipdecode", "max_layers": 5, "min_layers": 2}
+BUCKETS = (4, 8, 16, 32)
+
+
+def random_requests(count: int, seed: int = 0, limits: Sequence[int] = (12,), **keys: Any) -> list[Request]:
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 20, (count,), generator=rng).tolist()
+    return [
+        Request(
+            f"row-{i}",
+            [2, *torch.randint(4, 320, (n - 1,), generator=rng).tolist()],
+            Sampling(max_new_tokens=limits[i % len(limits)], **keys),
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def one_by_one(generator: Generator, requests: Sequence[Request]) -> list[Completion]:
+    layers = generator.model.config.num_hidden_layers
+    return [
+        generate(
+            generator.model,
+            [r],
+            make_schedule(generator.config.decode, num_layers=layers, max_new_tokens=r.sampling.max_new_tokens),
+            decode_text=generator.tokenizer.decode,
+        ).completions[0]
+        for r in requests
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(ending_checkpoint: Callable[[str], Path]) -> Path:
+    return ending_checkpoint("125m")
+
+
+@pytest.fixture
+def build(folder: Path) -> Callable[..., Generator]:
+    def make(**changes: Any) -> Generator:
+        base: dict[str, Any] = {"source": str(folder), "decode": SKIP, "dtype": "float32", "device": "cpu"}
+        return Generator(GeneratorConfig(**(base | {"length_buckets": BUCKETS, "batch_size": 4} | changes)))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Generator:
+    return Generator(GeneratorConfig(str(folder), SKIP, dtype="float32", batch_size=4, length_buckets=BUCKETS))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, Any]]]:
+    """(ids, keyword arguments and the schedule) of every call of `generate`; the calls go through."""
+    seen: list[tuple[list[str], dict[str, Any]]] = []
+
+    def spy(model: Any, requests: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+        seen.append(([r.id for r in requests], keys | {"schedule": schedule}))
+        return generate(model, requests, schedule, **keys)
+
+    monkeypatch.setattr(module, "generate", spy)
+    return seen
+
+
+# Same rows, same order, same tokens
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    order=st.lists(st.integers(0, 29), max_size=30, unique=True),
+    batch_size=st.integers(1, 9),
+    buckets=st.sampled_from([(4, 8, 16, 32), (32,), (1, 2, 3, 5), (20,)]),
+    deterministic=st.booleans(),
+)
+def test_answers_are_those_of_the_rows_alone(
+    shared: Generator, order: list[int], batch_size: int, buckets: tuple[int, ...], deterministic: bool
+) -> None:
+    pool = random_requests(30, limits=(12, 3, 1, 20))
+    generator = Generator.__new__(Generator)  # the same loaded model under another configuration
+    vars(generator).update(vars(shared))
+    keys = {"batch_size": batch_size, "length_buckets": buckets, "deterministic": deterministic}
+    generator.config = GeneratorConfig(**(vars(shared.config) | keys))
+    requests = [pool[i] for i in order]
+    assert generator(requests).answers == one_by_one(shared, requests)
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [{"method": "full"}, SKIP, {"method": "early_exit", "speedup": 2}, {"method": "unified", "layers": 3}],
+    ids=lambda d: d["method"],
+)
+def test_every_method(build: Callable[..., Generator], decode: dict[str, Any]) -> None:
+    generator, requests = build(decode=decode), random_requests(14, limits=(12, 5))
+    assert generator(requests).answers == one_by_one(generator, requests)
+
+
+def test_empty_window(shared: Generator) -> None:
+    assert shared([]) == WindowResult([], [])
+
+
+def test_equal_ids_are_still_two_rows(shared: Generator) -> None:
+    a, b = random_requests(2, seed=3)
+    twins = [a, Request(a.id, b.prompt_tokens, b.sampling), a]
+    assert shared(twins).answers == one_by_one(shared, twins)
+
+
+def test_rows_of_one_batch_share_a_schedule(shared: Generator, calls: list[tuple[list[str], dict[str, Any]]]) -> None:
+    """The horizon follows max_new_tokens, so rows with other limits decode under other schedules, in other batches."""
+    requests = random_requests(20, limits=(12, 5, 9))
+    answers = shared(requests).answers
+    limits = {r.id: r.sampling.max_new_tokens for r in requests}
+    for ids, keys in calls:
+        (limit,) = {limits[i] for i in ids}
+        assert keys["schedule"] == SkipDecode(6, 5, 2, 1, limit - 1)
+        assert len(ids) <= 4
+    assert sorted(i for ids, _ in calls for i in ids) == sorted(limits)
+    assert answers == one_by_one(shared, requests)
+
+
+def test_a_fixed_horizon_lets_rows_with_other_limits_share(
+    build: Callable[..., Generator], calls: list[tuple[list[str], dict[str, Any]]]
+) -> None:
+    generator = build(decode=SKIP | {"horizon": 9}, batch_size=16, length_buckets=(32,))
+    calls.clear()
+    requests = random_requests(12, limits=(12, 5, 1))
+    assert generator(requests).answers == one_by_one(generator, requests)
+    assert len(calls) == 1
+
+
+def test_draws_do_not_depend_on_batches(build: Callable[..., Generator]) -> None:
+    requests = random_requests(15, limits=(12, 5), temperature=1.0, top_p=0.95)
+    generator = build(batch_size=3)
+    wanted = one_by_one(generator, requests)
+    assert generator(requests).answers == wanted
+    assert generator(requests[::-1]).answers == wanted[::-1]
+    assert len({tuple(c.tokens) for c in wanted}) == 15
+
+
+def test_stop_strings_reach_the_decoder(shared: Generator) -> None:
+    (plain,) = random_requests(1, seed=8)
+    made = shared([plain]).answers[0]
+    assert isinstance(made, Completion)
+    text = shared.tokenizer.decode(made.tokens)
+    stop = next(c for c in text if c.isascii())
+    stopped = Request(plain.id, plain.prompt_tokens, Sampling(max_new_tokens=12, stop=(stop,)))
+    answer = shared([stopped]).answers[0]
+    assert isinstance(answer, Completion)
+    assert answer.finish_reason == "stop"
+    assert answer.tokens == made.tokens[: len(answer.tokens)]
+    assert stop in shared.tokenizer.decode(answer.tokens)
+    assert stop not in shared.tokenizer.decode(answer.tokens[:-1])
+
+
+# Fixed shapes
+
+
+def test_deterministic_fixes_every_shape(
+    build: Callable[..., Generator], calls: list[tuple[list[str], dict[str, Any]]]
+) -> None:
+    generator = build(deterministic=True, batch_size=5)
+    calls.clear()
+    requests = random_requests(17)
+    lengths = {r.id: len(r.prompt_tokens) for r in requests}
+    assert generator(requests).answers == one_by_one(generator, requests)
+    for ids, keys in calls:
+        assert keys["batch_rows"] == 5
+        assert keys["compact"] is False
+        assert keys["prompt_columns"] in BUCKETS
+        assert all(lengths[i] <= keys["prompt_columns"] for i in ids)
+    loose = build(batch_size=5)
+    calls.clear()
+    loose(requests)
+    assert all(keys.keys() == {"decode_text", "schedule"} for _, keys in calls)
+
+
+def test_deterministic_shapes_do_not_follow_free_memory(
+    build: Callable[..., Generator], calls: list[tuple[list[str], dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = build(deterministic=True, batch_size=None)
+    for free in (1, 1 << 20, 1 << 40):
+        monkeypatch.setattr(module, "_free_bytes", lambda device, free=free: free)
+        calls.clear()
+        generator(random_requests(3))
+        assert {keys["batch_rows"] for _, keys in calls} == {DETERMINISTIC_ROWS}
+
+
+def test_deterministic_logits_are_bit_for_bit(build: Callable[..., Generator]) -> None:
+    """bfloat16, where one bit would show: alone, in a full batch of full-length rows, at another place."""
+    generator = build(deterministic=True, batch_size=4, dtype="bfloat16", length_buckets=(8,))
+    requests = [
+        Request(str(i), [2, *range(10 + i, 17 + i)], Sampling(max_new_tokens=8, ignore_eos=True)) for i in range(8)
+    ]
+
+    def logits_of_last(window: list[Request]) -> torch.Tensor:
+        logs: list[torch.Tensor] = []
+        hook = generator.model.register_forward_hook(lambda _m, _a, out: logs.append(out.clone()))
+        generator(window)
+        hook.remove()
+        at = (len(window) - 1) % 4
+        return torch.stack([out[at] for out in logs[-8:]])
+
+    alone = logits_of_last([requests[5]])
+    for window in ([requests[i] for i in (0, 1, 2, 5)], [requests[i] for i in (7, 5)]):
+        assert torch.equal(logits_of_last(window), alone)
+
+
+def test_automatic_batch_size_fits_the_memory(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = build(batch_size=None)
+    per_row = 2 * 48 * 4 * (6 * 32 + generator_steps(12))  # K and V, width, float32, columns of all layers
+    for rows in (1, 7, 50):
+        monkeypatch.setattr(module, "_free_bytes", lambda device, rows=rows: 4 * per_row * rows + 4)
+        assert generator.batch_size(32, 12) == rows
+    monkeypatch.setattr(module, "_free_bytes", lambda device: 1 << 50)
+    assert generator.batch_size(32, 12) == 128
+    monkeypatch.setattr(module, "_free_bytes", lambda device: 0)
+    assert generator.batch_size(32, 12) == 1
+    requests = random_requests(5)
+    assert generator(requests).answers == one_by_one(generator, requests)
+
+
+def generator_steps(max_new_tokens: int) -> int:
+    """Columns beyond the prompt, over all layers: the sum of the budgets."""
+    schedule = SkipDecode(6, 5, 2, 1, max_new_tokens - 1)
+    return sum(schedule.step(k).num_layers_run for k in range(max_new_tokens - 1))
+
+
+# Failures
+
+
+def fail_when(
+    monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Sequence[Request]], BaseException | None]
+) -> list[int]:
+    sizes: list[int] = []
+
+    def flaky(model: Any, requests: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+        sizes.append(len(requests))
+        error = is_bad(requests)
+        if error is not None:
+            raise error
+        return generate(model, requests, schedule, **keys)
+
+    monkeypatch.setattr(module, "generate", flaky)
+    return sizes
+
+
+def check_failures(answers: Sequence[Answer], wanted: Sequence[Completion], bad: set[int], *words: str) -> None:
+    for row, (answer, right) in enumerate(zip(answers, wanted, strict=True)):
+        if row in bad:
+            assert isinstance(answer, RowFailure)
+            assert answer.error_code == "engine_error"
+            assert all(word in answer.error_message for word in words)
+        else:
+            assert answer == right
+
+
+@pytest.mark.parametrize("bad", [{0}, {16}, {3, 4}, {0, 5, 11, 16}, set(range(17))], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 4, 17])
+def test_a_poisoned_row_fails_alone(
+    build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch, bad: set[int], batch_size: int
+) -> None:
+    generator, requests = build(batch_size=batch_size), random_requests(17)
+    wanted, ids = one_by_one(generator, requests), {f"row-{i}" for i in bad}
+    fail_when(monkeypatch, lambda rs: RuntimeError("boom") if ids & {r.id for r in rs} else None)
+    result = generator(requests)
+    check_failures(result.answers, wanted, bad, "RuntimeError", "boom")
+    assert sum(record["rows"] for record in result.batches) == 17 - len(bad)  # records are of batches that were decoded
+
+
+def test_out_of_memory_halves_the_batch(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, requests = build(batch_size=16, length_buckets=(32,)), random_requests(16)
+    wanted = one_by_one(generator, requests)
+    sizes = fail_when(monkeypatch, lambda rs: torch.OutOfMemoryError("CUDA out of memory") if len(rs) > 3 else None)
+    assert generator(requests).answers == wanted
+    assert sizes[:4] == [16, 8, 4, 2]
+    assert max(sizes[3:]) <= 8
+
+
+def test_a_dead_batch_lets_go_of_its_memory(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception holds the frames it went through, and these the cache: its halves would run out of memory too."""
+    generator, requests = build(batch_size=16, length_buckets=(32,)), random_requests(16)
+    caches: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def exhausted(model: Any, requests: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+        alive.append(sum(ref() is not None for ref in caches))
+        cache = torch.empty(1000)
+        caches.append(weakref.ref(cache))
+        if len(requests) > 2:
+            raise torch.OutOfMemoryError(f"no room for {len(cache)}")
+        return generate(model, requests, schedule, **keys)
+
+    monkeypatch.setattr(module, "generate", exhausted)
+    generator(requests)
+    assert len(alive) > 8
+    assert set(alive) == {0}
+
+
+def test_a_row_that_does_not_fit_the_model_fails_alone(shared: Generator) -> None:
+    requests = random_requests(6)
+    requests[2] = Request("long", [2] * 125, Sampling(max_new_tokens=12))
+    requests[4] = Request("alien", [2, 5000], Sampling(max_new_tokens=12))
+    answers = shared(requests).answers
+    good = [r for i, r in enumerate(requests) if i not in (2, 4)]
+    assert [a for i, a in enumerate(answers) if i not in (2, 4)] == one_by_one(shared, good)
+    for row, words in ((2, "128 positions"), (4, "IndexError")):
+        answer = answers[row]
+        assert isinstance(answer, RowFailure)
+        assert words in answer.error_message
+
+
+def test_interrupts_are_not_swallowed(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = build()
+    fail_when(monkeypatch, lambda rs: KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        generator(random_requests(3))
+
+
+def test_long_messages_are_cut(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = build()
+    fail_when(monkeypatch, lambda rs: RuntimeError("x" * 10_000))
+    (answer,) = generator(random_requests(1)).answers
+    assert isinstance(answer, RowFailure)
+    assert len(answer.error_message) <= 2000
+
+
+# Measuring against full depth
+
+FIGURES = {field for field in BatchStats.__dataclass_fields__ if field != "batch_rows"}
+PREDICTED = {"predicted_prefill_s", "predicted_decode_s", "full_predicted_prefill_s", "full_predicted_decode_s"}
+
+
+def test_baseline_pairs(build: Callable[..., Generator], calls: list[tuple[list[str], dict[str, Any]]]) -> None:
+    """Batches 0 and 3 always, then one in ten; the two passes change order from pair to pair; answers are ours."""
+    generator = build(baseline_fraction=0.1, batch_size=1, length_buckets=(32,))
+    calls.clear()
+    requests = random_requests(24)
+    result = generator(requests)
+    assert result.answers == one_by_one(generator, requests)
+    assert [record["batch"] for record in result.batches] == list(range(24))
+    paired = [record["batch"] for record in result.batches if "full_decode_s" in record]
+    assert paired == [0, 3, 9, 19]
+    orders = []
+    for (ids, keys), (next_ids, _) in pairwise(calls):
+        if ids == next_ids:
+            orders.append("full first" if keys["schedule"] == FullDepth(6) else "ours first")
+    assert orders == ["ours first", "full first", "ours first", "full first"]
+    for record in result.batches:
+        assert FIGURES | {"layers", "started_at", "batch"} <= record.keys()
+        assert record["layers"] == 6
+        extra = {f"full_{key}" for key in FIGURES} | {"exact_rows", "matched_tokens", "compared_tokens"} | PREDICTED
+        assert (record.keys() & extra == extra) is (record["batch"] in paired)
+        if record["batch"] in paired:
+            assert record["full_layers_run"] == 6 * (record["full_output_tokens"] - record["rows"])
+            assert record["full_layers_run"] > 0
+            assert record["predicted_decode_s"] < record["full_predicted_decode_s"] or record["decode_steps"] == 0
+    again = generator(requests)  # counting goes on from window to window
+    assert [record["batch"] for record in again.batches] == list(range(24, 48))
+    assert [r["batch"] for r in again.batches if "full_decode_s" in r] == [29, 39]
+
+
+def test_baseline_agreement_is_that_of_the_two_passes(build: Callable[..., Generator]) -> None:
+    generator = build(baseline_fraction=1.0, batch_size=8, length_buckets=(32,))
+    requests = random_requests(8)
+    (record,) = generator(requests).batches
+    ours = [c.tokens for c in one_by_one(generator, requests)]
+    full = [generate(generator.model, [r], FullDepth(6)).completions[0].tokens for r in requests]
+    assert record["exact_rows"] == sum(a == b for a, b in zip(ours, full, strict=True)) < 8
+    assert record["matched_tokens"] == sum(
+        x == y for a, b in zip(ours, full, strict=True) for x, y in zip(a, b, strict=False)
+    )
+    assert record["compared_tokens"] == sum(max(len(a), len(b)) for a, b in zip(ours, full, strict=True))
+    assert 0 < record["matched_tokens"] < record["compared_tokens"]
+
+
+def test_no_baseline_at_full_depth_or_fraction_zero(build: Callable[..., Generator]) -> None:
+    for keys in ({"decode": {"method": "full"}, "baseline_fraction": 1.0}, {"baseline_fraction": 0.0}):
+        records = build(**keys)(random_requests(9)).batches
+        assert records
+        assert not any(key.startswith("full_") for record in records for key in record)
+
+
+def test_full_depth_under_another_name_is_no_pair(build: Callable[..., Generator]) -> None:
+    records = build(decode={"speedup": 1}, baseline_fraction=1.0)(random_requests(5)).batches
+    assert not any("full_decode_s" in record for record in records)
+
+
+def completions(*rows: list[int]) -> BatchResult:
+    return BatchResult([Completion(tokens, "length", 0) for tokens in rows], BatchStats())
+
+
+@pytest.mark.parametrize(
+    ("ours", "full", "wanted"),
+    [
+        ([[1, 2, 3]], [[1, 2, 3]], (1, 3, 3)),
+        ([[1, 2, 3]], [[1, 9, 3]], (0, 2, 3)),
+        ([[1, 2]], [[1, 2, 3, 4]], (0, 2, 4)),  # a row that ended early misses the rest
+        ([[1, 2, 3, 4]], [[1, 2]], (0, 2, 4)),
+        ([[5], [1, 2]], [[6], [1, 2]], (1, 2, 3)),
+        ([[2, 1]], [[1, 2]], (0, 0, 2)),  # position by position, no alignment
+    ],
+)
+def test_agreement_by_hand(ours: list[list[int]], full: list[list[int]], wanted: tuple[int, int, int]) -> None:
+    keys = ("exact_rows", "matched_tokens", "compared_tokens")
+    assert agreement(completions(*ours), completions(*full)) == dict(zip(keys, wanted, strict=True))
+
+
+# Loading
+
+
+def test_types_and_devices(build: Callable[..., Generator]) -> None:
+    generator = build(dtype="bfloat16", device="auto", num_threads=1)
+    assert generator.dtype == torch.bfloat16
+    assert {p.dtype for p in generator.model.parameters()} == {torch.bfloat16}
+    assert generator.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert generator.load_s > 0
+
+
+def test_bad_schedule_is_found_while_loading(build: Callable[..., Generator]) -> None:
+    with pytest.raises(ValueError, match=r"max_layers=7"):
+        build(decode={"max_layers": 7, "min_layers": 2})
+
+
+def test_tokenizer_of_another_folder(build: Callable[..., Generator], folder: Path, tokenizer_folder: Path) -> None:
+    assert build(tokenizer=str(tokenizer_folder)).tokenizer.encode(["a pub"]) == build().tokenizer.encode(["a pub"])
+
+
+def test_schedule_of_a_row(shared: Generator) -> None:
+    assert shared.schedule(20) == SkipDecode(6, 5, 2, 1, 19)
+    early = Generator.__new__(Generator)
+    early.model, early.config = load_opt(shared.config.source), GeneratorConfig("", SKIP | {"method": "early_exit"})
+    assert early.schedule(1) == EarlyExit(6, 5, 2, 1, 1)

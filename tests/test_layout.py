@@ -1,0 +1,110 @@
+"""The architecture as a test: import arrows, who may import what, headers, and what a job ships to a cluster."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("skipdecode", "actors", "pipeline", "jobs")  # each may import itself and those before it
+MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+ONLY_IN = {  # third party -> the packages that may import it
+    "ray": {"pipeline", "jobs"},
+    "pyarrow": {"pipeline"},
+    "pydantic": {"pipeline"},
+    "yaml": {"pipeline"},
+    "matplotlib": {"pipeline"},
+    "tokenizers": {"actors"},
+    "safetensors": {"skipdecode"},
+    "huggingface_hub": {"skipdecode"},
+    "transformers": set(),  # the reference of the tests, never part of the product
+}
+PYPI_NAMES = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of every import in the file, local imports included."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_imports_follow_the_arrows(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    allowed = set(PACKAGES[: PACKAGES.index(package) + 1])
+    wrong = (imports(path) & {*PACKAGES, "tests", "configs", "benchmarks"}) - allowed
+    assert not wrong, f"{package} must not import {wrong}"
+    for third_party, users in ONLY_IN.items():
+        assert third_party not in imports(path) or package in users, f"{package} must not import {third_party}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_third_party_imports_are_declared(path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {line.split("[")[0].split(">")[0].split("=")[0].strip() for line in project["dependencies"]}
+    used = imports(path) - set(PACKAGES) - set(sys.stdlib_module_names)
+    assert {PYPI_NAMES.get(module, module) for module in used} <= declared
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.py")), ids=name)
+def test_jobs_hold_no_classes(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]  # __main__ is pickled by value
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}; import sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_plan_and_config_need_no_torch() -> None:
+    loaded = modules_after("import skipdecode.plan, skipdecode.config, skipdecode.cost")
+    assert "skipdecode" in loaded
+    assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy"}
+
+
+def test_the_worker_needs_no_ray() -> None:
+    loaded = modules_after("import actors.generator, actors.trainer, actors.bench, skipdecode.train")
+    assert "torch" in loaded
+    assert not loaded & {"ray", "pydantic", "pyarrow", "transformers"}
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parts[-2] == "jobs"], ids=name)
+def test_help_needs_neither_torch_nor_ray(path: Path) -> None:
+    assert not modules_after(f"import jobs.{path.stem}") & {"torch", "ray", "pydantic"}
+
+
+def tracked_files() -> list[Path]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in done.stdout.splitlines()]
+
+
+def test_a_job_ships_little() -> None:
+    sizes = {path: path.stat().st_size for path in tracked_files() if path.is_file()}
+    assert sum(sizes.values()) < 20e6, sorted(sizes, key=lambda path: -sizes[path])[:5]
+    assert sum(size for path, size in sizes.items() if "models" in path.parts) <= 12e6
+
+
+def test_configs_are_no_package() -> None:
+    assert {path.suffix for path in (ROOT / "configs").iterdir()} == {".yaml"}

@@ -1,0 +1,215 @@
+"""Teacher-forced training under a schedule: HF's logits in one pass, gradients, and padding without effect.
+
+That one pass equals cached decoding under any schedule is proved in test_generate.py.
+"""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import OPTForCausalLM
+
+from actors.trainer import TrainConfig, init_weights, length_sorted_batches, train, validate
+from skipdecode.config import OPTConfig
+from skipdecode.generate import Request, generate
+from skipdecode.model import OPT
+from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, Unified
+from skipdecode.sampling import Sampling
+from skipdecode.train import IGNORE, response_loss, teacher_batch, teacher_forced_logits
+from skipdecode.weights import load_opt
+
+STYLES = ["125m", "350m", "1.3b"]
+L = 6
+SCHEDULES: list[Schedule] = [FullDepth(L), SkipDecode(L, 5, 2, 1, 6), EarlyExit(L, 4, 1, 1, 3), Unified(L, 2)]
+Factory = Callable[..., Path]
+Pair = tuple[list[int], list[int]]
+
+
+def random_pairs(lengths: Sequence[tuple[int, int]], seed: int = 0) -> list[Pair]:
+    rng = random.Random(seed)
+    return [
+        ([2] + [rng.randrange(4, 320) for _ in range(p - 1)], [rng.randrange(4, 320) for _ in range(t)])
+        for p, t in lengths
+    ]
+
+
+PAIRS = random_pairs([(4, 6), (1, 9), (7, 1), (3, 3)])
+
+
+def test_batch_by_hand() -> None:
+    batch = teacher_batch([([2, 5, 6], [7, 8]), ([2], [9, 10, 11, 2])], pad_token_id=1)
+    assert batch.prompt_columns == 3
+    assert batch.num_pad.tolist() == [0, 2]
+    assert batch.tokens.tolist() == [[2, 5, 6, 7, 1, 1], [1, 1, 2, 9, 10, 11]]
+    assert batch.targets.tolist() == [[7, 8, IGNORE, IGNORE], [9, 10, 11, 2]]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("lengths", [[(4, 6), (1, 9), (7, 1), (3, 3)], [(5, 4), (5, 4)], [(1, 1)]], ids=str)
+def test_full_depth_is_hugging_face(
+    checkpoint_factory: Factory,
+    ours: Callable[[Path], OPT],
+    hf: Callable[[Path], OPTForCausalLM],
+    style: str,
+    lengths: list[tuple[int, int]],
+) -> None:
+    folder = checkpoint_factory(style)
+    pairs = random_pairs(lengths)
+    batch = teacher_batch(pairs, 1)
+    logits = teacher_forced_logits(ours(folder), batch, FullDepth(L))
+    assert logits.dtype == torch.float32
+    losses = []
+    for row, (prompt, response) in enumerate(pairs):  # HF gets each row alone, without any padding
+        alone = hf(folder)(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        torch.testing.assert_close(logits[row, : len(response)], alone, atol=1e-4, rtol=0)
+        losses.append(F.cross_entropy(alone, torch.tensor(response), reduction="none"))
+    loss = response_loss(ours(folder), batch, FullDepth(L))
+    torch.testing.assert_close(loss, torch.cat(losses).mean(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_loss_is_invariant_to_padding(
+    checkpoint_factory: Factory, ours: Callable[[Path], OPT], style: str, schedule: Schedule
+) -> None:
+    """Rows together and rows alone: the mean over response tokens is the same, whatever the padding on either side."""
+    model = ours(checkpoint_factory(style))
+    together = response_loss(model, teacher_batch(PAIRS, 1), schedule)
+    alone = [response_loss(model, teacher_batch([pair], 1), schedule) * len(pair[1]) for pair in PAIRS]
+    torch.testing.assert_close(together, sum(alone) / sum(len(r) for _, r in PAIRS), atol=1e-5, rtol=1e-5)
+    other_pad = response_loss(model, teacher_batch(PAIRS, 77), schedule)
+    torch.testing.assert_close(together, other_pad, atol=1e-5, rtol=1e-5)
+
+
+def trainable(folder: Path) -> OPT:
+    return load_opt(folder).train().requires_grad_(True)
+
+
+def masked_logits(model: OPT, pair: Pair, schedule: Schedule) -> Tensor:
+    """The definition for one row, the slow way: every layer on every column, and `where` keeps what the plan says."""
+    prompt, response = pair
+    tokens = torch.tensor([prompt + response[:-1]])
+    h = model.embed(tokens, torch.arange(tokens.shape[1])[None])
+    for i, block in enumerate(model.layers):
+        runs = [True] * len(prompt) + [schedule.step(k).attn[i] for k in range(len(response) - 1)]
+        mask = torch.tensor(runs)[None, :] & torch.ones(len(runs), len(runs), dtype=torch.bool).tril()
+        mask |= torch.eye(len(runs), dtype=torch.bool)
+        x = block.feed(block.attend(h, lambda k, v: (k, v), mask[None, None]))
+        h = torch.where(torch.tensor(runs)[None, :, None], x, h)
+    return model.head(h[:, len(prompt) - 1 :])
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_gradients_are_those_of_the_definition(checkpoint_factory: Factory, style: str, schedule: Schedule) -> None:
+    """The prefix trick against masking after the fact: loss and every gradient."""
+    folder = checkpoint_factory(style)
+    cheap, slow = trainable(folder), trainable(folder)
+    response_loss(cheap, teacher_batch(PAIRS, 1), schedule).backward()
+    losses = [
+        F.cross_entropy(masked_logits(slow, pair, schedule)[0], torch.tensor(pair[1]), reduction="sum")
+        for pair in PAIRS
+    ]
+    (sum(losses) / sum(len(r) for _, r in PAIRS)).backward()
+    for (name, a), b in zip(cheap.named_parameters(), slow.parameters(), strict=True):
+        assert a.grad is not None, name
+        assert a.grad.isfinite().all()
+        scale = float(b.grad.abs().max())
+        torch.testing.assert_close(
+            a.grad, b.grad, atol=2e-5 * max(scale, 1.0), rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class PromptOnly(FullDepth):
+    """Layer 3 runs on the prompt and on no step."""
+
+    def step(self, k: int) -> LayerPlan:
+        return LayerPlan.of_layers([0, 1, 2, 4, 5], self.num_layers)
+
+
+def test_a_layer_of_the_prompt_alone_learns_from_the_prompt_alone(tiny_checkpoint: Path) -> None:
+    model = trainable(tiny_checkpoint)
+    pair = random_pairs([(3, 6)])[0]
+    columns: list[Tensor] = []
+    model.layers[3].fc1.register_forward_hook(lambda _module, _args, out: columns.append(out))
+    response_loss(model, teacher_batch([pair], 1), PromptOnly(L)).backward()
+    (seen,) = columns
+    assert seen.shape[1] == 3  # the prompt's columns and none of the five steps
+    grad = model.layers[3].fc1.weight.grad
+    assert grad is not None
+    assert grad.isfinite().all()
+    assert grad.abs().max() > 0  # through the logits of y_0, and through keys and values of later layers
+    loss_of_steps = F.cross_entropy(
+        teacher_forced_logits(model, teacher_batch([pair], 1), PromptOnly(L))[0, 1:], torch.tensor(pair[1][1:])
+    )
+    (grad,) = torch.autograd.grad(loss_of_steps, [model.layers[3].qkv.weight])
+    assert grad.isfinite().all()
+    assert grad.abs().max() > 0  # what a later column reads of the prompt
+
+
+@settings(max_examples=30)
+@given(count=st.integers(1, 300), size=st.integers(1, 40), seed=st.integers(0, 5))
+def test_batches_hold_every_pair_once(count: int, size: int, seed: int) -> None:
+    pairs: list[Pair] = [([2] * (1 + i % 7), [i]) for i in range(count)]
+    batches = length_sorted_batches(pairs, size, random.Random(seed))
+    assert sorted(response[0] for batch in batches for _, response in batch) == list(range(count))
+    assert max(len(batch) for batch in batches) <= size
+    assert len(batches) == -(-count // size) if count <= 50 * size else True
+
+
+def make_config(**changes: object) -> TrainConfig:
+    base: dict[str, object] = {
+        "schedules": ({"method": "full"}, {"method": "skipdecode", "speedup": 2}),
+        "horizon": 8,
+        "epochs": 14.0,
+        "full_depth_epochs": 2.0,
+        "batch_size": 16,
+        "learning_rate": 4e-3,
+        "warmup_steps": 5,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "validate_every": 30,
+        "validation_rows": 16,
+        "seed": 0,
+    }
+    return TrainConfig(**(base | changes))  # type: ignore[arg-type]
+
+
+def test_training_teaches_the_schedule(tmp_path: Path) -> None:
+    """A copy task: the loss falls under both schedules, the best state is saved, HF opens it, decoding obeys."""
+    torch.manual_seed(0)
+    model = OPT(
+        OPTConfig(vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08)
+    )
+    init_weights(model, 0)
+    rng = random.Random(1)
+    pairs: list[Pair] = []
+    for _ in range(256):
+        token = rng.randrange(4, 24)
+        pairs.append(([2] + [token] * rng.randint(1, 3) + [3], [token, token, 2]))  # 3 ends the prompt
+    records: list[dict[str, object]] = []
+    config = make_config()
+    best = train(model, pairs, pairs[:32], config, tmp_path, records.append)
+    losses = [record["validation_loss"] for record in records]
+    assert all(set(loss) == {"full", "skipdecode 2"} for loss in losses)  # type: ignore[call-overload]
+    assert max(losses[-1].values()) < 0.3  # type: ignore[attr-defined]
+    assert max(losses[-1].values()) < 0.5 * max(losses[0].values())  # type: ignore[attr-defined]
+    assert best["mean"] == min(sum(r["validation_loss"].values()) / 2 for r in records if r["step"] > 32)  # type: ignore[attr-defined, operator]
+    assert not model.training
+    saved = load_opt(tmp_path)
+    assert saved.config.skip_decode == {"method": "skipdecode", "speedup": 2, "horizon": 8}
+    OPTForCausalLM.from_pretrained(tmp_path)
+    schedule = SkipDecode(4, 3, 1, 1, 8)
+    requests = [Request(str(i), [2, t, t, 3], Sampling(max_new_tokens=5)) for i, t in enumerate(range(4, 24))]
+    made = generate(saved, requests, schedule).completions
+    assert sum(c.tokens == [t, t, 2] for c, t in zip(made, range(4, 24), strict=True)) >= 18
+    again = validate(saved, pairs[:16], config, [FullDepth(4)] * 2)
+    assert set(again) == {"full", "skipdecode 2"}
+    json.loads((tmp_path / "training.json").read_text(), parse_constant=pytest.fail)
