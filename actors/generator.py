@@ -140,13 +140,15 @@ class Generator:
         started_at = time.time()
         is_paired = self._takes_turn() and schedule != self.full
         full: BatchResult | None = None
-        if is_paired and self._num_pairs % 2:  # A B B A: drift of the machine cancels out
-            full = self._run(batch, chosen, self.full)
+        full_error = None
+        is_first = self._num_pairs % 2 == 1  # A B B A: drift of the machine cancels out
+        if is_paired and is_first:
+            full, full_error = self._baseline(batch, chosen)
         result = self._run(batch, chosen, schedule)
-        if is_paired and full is None:
-            full = self._run(batch, chosen, self.full)
+        if is_paired and not is_first:
+            full, full_error = self._baseline(batch, chosen)
         record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
-        record["layers"] = self.model.config.num_hidden_layers
+        record |= {"layers": self.model.config.num_hidden_layers, "full_error": full_error}
         if full is not None:
             self._num_pairs += 1
             record |= {f"full_{key}": value for key, value in _figures(full).items()} | agreement(result, full)
@@ -154,6 +156,13 @@ class Generator:
         records.append(record)
         self._num_batches += 1
         return result.completions
+
+    def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
+        """The batch at full depth, or why it could not be had: no row may fail of a measurement."""
+        try:
+            return self._run(batch, chosen, self.full), None
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"[:2000]
 
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
         fixed: dict[str, Any] = {}
@@ -226,4 +235,6 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # macOS counts no free pages
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

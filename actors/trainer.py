@@ -5,6 +5,7 @@ weights kept. No data-parallel training and no resume of the optimiser yet.
 """
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ def train(
     )
     steps_per_epoch = -(-len(pairs) // config.batch_size)
     total, full_steps = round(config.epochs * steps_per_epoch), round(config.full_depth_epochs * steps_per_epoch)
-    best: dict[str, Any] = {"mean": float("inf")}
+    best: dict[str, Any] = {}
     started, running, step, batches = time.monotonic(), 0.0, 0, list[list[Pair]]()
     model.train().requires_grad_(True)
     while step < total:
@@ -110,10 +111,10 @@ def train(
             record |= {"elapsed_s": round(time.monotonic() - started, 1), "epoch": step / steps_per_epoch}
             report(record)
             mean = sum(losses.values()) / len(losses)
-            if step > full_steps and mean < best["mean"]:
+            if step > full_steps and mean < best.get("mean", math.inf):
                 best = record | {"mean": mean}
                 _save(model, folder, config, best)
-    if "step" not in best:
+    if not best:  # nothing was validated behind the full-depth epochs
         _save(model, folder, config, best)
     model.eval().requires_grad_(False)
     return best

@@ -1,13 +1,13 @@
 """`jobs.bench` as a library call: its configuration, and the loop over shapes. First form: this process, one device."""
 
 import datetime
-import os
 import platform
 from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section, build_config, read_tree
 
 
@@ -41,7 +41,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
 
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.threads or num_cores())
     try:
         if config.source is not None:
             model = load_opt(config.source, device=device, dtype=dtype)

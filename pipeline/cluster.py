@@ -51,7 +51,7 @@ def start_ray() -> Cluster:
     """Joins RAY_ADDRESS or starts an embedded Ray; quiet either way."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the announced default; silences a warning
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     is_embedded = not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "ignore_reinit_error": True}
     if is_embedded:
@@ -115,6 +115,12 @@ def _cpus_per_actor(actors: ActorsConfig, cluster: Cluster, num_actors: int, num
     if num_gpus or cluster.is_embedded:
         share = min(share, 1.0)  # the GPU works; or the CPUs are not real cores
     return float(int(share)) if share >= 1 else int(share * 100) / 100  # Ray wants whole numbers above 1
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    # macOS has no affinity
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _total_bytes() -> int:

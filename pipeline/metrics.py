@@ -39,6 +39,7 @@ BATCH_SCHEMA = pa.schema(
                 ("predicted_decode_s", pa.float64()),
             )
         ),
+        ("full_error", pa.string()),
         ("exact_rows", pa.int32()),
         ("matched_tokens", pa.int64()),
         ("compared_tokens", pa.int64()),

@@ -95,7 +95,8 @@ def check_model(config: JobConfig, note: Note) -> Model:
         folder = resolve_source(config.model.source)
         opt = OPTConfig.from_folder(folder)
         check_folder(folder)
-        OPTTokenizer(config.model.tokenizer or folder, opt)
+        tokenizer = config.model.tokenizer
+        OPTTokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
         decode = resolve_decode(config, opt, note)
         new = config.sampling.max_new_tokens
         schedule = make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)

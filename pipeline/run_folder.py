@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input import DIGEST, InputPlan, row_digests
+from skipdecode.weights import resolve_source
 
 OURS = (
     "run.json",
@@ -139,7 +140,7 @@ def fingerprint(config: JobConfig, decode: dict[str, Any], model_folder: Path, p
         entries["actors.length_buckets"] = list(config.actors.length_buckets)
     entries["model.files"] = _digest_files(model_folder)
     if config.model.tokenizer:
-        entries["model.tokenizer"] = _digest_files(Path(config.model.tokenizer))
+        entries["model.tokenizer"] = _digest_files(resolve_source(config.model.tokenizer, "model.tokenizer"))
     listing = hashlib.sha256()
     for file in plan.listing.files:
         listing.update(f"{file.name}\0{file.size_bytes}\0{file.mtime_ns}\n".encode())

@@ -40,13 +40,16 @@ HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokeni
 HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 
 
-def resolve_source(source: str) -> Path:
-    """The local folder of a model: `source` itself, or a snapshot of that hub id (downloaded once, then cached)."""
+def resolve_source(source: str, key: str = "model.source") -> Path:
+    """The local folder of a model: `source` itself, or a snapshot of that hub id (downloaded once, then cached).
+
+    `key` is what an error blames.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute() or source.startswith(".") or source.count("/") != 1 or (folder.parent).is_dir():
-        raise ValueError(f"model.source: {source!r} is not a folder")
+        raise ValueError(f"{key}: {source!r} is not a folder")
     from huggingface_hub import snapshot_download  # only a hub id needs it
 
     try:
@@ -55,7 +58,7 @@ def resolve_source(source: str) -> Path:
             snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES + HUB_FALLBACK))
     except Exception as error:  # the hub client raises many kinds; the user needs one sentence
         raise ValueError(
-            f"model.source: {source!r} is no folder here and could not be fetched from the hub: {error}"
+            f"{key}: {source!r} is no folder here and could not be fetched from the hub: {error}"
         ) from error
     return snapshot
 
@@ -134,39 +137,48 @@ def _open(path: Path) -> Any:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Compares the names and shapes in the weight files with config.json, without loading them; ValueError otherwise.
+    """Compares the names and shapes in the weight files with config.json; ValueError otherwise.
 
-    `pytorch_model.bin` has no index of shapes that could be read alone, so only the files' presence is checked there.
+    Reads headers of safetensors, and maps `pytorch_model.bin` into memory: no weights are loaded.
     """
     folder = Path(folder)
     with torch.device("meta"):
         model = OPT(OPTConfig.from_folder(folder))
     missing = _expected(model)
     for path in weight_files(folder):
-        if path.suffix != ".safetensors":
-            return
+        for theirs, shape in _shapes(path):
+            _match(folder, _canonical(theirs), shape, missing)
+    _refuse_missing(folder, missing)
+
+
+def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if path.suffix == ".safetensors":
         with _open(path) as file:
             for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                _match(folder, _canonical(theirs), tuple(file.get_slice(theirs).get_shape()), missing)
-    _refuse_missing(folder, missing)
+                yield theirs, tuple(file.get_slice(theirs).get_shape())
+    else:
+        for theirs, tensor in _load_bin(path).items():
+            yield theirs, tuple(tensor.shape)
+
+
+def _load_bin(path: Path) -> dict[str, Tensor]:
+    mmap = zipfile.is_zipfile(path)  # files from before torch 1.6 are no zip archives and cannot be mapped
+    try:
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # pickle and zip raise many kinds
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    return state
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a folder, file by file, so that never more than one file is in memory."""
     for path in weight_files(folder):
-        try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                        yield name, file.get_tensor(name)
-            else:
-                # files from before torch 1.6 are no zip archives and cannot be mapped
-                mmap = zipfile.is_zipfile(path)
-                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=mmap).items()
-        except ValueError:
-            raise
-        except Exception as error:  # safetensors and pickle raise their own kinds
-            raise ValueError(f"{path}: cannot be read: {error}") from error
+        if path.suffix == ".safetensors":
+            with _open(path) as file:
+                for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield theirs, file.get_tensor(theirs)
+        else:
+            yield from _load_bin(path).items()
 
 
 def weight_files(folder: Path) -> list[Path]:

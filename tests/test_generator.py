@@ -450,3 +450,19 @@ def test_schedule_of_a_row(shared: Generator) -> None:
     early = Generator.__new__(Generator)
     early.model, early.config = load_opt(shared.config.source), GeneratorConfig("", SKIP | {"method": "early_exit"})
     assert early.schedule(1) == EarlyExit(6, 5, 2, 1, 1)
+
+
+def test_a_failing_baseline_costs_no_row(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, requests = build(baseline_fraction=1.0), random_requests(9)
+    wanted = one_by_one(build(), requests)
+
+    def shallow_only(model: Any, rows: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+        if schedule == generator.full:
+            raise torch.OutOfMemoryError("no room at full depth")
+        return generate(model, rows, schedule, **keys)
+
+    monkeypatch.setattr(module, "generate", shallow_only)
+    result = generator(requests)
+    assert result.answers == wanted
+    assert {record["full_error"] for record in result.batches} == {"OutOfMemoryError: no room at full depth"}
+    assert not any("full_output_tokens" in record for record in result.batches)
