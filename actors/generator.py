@@ -148,7 +148,9 @@ class Generator:
         if is_paired and not is_first:
             full, full_error = self._baseline(batch, chosen)
         record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
-        record |= {"layers": self.model.config.num_hidden_layers, "full_error": full_error}
+        record["layers"] = self.model.config.num_hidden_layers
+        if full_error is not None:
+            record["full_error"] = full_error
         if full is not None:
             self._num_pairs += 1
             record |= {f"full_{key}": value for key, value in _figures(full).items()} | agreement(result, full)
