@@ -140,6 +140,7 @@ class ActorsConfig(Section):
 
 class BaselineConfig(Section):
     fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.02
+    """Share of batches also decoded at full depth; at least the first few of each worker, unless it is 0."""
 
 
 class LimitsConfig(Section):
