@@ -13,8 +13,8 @@ from ray.data import ActorPoolStrategy, Dataset
 from actors.generator import GeneratorConfig
 from pipeline.cluster import STAGE_CPUS, Pool
 from pipeline.config import InputConfig
-from pipeline.input import InputPlan
-from pipeline.source import CorpusDatasource
+from pipeline.input.plan import InputPlan
+from pipeline.input.source import CorpusDatasource
 from pipeline.stages import DecodeStage, TokenizeConfig, finish, tokenize
 
 

@@ -19,7 +19,9 @@ from actors.tokenizer import OPTTokenizer
 from pipeline.build import PipelineSpec, build_pipeline
 from pipeline.cluster import Cluster, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
-from pipeline.input import InputPlan, list_input, plan_input, scan_file
+from pipeline.input.files import list_input
+from pipeline.input.plan import InputPlan, plan_input
+from pipeline.input.scan import scan_file
 from pipeline.metrics import start_collector
 from pipeline.openai_batch import write_batch_files
 from pipeline.progress import Progress

@@ -17,7 +17,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError, JobConfig
-from pipeline.input import DIGEST, InputPlan, row_digests
+from pipeline.input.ids import DIGEST, row_digests
+from pipeline.input.plan import InputPlan
 from skipdecode.weights import resolve_source
 
 OURS = (

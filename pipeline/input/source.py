@@ -1,6 +1,6 @@
 """The normalised input as a Ray Data source: one read task per file, each streaming its blocks.
 
-Kept apart from `pipeline.input` so that all of that runs and is tested without Ray. A read task carries two
+The only module here that imports Ray, so that the others run and are tested without it. A read task carries two
 object references, an index and the config, so that a plan of 10^5 files is stored once and not once per task.
 Left out: cutting one large file into several tasks; give the corpus in files.
 """
@@ -16,7 +16,9 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from pipeline.config import InputConfig
-from pipeline.input import DIGEST, InputPlan, read_file, row_digests
+from pipeline.input.ids import DIGEST, row_digests
+from pipeline.input.plan import InputPlan
+from pipeline.input.read import read_file
 
 
 class CorpusDatasource(Datasource):  # type: ignore[misc]

@@ -1,0 +1,114 @@
+"""`InputConfig` -> `Listing`: the files of the input, each with its name, and the one format they share.
+
+Left out: how one path leads to files (`paths`), and what is in the files, but for the first JSON object that
+tells OpenAI batch lines from other JSON Lines.
+"""
+
+import posixpath
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from pipeline.config import ConfigError, InputConfig
+from pipeline.input.formats import parse_suffix
+from pipeline.input.lines import READ_BYTES, iter_lines
+from pipeline.input.openai_rows import looks_like_batch
+from pipeline.input.paths import file_identity, find_files, resolve_path
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    path: str  # inside the filesystem
+    size_bytes: int
+    mtime_ns: int | None
+    name: str  # relative to the common folder of all inputs; unique; the `file` of a made id
+
+
+@dataclass(frozen=True)
+class Listing:
+    filesystem: pafs.FileSystem
+    files: tuple[SourceFile, ...]  # in the order of `input.path`, sorted within each of its entries
+    format: str  # concrete, never "auto"
+
+
+def list_input(config: InputConfig) -> Listing:
+    """Finds the files of `input.path` and their format; `ConfigError` if there is none, or no single one.
+
+    A path is a file, a folder or a pattern of `*`, `?` and `**`; local, or any URI pyarrow knows. A folder is
+    read recursively, but without names that start with `_` or `.` (a wildcard does not match these either)
+    and without README, LICENSE and the like, with format auto also without *.md. A file that several paths
+    lead to is read once.
+    """
+    if config.prompt_column == config.id_column and config.format not in ("text", "openai_batch"):
+        raise ConfigError(f"input.id_column: is the prompt column too ({config.id_column!r}); name another column")
+    filesystem: pafs.FileSystem | None = None
+    found: dict[str, Any] = {}  # identity -> FileInfo, in order
+    bases: list[str] = []
+    for given in config.path:
+        with blame(f"input.path: {given}"):
+            own, base, pattern = resolve_path(given)
+            if filesystem is not None and not own.equals(filesystem):
+                raise ConfigError(f"input.path: {given}: one run reads from one filesystem; copy, or run twice")
+            filesystem = own
+            infos, folder = find_files(own, base, pattern, given, config)
+        bases.append(folder)
+        for info in infos:
+            found.setdefault(file_identity(own, info.path), info)
+    root = posixpath.commonpath(bases) if len(set(bases)) > 1 else bases[0]
+    files = tuple(
+        SourceFile(info.path, info.size or 0, info.mtime_ns, info.path[len(root) :].lstrip("/"))
+        for info in found.values()
+    )
+    return Listing(filesystem, files, _detect_format(filesystem, files, config))
+
+
+@contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Turns what the filesystem or Arrow says about unreadable bytes into a `ConfigError` that names them."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what}: cannot be read: {error}") from error
+
+
+def _detect_format(filesystem: pafs.FileSystem, files: Sequence[SourceFile], config: InputConfig) -> str:
+    if config.format != "auto":
+        for file in files:
+            known = parse_suffix(file.path)[0]
+            if known and "parquet" in (known, config.format) and known != config.format:
+                raise ConfigError(f"input.format: {config.format}, but {file.path} is a {known} file")
+        return config.format
+    first: tuple[str, SourceFile] | None = None
+    for file in files:
+        known = parse_suffix(file.path)[0]
+        if known is None:
+            raise ConfigError(
+                f"input.format: cannot tell the format of {file.path} from its name; set input.format to "
+                "parquet, jsonl, csv, text or openai_batch, or give a pattern that leaves the file out"
+            )
+        first = first or (known, file)
+        if known != first[0]:
+            raise ConfigError(
+                f"input.path: {first[1].path} is {first[0]} and {file.path} is {known}; "
+                "one run reads one format. Give a pattern that picks one of them"
+            )
+    assert first is not None
+    if first[0] != "jsonl":
+        return first[0]
+    sniffed = (sniff_batch(filesystem, file) for file in files)
+    return "openai_batch" if next((s for s in sniffed if s is not None), False) else "jsonl"
+
+
+def sniff_batch(filesystem: pafs.FileSystem, file: SourceFile) -> bool | None:
+    with blame(f"input.path: {file.path}"), open_stream(filesystem, file) as stream:
+        return looks_like_batch(iter_lines(stream))
+
+
+def open_stream(filesystem: pafs.FileSystem, file: SourceFile) -> Any:
+    return filesystem.open_input_stream(file.path, compression=parse_suffix(file.path)[1], buffer_size=READ_BYTES)

@@ -1,0 +1,45 @@
+"""The formats by name: which one a file's suffix stands for, and the reader of its rows.
+
+Everything streams. Left out: Parquet's reader, which makes blocks and not rows (`scan`, `read`).
+"""
+
+import posixpath
+from collections.abc import Iterator
+from typing import Any, Final
+
+from pipeline.config import InputConfig
+from pipeline.input.csv_rows import csv_rows
+from pipeline.input.json_rows import json_rows, jsonl_row
+from pipeline.input.lines import iter_lines
+from pipeline.input.openai_rows import batch_row
+from pipeline.input.row import Row
+from pipeline.input.text_rows import text_rows
+
+_SUFFIXES: Final = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".text": "text",
+}
+_COMPRESSIONS: Final = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+
+
+def parse_suffix(path: str) -> tuple[str | None, str | None]:
+    """Format and compression that the name stands for; None: unknown, none."""
+    stem, suffix = posixpath.splitext(path.lower())
+    compression = _COMPRESSIONS.get(suffix)
+    known = _SUFFIXES.get(posixpath.splitext(stem)[1] if compression else suffix)
+    return (None if known == "parquet" and compression else known), compression
+
+
+def iter_rows(stream: Any, name: str, format: str, config: InputConfig) -> Iterator[Row]:
+    """The rows of one text, CSV, JSONL or OpenAI batch file; `stream` gives its uncompressed bytes."""
+    if format == "text":
+        return text_rows(iter_lines(stream), name)
+    if format == "csv":
+        return csv_rows(stream, name, config)
+    return json_rows(iter_lines(stream), name, batch_row if format == "openai_batch" else jsonl_row, config)

@@ -1,0 +1,105 @@
+"""JSON Lines: one object per line; blank lines are no rows.
+
+`json_rows` serves every format of JSON lines; `jsonl_row` is the plain one, of prompt, id and any columns. Left
+out: the types of those columns (`arrow_types`), and a file that is one JSON array.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+from pipeline.config import InputConfig
+from pipeline.input.row import Row, RowError, describe_utf8, is_clean
+from pipeline.schema import BAD_LINE, PROMPT_MISSING, PROMPT_NOT_TEXT
+
+MAX_JSON_DEPTH: Final = 100  # well under Python's recursion limit, for json and for Arrow
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line; a `RowError` says why there is none."""
+    try:
+        # Decoded here: json.loads(bytes) would guess UTF-16 and let encoded surrogates pass.
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise RowError(BAD_LINE, describe_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise RowError(BAD_LINE, f"not valid JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:  # an integer of more than 4300 digits
+        raise RowError(BAD_LINE, f"not readable JSON: {error}") from error
+    except RecursionError as error:
+        raise RowError(BAD_LINE, f"JSON nested deeper than {MAX_JSON_DEPTH} levels") from error
+    if not isinstance(value, dict):
+        raise RowError(BAD_LINE, f"expected a JSON object, got {json_kind(value)}")
+    if line.count(b"[") + line.count(b"{") > MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
+        raise RowError(BAD_LINE, f"JSON nested deeper than {MAX_JSON_DEPTH} levels")
+    return value
+
+
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def json_kind(value: Any) -> str:
+    kinds = {bool: "true/false", int: "a number", float: "a number", str: "a string", list: "a list"}
+    return "null" if value is None else kinds.get(type(value), "an object")
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_rows(
+    lines: Iterable[bytes],
+    name: str,
+    make_row: Callable[[Row, dict[str, Any], InputConfig], None],
+    config: InputConfig,
+) -> Iterator[Row]:
+    for number, line in enumerate(lines):
+        if not line or line.isspace():
+            continue  # not a row, but its number is used up: made ids bear line numbers
+        row = Row(number, len(line))
+        try:
+            value = parse_object(line)
+            # A lone surrogate can only come from an escape: cheaper to look for that than to encode all.
+            dirty = _dirty_keys(value) if b"\\ud" in line or b"\\uD" in line else []
+            value = {key: item for key, item in value.items() if key not in dirty}
+            if dirty:
+                shown = ", ".join(ascii(key) for key in dirty)
+                row.error_code, row.error_message = (
+                    BAD_LINE,
+                    f"a lone surrogate (\\ud800 to \\udfff) in {shown}",
+                )
+            make_row(row, value, config)
+        except RowError as error:
+            row.fail(error.code, error.reason)
+        if row.error_code:
+            row.error_message = f"{name} line {number + 1}: {row.error_message}"
+        yield row
+
+
+def _dirty_keys(value: dict[str, Any]) -> list[str]:
+    return [key for key, item in value.items() if not (is_clean(key) and is_clean(to_json(item)))]
+
+
+def jsonl_row(row: Row, value: dict[str, Any], config: InputConfig) -> None:
+    row.fields = value
+    prompt = value.get(config.prompt_column)
+    if isinstance(prompt, str):
+        row.prompt = prompt
+    given = value.get(config.id_column)
+    if isinstance(given, str):
+        row.id = given or None
+    elif type(given) is int:
+        row.id = str(given)
+    elif given is not None:
+        kind = json_kind(given)
+        row.fail(BAD_LINE, f"id column {config.id_column!r} must be a string or an integer, got {kind}")
+    if prompt is None:
+        state = "is null" if config.prompt_column in value else "is missing"
+        row.fail(PROMPT_MISSING, f"column {config.prompt_column!r} {state}")
+    elif row.prompt is None:
+        row.fail(PROMPT_NOT_TEXT, f"column {config.prompt_column!r} must be a string, got {json_kind(prompt)}")

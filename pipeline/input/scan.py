@@ -1,0 +1,207 @@
+"""One pass over one file -> `FileScan`: how many rows, which columns of which types, which ids.
+
+Of Parquet only the footer and the id column are read. Left out: what the files have in common (`plan`).
+"""
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipeline.config import ConfigError, InputConfig
+from pipeline.input.arrow_types import infer_json_type, merge_json_leaf, merge_types
+from pipeline.input.csv_rows import read_csv_header
+from pipeline.input.files import Listing, SourceFile, blame, open_stream, sniff_batch
+from pipeline.input.formats import iter_rows
+from pipeline.input.ids import DIGEST, digest_id, made_id
+from pipeline.input.openai_rows import BATCH_COLUMNS
+from pipeline.input.parquet_columns import is_id_type, is_text_type, parquet_ids, plain_type
+from pipeline.input.row import BLOCK_BYTES, Row
+from pipeline.schema import RESERVED_COLUMNS
+
+
+@dataclass(frozen=True, eq=False)
+class FileScan:
+    """What one pass over one file found; of its first `input.limit` rows, if there is a limit."""
+
+    file: SourceFile
+    num_rows: int
+    num_bytes: int  # of the rows in memory, about
+    id_digests: NDArray[Any] | None  # 'S16' [num_rows]; None if no row has an id of its own
+    row_numbers: NDArray[Any] | None  # int64 [num_rows], as in made ids; None: 0, 1, 2, ... (no blank lines)
+    extra_schema: pa.Schema  # columns but prompt and id; JSONL: see arrow_types.infer_json_type
+    json_columns: frozenset[str]  # JSONL columns that no Arrow type fits: string, JSON text
+    has_prompt: bool  # the prompt column was there, be it null
+    has_id: bool  # likewise
+    is_batch: bool | None = None  # JSONL with format auto: whether the first object is an OpenAI batch line
+    first_error: str | None = None
+
+
+def scan_file(listing: Listing, index: int, config: InputConfig) -> FileScan:
+    """One pass over file `index` (Parquet: footer, id column); `ConfigError` for what is no row's fault."""
+    file = listing.files[index]
+    with blame(f"input.path: {file.path}"):
+        if listing.format == "parquet":
+            return _scan_parquet(listing.filesystem, file, config)
+        return _scan_rows(listing, file, config)
+
+
+def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig) -> FileScan:
+    header: list[str] = []
+    if listing.format == "csv":
+        with open_stream(listing.filesystem, file) as stream:
+            header = read_csv_header(stream, file.path)
+        if header and config.prompt_column not in header:
+            missing = unknown_columns(config.prompt_column, header)
+            raise ConfigError(f"input.prompt_column: {file.path} has {missing}")
+    columns = _Columns(listing.format, header, config)
+    numbers, digests = array("q"), bytearray()
+    num_bytes = num_own_ids = 0
+    first_error = None
+    with open_stream(listing.filesystem, file) as stream:
+        for row in islice(iter_rows(stream, file.name, listing.format, config), config.limit):
+            numbers.append(row.number)
+            num_bytes += row.num_bytes
+            first_error = first_error or row.error_message or None
+            columns.add(row)
+            if listing.format != "text":
+                num_own_ids += row.id is not None
+                digests += digest_id(row.id or made_id(file, row.number))
+    is_json = config.format == "auto" and listing.format in ("jsonl", "openai_batch")
+    row_numbers = np.frombuffer(numbers, dtype=np.int64)
+    schema = columns.finish()
+    _refuse_reserved(schema.names, file)
+    return FileScan(
+        file,
+        num_rows=len(numbers),
+        num_bytes=num_bytes,
+        id_digests=np.frombuffer(bytes(digests), dtype=DIGEST) if num_own_ids else None,
+        row_numbers=None if np.array_equal(row_numbers, np.arange(len(numbers))) else row_numbers,
+        extra_schema=schema,
+        json_columns=frozenset(columns.json_columns),
+        has_prompt=config.prompt_column in columns.seen,
+        has_id=config.id_column in columns.seen,
+        is_batch=sniff_batch(listing.filesystem, file) if is_json else None,
+        first_error=first_error,
+    )
+
+
+class _Columns:
+    """The names and types of a file's other columns, chunk by chunk."""
+
+    def __init__(self, format: str, header: Sequence[str], config: InputConfig) -> None:
+        self._format = format
+        self._own = {config.prompt_column, config.id_column} if format in ("csv", "jsonl") else set()
+        self._rows: list[Row] = []
+        self._num_bytes = 0
+        known = BATCH_COLUMNS if format == "openai_batch" else header
+        self.seen: dict[str, None] = dict.fromkeys(known)
+        self.types: dict[str, pa.DataType] = {name: pa.string() for name in known if name not in self._own}
+        self.json_columns: set[str] = set()
+
+    def add(self, row: Row) -> None:
+        if self._format != "jsonl":
+            return
+        self.seen.update(dict.fromkeys(row.fields))
+        self._rows.append(row)
+        self._num_bytes += row.num_bytes
+        if len(self._rows) == 4096 or self._num_bytes >= BLOCK_BYTES:
+            self._flush()
+
+    def finish(self) -> pa.Schema:
+        self._flush()
+        return pa.schema(list(self.types.items()))
+
+    def _flush(self) -> None:
+        for name in self.seen:
+            if name in self._own or name in self.json_columns:
+                continue
+            found = infer_json_type([row.fields.get(name) for row in self._rows])
+            known = self.types.get(name, pa.null())
+            both = None if found is None else merge_types(known, found, merge_json_leaf)
+            self.types[name] = pa.string() if both is None else both
+            if both is None:
+                self.json_columns.add(name)
+        self._rows, self._num_bytes = [], 0
+
+
+def _refuse_reserved(names: Sequence[str], file: SourceFile) -> None:
+    for name in names:
+        if name in RESERVED_COLUMNS:
+            raise ConfigError(
+                f"input.path: {file.path} has a column {name!r}, a name that the output uses; "
+                "rename or drop it, or make it input.prompt_column or input.id_column"
+            )
+
+
+def _scan_parquet(filesystem: pafs.FileSystem, file: SourceFile, config: InputConfig) -> FileScan:
+    with pq.ParquetFile(filesystem.open_input_file(file.path)) as parquet:
+        num_rows = parquet.metadata.num_rows
+        groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
+        # A file without rows may come without columns or with columns of type null: it has no say.
+        schema = parquet.schema_arrow if num_rows else pa.schema([])
+        if num_rows:
+            _check_parquet_columns(schema, file, config)
+        own = (config.prompt_column, config.id_column)
+        extra = pa.schema([(f.name, plain_type(f.type)) for f in schema if f.name not in own])
+        _refuse_reserved(extra.names, file)
+        num_rows = min(num_rows, config.limit or num_rows)
+        has_id = config.id_column in schema.names
+        return FileScan(
+            file,
+            num_rows=num_rows,
+            num_bytes=sum(group.total_byte_size for group in groups),
+            id_digests=_parquet_digests(parquet, file, num_rows, config) if has_id else None,
+            row_numbers=None,
+            extra_schema=extra,
+            json_columns=frozenset(),
+            has_prompt=num_rows > 0,
+            has_id=has_id,
+        )
+
+
+def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputConfig) -> None:
+    names = schema.names
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"input.path: {file.path} has more than one column {repeated[0]!r}")
+    if config.prompt_column not in names:
+        missing = unknown_columns(config.prompt_column, names)
+        raise ConfigError(f"input.prompt_column: {file.path} has {missing}")
+    type_ = schema.field(config.prompt_column).type
+    if not is_text_type(type_):
+        raise ConfigError(
+            f"input.prompt_column: {config.prompt_column!r} in {file.path} has type {type_}; a prompt must be a string"
+        )
+    type_ = schema.field(config.id_column).type if config.id_column in names else pa.string()
+    if not is_id_type(type_) and not pa.types.is_null(type_):
+        raise ConfigError(
+            f"input.id_column: {config.id_column!r} in {file.path} has type {type_}; "
+            "an id must be a string or an integer"
+        )
+
+
+def _parquet_digests(
+    parquet: pq.ParquetFile, file: SourceFile, num_rows: int, config: InputConfig
+) -> NDArray[Any] | None:
+    digests, number, num_own = bytearray(), 0, 0
+    for batch in parquet.iter_batches(65536, columns=[config.id_column]):
+        ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
+        digests += b"".join(map(digest_id, ids))
+        number, num_own = number + len(ids), num_own + int(own.sum())
+        if number == num_rows:
+            break
+    return np.frombuffer(bytes(digests), dtype=DIGEST) if num_own else None
+
+
+def unknown_columns(wanted: str, columns: Collection[str]) -> str:
+    """The end of a message about a column that is not there."""
+    names = sorted(columns)
+    shown = names[:20] + (["..."] if len(names) > 20 else [])
+    return f"no column {wanted!r}; there are: {', '.join(shown) or 'none'}"
