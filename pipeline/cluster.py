@@ -56,7 +56,8 @@ def start_ray() -> Cluster:
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "ignore_reinit_error": True}
     if is_embedded:
         # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
-        options |= {"num_cpus": max(8, 4 * cores), "include_dashboard": False}
+        # "local": else Ray joins whatever a file left behind by another cluster points to
+        options |= {"address": "local", "num_cpus": max(8, 4 * cores), "include_dashboard": False}
         options |= {"object_store_memory": min(OBJECT_STORE_BYTES, _total_bytes() // 5)}
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

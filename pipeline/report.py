@@ -84,6 +84,13 @@ def read_metrics(folder: RunFolder, kind: str) -> pa.Table:
     return pa.concat_tables(tables) if tables else SCHEMAS[kind].empty_table()
 
 
+def last_sign_of_life(folder: RunFolder, session: dict[str, Any]) -> float:
+    """When a session that was killed made its last record (epoch seconds): its end, as far as one can tell."""
+    paths = [path for path in folder.files("metrics") if f"windows-{session['id']}-" in path]
+    tables = [pq.read_table(path, columns=["ended_at"], filesystem=folder.filesystem) for path in paths]
+    return float(max([session["started_at"], *(pc.max(table["ended_at"]).as_py() for table in tables)]))
+
+
 def speedup(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Time per output token at full depth over time per output token, prefill included.
 

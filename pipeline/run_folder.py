@@ -92,11 +92,15 @@ class RunFolder:
     def clear(self) -> None:
         """Removes what a run writes, and nothing else that may lie there."""
         for name in OURS:
-            info = self.filesystem.get_file_info(self.path(name))
-            if info.type == pafs.FileType.Directory:
-                self.filesystem.delete_dir(info.path)
-            elif info.type == pafs.FileType.File:
-                self.filesystem.delete_file(info.path)
+            self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Removes a file or folder if it is there."""
+        info = self.filesystem.get_file_info(self.path(name))
+        if info.type == pafs.FileType.Directory:
+            self.filesystem.delete_dir(info.path)
+        elif info.type == pafs.FileType.File:
+            self.filesystem.delete_file(info.path)
 
     def data_files(self, status: str) -> list[str]:
         """Paths of the finished files of one status, sorted."""

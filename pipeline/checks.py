@@ -1,0 +1,83 @@
+"""What is checked before a run starts: checkpoint, schedule, output folder. All errors are `ConfigError`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.tokenizer import OPTTokenizer
+from pipeline.config import ConfigError, JobConfig
+from pipeline.run_folder import RunFolder
+from skipdecode.config import OPTConfig
+from skipdecode.plan import make_schedule
+from skipdecode.weights import check_folder, resolve_source
+
+Note = Callable[[str], None]
+"""Takes one line for a human."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint that was found fit to run, and how it will be decoded."""
+
+    folder: Path
+    source: str
+    """As the configuration names it."""
+    config: OPTConfig
+    decode: dict[str, Any]
+
+
+def check_model(config: JobConfig, note: Note) -> Model:
+    """Finds the checkpoint, checks its files against its config, and settles the schedule; ConfigError otherwise."""
+    try:
+        folder = resolve_source(config.model.source)
+        opt = OPTConfig.from_folder(folder)
+        check_folder(folder)
+        tokenizer = config.model.tokenizer
+        OPTTokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
+        decode = resolve_decode(config, opt, note)
+        new = config.sampling.max_new_tokens
+        make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if new >= opt.max_position_embeddings:
+        raise ConfigError(
+            f"sampling.max_new_tokens: {new} leaves no room for a prompt in the model's "
+            f"{opt.max_position_embeddings} positions"
+        )
+    return Model(folder, config.model.source, opt, decode)
+
+
+def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, Any]:
+    """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2."""
+    given = {key: value for key, value in config.decode.model_dump().items() if value is not None}
+    if given:
+        return given
+    if opt.skip_decode is not None:
+        return dict(opt.skip_decode)
+    note(
+        "decode: this checkpoint carries no skip_decode schedule, so it was not tuned for one; using skipdecode at "
+        "speedup 2. Its text will differ from full depth (see agreement in the report); "
+        "decode.method=full turns skipping off"
+    )
+    return {"method": "skipdecode", "speedup": 2}
+
+
+def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:
+    """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
+    mode = config.output.if_exists
+    try:
+        folder.filesystem.create_dir(folder.root, recursive=True)
+    except OSError as error:
+        raise ConfigError(f"output.path: {folder.shown} cannot be created: {error}") from error
+    if mode == "overwrite" or not folder.exists():
+        return None
+    if mode == "fail":
+        raise ConfigError(
+            f"output.path: {folder.shown} exists already; use --resume to go on with it, --overwrite to start anew, "
+            "or another output.path"
+        )
+    state = folder.read_state()
+    if state is None:
+        raise ConfigError(f"output.path: {folder.shown} exists but holds no run.json to resume; use --overwrite")
+    return state
