@@ -27,6 +27,10 @@ DETERMINISTIC_ROWS = 32  # `auto` under `deterministic`: the same on every machi
 FIRST_PAIRS = (0, 2, 4)  # batches of each worker always measured at full depth too: two give a useless interval
 
 
+# A device-side assert and its like: the CUDA context is gone for this process. Older torch has no kind for it.
+DEVICE_LOST: tuple[type[Exception], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+
+
 @dataclass(frozen=True)
 class GeneratorConfig:
     source: str
@@ -125,6 +129,8 @@ class Generator:
             completions = self._measured(batch, chosen, schedule, records)
             return dict(zip(batch.rows, completions, strict=True))
         except Exception as error:  # whatever a batch dies of must not take its neighbours along
+            if isinstance(error, DEVICE_LOST):
+                raise  # every later batch would fail too; a new process may not
             message = f"{type(error).__name__}: {error}"[:2000]
         # Outside `except`: the traceback holds the dead batch's cache, and its halves need that memory.
         if len(batch.rows) == 1:
@@ -237,6 +243,8 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    # macOS counts no free pages
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:  # not free pages: the page cache gives way
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # no Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

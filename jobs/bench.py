@@ -5,10 +5,9 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from jobs.cli import BAD_CONFIG, OK, fail, note, result
+from jobs.cli import BAD_CONFIG, OK, fail, note, result, start
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,15 +19,18 @@ def main(argv: list[str] | None = None) -> int:
     from pipeline.bench import load_bench_config, run_bench
     from pipeline.config import ConfigError
 
+    target = Path(arguments.output_json) if arguments.output_json else None
+    if target and not target.parent.is_dir():  # not after an hour of measuring
+        return fail(f"--output-json {target}: no such folder", BAD_CONFIG)
     try:
         document = run_bench(load_bench_config(arguments.config, arguments.overrides), note)
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
-    if arguments.output_json:
-        Path(arguments.output_json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if target:
+        target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     result(document)
     return OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -2,9 +2,16 @@
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 OK, ERROR, BAD_CONFIG, TOO_MANY_FAILED = 0, 1, 2, 3
+
+
+def start(main: Callable[[], int]) -> None:
+    """Runs a verb as a program. stdout is for the document alone: what libraries print (Ray does) goes to stderr."""
+    sys.stdout = sys.stderr
+    sys.exit(main())
 
 
 def note(text: str) -> None:
@@ -12,7 +19,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def fail(error: BaseException, code: int) -> int:
+def fail(error: BaseException | str, code: int) -> int:
     """Says what went wrong, in words, and gives back the exit code."""
     note(f"error: {error}")
     note(f"exit code {code}: " + {1: "failed", 2: "bad configuration or input, nothing was started"}[code])
@@ -21,4 +28,5 @@ def fail(error: BaseException, code: int) -> int:
 
 def result(document: dict[str, Any]) -> None:
     """The last line on stdout: one JSON document."""
-    print(json.dumps(document), flush=True)
+    is_redirected = sys.stdout is sys.stderr
+    print(json.dumps(document), file=sys.__stdout__ if is_redirected else sys.stdout, flush=True)

@@ -5,11 +5,10 @@ Writes the prompts as JSONL, generates, and prints five rows and the figures.
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
-from jobs.cli import BAD_CONFIG, OK, fail, note, result
+from jobs.cli import BAD_CONFIG, OK, fail, note, result, start
 from jobs.generate import summarize
 
 
@@ -45,4 +44,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

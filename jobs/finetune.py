@@ -6,9 +6,8 @@ whose config.json carries the schedule that `jobs.generate` takes by default.
 
 import argparse
 import json
-import sys
 
-from jobs.cli import fail, note
+from jobs.cli import BAD_CONFIG, fail, note, start
 from jobs.cli import result as print_result
 
 
@@ -24,10 +23,10 @@ def main(argv: list[str] | None = None) -> int:
         config = load_finetune_config(arguments.config, arguments.overrides)
         result = finetune(config, report=lambda record: note(json.dumps(record)))
     except ConfigError as error:
-        return fail(error, 2)
+        return fail(error, BAD_CONFIG)
     print_result(result)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -6,11 +6,10 @@ more rows failed than limits.max_failed_rows; 1 anything else.
 """
 
 import argparse
-import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, TOO_MANY_FAILED, fail, note, result
+from jobs.cli import BAD_CONFIG, ERROR, OK, TOO_MANY_FAILED, fail, note, result, start
 
 if TYPE_CHECKING:
     from pipeline.run import RunResult
@@ -34,7 +33,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    from pipeline.config import ConfigError, JobConfig, build_config, read_tree
+    from pipeline.config import ConfigError, JobConfig, build_config, read_tree, set_key
     from pipeline.run import run
 
     try:
@@ -45,12 +44,12 @@ def main(argv: list[str] | None = None) -> int:
             ("output", "if_exists", "resume" if arguments.resume else "overwrite" if arguments.overwrite else None),
         ):
             if value is not None:
-                tree[section] = {**(tree.get(section) or {}), key: value}
+                set_key(tree, f"{section}.{key}", value)
         finished = run(build_config(JobConfig, tree), note)
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
-    except KeyboardInterrupt as error:
-        return fail(error, ERROR)
+    except KeyboardInterrupt:
+        return fail("interrupted; what is written stays, --resume goes on with the run", ERROR)
     except Exception as error:
         traceback.print_exc()
         return fail(error, ERROR)
@@ -88,4 +87,4 @@ def _times(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -3,7 +3,7 @@
 import datetime
 import platform
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -15,11 +15,11 @@ class BenchConfig(Section):
     shape: str | None = "opt-125m"
     """A released shape with random weights; or null and `source`."""
     source: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
-    batch_sizes: tuple[int, ...] = (8, 32)
-    prompt_tokens: tuple[int, ...] = (64,)
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (8, 32)
+    prompt_tokens: tuple[Annotated[int, Field(ge=1)], ...] = (64,)
     new_tokens: Annotated[int, Field(ge=2)] = 64
     repeats: Annotated[int, Field(ge=1)] = 3
     schedules: tuple[dict[str, Any], ...] = tuple({"method": "skipdecode", "speedup": s} for s in (2, 3, 4, 5))
@@ -51,6 +51,11 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
             make_schedule(decode, num_layers=model.config.num_hidden_layers, max_new_tokens=config.new_tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    room = model.config.max_position_embeddings - config.new_tokens
+    if max(config.prompt_tokens) > room:
+        raise ConfigError(f"prompt_tokens: {max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     rows: list[dict[str, Any]] = []
     note(_line({key: key for key in WIDTHS}))
     for prompt_tokens in config.prompt_tokens:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.data import ActorPoolStrategy, Dataset
+from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from actors.generator import GeneratorConfig
 from pipeline.cluster import STAGE_CPUS, Pool
@@ -16,6 +16,8 @@ from pipeline.config import InputConfig
 from pipeline.input.plan import InputPlan
 from pipeline.input.source import CorpusDatasource
 from pipeline.stages import DecodeStage, TokenizeConfig, finish, tokenize
+
+LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing): one at work, one ready
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ class PipelineSpec:
 
 def build_pipeline(spec: PipelineSpec, metrics: Any) -> Dataset:
     """Rows in, rows out: every row of the plan that is not done comes out once, in any order."""
-    light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "zero_copy_batch": True}
+    # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
+    few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
+    light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "zero_copy_batch": True, "compute": few}
     source = CorpusDatasource(spec.plan, spec.input, spec.done)
-    rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS)
+    rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, compute=few)
     # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end
     rows = rows.repartition(target_num_rows_per_block=spec.window_rows)
     rows = rows.map_batches(tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, **light)

@@ -1,12 +1,16 @@
 """What is checked before a run starts: checkpoint, schedule, output folder. All errors are `ConfigError`."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyarrow.fs import LocalFileSystem
+
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
+from pipeline.input.files import Listing
 from pipeline.run_folder import RunFolder
 from skipdecode.config import OPTConfig
 from skipdecode.plan import make_schedule
@@ -61,6 +65,21 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
         "decode.method=full turns skipping off"
     )
     return {"method": "skipdecode", "speedup": 2}
+
+
+def check_apart(folder: RunFolder, listing: Listing) -> None:
+    """ConfigError when an input file lies in the run folder: --overwrite would delete it, --resume read our rows."""
+    if not listing.filesystem.equals(folder.filesystem):
+        return
+    is_local = isinstance(folder.filesystem, LocalFileSystem)
+    root = os.path.realpath(folder.root) if is_local else folder.root
+    for file in listing.files:
+        path = os.path.realpath(file.path) if is_local else file.path
+        if path.startswith(f"{root}/"):
+            raise ConfigError(
+                f"output.path: the input file {file.path} lies in {folder.shown}; "
+                "choose an output.path that holds nothing of input.path"
+            )
 
 
 def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:

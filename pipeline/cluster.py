@@ -33,6 +33,9 @@ class Cluster:
     num_cores: int
     """Cores that CPU decoders may use in all; an embedded Ray announces more CPUs than that."""
     is_embedded: bool
+    node_cpus: tuple[float, ...] = ()
+    """CPUs of each node, in Ray's units: an actor must fit into one."""
+    node_gpus: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,15 @@ def start_ray() -> Cluster:
     total = ray.cluster_resources()
     num_cpus = total.get("CPU", 0.0)
     is_embedded = is_embedded or (num_cpus > cores and len(ray.nodes()) == 1)
-    return Cluster(num_cpus, total.get("GPU", 0.0), cores if is_embedded else int(num_cpus), is_embedded)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return Cluster(
+        num_cpus,
+        total.get("GPU", 0.0),
+        cores if is_embedded else int(num_cpus),
+        is_embedded,
+        tuple(node.get("CPU", 0.0) for node in nodes),
+        tuple(node.get("GPU", 0.0) for node in nodes),
+    )
 
 
 def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) -> Pool:
@@ -96,8 +107,29 @@ def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) ->
             f"actors.num_actors: {low} actors need {low * num_gpus:g} GPUs, "
             f"{free.get('GPU', 0.0):g} of {cluster.num_gpus:g} are free; wait for other jobs, or ask for fewer"
         )
-    threads = max(1, cluster.num_cores // high) if not num_gpus else max(1, int(num_cpus))
+    fits = sum(_fit(cpus, gpus, num_cpus, num_gpus) for cpus, gpus in _nodes(cluster))
+    if fits < low:
+        shapes = ", ".join(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in _nodes(cluster))
+        raise ConfigError(
+            f"actors.num_actors: {low} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each; an actor "
+            f"must fit into one node, and the nodes ({shapes}) hold {fits}; "
+            "lower actors.num_actors, actors.num_cpus or actors.num_gpus"
+        )
+    cores = min(cluster.num_cores, int(max(cpus for cpus, _ in _nodes(cluster))))  # of one node
+    per_node = -(-high // len(_nodes(cluster)))
+    threads = max(1, cores // per_node) if not num_gpus else max(1, int(num_cpus))
     return Pool(low, high, num_cpus, num_gpus, threads)
+
+
+def _nodes(cluster: Cluster) -> list[tuple[float, float]]:
+    """(CPUs, GPUs) of each node."""
+    return list(zip(cluster.node_cpus, cluster.node_gpus, strict=True)) or [(cluster.num_cpus, cluster.num_gpus)]
+
+
+def _fit(cpus: float, gpus: float, num_cpus: float, num_gpus: float) -> int:
+    """How many actors a node holds."""
+    by_cpu = int(cpus / num_cpus + 1e-6)
+    return min(by_cpu, int(gpus / num_gpus + 1e-6)) if num_gpus else by_cpu
 
 
 def _sizes(actors: ActorsConfig, cluster: Cluster, num_gpus: float) -> tuple[int, int]:
@@ -115,6 +147,7 @@ def _cpus_per_actor(actors: ActorsConfig, cluster: Cluster, num_actors: int, num
     share = max(cluster.num_cpus - IO_CPUS, 0.1) / num_actors
     if num_gpus or cluster.is_embedded:
         share = min(share, 1.0)  # the GPU works; or the CPUs are not real cores
+    share = min(share, max(cpus for cpus, _ in _nodes(cluster)))
     return float(int(share)) if share >= 1 else int(share * 100) / 100  # Ray wants whole numbers above 1
 
 

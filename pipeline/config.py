@@ -81,6 +81,11 @@ class SamplingConfig(Section):
     ignore_eos: bool = False
     deterministic: bool = False
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
 
 class InputConfig(Section):
     path: Annotated[tuple[str, ...], Field(min_length=1)] = ("prompts/",)
@@ -177,8 +182,8 @@ def read_tree(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
             tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         except OSError as error:
             raise ConfigError(f"--config {path}: {error.strerror or error}") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {path}: not valid YAML in UTF-8: {error}") from error
         if not isinstance(tree, dict):
             raise ConfigError(f"--config {path}: expected a mapping of sections, got {type(tree).__name__}")
     for override in overrides:
@@ -189,11 +194,12 @@ def read_tree(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{key}: not a YAML value: {text!r}") from error
-        _set(tree, key, value)
+        set_key(tree, key, value)
     return tree
 
 
-def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Sets a dotted key of a nested dict; an empty section on the way is made."""
     *parents, last = dotted.split(".")
     for name in parents:
         if tree.get(name) is None:
@@ -206,6 +212,7 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 def build_config(cls: type[SectionT], tree: dict[str, Any]) -> SectionT:
     """Validates `tree` as a `cls`; raises `ConfigError` with one line per problem, each with its dotted key."""
+    tree = {name: {} if value is None and _is_section(cls, name) else value for name, value in tree.items()}
     try:
         return cls.model_validate(tree)
     except ValidationError as error:
@@ -224,6 +231,11 @@ def _describe(cls: type[Section], problem: dict[str, Any]) -> str:
     key = ".".join(part for part in location if part.isidentifier() and part.islower() and part not in _TYPE_TAGS)
     message = problem["msg"].removeprefix("Value error, ")
     return f"{key}: {message} (got {problem['input']!r})"
+
+
+def _is_section(cls: type[Section], name: str) -> bool:
+    annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 _TYPE_TAGS = frozenset({"int", "float", "str", "tuple", "constrained", "literal"})

@@ -127,9 +127,12 @@ def finetune(config: FinetuneConfig, report: Callable[[dict[str, Any]], None]) -
         init_weights(model, config.train.seed)
         tokenizer = OPTTokenizer(config.output, opt_config)
     else:
-        model = load_opt(config.model.source)
-        opt_config = model.config
-        tokenizer = OPTTokenizer(config.model.source, opt_config)
+        try:
+            model = load_opt(config.model.source)
+            opt_config = model.config
+            tokenizer = OPTTokenizer(config.model.source, opt_config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         _copy_tokenizer(config.model.source, config.output)
 
     def encode(rows: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:

@@ -12,7 +12,7 @@ import ray
 
 from pipeline.sink import write_whole
 
-FLUSH_S = 30.0
+FLUSH_S = 15.0
 
 BATCH_SCHEMA = pa.schema(
     [

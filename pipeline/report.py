@@ -85,10 +85,16 @@ def read_metrics(folder: RunFolder, kind: str) -> pa.Table:
 
 
 def last_sign_of_life(folder: RunFolder, session: dict[str, Any]) -> float:
-    """When a session that was killed made its last record (epoch seconds): its end, as far as one can tell."""
+    """When a session that was killed wrote its last file or record (epoch seconds): its end, as far as one can tell."""
+    written = [
+        info.mtime.timestamp()
+        for status in ("ok", "failed")
+        for info in folder.filesystem.get_file_info(folder.data_files(status))
+        if info.mtime is not None
+    ]
     paths = [path for path in folder.files("metrics") if f"windows-{session['id']}-" in path]
     tables = [pq.read_table(path, columns=["ended_at"], filesystem=folder.filesystem) for path in paths]
-    return float(max([session["started_at"], *(pc.max(table["ended_at"]).as_py() for table in tables)]))
+    return float(max([session["started_at"], *written, *(pc.max(table["ended_at"]).as_py() for table in tables)]))
 
 
 def speedup(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:

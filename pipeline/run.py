@@ -7,6 +7,7 @@ code 2). After the start a bad row is a failed row.
 import json
 import time
 import uuid
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 import ray
 
 from pipeline.build import PipelineSpec, build_pipeline
-from pipeline.checks import Model, Note, check_model, check_output
+from pipeline.checks import Model, Note, check_apart, check_model, check_output
 from pipeline.cluster import STAGE_CPUS, Pool, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import list_input
@@ -30,6 +31,8 @@ from pipeline.run_folder import RunFolder, compare_fingerprints, fingerprint
 from pipeline.schema import OUTPUT_SCHEMA
 from pipeline.sink import RunSink
 from pipeline.spec import make_spec
+
+FLUSH_TIMEOUT_S = 60
 
 MAX_FILES = 10_000  # output files of one status at most, for large corpora
 
@@ -77,6 +80,7 @@ def plan_run(config: JobConfig, note: Note) -> PlannedRun:
     folder = RunFolder.open(config.output.path)
     earlier = check_output(folder, config)
     listing = list_input(config.input)
+    check_apart(folder, listing)
     cluster = start_ray()
     note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = plan_pool(config.actors, cluster, ray.available_resources())
@@ -113,7 +117,7 @@ def _execute(planned: PlannedRun, note: Note) -> RunResult:
         state["state"] = "interrupted"
         raise
     finally:
-        ray.get(collector.flush.remote())
+        _flush(collector, note)
         session["ended_at"] = time.time()
         _close_books(folder, state)
     if not state["books"]["closed"]:
@@ -126,6 +130,14 @@ def _execute(planned: PlannedRun, note: Note) -> RunResult:
     folder.write_text("report.json", json.dumps(report, indent=2) + "\n")
     folder.write_state(state | {"state": "finished", "report": report})  # last: a finished run has everything
     return _result(planned, report)
+
+
+def _flush(collector: Any, note: Note) -> None:
+    """Asks for the last figures; a run without them is still a run."""
+    try:
+        ray.get(collector.flush.remote(), timeout=FLUSH_TIMEOUT_S)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+        note(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
 
 
 def _first_state(planned: PlannedRun) -> dict[str, Any]:
@@ -156,7 +168,9 @@ def _stream(spec: PipelineSpec, folder: RunFolder, collector: Any, left: int, no
     schema = pa.schema([*OUTPUT_SCHEMA, *spec.plan.extra_schema])
     rows_per_file = left // MAX_FILES if left > MAX_FILES * spec.window_rows else None
     sink = RunSink(folder.filesystem, folder.root, schema, rows_per_file)
-    with Progress(collector, left):
+    with Progress(collector, left), warnings.catch_warnings():
+        # a small input cannot use all the tasks it may have, and need not
+        warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
         build_pipeline(spec, collector).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
 
 

@@ -38,8 +38,11 @@ class RunSink(Datasink[None]):  # type: ignore[misc]
         name = f"part-{ctx.kwargs[WRITE_UUID_KWARG_NAME][:12]}-{ctx.task_idx:06d}.parquet"
         for status in ("ok", "failed"):
             rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
+            path = f"data/status={status}/{name}"
             if rows.num_rows:
-                write_whole(self.filesystem, self.root, f"data/status={status}/{name}", rows.cast(self.schema))
+                write_whole(self.filesystem, self.root, path, rows.cast(self.schema))
+            elif self.filesystem.get_file_info(f"{self.root}/{path}").type == pafs.FileType.File:
+                self.filesystem.delete_file(f"{self.root}/{path}")  # of an earlier attempt, whose row has changed sides
 
 
 def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table) -> None:

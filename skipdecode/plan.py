@@ -177,7 +177,8 @@ def make_schedule(decode: dict[str, Any], *, num_layers: int, max_new_tokens: in
     for key in given:
         if key not in allowed and not (method == "full" and key == "speedup" and given[key] == 1):
             raise ValueError(
-                f"decode.{key}: has no meaning with method {method!r}; it takes: {', '.join(allowed) or 'nothing'}"
+                f"decode.{key}: has no meaning with method {method!r}; it takes: {', '.join(allowed) or 'nothing'}; "
+                f"set decode.{key}=null where a configuration file gives it"
             )
     for key in ("max_layers", "min_layers", "warmup_layers", "horizon", "layers"):
         if not isinstance(given.get(key, 0), int):
@@ -195,7 +196,8 @@ def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_
     bounds = [key for key in ("max_layers", "min_layers") if key in given]
     if "speedup" in given and bounds:
         raise ValueError(
-            f"decode.speedup: give either speedup or max_layers and min_layers, not both (got {bounds[0]} too)"
+            f"decode.speedup: give either speedup or max_layers and min_layers, not both (got {bounds[0]} too); "
+            "set decode.speedup=null where a configuration file gives it"
         )
     if len(bounds) == 1:
         missing = "min_layers" if bounds[0] == "max_layers" else "max_layers"

@@ -44,6 +44,8 @@ def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
         (["model.source=/nowhere"], "model.source: '/nowhere' is not a folder"),
         (["model.source=nobody/no-such-model"], "model.source: 'nobody/no-such-model' is no folder here"),
         (["input.path=/nowhere/x.jsonl"], "input.path"),
+        (["decode.method=full", "decode.speedup=2"], "set decode.speedup=null"),
+        (["input=foo", "input.limit=3"], "input.limit: input is a value, not a section"),
         (["output.path=/proc/nowhere"], "output.path: /proc/nowhere cannot be created"),
     ],
 )
@@ -77,6 +79,15 @@ def test_an_output_folder_that_exists(tiny_checkpoint: Path, source: Path, tmp_p
     refused(generate(*fixed), "exists already; use --resume to go on with it, --overwrite to start anew")
     refused(generate(*fixed, "--resume"), "holds no run.json to resume")
     assert (tmp_path / "run/precious.txt").read_text() == "mine"
+
+
+def test_inputs_in_the_run_folder_are_not_overwritten(tiny_checkpoint: Path, source: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own/data/prompts.jsonl"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(source.read_bytes())
+    fixed = [f"model.source={tiny_checkpoint}", "-i", str(own.parent), "-o", str(tmp_path / "own"), "--overwrite"]
+    refused(generate(*fixed), "lies in")
+    assert own.read_bytes() == source.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -58,3 +58,18 @@ def test_what_others_hold_counts() -> None:
         plan_pool(ActorsConfig(), GPU_BOX, {"CPU": 64, "GPU": 4})
     with pytest.raises(ConfigError, match=r"0\.5 of 2 are free"):
         plan_pool(ActorsConfig(), SMALL, {"CPU": 0.5})
+
+
+def test_an_actor_must_fit_into_one_node() -> None:
+    small_nodes = Cluster(4, 0, 4, is_embedded=False, node_cpus=(2, 2), node_gpus=(0, 0))
+    pool = plan_pool(ActorsConfig(), small_nodes, free(small_nodes))
+    assert pool.num_cpus <= 2, "the share of the whole cluster fits no node"
+    assert pool.num_threads <= 2
+    with pytest.raises(
+        ConfigError, match=r"must fit into one node, and the nodes \(2 CPUs and 0 GPUs, 2 CPUs and 0 GPUs\) hold 0"
+    ):
+        plan_pool(ActorsConfig(num_cpus=3), small_nodes, free(small_nodes))
+    gpu_nodes = Cluster(16, 2, 16, is_embedded=False, node_cpus=(8, 8), node_gpus=(1, 1))
+    with pytest.raises(ConfigError, match="hold 0"):
+        plan_pool(ActorsConfig(num_gpus=2), gpu_nodes, free(gpu_nodes))
+    assert plan_pool(ActorsConfig(), gpu_nodes, free(gpu_nodes)).min_size == 2

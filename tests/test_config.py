@@ -89,6 +89,19 @@ def test_a_bad_value_is_an_error_that_names_the_key(override: str, message: str)
     assert message in str(caught.value)
 
 
+def test_an_empty_section_is_all_defaults_and_one_stop_string_needs_no_list(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("decode:\nsampling: {stop: END}\n")
+    assert load_config(path).decode == load_config(None).decode
+    assert load_config(path).sampling.stop == ("END",)
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes("# caf\xe9".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"job\.yaml: not valid YAML in UTF-8"):
+        load_config(tmp_path / "job.yaml")
+
+
 @pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("- 1", "expected a mapping")])
 def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "job.yaml"

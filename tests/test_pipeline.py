@@ -4,6 +4,9 @@ import csv
 import json
 import random
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -25,6 +28,7 @@ from skipdecode.model import OPT
 from skipdecode.plan import make_schedule
 from skipdecode.sampling import Sampling
 
+ROOT = Path(__file__).parent.parent
 WORDS = ("The Golden Otter is a cheap pub near Willow Station serves Italian food riverside 東京 Köln 🙂 £20").split()
 
 
@@ -389,3 +393,36 @@ def test_resume_refuses_another_run(job: Job, tmp_path: Path, tiny_checkpoint: P
     write_jsonl(source, [{"prompt": prompt} for prompt in prompts(9)])
     code, _, err = job("-i", str(source), "--resume")
     assert (code, "input.files: " in err) == (2, True)
+
+
+def test_a_lost_collector_costs_figures_and_no_run(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector dies right after its start; every row is written all the same."""
+    import pipeline.run
+
+    real = pipeline.run.start_collector
+
+    def short_lived(*arguments: Any) -> Any:
+        collector = real(*arguments)
+        ray.kill(collector)
+        return collector
+
+    monkeypatch.setattr(pipeline.run, "start_collector", short_lived)
+    rows = [{"prompt": prompt} for prompt in prompts(20)]
+    code, report, err = job("-i", str(write_jsonl(tmp_path / "in.jsonl", rows)))
+    assert code == 0, err
+    assert "the collector is gone" in err
+    assert report["books"] == {"input": 20, "ok": 20, "failed": 0, "closed": True}
+    assert report["speedup"]["measured"] is None
+
+
+def test_a_file_left_behind_by_another_cluster_does_not_matter(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = Path(tempfile.mkdtemp(prefix="r"))  # short: Ray puts sockets there
+    (stale / "ray").mkdir()
+    (stale / "ray/ray_current_cluster").write_text("192.0.2.2:26379")
+    monkeypatch.setenv("RAY_TMPDIR", str(stale))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    command = [sys.executable, "-m", "jobs.generate", f"model.source={tiny_checkpoint}", "-i", str(source), "-o"]
+    done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
