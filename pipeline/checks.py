@@ -56,7 +56,7 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
     """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2."""
     given = {key: value for key, value in config.decode.model_dump().items() if value is not None}
     if given:
-        return given
+        return {"method": "skipdecode"} | given
     if opt.skip_decode is not None:
         return dict(opt.skip_decode)
     note(

@@ -89,10 +89,9 @@ def hf_tokens(model: OPTForCausalLM, prompt: list[int], count: int) -> list[int]
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("num_actors", [1, 2])
-@pytest.mark.parametrize("style", ["125m", "350m"])
+@pytest.mark.parametrize(("style", "num_actors"), [("125m", "1"), ("125m", "2"), ("350m", "[1,2]"), ("1.3b", "2")])
 def test_full_depth_through_the_pipeline_equals_hugging_face(
-    job: Job, tmp_path: Path, ending_checkpoint: Any, hf: Any, style: str, num_actors: int
+    job: Job, tmp_path: Path, ending_checkpoint: Any, hf: Any, style: str, num_actors: str
 ) -> None:
     model = ending_checkpoint(style)
     config = OPTConfig.from_folder(model)
@@ -119,7 +118,7 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
         lengths.add(mine["num_generated_tokens"])
     assert len(lengths) > 2, "rows must end at different steps for this test to mean anything"
     assert report["books"] == {"input": 40, "ok": 40, "failed": 0, "closed": True}
-    assert len(report["actors"]) == num_actors
+    assert len(report["actors"]) in {"1": (1,), "2": (2,), "[1,2]": (1, 2)}[num_actors]
 
 
 @pytest.mark.parametrize(
