@@ -89,6 +89,11 @@ def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:
         folder.filesystem.create_dir(folder.root, recursive=True)
     except OSError as error:
         raise ConfigError(f"output.path: {folder.shown} cannot be created: {error}") from error
+    if mode == "overwrite" and folder.strangers():
+        raise ConfigError(
+            f"output.path: {folder.shown} holds {', '.join(folder.strangers())} and no run.json: no run of "
+            "ours wrote it, and --overwrite will not delete it; choose another output.path"
+        )
     if mode == "overwrite" or not folder.exists():
         return None
     if mode == "fail":

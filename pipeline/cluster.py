@@ -94,7 +94,7 @@ def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) ->
             f"actors.num_actors: {low} actors on CPUs need a core each, the cluster has {cluster.num_cores}; "
             "lower actors.num_actors, or set actors.num_cpus below 1 to share cores"
         )
-    num_cpus = _cpus_per_actor(actors, cluster, low, num_gpus)
+    num_cpus = _cpus_per_actor(actors, cluster, high, num_gpus)  # what the pool may grow to must fit beside it
     needed = low * num_cpus + IO_CPUS
     if needed > free.get("CPU", 0.0) + 1e-6:
         raise ConfigError(
@@ -148,7 +148,7 @@ def _cpus_per_actor(actors: ActorsConfig, cluster: Cluster, num_actors: int, num
     if num_gpus or cluster.is_embedded:
         share = min(share, 1.0)  # the GPU works; or the CPUs are not real cores
     share = min(share, max(cpus for cpus, _ in _nodes(cluster)))
-    return float(int(share)) if share >= 1 else int(share * 100) / 100  # Ray wants whole numbers above 1
+    return float(int(share)) if share >= 1 else max(0.01, int(share * 100) / 100)  # Ray wants whole numbers above 1
 
 
 def num_cores() -> int:

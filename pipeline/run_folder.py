@@ -22,7 +22,6 @@ from pipeline.input.plan import InputPlan
 from skipdecode.weights import resolve_source
 
 OURS = (
-    "run.json",
     "data",
     "checkpoint",
     "metrics",
@@ -30,6 +29,7 @@ OURS = (
     "report.html",
     "batch_output.jsonl",
     "batch_errors.jsonl",
+    "run.json",  # last: as long as it is there, the rest is known to be ours
 )
 CODE_VERSION = 1  # raise when a change alters the tokens or rows that the same configuration gives
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file, for the fingerprint
@@ -88,6 +88,12 @@ class RunFolder:
             stream.write(text.encode())
         if is_local:
             os.replace(f"{target}.tmp", target)
+
+    def strangers(self) -> list[str]:
+        """What bears a name of ours although no run.json says that a run wrote it."""
+        infos = {name: self.filesystem.get_file_info(self.path(name)) for name in OURS}
+        there = [name for name, info in infos.items() if info.type != pafs.FileType.NotFound]
+        return [] if "run.json" in there else there
 
     def clear(self) -> None:
         """Removes what a run writes, and nothing else that may lie there."""

@@ -38,7 +38,7 @@ class KVCache:
         dtype: torch.dtype,
         is_masked: bool = False,
     ) -> "KVCache":
-        """Room for len(num_pad) rows; `capacities` [L] columns per layer (`capacities_for`)."""
+        """Room for len(num_pad) rows; `capacities` [L] columns per layer (`generate.allocate_cache`)."""
         assert len(capacities) == config.num_hidden_layers, (len(capacities), config.num_hidden_layers)
         rows, heads, dim = len(num_pad), config.num_attention_heads, config.head_dim
         make = [

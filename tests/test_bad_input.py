@@ -85,7 +85,10 @@ def test_inputs_in_the_run_folder_are_not_overwritten(tiny_checkpoint: Path, sou
     own = tmp_path / "own/data/prompts.jsonl"
     own.parent.mkdir(parents=True)
     own.write_bytes(source.read_bytes())
+    state = tmp_path / "own/run.json"
     fixed = [f"model.source={tiny_checkpoint}", "-i", str(own.parent), "-o", str(tmp_path / "own"), "--overwrite"]
+    refused(generate(*fixed), "holds data and no run.json")
+    state.write_text("{}")
     refused(generate(*fixed), "lies in")
     assert own.read_bytes() == source.read_bytes()
 

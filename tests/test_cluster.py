@@ -27,13 +27,18 @@ def free(cluster: Cluster) -> dict[str, float]:
         ({"num_gpus": 0.5}, GPU_BOX, (16, 16), 1),
         ({"num_actors": (1, 4)}, GPU_BOX, (1, 4), 1),
         ({}, TIGHT_GPU_BOX, (4, 4), 1),
+        ({"num_actors": (1, 8)}, CPU_CLUSTER, (1, 8), 8),
+        ({"num_actors": (1, 1000)}, SMALL, (1, 1000), 1),
     ],
 )
 def test_the_pool_fits_and_leaves_room(actors: dict, cluster: Cluster, size: tuple[int, int], threads: int) -> None:
     pool = plan_pool(ActorsConfig(**actors), cluster, free(cluster))
     assert (pool.min_size, pool.max_size) == size
     assert pool.num_threads == threads
+    assert pool.num_cpus > 0
     assert pool.min_size * pool.num_cpus + 1 <= cluster.num_cpus
+    if pool.max_size <= cluster.num_cores:
+        assert pool.max_size * pool.num_cpus + 1 <= cluster.num_cpus, "the pool could not grow to its size"
     assert pool.min_size * pool.num_gpus <= cluster.num_gpus
     assert pool.num_cpus < 1 or pool.num_cpus == int(pool.num_cpus), "Ray wants whole numbers above 1"
 
