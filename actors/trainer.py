@@ -1,27 +1,44 @@
-"""The training loop: one process, one device, schedules drawn at random so that one checkpoint serves every speed.
+"""The training loop of one worker: schedules drawn at random, so that one checkpoint serves every speed.
 
-The first form of `jobs.finetune`: AdamW, linear warm-up and decay, gradient clipping, validation per schedule, the best
-weights kept. No data-parallel training and no resume of the optimiser yet.
+Every choice (batch, schedule, learning rate) is a function of the seed and the step, and a step's loss is the mean over
+all its tokens: so a resumed run, and one on more workers or with more accumulation, has the same loss curve.
+Several workers speak `torch.distributed`, which whoever starts them sets up (Ray Train, torchrun). No Ray here.
 """
 
-import json
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from skipdecode.config import OPTConfig
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule, make_schedule
-from skipdecode.train import response_loss, teacher_batch
-from skipdecode.weights import save_opt
+from skipdecode.train import ResponseLoss, teacher_batch
 
 Pair = tuple[list[int], list[int]]
 """(prompt tokens with BOS, response tokens with EOS)"""
+
+Weights = dict[str, torch.Tensor]
+
+SORTED_BATCHES = 50  # rows are sorted by length within chunks of so many batches: little padding, still shuffled
+STATE_FILE = "state.pt"
 
 
 @dataclass(frozen=True)
@@ -29,20 +46,44 @@ class TrainConfig:
     schedules: tuple[dict[str, Any], ...]
     """`decode:` mappings; each step draws one."""
     horizon: int
-    """Decode steps over which the depth falls in training; goes into the checkpoint."""
+    """Decode steps over which the depth falls in training."""
     epochs: float
-    full_depth_epochs: float
-    """At the start, only full depth: the features every schedule builds on."""
     batch_size: int
+    """Pairs per optimiser step, over all workers."""
+    accumulate: int
+    """Micro-batches that a worker's share of a step is cut into."""
     learning_rate: float
+    """The peak, after `warmup_steps`; from there it falls linearly to `final_learning_rate`."""
+    final_learning_rate: float
     warmup_steps: int
     weight_decay: float
     max_grad_norm: float
+    distill: float
+    """Share of the loss that compares with full depth's own distribution instead of the data."""
+    precision: Literal["float32", "bfloat16"]
+    """bfloat16: autocast; weights and optimiser stay float32."""
+    recompute: bool
+    """Activation checkpointing: recompute each layer in the backward pass."""
+    parallel: Literal["ddp", "fsdp"]
+    log_every: int
+    """Steps, as the next three."""
     validate_every: int
-    """Steps."""
+    checkpoint_every: int
     validation_rows: int
     """How many validation pairs are looked at each time, drawn once."""
     seed: int
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop hands out; called on every worker at the same steps."""
+
+    log: Callable[[dict[str, Any]], None]
+    """A record: the mean loss since the last one, or a validation."""
+    keep_best: Callable[[Weights, dict[str, Any]], None]
+    """The weights of the lowest mean validation loss so far (empty but on rank 0), and their record."""
+    checkpoint: Callable[[dict[str, Any], dict[str, Any]], None]
+    """What `train(resume=)` takes (empty but on rank 0), and the record of the step; `save_state` writes it."""
 
 
 def init_weights(model: OPT, seed: int) -> None:
@@ -58,16 +99,23 @@ def init_weights(model: OPT, seed: int) -> None:
         torch.nn.init.normal_(parameter, 0.0, scale, generator=generator)
 
 
-def length_sorted_batches(pairs: Sequence[Pair], batch_size: int, rng: random.Random) -> list[list[Pair]]:
-    """All pairs once, in shuffled batches of similar lengths (sorted within chunks of 50 batches)."""
+def length_sorted_batches(pairs: Sequence[Pair], batch_size: int, seed: str) -> list[list[Pair]]:
+    """All pairs once, in shuffled batches of similar lengths."""
+    rng = random.Random(seed)
     order = list(range(len(pairs)))
     rng.shuffle(order)
     batches = []
-    for start in range(0, len(order), 50 * batch_size):
-        chunk = sorted(order[start : start + 50 * batch_size], key=lambda i: (len(pairs[i][0]), len(pairs[i][1])))
+    for start in range(0, len(order), SORTED_BATCHES * batch_size):
+        chunk = sorted(
+            order[start : start + SORTED_BATCHES * batch_size], key=lambda i: (len(pairs[i][0]), len(pairs[i][1]))
+        )
         batches += [[pairs[i] for i in chunk[j : j + batch_size]] for j in range(0, len(chunk), batch_size)]
     rng.shuffle(batches)
     return batches
+
+
+def num_steps(num_pairs: int, config: TrainConfig) -> int:
+    return max(1, round(config.epochs * -(-num_pairs // config.batch_size)))
 
 
 def train(
@@ -75,72 +123,203 @@ def train(
     pairs: Sequence[Pair],
     validation: Sequence[Pair],
     config: TrainConfig,
-    folder: str | Path,
-    report: Callable[[dict[str, Any]], None],
+    hooks: Hooks,
+    resume: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains in place; `folder` gets the weights of the lowest mean validation loss, `report` each log record."""
-    schedules = [_schedule(decode, model, config.horizon) for decode in config.schedules]
-    full = _schedule({"method": "full"}, model, config.horizon)
+    """Trains in place and gives back the record of the best validation. `resume`: from `load_state`."""
+    layers, device = model.config.num_hidden_layers, model.device
+    schedules = [make_schedule(d, num_layers=layers, max_new_tokens=config.horizon + 1) for d in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
-    rng = random.Random(config.seed)
-    optimizer = torch.optim.AdamW(
-        _decay_groups(model, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95), fused=True
-    )
-    steps_per_epoch = -(-len(pairs) // config.batch_size)
-    total, full_steps = round(config.epochs * steps_per_epoch), round(config.full_depth_epochs * steps_per_epoch)
-    best: dict[str, Any] = {}
-    started, running, step, batches = time.monotonic(), 0.0, 0, list[list[Pair]]()
     model.train().requires_grad_(True)
+    loss = ResponseLoss(model, distill=config.distill, recompute=config.recompute)
+    module = _wrap(loss, config)
+    groups = _decay_groups(model, config.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    total, per_epoch = num_steps(len(pairs), config), -(-len(pairs) // config.batch_size)
+    step, best, elapsed_s = 0, dict[str, Any](), 0.0
+    if resume is not None:
+        _restore(loss, optimizer, resume)
+        step, best, elapsed_s = resume["step"], resume["best"], resume["elapsed_s"]
+    started, epoch, batches = time.monotonic() - elapsed_s, -1, list[list[Pair]]()
+    since = _Since()
     while step < total:
-        batches = batches or length_sorted_batches(pairs, config.batch_size, rng)
+        if step // per_epoch != epoch:
+            epoch = step // per_epoch
+            batches = length_sorted_batches(pairs, config.batch_size, f"{config.seed} epoch {epoch}")
+        index = random.Random(f"{config.seed} step {step}").randrange(len(schedules))
         for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * _lr_factor(step, total, config.warmup_steps)
-        schedule = full if step < full_steps else rng.choice(schedules)
-        loss = response_loss(model, teacher_batch(batches.pop(), model.config.pad_token_id), schedule)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        optimizer.step()
+            group["lr"] = _learning_rate(step, total, config)
+        value = _step(module, optimizer, batches[step % per_epoch], schedules[index], config, device)
         step += 1
-        value = loss.item()
-        running = value if step == 1 else 0.98 * running + 0.02 * value
-        if step % config.validate_every == 0 or step == total:
-            losses = validate(model.eval(), validation, config, schedules)
-            model.train()
-            record = {"step": step, "steps": total, "train_loss": running, "validation_loss": losses}
-            record |= {"elapsed_s": round(time.monotonic() - started, 1), "epoch": step / steps_per_epoch}
-            report(record)
-            mean = sum(losses.values()) / len(losses)
-            if step > full_steps and mean < best.get("mean", math.inf):
-                best = record | {"mean": mean}
-                _save(model, folder, config, best)
-    if not best:  # nothing was validated behind the full-depth epochs
-        _save(model, folder, config, best)
+        is_last = step == total
+        since.add(value, len(batches[(step - 1) % per_epoch]))
+        record: dict[str, Any] = {"step": step, "steps": total, "epoch": step / per_epoch}
+        record["elapsed_s"] = round(time.monotonic() - started, 1)
+        if step % config.log_every == 0 or is_last:
+            hooks.log(record | since.record())
+        if step % config.validate_every == 0 or is_last:
+            losses = _validate(module, validation, config, schedules, device)
+            record |= {"validation_loss": losses, "mean": sum(losses.values()) / len(losses)}
+            hooks.log(record)
+            if record["mean"] < best.get("mean", math.inf):
+                best = record
+                hooks.keep_best(_full_state(get_model_state_dict, loss), best)
+        if step % config.checkpoint_every == 0 or is_last:
+            hooks.checkpoint(_state(loss, optimizer, step, best, time.monotonic() - started), record)
     model.eval().requires_grad_(False)
     return best
 
 
-@torch.inference_mode()
-def validate(model: OPT, pairs: Sequence[Pair], config: TrainConfig, schedules: Sequence[Schedule]) -> dict[str, float]:
+def mean_loss(model: OPT, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:
+    """Nats per response token under `schedule`, teacher-forced, over all pairs; perplexity is its exp."""
+    return _mean_loss(ResponseLoss(model).eval(), pairs, schedule, batch_rows, model.device)
+
+
+def save_state(state: dict[str, Any], folder: str | Path) -> None:
+    """Writes what `Hooks.checkpoint` was given into an existing folder."""
+    torch.save(state, Path(folder) / STATE_FILE)
+
+
+def load_state(folder: str | Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(Path(folder) / STATE_FILE, map_location="cpu", weights_only=True)
+    return state
+
+
+def model_of(weights: Weights, config: OPTConfig) -> OPT:
+    """The weights that `Hooks.keep_best` was given, as a model on the CPU."""
+    with torch.device("meta"):
+        model = OPT(config)
+    model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()}, assign=True)
+    return model
+
+
+class _Since:
+    """Loss and rows since the last log record."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._rows, self._started = 0, time.monotonic()
+
+    def add(self, loss: float, rows: int) -> None:
+        self._losses.append(loss)
+        self._rows += rows
+
+    def record(self) -> dict[str, float]:
+        now = time.monotonic()
+        record = {"train_loss": sum(self._losses) / len(self._losses)}
+        record["pairs_per_s"] = self._rows / max(now - self._started, 1e-9)
+        self._losses, self._rows, self._started = [], 0, now
+        return record
+
+
+def _world() -> tuple[int, int]:
+    """(rank, number of workers)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _wrap(loss: ResponseLoss, config: TrainConfig) -> nn.Module:
+    if _world()[1] == 1:
+        return loss
+    if config.parallel == "ddp":
+        return DistributedDataParallel(loss)
+    for block in loss.model.layers:
+        fully_shard(block)
+    fully_shard(loss)
+    return loss
+
+
+def _step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Sequence[Pair],
+    schedule: Schedule,
+    config: TrainConfig,
+    device: torch.device,
+) -> float:
+    """One update; the mean loss per response token before it, over all workers."""
+    rank, world = _world()
+    num_tokens = sum(len(response) for _, response in batch)
+    parts = _parts(batch, world * config.accumulate)[rank::world]
+    optimizer.zero_grad(set_to_none=True)
+    total = torch.zeros((), device=device)
+    for i, (part, weight) in enumerate(parts):
+        with _no_sync(module, is_last=i == len(parts) - 1):
+            loss = weight * _loss(module, part, schedule, config, device)
+            torch.autograd.backward(loss * (world / num_tokens))  # DDP and FSDP average over workers
+        total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+    optimizer.step()
+    if world > 1:
+        dist.all_reduce(total)
+    return total.item() / num_tokens
+
+
+def _parts(batch: Sequence[Pair], count: int) -> list[tuple[Sequence[Pair], float]]:
+    """The batch in `count` parts; where rows run out, a row that weighs nothing: every worker makes the same calls."""
+    return [(batch[i::count], 1.0) if i < len(batch) else (batch[:1], 0.0) for i in range(count)]
+
+
+def _inner(module: nn.Module) -> ResponseLoss:
+    """What `_wrap` wrapped."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    assert isinstance(inner, ResponseLoss)
+    return inner
+
+
+def _no_sync(module: nn.Module, is_last: bool) -> Any:
+    """Gradients are exchanged with the last micro-batch of a step only."""
+    if isinstance(module, DistributedDataParallel) and not is_last:
+        return module.no_sync()
+    return nullcontext()
+
+
+def _loss(
+    module: nn.Module, part: Sequence[Pair], schedule: Schedule, config: TrainConfig, device: torch.device
+) -> torch.Tensor:
+    batch = teacher_batch(part, _inner(module).model.config.pad_token_id, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
+        loss: torch.Tensor = module(batch, schedule)
+    return loss
+
+
+@torch.no_grad()
+def _mean_loss(
+    module: nn.Module, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int, device: torch.device
+) -> float:
+    rank, world = _world()
+    pad = _inner(module).model.config.pad_token_id
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    for batch in length_sorted_batches(pairs, batch_rows * world, "validation"):
+        part, weight = _parts(batch, world)[rank]
+        total += weight * module(teacher_batch(part, pad, device), schedule)
+    if world > 1:
+        dist.all_reduce(total)
+    return total.item() / sum(len(response) for _, response in pairs)
+
+
+def _validate(
+    module: nn.Module,
+    pairs: Sequence[Pair],
+    config: TrainConfig,
+    schedules: Sequence[Schedule],
+    device: torch.device,
+) -> dict[str, float]:
     """Mean loss per response token in nats, per schedule."""
-    batches = length_sorted_batches(pairs, config.batch_size, random.Random(0))
-    losses = {}
-    for decode, schedule in zip(config.schedules, schedules, strict=True):
-        total = count = 0.0
-        for batch in batches:
-            num_tokens = sum(len(response) for _, response in batch)
-            total += float(response_loss(model, teacher_batch(batch, model.config.pad_token_id), schedule)) * num_tokens
-            count += num_tokens
-        losses[" ".join(str(value) for value in decode.values())] = round(total / count, 4)
+    module.eval()
+    rows = max(1, config.batch_size // _world()[1])
+    names = [" ".join(str(value) for value in decode.values()) for decode in config.schedules]
+    losses = {
+        name: _mean_loss(module, pairs, schedule, rows, device) for name, schedule in zip(names, schedules, strict=True)
+    }
+    module.train()
     return losses
 
 
-def _schedule(decode: dict[str, Any], model: OPT, horizon: int) -> Schedule:
-    return make_schedule(decode, num_layers=model.config.num_hidden_layers, max_new_tokens=horizon + 1)
-
-
-def _lr_factor(step: int, total: int, warmup: int) -> float:
-    return (step + 1) / warmup if step < warmup else max(0.02, (total - step) / max(total - warmup, 1))
+def _learning_rate(step: int, total: int, config: TrainConfig) -> float:
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    left = (total - step) / max(total - config.warmup_steps, 1)
+    return config.final_learning_rate + left * (config.learning_rate - config.final_learning_rate)
 
 
 def _decay_groups(model: OPT, weight_decay: float) -> list[dict[str, Any]]:
@@ -149,7 +328,25 @@ def _decay_groups(model: OPT, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def _save(model: OPT, folder: str | Path, config: TrainConfig, record: dict[str, Any]) -> None:
-    model.config = replace(model.config, skip_decode={"method": "skipdecode", "speedup": 2, "horizon": config.horizon})
-    save_opt(model, folder, dtype=torch.bfloat16)
-    (Path(folder) / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def _full_state(get: Callable[..., Any], *of: Any) -> dict[str, Any]:
+    """A whole state dict on the CPU of rank 0; a collective call under FSDP."""
+    state: dict[str, Any] = get(*of, options=FULL)
+    return state if _world()[0] == 0 else {}
+
+
+def _state(
+    loss: ResponseLoss, optimizer: torch.optim.Optimizer, step: int, best: dict[str, Any], elapsed_s: float
+) -> dict[str, Any]:
+    state = {
+        "model": _full_state(get_model_state_dict, loss),
+        "optimizer": _full_state(get_optimizer_state_dict, loss, optimizer),
+    }
+    return state | {"step": step, "best": best, "elapsed_s": elapsed_s} if _world()[0] == 0 else {}
+
+
+def _restore(loss: ResponseLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    set_model_state_dict(loss, state["model"], options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(loss, optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True))

@@ -5,8 +5,9 @@ First form: reads the pairs into memory and trains in this process.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.csv
@@ -52,13 +53,24 @@ class TrainSection(Section):
         {"method": "skipdecode", "speedup": 5},
     )
     horizon: Annotated[int, Field(ge=1)] = 63
-    epochs: Annotated[float, Field(gt=0)] = 5
-    full_depth_epochs: Annotated[float, Field(ge=0)] = 2
+    epochs: Annotated[float, Field(gt=0)] = 3
     batch_size: Annotated[int, Field(ge=1)] = 64
+    """Pairs per optimiser step, over all workers."""
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """Micro-batches that a worker's share of a step is cut into."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    final_learning_rate: Annotated[float, Field(ge=0)] = 2e-5
     warmup_steps: Annotated[int, Field(ge=1)] = 300
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    distill: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the loss that compares with full depth's own distribution instead of the data."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    recompute: bool = False
+    """Activation checkpointing."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    log_every: Annotated[int, Field(ge=1)] = 20
+    checkpoint_every: Annotated[int, Field(ge=1)] = 200
     validate_every: Annotated[int, Field(ge=1)] = 500
     validation_rows: Annotated[int, Field(ge=1)] = 512
     seed: int = 0
@@ -109,11 +121,11 @@ def finetune(config: FinetuneConfig, report: Callable[[dict[str, Any]], None]) -
     import torch
 
     from actors.tokenizer import OPTTokenizer, train_tokenizer
-    from actors.trainer import TrainConfig, init_weights, train
+    from actors.trainer import Hooks, TrainConfig, Weights, init_weights, model_of, train
     from pipeline.demo_corpus import vary_names
     from skipdecode.config import OPTConfig
     from skipdecode.model import OPT
-    from skipdecode.weights import load_opt
+    from skipdecode.weights import load_opt, save_opt
 
     data = config.data
     pairs = read_pairs(data.path, data.prompt_column, data.response_column)
@@ -147,7 +159,15 @@ def finetune(config: FinetuneConfig, report: Callable[[dict[str, Any]], None]) -
             f"data: the longest pair has {longest} tokens, the model {opt_config.max_position_embeddings} positions"
         )
     fields = config.train.model_dump(exclude={"threads"})
-    best = train(model, encoded, encoded_validation, TrainConfig(**fields), config.output, report)
+
+    def keep_best(weights: Weights, record: dict[str, Any]) -> None:
+        stored = replace(
+            opt_config, skip_decode={"method": "skipdecode", "speedup": 2, "horizon": config.train.horizon}
+        )
+        save_opt(model_of(weights, stored), config.output, dtype=torch.bfloat16)
+
+    hooks = Hooks(report, keep_best, checkpoint=lambda state, record: None)
+    best = train(model, encoded, encoded_validation, TrainConfig(**fields), hooks)
     return {"output": config.output, "num_pairs": len(pairs), "best": best}
 
 

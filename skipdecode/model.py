@@ -44,8 +44,7 @@ class Block(nn.Module):
         qkv = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, K]
         keys, values = store(k, v)
-        is_causal = mask is None and T > 1
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=is_causal)
+        out = attention(q, keys, values, mask)
         h = h + self.out_proj(out.transpose(1, 2).reshape(B, T, D))
         return h if self.is_pre_norm else self.attn_norm(h)
 
@@ -54,6 +53,10 @@ class Block(nn.Module):
         x = self.ffn_norm(h) if self.is_pre_norm else h
         h = h + self.fc2(F.relu(self.fc1(x)))
         return h if self.is_pre_norm else self.ffn_norm(h)
+
+    def forward(self, h: Tensor, store: Store, mask: Tensor | None) -> Tensor:
+        """The whole layer: [B, T, D] -> [B, T, D]; the call that FSDP gathers the layer's weights for."""
+        return self.feed(self.attend(h, store, mask))
 
 
 class OPT(nn.Module):
@@ -113,6 +116,17 @@ class OPT(nn.Module):
                 h = block.feed(h)
         cache.length += T
         return self.head(h[:, -1])
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """[B, H, T, K] queries over [B, H, S, K] keys and values -> [B, H, T, K]; mask None: causal, no padding."""
+    is_causal = mask is None and q.shape[2] > 1
+    device = q.device.type
+    if device == "cpu" and torch.is_autocast_enabled(device):  # its bfloat16 backward pass doubles a training step
+        with torch.autocast(device, enabled=False):
+            q, keys, values = q.float(), keys.float(), values.float()
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=is_causal)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=is_causal)
 
 
 def attention_mask(cache: KVCache, num_new: int) -> Tensor | None:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from skipdecode.model import OPT, causal_mask, diagonal
-from skipdecode.plan import Schedule, steps_per_layer
+from skipdecode.model import OPT, Block, causal_mask, diagonal
+from skipdecode.plan import FullDepth, Schedule, steps_per_layer
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class TeacherBatch:
 IGNORE = -100  # torch's cross_entropy default
 
 
-def teacher_batch(pairs: Sequence[tuple[list[int], list[int]]], pad_token_id: int) -> TeacherBatch:
+def teacher_batch(
+    pairs: Sequence[tuple[list[int], list[int]]], pad_token_id: int, device: torch.device | str = "cpu"
+) -> TeacherBatch:
     """From (prompt tokens, response tokens with EOS); both must be non-empty."""
     P = max(len(prompt) for prompt, _ in pairs)
     T = max(len(response) for _, response in pairs)
@@ -45,11 +48,14 @@ def teacher_batch(pairs: Sequence[tuple[list[int], list[int]]], pad_token_id: in
         tokens[row, P - len(prompt) : P - len(prompt) + len(line)] = line
         targets[row, : len(response)] = torch.tensor(response)
     num_pad = torch.tensor([P - len(prompt) for prompt, _ in pairs])
-    return TeacherBatch(tokens, targets, num_pad, P)
+    return TeacherBatch(tokens.to(device), targets.to(device), num_pad.to(device), P)
 
 
-def teacher_forced_logits(model: OPT, batch: TeacherBatch, schedule: Schedule) -> Tensor:
-    """[B, T, V] float32: the logits that decoding under `schedule` has for each response token, in one pass."""
+def teacher_forced_logits(model: OPT, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False) -> Tensor:
+    """[B, T, V] float32: the logits that decoding under `schedule` has for each response token, in one pass.
+
+    `recompute` keeps only the input of each layer for the backward pass (activation checkpointing).
+    """
     columns = batch.tokens.shape[1]
     num_steps = columns - batch.prompt_columns
     device = batch.tokens.device
@@ -62,13 +68,45 @@ def teacher_forced_logits(model: OPT, batch: TeacherBatch, schedule: Schedule) -
     h = model.embed(batch.tokens, positions)
     for block, steps in zip(model.layers, steps_per_layer(schedule, num_steps), strict=True):
         n = batch.prompt_columns + steps  # the columns that run this layer
-        x = block.attend(h[:, :n], lambda k, v: (k, v), mask if mask is None else mask[:, :, :n, :n])
-        x = block.feed(x)
+        seen = mask if mask is None else mask[:, :, :n, :n]
+        x = checkpoint(_run, block, h[:, :n], seen, use_reentrant=False) if recompute else _run(block, h[:, :n], seen)
         h = x if n == columns else torch.cat([x, h[:, n:]], dim=1)
     return model.head(h[:, batch.prompt_columns - 1 :])
+
+
+def _run(block: Block, h: Tensor, mask: Tensor | None) -> Tensor:
+    x: Tensor = block(h, lambda k, v: (k, v), mask)
+    return x
 
 
 def response_loss(model: OPT, batch: TeacherBatch, schedule: Schedule) -> Tensor:
     """Mean cross-entropy per response token, in nats."""
     logits = teacher_forced_logits(model, batch, schedule)
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
+
+
+class ResponseLoss(nn.Module):
+    """The loss as a module of its own, so that DDP and FSDP can wrap it: summed over the batch's response tokens.
+
+    A sum, because the mean belongs to the whole step: its micro-batches and workers hold different numbers of tokens.
+    `distill` in 0..1 mixes in the cross-entropy to full depth's own distribution (no gradient through full depth).
+    """
+
+    def __init__(self, model: OPT, *, distill: float = 0.0, recompute: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.distill = distill
+        self.recompute = recompute
+        self.full = FullDepth(model.config.num_hidden_layers)
+
+    def forward(self, batch: TeacherBatch, schedule: Schedule) -> Tensor:
+        logits = teacher_forced_logits(self.model, batch, schedule, recompute=self.recompute)
+        flat, targets = logits.flatten(0, 1), batch.targets.flatten()
+        loss = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="sum")
+        if not self.distill or not self.training or schedule == self.full:
+            return loss
+        with torch.no_grad():
+            soft = teacher_forced_logits(self.model, batch, self.full).flatten(0, 1).softmax(-1)
+        kept = targets != IGNORE
+        distilled = F.cross_entropy(flat[kept], soft[kept], reduction="sum")
+        return (1 - self.distill) * loss + self.distill * distilled
