@@ -1,6 +1,7 @@
-"""Timing the decoder alone: schedules side by side on the same prompts, interleaved. No Ray, no files."""
+"""Timing the decoder, or a training step: schedules side by side on the same rows, interleaved. No Ray, no files."""
 
 import random
+import time
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import torch
 
 from skipdecode.config import OPTConfig
-from skipdecode.cost import measure_ceilings, predict_s
+from skipdecode.cost import measure_ceilings, predict_s, training_flops
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, make_schedule
 from skipdecode.sampling import Sampling
+from skipdecode.train import ResponseLoss, teacher_batch
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,7 @@ def random_model(config: OPTConfig, *, device: str, dtype: torch.dtype, seed: in
 def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
     """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat."""
     config = model.config
-    full = FullDepth(config.num_hidden_layers)
-    named: list[tuple[str, Schedule]] = [("full", full)]
-    for decode in schedules:
-        schedule = make_schedule(decode, num_layers=config.num_hidden_layers, max_new_tokens=case.new_tokens)
-        named.append((" ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in decode.values()), schedule))
+    named = _named_schedules(config, case, schedules)
     rng = random.Random(0)
     sampling = Sampling(max_new_tokens=case.new_tokens, ignore_eos=True)
     requests = [
@@ -88,3 +86,63 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
             }
         )
     return rows
+
+
+def bench_training(
+    model: OPT, case: BenchCase, schedules: list[dict[str, Any]], repeats: int, precision: str
+) -> list[dict[str, Any]]:
+    """One row per schedule, full depth first: optimiser steps on the same pairs, ratios taken within each repeat.
+
+    `speedup_bound`: by FLOPs (`skipdecode.cost.training_flops`); head, optimiser and prompts do not shrink.
+    """
+    config = model.config
+    named = _named_schedules(config, case, schedules)
+    rng = random.Random(0)
+    rows = [
+        [rng.randrange(4, config.vocab_size) for _ in range(case.prompt_tokens + case.new_tokens)]
+        for _ in range(case.batch_size)
+    ]
+    pairs = [(row[: case.prompt_tokens], row[case.prompt_tokens :]) for row in rows]
+    batch = teacher_batch(pairs, config.pad_token_id, model.device)
+    loss = ResponseLoss(model.train().requires_grad_(True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def step_s(schedule: Schedule) -> float:
+        start = time.perf_counter()
+        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+            value = loss(batch, schedule) / (case.batch_size * case.new_tokens)
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(value)
+        optimizer.step()
+        value.item()  # the device has done it all
+        return time.perf_counter() - start
+
+    for _, schedule in named:
+        step_s(schedule)  # warm up
+    times: dict[str, list[float]] = {name: [] for name, _ in named}
+    for _ in range(repeats):
+        for name, schedule in named:
+            times[name].append(step_s(schedule))
+    shape = {"rows": case.batch_size, "prompt_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
+    flops = {name: training_flops(config, schedule, **shape) for name, schedule in named}
+    return [
+        {
+            "schedule": name,
+            "batch_size": case.batch_size,
+            "prompt_tokens": case.prompt_tokens,
+            "new_tokens": case.new_tokens,
+            "ms_per_step": 1e3 * median(times[name]),
+            "pairs_per_s": case.batch_size / median(times[name]),
+            "speedup_measured": median(f / s for f, s in zip(times["full"], times[name], strict=True)),
+            "speedup_bound": flops["full"] / flops[name],
+        }
+        for name, _ in named
+    ]
+
+
+def _named_schedules(config: OPTConfig, case: BenchCase, schedules: list[dict[str, Any]]) -> list[tuple[str, Schedule]]:
+    named: list[tuple[str, Schedule]] = [("full", FullDepth(config.num_hidden_layers))]
+    for decode in schedules:
+        schedule = make_schedule(decode, num_layers=config.num_hidden_layers, max_new_tokens=case.new_tokens)
+        named.append((" ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in decode.values()), schedule))
+    return named

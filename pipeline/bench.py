@@ -12,6 +12,8 @@ from pipeline.config import ConfigError, Section, build_config, read_tree
 
 
 class BenchConfig(Section):
+    work: Literal["decode", "train"] = "decode"
+    """train: an optimiser step on `prompt_tokens` + `new_tokens`; `dtype` is then that of autocast."""
     shape: str | None = "opt-125m"
     """A released shape with random weights; or null and `source`."""
     source: str | None = None
@@ -33,7 +35,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
     """All shapes; the document that goes to stdout and into `benchmarks/results/`."""
     import torch
 
-    from actors.bench import BenchCase, bench_case, random_model
+    from actors.bench import BenchCase, bench_case, bench_training, random_model
     from actors.generator import choose_device, choose_dtype
     from skipdecode.config import OPTConfig
     from skipdecode.plan import make_schedule
@@ -41,12 +43,13 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
 
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    kept = torch.float32 if config.work == "train" else dtype
     torch.set_num_threads(config.threads or num_cores())
     try:
         if config.source is not None:
-            model = load_opt(config.source, device=device, dtype=dtype)
+            model = load_opt(config.source, device=device, dtype=kept)
         else:
-            model = random_model(OPTConfig.released(config.shape or ""), device=str(device), dtype=dtype)
+            model = random_model(OPTConfig.released(config.shape or ""), device=str(device), dtype=kept)
         for decode in config.schedules:
             make_schedule(decode, num_layers=model.config.num_hidden_layers, max_new_tokens=config.new_tokens)
     except ValueError as error:
@@ -57,42 +60,41 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     rows: list[dict[str, Any]] = []
-    note(_line({key: key for key in WIDTHS}))
+    schedules, precision = list(config.schedules), str(dtype).removeprefix("torch.")
     for prompt_tokens in config.prompt_tokens:
         for batch_size in config.batch_sizes:
             case = BenchCase(batch_size, prompt_tokens, config.new_tokens)
-            for row in bench_case(model, case, list(config.schedules), config.repeats):
-                rows.append(row)
+            if config.work == "train":
+                measured = bench_training(model, case, schedules, config.repeats, precision)
+            else:
+                measured = bench_case(model, case, schedules, config.repeats)
+            if not rows:
+                note(_line({key: key for key in measured[0]}))
+            for row in measured:
                 note(_line(row))
+            rows += measured
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else _cpu_name(),
         "cores": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": precision,
         "config": config.model_dump(mode="json"),
         "rows": rows,
     }
 
 
-WIDTHS = {
-    "schedule": 16,
-    "batch_size": 10,
-    "prompt_tokens": 13,
-    "ms_per_step": 11,
-    "output_tokens_per_s": 19,
-    "layers_per_token": 16,
-    "cache_mb": 8,
-    "fraction_of_roofline": 20,
-    "speedup_decode_measured": 23,
-    "speedup_layers": 14,
-    "speedup_decode_predicted": 24,
-}
+LEFT_OUT = ("new_tokens", "prefill_ms")  # of the table; the document has them
+SCHEDULE_WIDTH = 16
 
 
 def _line(row: dict[str, Any]) -> str:
-    cells = [f"{row[k]:.2f}" if isinstance(row[k], float) else str(row[k]) for k in WIDTHS]
-    return "  ".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS.values(), strict=True))
+    cells = {key: f"{value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()}
+    return "  ".join(
+        cell.rjust(max(len(key), SCHEDULE_WIDTH if key == "schedule" else 0))
+        for key, cell in cells.items()
+        if key not in LEFT_OUT
+    )
 
 
 def _cpu_name() -> str:

@@ -95,6 +95,19 @@ def predict_s(
     return prefill, decode
 
 
+def training_flops(config: OPTConfig, schedule: Schedule, *, rows: int, prompt_tokens: int, new_tokens: int) -> float:
+    """Forward and backward (twice) of one teacher-forced pass with the prefix trick of `skipdecode.train`.
+
+    Its ratio to full depth bounds what training under `schedule` can gain.
+    """
+    total = head_cost(config, rows=rows * new_tokens, itemsize=4).flops
+    for steps in steps_per_layer(schedule, new_tokens - 1):
+        columns = prompt_tokens + steps
+        total += attention_cost(config, rows=rows, new_columns=columns, context=columns, itemsize=4).flops
+        total += ffn_cost(config, tokens=rows * columns, itemsize=4).flops
+    return 3 * total
+
+
 def cache_bytes_per_row(
     config: OPTConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
 ) -> int:

@@ -1,0 +1,52 @@
+"""`jobs.bench` for decoding and for training, on a tiny checkpoint; the bound of the training speedup by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.bench import main
+from skipdecode.config import OPTConfig
+from skipdecode.cost import training_flops
+from skipdecode.plan import FullDepth, SkipDecode
+
+SMALL = ["batch_sizes=[2]", "prompt_tokens=[6]", "new_tokens=5", "repeats=2", "dtype=float32", "threads=1"]
+SKIP = "schedules=[{method: skipdecode, max_layers: 3, min_layers: 2}]"
+
+
+@pytest.mark.parametrize("work", ["decode", "train"])
+def test_the_document_holds_every_schedule(
+    work: str, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "bench.json"
+    assert main([f"work={work}", f"source={tiny_checkpoint}", *SMALL, SKIP, "--output-json", str(target)]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out.splitlines()[-1])
+    assert document == json.loads(target.read_text())
+    full, skip = document["rows"]
+    assert (full["schedule"], skip["schedule"]) == ("full", "skipdecode 3 2")
+    key = "speedup_measured" if work == "train" else "speedup_decode_measured"
+    assert full[key] == 1.0
+    assert skip[key] > 0
+    bound = "speedup_bound" if work == "train" else "speedup_decode_predicted"
+    assert skip[bound] > full[bound] == 1.0
+    assert {"schedule", key, bound} <= set(err.split())
+
+
+def test_training_flops_by_hand() -> None:
+    config = OPTConfig(vocab_size=50, hidden_size=8, num_hidden_layers=4, ffn_dim=16, num_attention_heads=2)
+    shape = {"rows": 3, "prompt_tokens": 5, "new_tokens": 4}
+
+    def layer(columns: int) -> int:  # qkv and output 4 d^2, feed-forward 2 d f, scores and values 2 x columns x d
+        return 2 * 3 * columns * (4 * 64 + 2 * 8 * 16) + 4 * 3 * columns * columns * 8
+
+    head = 2 * 3 * 4 * 8 * 50
+    assert training_flops(config, FullDepth(4), **shape) == 3 * (head + 4 * layer(8))
+    # three steps with budgets 3, 3, 2 of {0} + top layers: layer 0 and 3 run all, layer 2 two steps, layer 1 none
+    schedule = SkipDecode(4, 3, 2, 1, 3)
+    assert [sum(schedule.step(k).attn) for k in range(3)] == [3, 3, 2]
+    assert training_flops(config, schedule, **shape) == 3 * (head + 2 * layer(8) + layer(7) + layer(5))
+
+
+def test_a_bad_target_is_known_at_once(tmp_path: Path) -> None:
+    assert main(["--output-json", str(tmp_path / "no" / "bench.json")]) == 2
