@@ -5,10 +5,11 @@ batches, measures a share of the batches at full depth too, and turns a batch th
 until the row at fault is alone. It knows nothing of files, tables or clusters.
 """
 
+import copy
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,6 +83,14 @@ class Generator:
         self._num_batches = self._num_pairs = 0
         self._warm_up()
         self.load_s = time.perf_counter() - start
+
+    def with_decode(self, decode: dict[str, Any]) -> "Generator":
+        """The same loaded model under another `decode:` mapping, counting its batches anew."""
+        other = copy.copy(self)
+        other.config = replace(self.config, decode=decode)
+        other._num_batches = other._num_pairs = 0
+        other._warm_up()
+        return other
 
     def schedule(self, max_new_tokens: int) -> Schedule:
         """The schedule of a row with that limit; rows with equal schedules share batches."""

@@ -1,7 +1,5 @@
 """`jobs.bench` as a library call: its configuration, and the loop over shapes. First form: this process, one device."""
 
-import datetime
-import platform
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -9,6 +7,7 @@ from pydantic import Field
 
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section, build_config, read_tree
+from pipeline.machine import provenance
 
 
 class BenchConfig(Section):
@@ -73,11 +72,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
             for row in measured:
                 note(_line(row))
             rows += measured
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else _cpu_name(),
-        "cores": torch.get_num_threads() if device.type == "cpu" else None,
-        "torch": torch.__version__,
+    return provenance(device) | {
         "dtype": precision,
         "config": config.model_dump(mode="json"),
         "rows": rows,
@@ -95,11 +90,3 @@ def _line(row: dict[str, Any]) -> str:
         for key, cell in cells.items()
         if key not in LEFT_OUT
     )
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()

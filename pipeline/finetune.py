@@ -1,4 +1,4 @@
-"""Fine-tuning as a job: its configuration, its pairs, and the call of the training loop.
+"""Fine-tuning as a job: its configuration, and the call of the training loop on its pairs.
 
 First form: reads the pairs into memory and trains in this process.
 """
@@ -9,13 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet
 from pydantic import Field
 
 from pipeline.config import ConfigError, Section, build_config, read_tree
+from pipeline.pairs import encode_pairs, read_pairs
 
 
 class ModelShape(Section):
@@ -89,33 +86,6 @@ def load_finetune_config(path: str | None, overrides: list[str]) -> FinetuneConf
     return build_config(FinetuneConfig, read_tree(path, overrides))
 
 
-def read_pairs(path: str, prompt_column: str, response_column: str) -> list[tuple[str, str]]:
-    """All (prompt, response) pairs of a CSV, JSONL or Parquet file; ConfigError names what is wrong."""
-    try:
-        if path.endswith(".csv"):
-            options = pa.csv.ParseOptions(newlines_in_values=True)
-            text = {prompt_column: pa.string(), response_column: pa.string()}
-            table = pa.csv.read_csv(
-                path, parse_options=options, convert_options=pa.csv.ConvertOptions(column_types=text)
-            )
-        elif path.endswith((".jsonl", ".json")):
-            table = pa.json.read_json(path)
-        else:
-            table = pa.parquet.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ConfigError(f"data: {path}: {error}") from error
-    for key, name in (("prompt_column", prompt_column), ("response_column", response_column)):
-        if name not in table.column_names:
-            raise ConfigError(f"data.{key}: {path} has no column {name!r}; it has: {', '.join(table.column_names)}")
-    pairs = list(zip(table[prompt_column].to_pylist(), table[response_column].to_pylist(), strict=True))
-    for row, (prompt, response) in enumerate(pairs):
-        if not prompt or not response:
-            raise ConfigError(f"data: {path}: row {row} has an empty {response_column if prompt else prompt_column}")
-    if not pairs:
-        raise ConfigError(f"data: {path}: no rows")
-    return pairs
-
-
 def finetune(config: FinetuneConfig, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Trains and writes `config.output`; gives back the record of the best validation."""
     import torch
@@ -147,12 +117,9 @@ def finetune(config: FinetuneConfig, report: Callable[[dict[str, Any]], None]) -
             raise ConfigError(str(error)) from error
         _copy_tokenizer(config.model.source, config.output)
 
-    def encode(rows: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        prompts = tokenizer.encode([prompt for prompt, _ in rows])
-        responses = tokenizer.encode([response for _, response in rows])
-        return [(p, [*r[1:], opt_config.eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
-
-    encoded, encoded_validation = encode(pairs), encode(validation)
+    encoded, encoded_validation = (
+        encode_pairs(tokenizer, rows, opt_config.eos_token_id) for rows in (pairs, validation)
+    )
     longest = max(len(p) + len(r) for p, r in encoded + encoded_validation)
     if longest > opt_config.max_position_embeddings:
         raise ConfigError(

@@ -149,9 +149,9 @@ def fingerprint(config: JobConfig, decode: dict[str, Any], model_folder: Path, p
     if config.sampling.deterministic:
         entries["actors.batch_size"] = config.actors.batch_size
         entries["actors.length_buckets"] = list(config.actors.length_buckets)
-    entries["model.files"] = _digest_files(model_folder)
+    entries["model.files"] = digest_files(model_folder)
     if config.model.tokenizer:
-        entries["model.tokenizer"] = _digest_files(resolve_source(config.model.tokenizer, "model.tokenizer"))
+        entries["model.tokenizer"] = digest_files(resolve_source(config.model.tokenizer, "model.tokenizer"))
     listing = hashlib.sha256()
     for file in plan.listing.files:
         listing.update(f"{file.name}\0{file.size_bytes}\0{file.mtime_ns}\n".encode())
@@ -159,7 +159,7 @@ def fingerprint(config: JobConfig, decode: dict[str, Any], model_folder: Path, p
     return {key: list(value) if isinstance(value, tuple) else value for key, value in entries.items()}
 
 
-def _digest_files(folder: Path) -> str:
+def digest_files(folder: Path) -> str:
     """Of configuration and tokenizer files all bytes; of weight files the size and NUM_SAMPLES samples of 64 KiB."""
     total = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".txt", ".safetensors", ".bin")):

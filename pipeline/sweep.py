@@ -1,0 +1,216 @@
+"""Quality against speed: one set of prompts, decoded with every model and every schedule of a configuration.
+
+In this process, with the same `Generator` that the workers of a run hold (their tokens are equal by test), and without
+Ray. Every batch is decoded at full depth of the same model too, so speedup and agreement are measured on all of them.
+The metrics are `pipeline.quality`; table and plot are `pipeline.sweep_report`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+import torch
+from pydantic import Field
+
+from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult, choose_device
+from actors.trainer import mean_loss
+from pipeline.checks import Note, check_model, resolve_decode
+from pipeline.cluster import num_cores
+from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section, build_config, read_tree
+from pipeline.demo_corpus import make_prompts
+from pipeline.evaluate import VERSIONS, ReferenceData, draw_pairs, group_references, loss_figures
+from pipeline.machine import provenance
+from pipeline.metrics import BATCH_SCHEMA
+from pipeline.pairs import encode_pairs, read_pairs
+from pipeline.quality import scores, slot_share
+from pipeline.report import agreement, speedup
+from pipeline.sweep_report import headline, write_report
+from skipdecode.generate import Request
+from skipdecode.plan import make_schedule
+from skipdecode.sampling import Sampling
+
+MADE_PROMPTS = 500  # without references
+E2E_DATA = (
+    "the E2E NLG challenge data (github.com/tuetschek/e2e-dataset, CC BY-SA 4.0; devset.csv with columns mr and ref) "
+    "are not part of this project; download the file and name it with data.path=... (make quality E2E=...)"
+)
+
+
+class SweepData(ReferenceData):
+    path: str | None = "data/devset.csv"
+    """null: prompts made by `pipeline.demo_corpus`, and no references."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Only the first distinct prompts."""
+
+
+class SweepDecode(DecodeConfig):
+    name: str | None = None
+    """Beside the label in table and plot; null: from the schedule."""
+
+
+class SweepRun(Section):
+    label: str
+    model: str
+    decode: Annotated[tuple[SweepDecode, ...], Field(min_length=1)]
+
+
+class SweepConfig(Section):
+    data: SweepData = SweepData()
+    runs: Annotated[tuple[SweepRun, ...], Field(min_length=1)]
+    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    perplexity_pairs: Annotated[int, Field(ge=0)] = 512
+    """(prompt, reference) pairs for the loss under each schedule; 0: none."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    output: str = "outputs/quality"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the table."""
+
+    name: str
+    decode: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    prompts: list[str]
+    references: list[list[str]] | None
+    pairs: list[tuple[str, str]]
+    """(prompt, reference) of all `prompts`, for the loss."""
+
+
+def load_sweep_config(path: str | None, overrides: Sequence[str]) -> SweepConfig:
+    return build_config(SweepConfig, read_tree(path, overrides))
+
+
+def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
+    """Decodes and scores everything, writes `quality.{json,md,svg,png}` into `config.output`, gives back the document."""
+    device = choose_device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+    torch.set_num_threads(config.threads or num_cores())
+    settings = [check_run(config, index, note) for index in range(len(config.runs))]
+    corpus = load_corpus(config.data, note)
+    try:
+        Path(config.output).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output: {config.output} cannot be created: {error}") from error
+    total, rows = sum(map(len, settings)), list[dict[str, Any]]()
+    for run, own in zip(config.runs, settings, strict=True):
+        generator = Generator(generator_config(config, run.model))
+        encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_id)
+        pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
+        for setting in own:
+            started = time.monotonic()
+            row = {"label": run.label, "name": setting.name, "model": run.model, "decode": setting.decode}
+            row |= measure(generator.with_decode(setting.decode), corpus, pairs, config)
+            rows.append(row | {"elapsed_s": time.monotonic() - started})
+            note(f"[{len(rows)}/{total}] {headline(rows[-1])}")
+    document = provenance(device, VERSIONS) | {
+        "dtype": str(generator.dtype).removeprefix("torch."),
+        "command": command,
+        "config": config.model_dump(mode="json"),
+        "prompts": len(corpus.prompts),
+        "references": len(corpus.pairs),
+        "slot_share_of_references": slot_share(*zip(*corpus.pairs, strict=True))["slot_share"]
+        if corpus.pairs
+        else None,
+        "rows": rows,
+    }
+    write_report(document, Path(config.output))
+    return document
+
+
+def check_run(config: SweepConfig, index: int, note: Note) -> list[Setting]:
+    """The settings of one entry of `runs`, its checkpoint and schedules found fit; ConfigError otherwise."""
+    run = config.runs[index]
+    base = {"model": {"source": run.model}, "sampling": {"max_new_tokens": config.max_new_tokens}}
+    try:
+        model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), note)
+    except ConfigError as error:
+        raise ConfigError(f"runs.{index}.model ({run.label}): {error}") from error
+    settings = []
+    for number, given in enumerate(run.decode):
+        own = given.model_dump(exclude={"name"})
+        try:
+            decode = resolve_decode(JobConfig.model_validate(base | {"decode": own}), model.config, note)
+            make_schedule(decode, num_layers=model.config.num_hidden_layers, max_new_tokens=config.max_new_tokens)
+        except ValueError as error:
+            raise ConfigError(f"runs.{index}.decode.{number} ({run.label}): {error}") from error
+        name = schedule_name(decode) if given.name is None else given.name
+        settings.append(Setting(f"{run.label} {name}".strip(), decode))
+    return settings
+
+
+def schedule_name(decode: dict[str, Any]) -> str:
+    """`full depth`, `3x`, `10/6` (most and fewest layers), or the constant number of layers."""
+    if decode["method"] == "full":
+        return "full depth"
+    if "max_layers" in decode:
+        return f"{decode['max_layers']}/{decode['min_layers']}"
+    return str(decode["layers"]) if "layers" in decode else f"{decode.get('speedup', 2):g}x"
+
+
+def load_corpus(data: SweepData, note: Note) -> Corpus:
+    """All distinct prompts with their references; without a file, prompts made on the spot."""
+    if data.path is None:
+        note(f"data.path is null, so no references, no BLEU, ROUGE or loss: {E2E_DATA}")
+        return Corpus([row["prompt"] for row in make_prompts(data.limit or MADE_PROMPTS)], None, [])
+    if not Path(data.path).is_file():
+        raise ConfigError(f"data.path: no file {data.path}; {E2E_DATA}; data.path=null does without references")
+    keys = ("data.path", "data.prompt_column", "data.reference_column")
+    pairs = read_pairs(data.path, data.prompt_column, data.reference_column, keys)
+    grouped = dict(list(group_references(pairs).items())[: data.limit])
+    return Corpus(list(grouped), list(grouped.values()), [pair for pair in pairs if pair[0] in grouped])
+
+
+def generator_config(config: SweepConfig, source: str) -> GeneratorConfig:
+    return GeneratorConfig(
+        source=source,
+        decode={"method": "full"},
+        dtype=config.dtype,
+        device=config.device,
+        num_threads=config.threads or num_cores(),
+        batch_size=config.batch_size,
+        baseline_fraction=1.0,
+    )
+
+
+def measure(
+    generator: Generator, corpus: Corpus, pairs: Sequence[tuple[list[int], list[int]]], config: SweepConfig
+) -> dict[str, Any]:
+    """One line of the table: texts scored, loss of the references, layers and speedup."""
+    sampling = Sampling(max_new_tokens=config.max_new_tokens)
+    tokens = generator.tokenizer.encode(corpus.prompts)
+    result = generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])
+    texts = ["" if isinstance(a, RowFailure) else generator.tokenizer.decode(a.tokens) for a in result.answers]
+    row: dict[str, Any] = {"failed": sum(isinstance(answer, RowFailure) for answer in result.answers)}
+    row |= speed_figures(result, is_full=generator.schedule(config.max_new_tokens) == generator.full)
+    row |= scores(texts, corpus.references) if corpus.references else {}
+    schedule = generator.schedule(config.max_new_tokens)
+    row |= loss_figures(mean_loss(generator.model, pairs, schedule, config.batch_size) if pairs else None)
+    return row | slot_share(corpus.prompts, texts)
+
+
+def speed_figures(result: WindowResult, *, is_full: bool) -> dict[str, Any]:
+    """Layers per decode step as run, tokens per second, speedup and agreement; full depth is 1 by definition."""
+    batches = pa.Table.from_pylist(result.batches, schema=BATCH_SCHEMA).to_pylist()
+    steps = sum(b["output_tokens"] - b["rows"] for b in batches)
+    seconds = sum(b["prefill_s"] + b["decode_s"] for b in batches)
+    measured, agrees = speedup(batches), agreement(batches)
+    if is_full:
+        measured |= {"measured": 1.0, "measured_decode": 1.0, "predicted": 1.0}
+        agrees |= {"exact_rows": 1.0, "token_match": 1.0}
+    return {
+        "layers_per_token": sum(b["layers_run"] for b in batches) / steps if steps else None,
+        "output_tokens_per_s": sum(b["output_tokens"] for b in batches) / seconds if seconds else None,
+        "speedup": measured,
+        "agreement": agrees,
+    }

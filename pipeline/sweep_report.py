@@ -1,0 +1,136 @@
+"""A sweep for people: one line per setting, a Markdown table, and the plot of quality against measured speedup.
+
+From the sweep's document alone (`quality.json`), so that table and plot can be made anew from it.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
+    ("layers per token", lambda row: row["layers_per_token"], ".1f"),
+    ("BLEU", lambda row: row.get("bleu"), ".1f"),
+    ("chrF", lambda row: row.get("chrf"), ".1f"),
+    ("ROUGE-1", lambda row: row.get("rouge1"), ".1f"),
+    ("ROUGE-2", lambda row: row.get("rouge2"), ".1f"),
+    ("ROUGE-L", lambda row: row.get("rougeL"), ".1f"),
+    ("slots, %", lambda row: row["slot_share"], ".1f"),
+    ("loss, nats", lambda row: row["loss"], ".3f"),
+    ("perplexity", lambda row: row["perplexity"], ".3f"),
+    ("as full depth, %", lambda row: _times(row["agreement"]["token_match"], 100), ".1f"),
+    ("by layers", lambda row: row["speedup"]["layers"], ".2f"),
+    ("predicted", lambda row: row["speedup"]["predicted"], ".2f"),
+)
+"""Heading, value, format. A column that no row has a value for is left out."""
+
+COLORS = ("#0b6e99", "#d1495b", "#c98a00", "#5b8c3a", "#6f5aa8", "#555555")  # told apart in grey too, with the markers
+MARKERS = "osD^vP"
+
+
+def write_report(document: dict[str, Any], folder: Path) -> None:
+    """`quality.json`, `quality.md`, `quality.svg`, `quality.png` in `folder`."""
+    (folder / "quality.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / "quality.md").write_text(markdown(document), encoding="utf-8")
+    figure = plot(document)
+    for kind in ("svg", "png"):
+        figure.savefig(folder / f"quality.{kind}", dpi=150)
+
+
+def headline(row: Row) -> str:
+    """What one setting came to, for the progress on stderr."""
+    cells = [f"{name} {format(value, spec)}" for name, get, spec in COLUMNS if (value := get(row)) is not None]
+    failed = [f"{row['failed']} FAILED"] * bool(row["failed"])
+    return f"{row['name']}: {measured(row)}, {', '.join(cells + failed)} ({row['elapsed_s']:.0f} s)"
+
+
+def measured(row: Row) -> str:
+    """The measured speedup with its 95 % interval."""
+    value, ci95 = row["speedup"]["measured"], row["speedup"]["ci95"]
+    if value is None:
+        return "-"
+    return f"{value:.2f}x" + (f" ({ci95[0]:.2f} to {ci95[1]:.2f})" if ci95 else "")
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The table, and below it what it was measured with."""
+    rows = document["rows"]
+    columns = [column for column in COLUMNS if any(column[1](row) is not None for row in rows)]
+    lines = [
+        ["", "speedup, measured (95 %)", *(name for name, _, _ in columns)],
+        ["---", *["---:"] * (len(columns) + 1)],
+        *([row["name"], measured(row), *(_cell(get(row), spec) for _, get, spec in columns)] for row in rows),
+    ]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{table}\n\n{_legend(document)}\n"
+
+
+def _legend(document: dict[str, Any]) -> str:
+    cores = f", {document['cores']} threads" if document["cores"] else ""
+    failed = sum(row["failed"] for row in document["rows"])
+    parts = [
+        f"{document['prompts']} prompts, {document['references']} references, greedy, "
+        f"{document['config']['max_new_tokens']} new tokens at most, {document['dtype']}; "
+        f"{document['device']}{cores}, {document['date']}, torch {document['torch']}: `{document['command']}`.",
+        "Speedup: time per token at full depth of the same checkpoint over time per token, prefill included, on the same batches.",
+    ]
+    if document["slot_share_of_references"] is not None:
+        parts.append(f"The references themselves hold {document['slot_share_of_references']:.1f} % of the slots.")
+    if failed:
+        parts.append(f"{failed} rows failed and count as empty texts.")
+    return " ".join(parts)
+
+
+def _cell(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value
+
+
+def plot(document: dict[str, Any]) -> Any:
+    """One panel per measure against measured speedup; a line per label, points with their layers per token."""
+    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+
+    panels = (("bleu", "BLEU"), ("rougeL", "ROUGE-L"), ("loss", "loss of the references, nats per token"))
+    if not document["references"]:
+        panels = (("slot_share", "slot values found, %"), ("token_match", "tokens as at full depth, %"))
+    figure = Figure(figsize=(10, 4.4), layout="constrained", facecolor="white")
+    axes = figure.subplots(1, len(panels))
+    for ax, (key, title) in zip(axes, panels, strict=True):
+        _panel(ax, document["rows"], key)
+        ax.set(title=title, xlabel="measured speedup over full depth")
+        ax.grid(color="0.92")
+        ax.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return figure
+
+
+def _panel(ax: Any, rows: list[Row], key: str) -> None:
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    for index, label in enumerate(labels):
+        points = []
+        for row in (row for row in rows if row["label"] == label):
+            value = _times(row["agreement"]["token_match"], 100) if key == "token_match" else row[key]
+            if value is not None and row["speedup"]["measured"] is not None:
+                points.append((row["speedup"]["measured"], value, row))
+        points.sort(key=lambda point: point[0])
+        if not points:
+            continue
+        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+        x, y = [point[0] for point in points], [point[1] for point in points]
+        ax.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label)
+        if len(points) == 1:  # one model at full depth: the level the others are held against
+            ax.axhline(y[0], color=color, linewidth=1, linestyle=":")
+        for speed, value, row in points:
+            if row["speedup"]["ci95"]:
+                ax.hlines(value, *row["speedup"]["ci95"], color=color, linewidth=1, alpha=0.5)
+            offset = (0, 7) if index % 2 == 0 else (0, -13)
+            ax.annotate(
+                f"{row['layers_per_token']:.3g}", (speed, value), offset, textcoords="offset points",
+                color=color, fontsize=8, ha="center",
+            )  # fmt: skip
