@@ -29,7 +29,7 @@ class Texts:
 
 
 def read_texts(folder: RunFolder, state: dict[str, Any] | None) -> Texts:
-    """The texts of a run (`state` is its run.json) or of plain Parquet. Of rows with one prompt, the one of the lowest id."""
+    """The texts of a run (`state` is its run.json) or of plain Parquet."""
     source: Any = folder.root
     if state is not None:
         source = [path for status in ("ok", "failed") for path in folder.data_files(status)]
@@ -49,7 +49,10 @@ def read_texts(folder: RunFolder, state: dict[str, Any] | None) -> Texts:
 
 
 def choose_texts(rows: list[dict[str, Any]]) -> Texts:
-    """`rows` of `prompt`, `generated_text` and, where there, `id`, `error_code`, `num_generated_tokens`, `layers_run`."""
+    """Of rows with the same prompt, the one with the lowest id, whether it failed or not.
+
+    `rows` hold `prompt`, `generated_text` and, where there, `id`, `error_code`, `num_generated_tokens`, `layers_run`.
+    """
     by_prompt: dict[str, str] = {}
     failed = set()
     with_prompt = [row for row in rows if row["prompt"] is not None]

@@ -19,7 +19,7 @@ DATA_KEYS = ("data", "data.prompt_column", "data.response_column")
 def read_pairs(
     path: str, prompt_column: str, response_column: str, keys: tuple[str, str, str] = DATA_KEYS
 ) -> list[tuple[str, str]]:
-    """All pairs of a file; ConfigError says what is wrong under the names the user knows, `keys` (file, two columns)."""
+    """All pairs of a file; ConfigError names what is wrong, file and columns as the user calls them: `keys`."""
     table = _read_table(path, (prompt_column, response_column), keys[0])
     for key, name in zip(keys[1:], (prompt_column, response_column), strict=True):
         if name not in table.column_names:

@@ -1,7 +1,8 @@
 """How good texts are: BLEU, chrF and ROUGE against references, and E2E slot values that made it into the text.
 
 Pure functions over lists of strings, all figures times 100. Each text has one or more references, and texts may have
-different numbers of them. What belongs to which row is the caller's business. The metric libraries are imported where they are used.
+different numbers of them. Which reference belongs to which row is the caller's business. The metric libraries are
+imported where they are used: whoever only trains or generates does not wait for them.
 """
 
 import re
@@ -43,7 +44,7 @@ def rouge(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str
     return {name: 100 * sum(row[name].fmeasure for row in rows) / len(rows) for name in ROUGE}
 
 
-def _streams(references: Sequence[Sequence[str]]) -> list[list[str | None]]:
+def _streams(references: Sequence[Sequence[str]]) -> Any:
     """sacrebleu's layout: the first reference of every text, then the second, None where a text has no more."""
     assert all(references), "a text without a reference"
     return [list(stream) for stream in zip_longest(*references)]
@@ -53,10 +54,10 @@ def slot_share(prompts: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
     """How many slot values of the prompts, `name[The Vaults], eatType[pub]`, stand in the texts.
 
     `slot_share` over all, `slots` by name, `num_slots` looked for; None and empty where the prompts hold no slots.
-    Looked for verbatim, as whole words, case ignored, and only in slots whose value people nearly always write as it is:
-    `VERBATIM_SLOTS`. Price, rating and family-friendliness are put into words in many ways ("low cost", "five star",
-    "kids welcome") and not judged. Nor is it seen when a text claims more than the prompt says, or names a value of
-    another slot. People score below 100 too ("city center"): compare with the references' own share.
+    Looked for verbatim, as whole words, case ignored, and only in slots whose value people mostly write as it is
+    (`VERBATIM_SLOTS`). Price, rating and family-friendliness are put into words in many ways ("low cost", "five star",
+    "kids welcome") and not judged; nor is what a text claims beyond its prompt. People score below 100 too ("city
+    center", "by the river"): compare with the references' own share.
     """
     found: Counter[str] = Counter()
     asked: Counter[str] = Counter()

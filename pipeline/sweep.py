@@ -91,7 +91,7 @@ def load_sweep_config(path: str | None, overrides: Sequence[str]) -> SweepConfig
 
 
 def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
-    """Decodes and scores everything, writes `quality.{json,md,svg,png}` into `config.output`, gives back the document."""
+    """Decodes and scores everything; writes `quality.json` (what comes back), `.md`, `.svg`, `.png` into `output`."""
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")

@@ -74,7 +74,8 @@ def _legend(document: dict[str, Any]) -> str:
         f"{document['prompts']} prompts, {document['references']} references, greedy, "
         f"{document['config']['max_new_tokens']} new tokens at most, {document['dtype']}; "
         f"{document['device']}{cores}, {document['date']}, torch {document['torch']}: `{document['command']}`.",
-        "Speedup: time per token at full depth of the same checkpoint over time per token, prefill included, on the same batches.",
+        "Speedup: time per token at full depth of the same checkpoint over time per token, same batches, prefill "
+        "included.",
     ]
     if document["slot_share_of_references"] is not None:
         parts.append(f"The references themselves hold {document['slot_share_of_references']:.1f} % of the slots.")
@@ -95,10 +96,10 @@ def plot(document: dict[str, Any]) -> Any:
     """One panel per measure against measured speedup; a line per label, points with their layers per token."""
     from matplotlib.figure import Figure  # without pyplot: no global state, no display
 
-    panels = (("bleu", "BLEU"), ("rougeL", "ROUGE-L"), ("loss", "loss of the references, nats per token"))
+    panels = [("bleu", "BLEU"), ("rougeL", "ROUGE-L"), ("loss", "loss, nats per token")]
     if not document["references"]:
-        panels = (("slot_share", "slot values found, %"), ("token_match", "tokens as at full depth, %"))
-    figure = Figure(figsize=(10, 4.4), layout="constrained", facecolor="white")
+        panels = [("slot_share", "slot values found, %"), ("token_match", "tokens as at full depth, %")]
+    figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
     axes = figure.subplots(1, len(panels))
     for ax, (key, title) in zip(axes, panels, strict=True):
         _panel(ax, document["rows"], key)
@@ -124,7 +125,9 @@ def _panel(ax: Any, rows: list[Row], key: str) -> None:
         color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
         x, y = [point[0] for point in points], [point[1] for point in points]
         ax.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label)
-        if len(points) == 1:  # one model at full depth: the level the others are held against
+        if (
+            len(points) == 1 and points[0][2]["speedup"]["ci95"] is None
+        ):  # one model at full depth: the level the others are held against
             ax.axhline(y[0], color=color, linewidth=1, linestyle=":")
         for speed, value, row in points:
             if row["speedup"]["ci95"]:
@@ -132,5 +135,5 @@ def _panel(ax: Any, rows: list[Row], key: str) -> None:
             offset = (0, 7) if index % 2 == 0 else (0, -13)
             ax.annotate(
                 f"{row['layers_per_token']:.3g}", (speed, value), offset, textcoords="offset points",
-                color=color, fontsize=8, ha="center",
+                color=color, fontsize=9, ha="center",
             )  # fmt: skip

@@ -17,12 +17,14 @@ ONLY_IN = {  # third party -> the packages that may import it
     "pydantic": {"pipeline"},
     "yaml": {"pipeline"},
     "matplotlib": {"pipeline"},
+    "sacrebleu": {"pipeline"},
+    "rouge_score": {"pipeline"},
     "tokenizers": {"actors"},
     "safetensors": {"skipdecode"},
     "huggingface_hub": {"skipdecode"},
     "transformers": set(),  # the reference of the tests, never part of the product
 }
-PYPI_NAMES = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
+PYPI_NAMES = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "rouge_score": "rouge-score"}
 
 
 def imports(path: Path) -> set[str]:
