@@ -116,10 +116,8 @@ def finetune(config: FinetuneConfig, report: Callable[[dict[str, Any]], None]) -
         except ValueError as error:
             raise ConfigError(str(error)) from error
         _copy_tokenizer(config.model.source, config.output)
-
-    encoded, encoded_validation = (
-        encode_pairs(tokenizer, rows, opt_config.eos_token_id) for rows in (pairs, validation)
-    )
+    encoded = encode_pairs(tokenizer, pairs, opt_config.eos_token_id)
+    encoded_validation = encode_pairs(tokenizer, validation, opt_config.eos_token_id)
     longest = max(len(p) + len(r) for p, r in encoded + encoded_validation)
     if longest > opt_config.max_position_embeddings:
         raise ConfigError(

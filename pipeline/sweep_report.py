@@ -4,7 +4,7 @@ From the sweep's document alone (`quality.json`), so that table and plot can be 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,39 +101,36 @@ def plot(document: dict[str, Any]) -> Any:
         panels = [("slot_share", "slot values found, %"), ("token_match", "tokens as at full depth, %")]
     figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
     axes = figure.subplots(1, len(panels))
+    labels = list(dict.fromkeys(row["label"] for row in document["rows"]))
     for ax, (key, title) in zip(axes, panels, strict=True):
-        _panel(ax, document["rows"], key)
+        for index, label in enumerate(labels):
+            _line(ax, index, label, points(document["rows"], label, key))
         ax.set(title=title, xlabel="measured speedup over full depth")
         ax.grid(color="0.92")
         ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(labels), frameon=False)
     return figure
 
 
-def _panel(ax: Any, rows: list[Row], key: str) -> None:
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    for index, label in enumerate(labels):
-        points = []
-        for row in (row for row in rows if row["label"] == label):
-            value = _times(row["agreement"]["token_match"], 100) if key == "token_match" else row[key]
-            if value is not None and row["speedup"]["measured"] is not None:
-                points.append((row["speedup"]["measured"], value, row))
-        points.sort(key=lambda point: point[0])
-        if not points:
-            continue
-        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
-        x, y = [point[0] for point in points], [point[1] for point in points]
-        ax.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label)
-        if (
-            len(points) == 1 and points[0][2]["speedup"]["ci95"] is None
-        ):  # one model at full depth: the level the others are held against
-            ax.axhline(y[0], color=color, linewidth=1, linestyle=":")
-        for speed, value, row in points:
-            if row["speedup"]["ci95"]:
-                ax.hlines(value, *row["speedup"]["ci95"], color=color, linewidth=1, alpha=0.5)
-            offset = (0, 7) if index % 2 == 0 else (0, -13)
-            ax.annotate(
-                f"{row['layers_per_token']:.3g}", (speed, value), offset, textcoords="offset points",
-                color=color, fontsize=9, ha="center",
-            )  # fmt: skip
+def points(rows: Sequence[Row], label: str, key: str) -> list[tuple[float, float, Row]]:
+    """(measured speedup, figure, row) of the settings of one label that have both, by speedup."""
+    found = []
+    for row in rows:
+        value = _times(row["agreement"]["token_match"], 100) if key == "token_match" else row[key]
+        if row["label"] == label and value is not None and row["speedup"]["measured"] is not None:
+            found.append((row["speedup"]["measured"], value, row))
+    return sorted(found, key=lambda point: point[0])
+
+
+def _line(ax: Any, index: int, label: str, found: Sequence[tuple[float, float, Row]]) -> None:
+    color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+    x, y = [speed for speed, _, _ in found], [value for _, value, _ in found]
+    ax.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label)
+    if x == [1.0]:  # full depth alone: the level that the others are held against
+        ax.axhline(y[0], color=color, linewidth=1, linestyle=":")
+    for speed, value, row in found:
+        if row["speedup"]["ci95"]:
+            ax.hlines(value, *row["speedup"]["ci95"], color=color, linewidth=1, alpha=0.5)
+        place: dict[str, Any] = {"xytext": (0, 7) if index % 2 == 0 else (0, -14), "textcoords": "offset points"}
+        text = f"{row['layers_per_token']:.3g}"
+        ax.annotate(text, (speed, value), color=color, fontsize=9, ha="center", **place)
