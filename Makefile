@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench quality clean
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
@@ -31,6 +31,10 @@ check: .venv/installed  ## lint, format and types only
 
 bench: .venv/installed  ## the decoder alone, on this CPU
 	$(BIN)/python -m jobs.bench --config configs/bench-cpu.yaml
+
+E2E ?= $(wildcard data/devset.csv)
+quality: .venv/installed  ## quality against speed: make quality E2E=path/to/devset.csv; without it, without references
+	$(BIN)/python -m jobs.evaluate --sweep --config configs/quality-e2e.yaml data.path=$(or $(E2E),null)
 
 clean:
 	rm -rf .venv outputs build *.egg-info

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         return fail(f"--output-json {target}: no such folder", BAD_CONFIG)
     command = shlex.join(["python", "-m", "jobs.evaluate", *(sys.argv[1:] if argv is None else argv)])
     try:
-        document = sweep(arguments, command) if arguments.sweep else score(arguments) | {"command": command}
+        document = sweep(arguments, command) if arguments.sweep else score(arguments, command)
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
     except KeyboardInterrupt:
@@ -60,18 +60,39 @@ def main(argv: list[str] | None = None) -> int:
     return OK
 
 
-def score(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One corpus against references."""
-    from pipeline.evaluate import evaluate, load_evaluate_config
+def settings(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """The nested dict that the configuration file, the overrides and the flags stand for."""
+    from pipeline.config import read_tree, set_key
 
-    given = {
-        "generated": arguments.words[0],
-        "data.path": arguments.references,
-        "data.prompt_column": arguments.prompt_column,
-        "data.reference_column": arguments.reference_column,
-        "perplexity_pairs": 0 if arguments.no_perplexity else None,
-    }
-    document = evaluate(load_evaluate_config(arguments.config, arguments.words[1:], given), note)
+    tree = read_tree(arguments.config, overrides)
+    for key, value in (
+        ("data.path", arguments.references),
+        ("data.prompt_column", arguments.prompt_column),
+        ("data.reference_column", arguments.reference_column),
+        ("perplexity_pairs", 0 if arguments.no_perplexity else None),
+    ):
+        if value is not None:
+            set_key(tree, key, value)
+    return tree
+
+
+def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Models x schedules on one set of prompts."""
+    from pipeline.config import build_config
+    from pipeline.sweep import SweepConfig, run_sweep
+
+    document = run_sweep(build_config(SweepConfig, settings(arguments, arguments.words)), note, command)
+    note(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
+    return document
+
+
+def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+    """One corpus against references."""
+    from pipeline.config import build_config
+    from pipeline.evaluate import EvaluateConfig, evaluate
+
+    tree = settings(arguments, arguments.words[1:]) | {"generated": arguments.words[0]}
+    document = evaluate(build_config(EvaluateConfig, tree), note) | {"command": command}
     note(f"{document['prompts']} prompts of {document['generated']} against {document['references']}")
     for name, key, digits in FIGURES:
         if document[key] is not None:
@@ -90,14 +111,6 @@ FIGURES = (
     ("perplexity of the references", "perplexity", 3),
     ("layers per token", "layers_per_token", 1),
 )
-
-
-def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Models x schedules on one set of prompts."""
-    from pipeline.sweep import load_sweep_config, run_sweep
-
-    config = load_sweep_config(arguments.config, arguments.words)
-    return run_sweep(config, note, command)
 
 
 if __name__ == "__main__":

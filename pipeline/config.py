@@ -7,7 +7,7 @@ resolved here that needs a cluster, a checkpoint or an input file: `auto` stays 
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -228,7 +228,9 @@ def _describe(cls: type[Section], problem: dict[str, Any]) -> str:
         hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
         return f"{'.'.join(location)}: unknown key; {hint}"
     # A union reports every branch it tried; the key is the part of the path that is a field or an index.
-    key = ".".join(part for part in location if part.isidentifier() and part.islower() and part not in _TYPE_TAGS)
+    is_name = [part.isidentifier() and part.islower() and part not in _TYPE_TAGS for part in location]
+    is_index = [part.isdigit() and named for part, named in zip(location, [*is_name[1:], False], strict=True)]
+    key = ".".join(part for part, *keep in zip(location, is_name, is_index, strict=True) if any(keep))
     message = problem["msg"].removeprefix("Value error, ")
     return f"{key}: {message} (got {problem['input']!r})"
 
@@ -243,8 +245,17 @@ _TYPE_TAGS = frozenset({"int", "float", "str", "tuple", "constrained", "literal"
 
 def _field_names(cls: type[Section], location: Sequence[str]) -> list[str]:
     for name in location:
-        field = cls.model_fields.get(name)
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, Section):
+        if name.isdigit():  # an item of a list of sections
+            continue
+        section = _section_in(cls.model_fields[name].annotation) if name in cls.model_fields else None
+        if section is None:
             return []
-        cls = field.annotation
+        cls = section
     return list(cls.model_fields)
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field is, or that it holds a list of."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)

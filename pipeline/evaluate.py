@@ -18,7 +18,7 @@ from actors.tokenizer import OPTTokenizer
 from actors.trainer import mean_loss
 from pipeline.checks import Note
 from pipeline.cluster import num_cores
-from pipeline.config import ConfigError, Section, build_config, read_tree, set_key
+from pipeline.config import ConfigError, Section
 from pipeline.hypotheses import Texts, read_texts
 from pipeline.machine import provenance
 from pipeline.pairs import encode_pairs, read_pairs
@@ -50,15 +50,6 @@ class EvaluateConfig(Section):
     """For the perplexity; null: as the run."""
     threads: Annotated[int, Field(ge=1)] | None = None
     batch_size: Annotated[int, Field(ge=1)] = 64
-
-
-def load_evaluate_config(path: str | None, overrides: list[str], given: dict[str, Any]) -> EvaluateConfig:
-    """`given`: dotted keys set by flags; None counts as not given."""
-    tree = read_tree(path, overrides)
-    for key, value in given.items():
-        if value is not None:
-            set_key(tree, key, value)
-    return build_config(EvaluateConfig, tree)
 
 
 def evaluate(config: EvaluateConfig, note: Note) -> dict[str, Any]:

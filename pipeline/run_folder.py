@@ -70,7 +70,7 @@ class RunFolder:
         try:
             with self.filesystem.open_input_stream(self.path("run.json")) as stream:
                 state: dict[str, Any] = json.loads(stream.readall())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             raise ConfigError(f"output.path: {self.path('run.json')} is not JSON ({error}); use --overwrite") from error

@@ -10,13 +10,15 @@ from pydantic import ValidationError
 from pipeline.bench import load_bench_config
 from pipeline.config import ConfigError, JobConfig, load_config
 from pipeline.finetune import load_finetune_config
+from pipeline.sweep import load_sweep_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
 
 def loader(path: Path) -> Callable[[str, list[str]], object]:
     """A configuration file's name begins with the job that takes it."""
-    return {"bench": load_bench_config, "finetune": load_finetune_config}.get(path.stem.split("-")[0], load_config)
+    loaders = {"bench": load_bench_config, "finetune": load_finetune_config, "quality": load_sweep_config}
+    return loaders.get(path.stem.split("-")[0], load_config)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
