@@ -127,10 +127,7 @@ def _perplexity(
     torch.set_num_threads(config.threads or num_cores())
     document = {"model": None, "decode": None, "perplexity_pairs": 0} | loss_figures(None)
     if state is None or config.perplexity_pairs == 0:
-        note(
-            "perplexity: left out"
-            + ("" if state else f", {config.generated} has no run.json to name model and schedule")
-        )
+        note("perplexity: left out" + ("" if state else f"; {config.generated} has no run.json to name the policy"))
         return document | provenance(device, VERSIONS)
     policy = _load_policy(config, state, device)
     limit = policy.model.config.max_position_embeddings

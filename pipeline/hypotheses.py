@@ -43,6 +43,8 @@ def read_texts(folder: RunFolder, state: dict[str, Any] | None) -> Texts:
         optional = ("id", "error_code", "num_generated_tokens", "layers_run")
         names = ["prompt", "generated_text", *(name for name in optional if name in dataset.schema.names)]
         rows = dataset.to_table(columns=names).to_pylist()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder.shown}: no such file or folder") from error
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(f"{folder.shown}: neither a run folder nor Parquet: {error}") from error
     return choose_texts(rows)

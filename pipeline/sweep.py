@@ -96,8 +96,8 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     torch.set_num_threads(config.threads or num_cores())
-    settings = [check_run(config, index, note) for index in range(len(config.runs))]
     corpus = load_corpus(config.data, note)
+    settings = [check_run(config, index, note) for index in range(len(config.runs))]
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
