@@ -123,6 +123,8 @@ def points(rows: Sequence[Row], label: str, key: str) -> list[tuple[float, float
 
 
 def _line(ax: Any, index: int, label: str, found: Sequence[tuple[float, float, Row]]) -> None:
+    from matplotlib.patheffects import withStroke
+
     color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
     x, y = [speed for speed, _, _ in found], [value for _, value, _ in found]
     ax.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label)
@@ -131,6 +133,8 @@ def _line(ax: Any, index: int, label: str, found: Sequence[tuple[float, float, R
     for speed, value, row in found:
         if row["speedup"]["ci95"]:
             ax.hlines(value, *row["speedup"]["ci95"], color=color, linewidth=1, alpha=0.5)
-        place: dict[str, Any] = {"xytext": (0, 7) if index % 2 == 0 else (0, -14), "textcoords": "offset points"}
-        text = f"{row['layers_per_token']:.3g}"
-        ax.annotate(text, (speed, value), color=color, fontsize=9, ha="center", **place)
+        if speed != 1.0:
+            place: dict[str, Any] = {"xytext": (0, 7) if index % 2 == 0 else (0, -14), "textcoords": "offset points"}
+            halo = [withStroke(linewidth=2, foreground="white")]  # readable where it crosses a line
+            text = f"{row['layers_per_token']:.1f}".removesuffix(".0")
+            ax.annotate(text, (speed, value), color=color, fontsize=9, ha="center", path_effects=halo, **place)

@@ -466,3 +466,15 @@ def test_a_failing_baseline_costs_no_row(build: Callable[..., Generator], monkey
     assert result.answers == wanted
     assert {record["full_error"] for record in result.batches} == {"OutOfMemoryError: no room at full depth"}
     assert not any("full_output_tokens" in record for record in result.batches)
+
+
+def test_another_schedule_on_the_same_weights(build: Callable[..., Generator]) -> None:
+    first, fresh = build(baseline_fraction=1.0), build(decode={"method": "unified", "layers": 2}, baseline_fraction=1.0)
+    requests = random_requests(10)
+    before = first(requests)
+    other = first.with_decode(fresh.config.decode)
+    result = other(requests)
+    assert other.model is first.model
+    assert result.answers == fresh(requests).answers != before.answers
+    assert [batch["batch"] for batch in result.batches] == list(range(len(before.batches))), "batches count anew"
+    assert first(requests).answers == before.answers
