@@ -15,11 +15,11 @@ import pyarrow as pa
 import torch
 from pydantic import Field
 
-from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult, choose_device
+from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult, choose_device, choose_dtype
 from actors.trainer import mean_loss
 from pipeline.checks import Note, check_model, resolve_decode
 from pipeline.cluster import num_cores
-from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section, build_config, read_tree
+from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section
 from pipeline.demo_corpus import make_prompts
 from pipeline.evaluate import VERSIONS, ReferenceData, draw_pairs, group_references, loss_figures
 from pipeline.machine import provenance
@@ -85,9 +85,11 @@ class Corpus:
     pairs: list[tuple[str, str]]
     """(prompt, reference) of all `prompts`, for the loss."""
 
-
-def load_sweep_config(path: str | None, overrides: Sequence[str]) -> SweepConfig:
-    return build_config(SweepConfig, read_tree(path, overrides))
+    @property
+    def slot_share(self) -> float | None:
+        """What the references themselves reach."""
+        share: float | None = slot_share([p for p, _ in self.pairs], [text for _, text in self.pairs])["slot_share"]
+        return share
 
 
 def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
@@ -95,13 +97,30 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
-    torch.set_num_threads(config.threads or num_cores())
     corpus = load_corpus(config.data, note)
     settings = [check_run(config, index, note) for index in range(len(config.runs))]
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output: {config.output} cannot be created: {error}") from error
+    rows = measure_all(config, settings, corpus, note)
+    document = provenance(device, VERSIONS) | {
+        "dtype": str(choose_dtype(config.dtype, device)).removeprefix("torch."),
+        "command": command,
+        "config": config.model_dump(mode="json"),
+        "prompts": len(corpus.prompts),
+        "references": len(corpus.pairs),
+        "slot_share_of_references": corpus.slot_share,
+        "rows": rows,
+    }
+    write_report(document, Path(config.output))
+    return document
+
+
+def measure_all(
+    config: SweepConfig, settings: Sequence[Sequence[Setting]], corpus: Corpus, note: Note
+) -> list[dict[str, Any]]:
+    """The lines of the table; each checkpoint is loaded once. `settings`: those of each entry of `runs`."""
     total, rows = sum(map(len, settings)), list[dict[str, Any]]()
     for run, own in zip(config.runs, settings, strict=True):
         generator = Generator(generator_config(config, run.model))
@@ -113,19 +132,7 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
             row |= measure(generator.with_decode(setting.decode), corpus, pairs, config)
             rows.append(row | {"elapsed_s": time.monotonic() - started})
             note(f"[{len(rows)}/{total}] {headline(rows[-1])}")
-    document = provenance(device, VERSIONS) | {
-        "dtype": str(generator.dtype).removeprefix("torch."),
-        "command": command,
-        "config": config.model_dump(mode="json"),
-        "prompts": len(corpus.prompts),
-        "references": len(corpus.pairs),
-        "slot_share_of_references": slot_share(*zip(*corpus.pairs, strict=True))["slot_share"]
-        if corpus.pairs
-        else None,
-        "rows": rows,
-    }
-    write_report(document, Path(config.output))
-    return document
+    return rows
 
 
 def check_run(config: SweepConfig, index: int, note: Note) -> list[Setting]:
@@ -191,10 +198,10 @@ def measure(
     tokens = generator.tokenizer.encode(corpus.prompts)
     result = generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])
     texts = ["" if isinstance(a, RowFailure) else generator.tokenizer.decode(a.tokens) for a in result.answers]
-    row: dict[str, Any] = {"failed": sum(isinstance(answer, RowFailure) for answer in result.answers)}
-    row |= speed_figures(result, is_full=generator.schedule(config.max_new_tokens) == generator.full)
-    row |= scores(texts, corpus.references) if corpus.references else {}
     schedule = generator.schedule(config.max_new_tokens)
+    row: dict[str, Any] = {"failed": sum(isinstance(answer, RowFailure) for answer in result.answers)}
+    row |= speed_figures(result, is_full=schedule == generator.full)
+    row |= scores(texts, corpus.references) if corpus.references else {}
     row |= loss_figures(mean_loss(generator.model, pairs, schedule, config.batch_size) if pairs else None)
     return row | slot_share(corpus.prompts, texts)
 

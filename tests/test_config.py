@@ -8,11 +8,15 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.bench import load_bench_config
-from pipeline.config import ConfigError, JobConfig, load_config
+from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
 from pipeline.finetune import load_finetune_config
-from pipeline.sweep import load_sweep_config
+from pipeline.sweep import SweepConfig
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def load_sweep_config(path: str, overrides: list[str]) -> SweepConfig:
+    return build_config(SweepConfig, read_tree(path, overrides))
 
 
 def loader(path: Path) -> Callable[[str, list[str]], object]:
