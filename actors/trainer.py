@@ -38,7 +38,6 @@ Pair = tuple[list[int], list[int]]
 Weights = dict[str, torch.Tensor]
 
 SORTED_BATCHES = 50  # rows are sorted by length within chunks of so many batches: little padding, still shuffled
-STATE_FILE = "state.pt"
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop hands out; called on every worker at the same steps."""
+    """What the loop hands out; called on every worker at the same steps. Tensors are live: write, don't keep."""
 
     log: Callable[[dict[str, Any]], None]
     """A record: the mean loss since the last one, or a validation."""
     keep_best: Callable[[Weights, dict[str, Any]], None]
-    """The weights of the lowest mean validation loss so far (empty but on rank 0), and their record."""
+    """The weights of the lowest mean validation loss so far (empty but on rank 0), and their record. The checkpoint of
+    the same step comes first, and a run resumed from it calls again: so the two agree after any crash."""
     checkpoint: Callable[[dict[str, Any], dict[str, Any]], None]
     """What `train(resume=)` takes (empty but on rank 0), and the record of the step; `save_state` writes it."""
 
@@ -126,7 +126,10 @@ def train(
     hooks: Hooks,
     resume: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains in place and gives back the record of the best validation. `resume`: from `load_state`."""
+    """Trains in place and gives back the record of the best validation. `resume`: from `load_state`.
+
+    FloatingPointError when the loss is no number any more.
+    """
     layers, device = model.config.num_hidden_layers, model.device
     schedules = [make_schedule(d, num_layers=layers, max_new_tokens=config.horizon + 1) for d in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
@@ -136,12 +139,14 @@ def train(
     groups = _decay_groups(model, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
     total, per_epoch = num_steps(len(pairs), config), -(-len(pairs) // config.batch_size)
-    step, best, elapsed_s = 0, dict[str, Any](), 0.0
+    step, best, elapsed_s, since = 0, dict[str, Any](), 0.0, _Since()
     if resume is not None:
         _restore(loss, optimizer, resume)
         step, best, elapsed_s = resume["step"], resume["best"], resume["elapsed_s"]
+        since = _Since(resume["losses_since_log"])
+        if best and best["step"] == step:
+            hooks.keep_best(_full_state(get_model_state_dict, loss), best)
     started, epoch, batches = time.monotonic() - elapsed_s, -1, list[list[Pair]]()
-    since = _Since()
     while step < total:
         if step // per_epoch != epoch:
             epoch = step // per_epoch
@@ -151,7 +156,9 @@ def train(
             group["lr"] = _learning_rate(step, total, config)
         value = _step(module, optimizer, batches[step % per_epoch], schedules[index], config, device)
         step += 1
-        is_last = step == total
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the loss is {value} at step {step}; lower train.learning_rate")
+        is_last, is_best = step == total, False
         since.add(value, len(batches[(step - 1) % per_epoch]))
         record: dict[str, Any] = {"step": step, "steps": total, "epoch": step / per_epoch}
         record["elapsed_s"] = round(time.monotonic() - started, 1)
@@ -161,11 +168,13 @@ def train(
             losses = _validate(module, validation, config, schedules, device)
             record |= {"validation_loss": losses, "mean": sum(losses.values()) / len(losses)}
             hooks.log(record)
-            if record["mean"] < best.get("mean", math.inf):
-                best = record
-                hooks.keep_best(_full_state(get_model_state_dict, loss), best)
-        if step % config.checkpoint_every == 0 or is_last:
-            hooks.checkpoint(_state(loss, optimizer, step, best, time.monotonic() - started), record)
+            is_best = record["mean"] < best.get("mean", math.inf)
+            best = record if is_best else best
+        if step % config.checkpoint_every == 0 or is_last or is_best:
+            progress = {"step": step, "best": best, "elapsed_s": time.monotonic() - started}
+            hooks.checkpoint(_state(loss, optimizer, progress | {"losses_since_log": since.losses}), record)
+        if is_best:
+            hooks.keep_best(_full_state(get_model_state_dict, loss), best)
     model.eval().requires_grad_(False)
     return best
 
@@ -175,13 +184,17 @@ def mean_loss(model: OPT, pairs: Sequence[Pair], schedule: Schedule, batch_rows:
     return _mean_loss(ResponseLoss(model).eval(), pairs, schedule, batch_rows, model.device)
 
 
-def save_state(state: dict[str, Any], folder: str | Path) -> None:
-    """Writes what `Hooks.checkpoint` was given into an existing folder."""
-    torch.save(state, Path(folder) / STATE_FILE)
+def save_state(state: dict[str, Any], path: str | Path) -> None:
+    """Writes what `Hooks.checkpoint` was given."""
+    torch.save(state, path)
 
 
-def load_state(folder: str | Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(Path(folder) / STATE_FILE, map_location="cpu", weights_only=True)
+def load_state(path: str | Path) -> dict[str, Any]:
+    """ValueError when the file is not whole. Mapped into memory: the workers of a node share its pages."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # zip and pickle raise many kinds
+        raise ValueError(f"{path}: cannot be read: {error}") from error
     return state
 
 
@@ -196,19 +209,19 @@ def model_of(weights: Weights, config: OPTConfig) -> OPT:
 class _Since:
     """Loss and rows since the last log record."""
 
-    def __init__(self) -> None:
-        self._losses: list[float] = []
+    def __init__(self, losses: Sequence[float] = ()) -> None:
+        self.losses = list(losses)
         self._rows, self._started = 0, time.monotonic()
 
     def add(self, loss: float, rows: int) -> None:
-        self._losses.append(loss)
+        self.losses.append(loss)
         self._rows += rows
 
     def record(self) -> dict[str, float]:
         now = time.monotonic()
-        record = {"train_loss": sum(self._losses) / len(self._losses)}
+        record = {"train_loss": sum(self.losses) / len(self.losses)}
         record["pairs_per_s"] = self._rows / max(now - self._started, 1e-9)
-        self._losses, self._rows, self._started = [], 0, now
+        self.losses, self._rows, self._started = [], 0, now
         return record
 
 
@@ -337,14 +350,12 @@ def _full_state(get: Callable[..., Any], *of: Any) -> dict[str, Any]:
     return state if _world()[0] == 0 else {}
 
 
-def _state(
-    loss: ResponseLoss, optimizer: torch.optim.Optimizer, step: int, best: dict[str, Any], elapsed_s: float
-) -> dict[str, Any]:
+def _state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> dict[str, Any]:
     state = {
         "model": _full_state(get_model_state_dict, loss),
         "optimizer": _full_state(get_optimizer_state_dict, loss, optimizer),
     }
-    return state | {"step": step, "best": best, "elapsed_s": elapsed_s} if _world()[0] == 0 else {}
+    return state | progress if _world()[0] == 0 else {}
 
 
 def _restore(loss: ResponseLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -1,31 +1,59 @@
 """`python -m jobs.finetune`: trains an OPT under skip schedules, so that one checkpoint serves every speed.
 
-First form: one process on one device. Pairs come from JSONL, CSV or Parquet; the result is a Hugging Face OPT folder
-whose config.json carries the schedule that `jobs.generate` takes by default.
+Runs on Ray Train, alone or under `ray job submit --working-dir . -- python -m jobs.finetune ...`. Pairs come from
+Parquet, JSONL or CSV; the result is a Hugging Face OPT folder whose config.json carries the schedule that
+`jobs.generate` takes by default, with training.json (what was done) and training/ (log, plot, checkpoints) beside it.
+Progress goes to stderr; the last line on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input,
+nothing was started; 1 anything else.
 """
 
 import argparse
-import json
+import traceback
 
-from jobs.cli import BAD_CONFIG, fail, note, start
-from jobs.cli import result as print_result
+from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file, e.g. configs/finetune-opt-e2e.yaml")
+    parser.add_argument("-o", "--output", metavar="PATH", help="the model folder: output.path")
+    exists = parser.add_mutually_exclusive_group()
+    exists.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    exists.add_argument("--overwrite", action="store_true", help="start anew in the output folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. train.epochs=2")
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jobs.finetune", description=__doc__)
-    parser.add_argument("--config", required=True, help="YAML file, e.g. configs/finetune-opt-e2e.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. train.epochs=2")
-    arguments = parser.parse_intermixed_args(argv)
-    from pipeline.config import ConfigError
-    from pipeline.finetune import finetune, load_finetune_config
+    arguments = parse(argv)
+    from pipeline.config import ConfigError, build_config, read_tree, set_key
+    from pipeline.finetune import finetune
+    from pipeline.finetune_config import FinetuneConfig
 
     try:
-        config = load_finetune_config(arguments.config, arguments.overrides)
-        result = finetune(config, report=lambda record: note(json.dumps(record)))
+        tree = read_tree(arguments.config, arguments.overrides)
+        for key, value in (
+            ("path", arguments.output),
+            ("if_exists", "resume" if arguments.resume else "overwrite" if arguments.overwrite else None),
+        ):
+            if value is not None:
+                set_key(tree, f"output.{key}", value)
+        finished = finetune(build_config(FinetuneConfig, tree), note)
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
-    print_result(result)
-    return 0
+    except KeyboardInterrupt:
+        return fail("interrupted; the last checkpoint stays, --resume goes on from it", ERROR)
+    except Exception as error:
+        traceback.print_exc()
+        return fail(error, ERROR)
+    record, folder = finished.record, finished.folder
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in record["best"]["validation_loss"].items())
+    note(f"best validation at step {record['best']['step']} of {record['steps']}: {losses}")
+    note(f"model: {folder.root}\nlosses: {folder.training / 'loss.svg'}")
+    result({"output": str(folder.root), "was_finished": finished.was_finished} | record)
+    return OK
 
 
 if __name__ == "__main__":

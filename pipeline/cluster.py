@@ -107,26 +107,26 @@ def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) ->
             f"actors.num_actors: {low} actors need {low * num_gpus:g} GPUs, "
             f"{free.get('GPU', 0.0):g} of {cluster.num_gpus:g} are free; wait for other jobs, or ask for fewer"
         )
-    fits = sum(_fit(cpus, gpus, num_cpus, num_gpus) for cpus, gpus in _nodes(cluster))
+    fits = sum(fit(cpus, gpus, num_cpus, num_gpus) for cpus, gpus in node_shapes(cluster))
     if fits < low:
-        shapes = ", ".join(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in _nodes(cluster))
+        shapes = ", ".join(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in node_shapes(cluster))
         raise ConfigError(
             f"actors.num_actors: {low} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each; an actor "
             f"must fit into one node, and the nodes ({shapes}) hold {fits}; "
             "lower actors.num_actors, actors.num_cpus or actors.num_gpus"
         )
-    cores = min(cluster.num_cores, int(max(cpus for cpus, _ in _nodes(cluster))))  # of one node
-    per_node = -(-high // len(_nodes(cluster)))
+    cores = min(cluster.num_cores, int(max(cpus for cpus, _ in node_shapes(cluster))))  # of one node
+    per_node = -(-high // len(node_shapes(cluster)))
     threads = max(1, cores // per_node) if not num_gpus else max(1, int(num_cpus))
     return Pool(low, high, num_cpus, num_gpus, threads)
 
 
-def _nodes(cluster: Cluster) -> list[tuple[float, float]]:
+def node_shapes(cluster: Cluster) -> list[tuple[float, float]]:
     """(CPUs, GPUs) of each node."""
     return list(zip(cluster.node_cpus, cluster.node_gpus, strict=True)) or [(cluster.num_cpus, cluster.num_gpus)]
 
 
-def _fit(cpus: float, gpus: float, num_cpus: float, num_gpus: float) -> int:
+def fit(cpus: float, gpus: float, num_cpus: float, num_gpus: float) -> int:
     """How many actors a node holds."""
     by_cpu = int(cpus / num_cpus + 1e-6)
     return min(by_cpu, int(gpus / num_gpus + 1e-6)) if num_gpus else by_cpu
@@ -147,7 +147,7 @@ def _cpus_per_actor(actors: ActorsConfig, cluster: Cluster, num_actors: int, num
     share = max(cluster.num_cpus - IO_CPUS, 0.1) / num_actors
     if num_gpus or cluster.is_embedded:
         share = min(share, 1.0)  # the GPU works; or the CPUs are not real cores
-    share = min(share, max(cpus for cpus, _ in _nodes(cluster)))
+    share = min(share, max(cpus for cpus, _ in node_shapes(cluster)))
     return float(int(share)) if share >= 1 else max(0.01, int(share * 100) / 100)  # Ray wants whole numbers above 1
 
 

@@ -1,146 +1,179 @@
-"""Fine-tuning as a job: its configuration, and the call of the training loop on its pairs.
+"""One fine-tuning from configuration to a model folder: check everything, train on Ray Train, report.
 
-First form: reads the pairs into memory and trains in this process.
+No training happens in this process: Ray Train starts the workers (`pipeline.train_worker`), starts them again when one
+dies, and this process watches the log that they write.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+import shutil
+import signal
+import threading
+import time
+import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
+import ray
+import ray.train
+from ray.train.torch import TorchConfig, TorchTrainer
 
-from pipeline.config import ConfigError, Section, build_config, read_tree
-from pipeline.pairs import encode_pairs, read_pairs
-
-
-class ModelShape(Section):
-    """A model made from scratch, with a byte-level BPE tokenizer trained on the pairs."""
-
-    vocab_size: int = 1024
-    hidden_size: int = 128
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 4
-    ffn_dim: int = 512
-    max_position_embeddings: int = 2048
-
-
-class FinetuneModel(Section):
-    source: str | None = None
-    """The checkpoint to start from; null: from scratch, in `shape`."""
-    shape: ModelShape = ModelShape()
+from pipeline.checks import Note
+from pipeline.cluster import start_ray
+from pipeline.finetune_config import FinetuneConfig
+from pipeline.finetune_plan import PlannedTraining, plan_training
+from pipeline.loss_plot import plot_losses
+from pipeline.progress import LiveLine
+from pipeline.run_folder import compare_fingerprints
+from pipeline.spec import worker_path
+from pipeline.train_pool import TrainPool, plan_workers
+from pipeline.train_worker import TrainingJob, run_worker
+from pipeline.training_folder import TrainingFolder
 
 
-class FinetuneData(Section):
-    path: str = "data/train.csv"
-    validation: str = "data/validation.csv"
-    prompt_column: str = "prompt"
-    response_column: str = "response"
-    made_names_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of E2E pairs whose names are replaced by made ones (`pipeline.demo_corpus`); 0 for any other data."""
+@dataclass(frozen=True)
+class FinetuneResult:
+    record: dict[str, Any]
+    """`training.json`"""
+    folder: TrainingFolder
+    was_finished: bool = False
 
 
-class TrainSection(Section):
-    schedules: tuple[dict[str, Any], ...] = (
-        {"method": "full"},
-        {"method": "skipdecode", "speedup": 2},
-        {"method": "skipdecode", "speedup": 3},
-        {"method": "skipdecode", "speedup": 4},
-        {"method": "skipdecode", "speedup": 5},
+def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
+    """Trains what `config` asks for. ConfigError: nothing was started. Anything else raised: it broke."""
+    planned = plan_training(config, note)
+    folder, earlier = planned.folder, planned.earlier
+    if earlier is not None:
+        compare_fingerprints(earlier["fingerprint"], planned.fingerprint)
+        if earlier["state"] == "finished":
+            note(f"{folder.root}: finished before, nothing to do")
+            return FinetuneResult(earlier["record"], folder, was_finished=True)
+    cluster = start_ray()
+    pool = plan_workers(config.workers, cluster, ray.available_resources())
+    if config.output.if_exists == "overwrite":
+        folder.clear()
+    device = "a GPU" if pool.use_gpu else f"{pool.threads} threads"
+    found = folder.checkpoints()
+    note(
+        f"train: {pool.num_workers} workers with {device} each, schedules {list(planned.train.schedules)}"
+        + (f"; from the checkpoint of step {found[0][0]}" if found else "")
     )
-    horizon: Annotated[int, Field(ge=1)] = 63
-    epochs: Annotated[float, Field(gt=0)] = 3
-    batch_size: Annotated[int, Field(ge=1)] = 64
-    """Pairs per optimiser step, over all workers."""
-    accumulate: Annotated[int, Field(ge=1)] = 1
-    """Micro-batches that a worker's share of a step is cut into."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    final_learning_rate: Annotated[float, Field(ge=0)] = 2e-5
-    warmup_steps: Annotated[int, Field(ge=1)] = 300
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    distill: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the loss that compares with full depth's own distribution instead of the data."""
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
-    recompute: bool = False
-    """Activation checkpointing."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    log_every: Annotated[int, Field(ge=1)] = 20
-    checkpoint_every: Annotated[int, Field(ge=1)] = 200
-    validate_every: Annotated[int, Field(ge=1)] = 500
-    validation_rows: Annotated[int, Field(ge=1)] = 512
-    seed: int = 0
-    threads: Annotated[int, Field(ge=1)] | None = None
-    """torch threads; null: all cores."""
+    record = _execute(planned, pool)
+    return FinetuneResult(record, folder)
 
 
-class FinetuneConfig(Section):
-    model: FinetuneModel = FinetuneModel()
-    data: FinetuneData = FinetuneData()
-    train: TrainSection = TrainSection()
-    output: str = "outputs/finetuned"
+def _execute(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
+    folder = planned.folder
+    state = {
+        "state": "running",
+        "fingerprint": planned.fingerprint,
+        "config": planned.config.model_dump(mode="json"),
+    }
+    folder.write_state(state)  # first: it says that what follows is ours
+    if not folder.has_model:
+        folder.publish(lambda staging: _write_files(staging, planned.tokenizer))
+    try:
+        with LiveLine(lambda: describe(folder)):
+            best = _fit(planned, pool)
+    except BaseException:
+        folder.write_state(state | {"state": "interrupted"})
+        raise
+    finally:
+        shutil.rmtree(folder.training / "ray", ignore_errors=True)
+        plot_losses(folder)
+    record = make_record(planned, best)
+    folder.write_json("training.json", record)
+    folder.write_state(state | {"state": "finished", "record": record})  # last: a finished run has everything
+    return record
 
 
-def load_finetune_config(path: str | None, overrides: list[str]) -> FinetuneConfig:
-    return build_config(FinetuneConfig, read_tree(path, overrides))
+def _write_files(staging: Path, files: dict[str, bytes]) -> None:
+    for name, contents in files.items():
+        (staging / name).write_bytes(contents)
 
 
-def finetune(config: FinetuneConfig, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Trains and writes `config.output`; gives back the record of the best validation."""
-    import torch
-
-    from actors.tokenizer import OPTTokenizer, train_tokenizer
-    from actors.trainer import Hooks, TrainConfig, Weights, init_weights, model_of, train
-    from pipeline.demo_corpus import vary_names
-    from skipdecode.config import OPTConfig
-    from skipdecode.model import OPT
-    from skipdecode.weights import load_opt, save_opt
-
-    data = config.data
-    pairs = read_pairs(data.path, data.prompt_column, data.response_column)
-    pairs = list(vary_names(pairs, data.made_names_share, config.train.seed))
-    validation = read_pairs(data.validation, data.prompt_column, data.response_column)
-    torch.set_num_threads(config.train.threads or os.cpu_count() or 1)
-    if config.model.source is None:
-        opt_config = OPTConfig(**config.model.shape.model_dump())
-        train_tokenizer((text for pair in pairs for text in pair), opt_config.vocab_size, config.output)
-        model = OPT(opt_config)
-        init_weights(model, config.train.seed)
-        tokenizer = OPTTokenizer(config.output, opt_config)
-    else:
-        try:
-            model = load_opt(config.model.source)
-            opt_config = model.config
-            tokenizer = OPTTokenizer(config.model.source, opt_config)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        _copy_tokenizer(config.model.source, config.output)
-    encoded = encode_pairs(tokenizer, pairs, opt_config.eos_token_id)
-    encoded_validation = encode_pairs(tokenizer, validation, opt_config.eos_token_id)
-    longest = max(len(p) + len(r) for p, r in encoded + encoded_validation)
-    if longest > opt_config.max_position_embeddings:
-        raise ConfigError(
-            f"data: the longest pair has {longest} tokens, the model {opt_config.max_position_embeddings} positions"
-        )
-    fields = config.train.model_dump(exclude={"threads"})
-
-    def keep_best(weights: Weights, record: dict[str, Any]) -> None:
-        stored = replace(
-            opt_config, skip_decode={"method": "skipdecode", "speedup": 2, "horizon": config.train.horizon}
-        )
-        save_opt(model_of(weights, stored), config.output, dtype=torch.bfloat16)
-
-    hooks = Hooks(report, keep_best, checkpoint=lambda state, record: None)
-    best = train(model, encoded, encoded_validation, TrainConfig(**fields), hooks)
-    return {"output": config.output, "num_pairs": len(pairs), "best": best}
+def _fit(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
+    """Runs the workers to their end; the record of the best validation."""
+    config = planned.config
+    source = None if planned.source is None else worker_path(str(config.model.source), planned.source)
+    pairs = ray.put((planned.pairs.tokens, planned.validation.tokens))
+    job = TrainingJob(planned.folder.root, source, planned.opt, planned.train, config.output.dtype, pool.threads, pairs)
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths are relative to where the job was started
+    trainer = TorchTrainer(
+        run_worker,
+        train_loop_config={"job": job},
+        torch_config=TorchConfig(backend="nccl" if pool.use_gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=pool.num_workers,
+            use_gpu=pool.use_gpu,
+            resources_per_worker={"CPU": pool.num_cpus} | ({"GPU": 1} if pool.use_gpu else {}),
+        ),
+        run_config=ray.train.RunConfig(
+            name=uuid.uuid4().hex[:12],
+            storage_path=str(planned.folder.training / "ray"),  # holds nothing: our checkpoints are our own
+            failure_config=ray.train.FailureConfig(max_failures=config.workers.max_failures),
+            logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    outcome: dict[str, Any] = _with_own_interrupt(trainer)
+    if "error" in outcome:
+        raise RuntimeError(outcome["error"])
+    best: dict[str, Any] = outcome["best"]
+    return best
 
 
-def _copy_tokenizer(source: str, folder: str) -> None:
-    from skipdecode.weights import resolve_source
+def _with_own_interrupt(trainer: TorchTrainer) -> Any:
+    """Ray Train takes SIGINT for itself, and leaves the process with exit code 0; here it is a KeyboardInterrupt."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return trainer.fit().return_value
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"):
-        found = resolve_source(source) / name
-        if found.is_file():
-            (Path(folder) / name).write_bytes(found.read_bytes())
+
+def describe(folder: TrainingFolder) -> str | None:
+    """The progress line: step, loss, speed, time to go."""
+    records = folder.records()
+    lines = [record for record in records if "train_loss" in record]
+    if not lines:
+        return "starting workers"
+    last = lines[-1]
+    validations = [record for record in records if "mean" in record]
+    # of this session alone: a resumed run may be on another machine
+    started = max((i for i, record in enumerate(records) if "start" in record), default=0)
+    recent = [record for record in records[started:] if "train_loss" in record][-10:]
+    steps = recent[-1]["step"] - recent[0]["step"] if recent else 0
+    eta = "?"
+    if steps:
+        per_step = (recent[-1]["elapsed_s"] - recent[0]["elapsed_s"]) / steps
+        eta = f"{per_step * (last['steps'] - last['step']):.0f} s"
+    return (
+        f"step {last['step']}/{last['steps']} ({100 * last['step'] / last['steps']:.0f} %)   "
+        f"loss {last['train_loss']:.4f}   "
+        + (f"validation {validations[-1]['mean']:.4f}   " if validations else "")
+        + f"{last['pairs_per_s']:.1f} pairs/s   {last['elapsed_s']:.0f} s   ETA {eta}"
+    )
+
+
+def make_record(planned: PlannedTraining, best: dict[str, Any]) -> dict[str, Any]:
+    """`training.json`: what was made, how, from what, on what."""
+    records = planned.folder.records()
+    starts = [record["start"] | {"from_step": record["step"]} for record in records if "start" in record]
+    steps = [record for record in records if "train_loss" in record]
+    return {
+        "best": best,
+        "steps": planned.num_steps,
+        "duration_s": steps[-1]["elapsed_s"],
+        "pairs": len(planned.pairs.tokens),
+        "validation_pairs": len(planned.validation.tokens),
+        "skipped_rows": len(planned.pairs.problems) + len(planned.validation.problems),
+        "response_tokens": sum(len(response) for _, response in planned.pairs.tokens),
+        "skip_decode": planned.opt.skip_decode,
+        "sessions": starts,
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "config": planned.config.model_dump(mode="json"),
+    }

@@ -1,54 +1,184 @@
-"""(prompt, response) pairs from a CSV, JSONL or Parquet file, as text and as tokens: what training and evaluation read.
+"""(prompt, response) pairs from Parquet, JSONL and CSV files, as text and as tokens: what training and evaluation read.
 
-Everything is held in memory. Prompt corpora are another matter (`pipeline.input`).
+Files are found and read as prompts are (`pipeline.input`). Everything is held in memory; prompt corpora stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet
+import pyarrow.parquet as pq
 
 from actors.tokenizer import OPTTokenizer
-from pipeline.config import ConfigError
+from pipeline.config import ConfigError, InputConfig
+from pipeline.input.csv_rows import read_csv_header
+from pipeline.input.files import Listing, SourceFile, blame, list_input, open_stream
+from pipeline.input.formats import iter_rows
+from pipeline.input.json_rows import json_kind
+from pipeline.input.parquet_columns import is_text_type, to_text
+from pipeline.input.scan import unknown_columns
+from pipeline.schema import BAD_LINE
 
-DATA_KEYS = ("data", "data.prompt_column", "data.response_column")
+NO_ID = "\0"  # pairs have no ids; no column bears this name
+
+SHOWN = 5  # bad rows that an error lists
+
+
+class Keys(NamedTuple):
+    """What the user calls the files and columns; errors blame these."""
+
+    path: str = "data.path"
+    prompt: str = "data.prompt_column"
+    response: str = "data.response_column"
+
+
+DATA_KEYS = Keys()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Good rows in file order, and what is wrong with the others."""
+
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    where: list[str] = field(default_factory=list)
+    """File and row of each text, for messages."""
+    problems: list[str] = field(default_factory=list)
+    """One sentence per bad row: where and why."""
 
 
 def read_pairs(
-    path: str, prompt_column: str, response_column: str, keys: tuple[str, str, str] = DATA_KEYS
+    path: str | Sequence[str], prompt_column: str, response_column: str, keys: tuple[str, str, str] = DATA_KEYS
 ) -> list[tuple[str, str]]:
-    """All pairs of a file; ConfigError names what is wrong, file and columns as the user calls them: `keys`."""
-    table = _read_table(path, (prompt_column, response_column), keys[0])
-    for key, name in zip(keys[1:], (prompt_column, response_column), strict=True):
-        if name not in table.column_names:
-            raise ConfigError(f"{key}: {path} has no column {name!r}; it has: {', '.join(table.column_names)}")
-    pairs = list(zip(table[prompt_column].to_pylist(), table[response_column].to_pylist(), strict=True))
-    for row, (prompt, response) in enumerate(pairs):
-        for name, text in ((prompt_column, prompt), (response_column, response)):
-            if not text:
-                raise ConfigError(f"{keys[0]}: {path}: row {row} has an empty {name}")
-            if not isinstance(text, str):
-                raise ConfigError(f"{keys[0]}: {path}: row {row} has {text!r} as {name}, which is no text")
-    if not pairs:
-        raise ConfigError(f"{keys[0]}: {path}: no rows")
+    """All pairs; ConfigError when files or columns are missing, or a single row is bad."""
+    pairs = scan_pairs(path, prompt_column, response_column, keys)
+    refuse_problems(pairs.problems, keys[0])
+    return pairs.texts
+
+
+def refuse_problems(problems: Sequence[str], key: str, remedy: str = "repair or remove them") -> None:
+    """ConfigError that shows the first bad rows and their number."""
+    if problems:
+        more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise ConfigError("\n".join([f"{key}: {len(problems)} bad rows; {remedy}", *problems[:SHOWN], *more]))
+
+
+def scan_pairs(
+    path: str | Sequence[str], prompt_column: str, response_column: str, keys: tuple[str, str, str] = DATA_KEYS
+) -> Pairs:
+    """Good pairs and problems. ConfigError for what is no row's fault: files, formats, missing columns.
+
+    An empty prompt is a prompt; an empty response is a problem.
+    """
+    if prompt_column == response_column:
+        raise ConfigError(f"{keys[2]}: is the prompt column too ({prompt_column!r}); name another column")
+    paths = (path,) if isinstance(path, str) else tuple(path)
+    config = InputConfig(path=paths, prompt_column=prompt_column, id_column=NO_ID)
+    pairs = Pairs()
+    try:
+        listing = _list(config, keys)
+        for file in listing.files:
+            for where, prompt, response, fault in _rows(listing, file, config, response_column, keys):
+                reason = fault or _fault(prompt_column, prompt) or _fault(response_column, response, may_be_empty=False)
+                if reason:
+                    pairs.problems.append(f"{where}: {reason}")
+                else:
+                    pairs.texts.append((prompt, response))
+                    pairs.where.append(where)
+    except ConfigError as error:  # the readers speak of `input:`
+        message = str(error).replace("input.path", keys[0]).replace("input.prompt_column", keys[1])
+        raise ConfigError(message) from error
+    if not pairs.texts and not pairs.problems:
+        raise ConfigError(f"{keys[0]}: {', '.join(paths)}: no rows")
     return pairs
 
 
-def _read_table(path: str, text_columns: Sequence[str], key: str) -> pa.Table:
+def _list(config: InputConfig, keys: tuple[str, str, str]) -> Listing:
     try:
-        if path.endswith(".csv"):
-            return pa.csv.read_csv(
-                path,
-                parse_options=pa.csv.ParseOptions(newlines_in_values=True),
-                convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(text_columns, pa.string())),
-            )
-        if path.endswith((".jsonl", ".json")):
-            return pa.json.read_json(path)
-        return pa.parquet.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ConfigError(f"{key}: {path}: {error}") from error
+        listing = list_input(config)
+    except ConfigError as error:
+        if str(error).startswith("input.format"):  # there is no such key here: the name decides
+            raise ConfigError(f"{keys[0]}: give files named .parquet, .jsonl, .csv or .tsv ({error})") from error
+        raise
+    if listing.format not in ("parquet", "jsonl", "csv"):
+        raise ConfigError(f"{keys[0]}: {listing.files[0].path} is {listing.format}; pairs are Parquet, JSONL or CSV")
+    return listing
+
+
+def _fault(column: str, value: Any, *, may_be_empty: bool = True) -> str:
+    """What is wrong with a value; empty: nothing."""
+    if value is None:
+        return f"column {column!r} is missing or null"
+    if not isinstance(value, str):
+        return f"column {column!r} must be a string, got {json_kind(value)}"
+    return "" if value or may_be_empty else f"column {column!r} is empty"
+
+
+Row = tuple[str, Any, Any, str]
+"""Where, prompt, response, and what the reader found wrong."""
+
+
+def _rows(
+    listing: Listing, file: SourceFile, config: InputConfig, response_column: str, keys: tuple[str, str, str]
+) -> Iterator[Row]:
+    columns = ((keys[1], config.prompt_column), (keys[2], response_column))
+    with blame(f"input.path: {file.path}"):
+        if listing.format == "parquet":
+            yield from _parquet_rows(listing, file, columns)
+            return
+        if listing.format == "csv":
+            with open_stream(listing.filesystem, file) as stream:
+                _check_columns(file, columns, read_csv_header(stream, file.path))
+        yield from _text_rows(listing, file, config, columns)
+
+
+def _text_rows(
+    listing: Listing, file: SourceFile, config: InputConfig, columns: Sequence[tuple[str, str]]
+) -> Iterator[Row]:
+    names = [name for _, name in columns]
+    seen: dict[str, None] = {}
+    held: list[Row] = []  # until a row shows that the columns are there: else the file lacks them, not each row
+    with open_stream(listing.filesystem, file) as stream:
+        for row in iter_rows(stream, file.path, listing.format, config):
+            fault = row.error_message.removeprefix(f"{file.path} ") if row.error_code == BAD_LINE else ""
+            where = f"{file.path} {'line' if listing.format == 'jsonl' else 'row'} {row.number + 1}"
+            if fault:  # it begins with its line
+                line, _, fault = fault.partition(": ")
+                where = f"{file.path} {line}"
+            held.append((where, row.fields.get(names[0]), row.fields.get(names[1]), fault))
+            if not all(name in seen for name in names):
+                seen.update(dict.fromkeys(row.fields))
+            if all(name in seen for name in names):
+                yield from held
+                held = []
+    if held and seen:
+        _check_columns(file, columns, list(seen))
+    yield from held
+
+
+def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    names = [name for _, name in columns]
+    with pq.ParquetFile(listing.filesystem.open_input_file(file.path)) as parquet:
+        schema = parquet.schema_arrow
+        _check_columns(file, columns, schema.names)
+        for key, name in columns:
+            if not is_text_type(schema.field(name).type):
+                type_ = schema.field(name).type
+                raise ConfigError(f"{key}: {name!r} in {file.path} has type {type_}; it must be a string")
+        number = 0
+        for batch in parquet.iter_batches(columns=names):
+            (prompts, bad_prompts), (responses, bad_responses) = (to_text(batch.column(name)) for name in names)
+            values = zip(prompts.to_pylist(), responses.to_pylist(), bad_prompts, bad_responses, strict=True)
+            for prompt, response, *bad in values:
+                number += 1
+                faults = [name for name, is_bad in zip(names, bad, strict=True) if is_bad]
+                fault = f"column {faults[0]!r} is not valid UTF-8" if faults else ""
+                yield f"{file.path} row {number}", prompt, response, fault
+
+
+def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: Sequence[str]) -> None:
+    for key, name in columns:
+        if name not in found:
+            raise ConfigError(f"{key}: {file.path} has {unknown_columns(name, found)}")
 
 
 def encode_pairs(

@@ -4,7 +4,8 @@ every few seconds, so that a job log stays readable."""
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import ray
 
@@ -22,17 +23,16 @@ def describe(counts: dict[str, int], total: int, elapsed_s: float) -> str:
     return f"{share}   {rate:.0f} output tokens/s   {counts['failed']} failed   {elapsed_s:.0f} s   ETA {eta}"
 
 
-class Progress:
-    """`with Progress(collector, total):` while the pipeline runs."""
+class LiveLine:
+    """`with LiveLine(line):` shows what `line()` says now and then, and at the end; None: nothing new."""
 
-    def __init__(self, collector: Any, total: int) -> None:
-        self._collector, self._total = collector, total
+    def __init__(self, line: Callable[[], str | None]) -> None:
+        self._line = line
         self._is_terminal = sys.stderr.isatty()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="progress")
-        self._started = time.monotonic()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -46,13 +46,27 @@ class Progress:
             self._show(last=False)
 
     def _show(self, last: bool) -> None:
-        try:
-            counts = ray.get(self._collector.counts.remote(), timeout=10)
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            return  # figures only; the run itself says when something is wrong
-        line = describe(counts, self._total, time.monotonic() - self._started)
+        line = self._line()
+        if line is None:
+            return
         if self._is_terminal:
             sys.stderr.write(f"\r\x1b[K{line}" + ("\n" if last else ""))
         else:
             sys.stderr.write(f"progress: {line}\n")
         sys.stderr.flush()
+
+
+class Progress(LiveLine):
+    """`with Progress(collector, total):` while the pipeline runs."""
+
+    def __init__(self, collector: Any, total: int) -> None:
+        super().__init__(self._describe)
+        self._collector, self._total = collector, total
+        self._started = time.monotonic()
+
+    def _describe(self) -> str | None:
+        try:
+            counts = ray.get(self._collector.counts.remote(), timeout=10)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            return None  # figures only; the run itself says when something is wrong
+        return describe(counts, self._total, time.monotonic() - self._started)

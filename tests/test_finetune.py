@@ -28,8 +28,8 @@ def pairs(tmp_path: Path) -> Path:
 def finetune(pairs: Path, output: Path, *more: str) -> int:
     data = f"data={{path: {pairs}, validation: {pairs}}}"
     train = "train={epochs: 60, batch_size: 64, learning_rate: 0.01, warmup_steps: 10, \
-        validate_every: 60, horizon: 7, threads: 1}"
-    return main(["--config", "/dev/null", SHAPE, data, train, f"output={output}", *more])
+        validate_every: 60, horizon: 7}"
+    return main(["--config", "/dev/null", SHAPE, data, train, "workers.threads=1", "-o", str(output), *more])
 
 
 def test_it_learns_every_speed(pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,202 @@
+"""What is checked before a fine-tuning starts: base model, schedules, pairs, output folder. All errors: `ConfigError`.
+
+Nothing is written here, and Ray is not started.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actors.tokenizer import OPTTokenizer, train_tokenizer
+from actors.trainer import Pair, TrainConfig, num_steps
+from pipeline.checks import Note
+from pipeline.config import ConfigError
+from pipeline.demo_corpus import vary_names
+from pipeline.finetune_config import HOW, FinetuneConfig, FinetuneData, FinetuneModel, TrainSection
+from pipeline.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
+from pipeline.run_folder import digest_files
+from pipeline.training_folder import TOKENIZER_FILES, TrainingFolder, check_apart
+from skipdecode.config import OPTConfig
+from skipdecode.plan import make_schedule
+from skipdecode.weights import check_folder, resolve_source
+
+CODE_VERSION = 1  # raise when a change alters the weights that the same configuration gives
+
+Texts = list[tuple[str, str]]
+Files = dict[str, bytes]
+"""Name -> contents."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The pairs that will be used, and what is wrong with the other rows."""
+
+    texts: Texts
+    tokens: list[Pair]
+    problems: list[str]
+
+
+@dataclass(frozen=True)
+class PlannedTraining:
+    """A fine-tuning that was found possible."""
+
+    config: FinetuneConfig
+    train: TrainConfig
+    folder: TrainingFolder
+    earlier: dict[str, Any] | None
+    """`training/run.json` of the run to resume."""
+    source: Path | None
+    """The folder of the model to start from; None: from scratch."""
+    opt: OPTConfig
+    """With the schedule that the result carries."""
+    tokenizer: Files
+    pairs: Corpus
+    validation: Corpus
+    num_steps: int
+    fingerprint: dict[str, Any]
+    """Everything that decides the weights, flat: a resumed run must agree in every entry."""
+
+
+def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
+    """Checks everything that needs no cluster, cheapest first."""
+    folder, earlier = _check_output(config)
+    source, opt = _check_model(config.model)
+    opt = replace(opt, skip_decode=check_schedules(config.train, opt.num_hidden_layers))
+    pairs, validation = _scan(config.data, "path"), _scan(config.data, "validation")
+    pairs = replace(pairs, texts=list(vary_names(pairs.texts, config.data.made_names_share, config.train.seed)))
+    files, tokenizer = _make_tokenizer(source, opt, pairs.texts, folder if earlier else None)
+    train, held_out = (_encode(found, tokenizer, opt) for found in (pairs, validation))
+    for corpus, name in ((train, "path"), (held_out, "validation")):
+        _refuse(corpus, f"data.{name}", config.data)
+    recipe = train_config(config.train)
+    steps = num_steps(len(train.tokens), recipe)
+    note(
+        f"data: {len(train.tokens)} pairs in {steps} steps of {recipe.batch_size}, {len(held_out.tokens)} pairs for "
+        f"validation; {len(train.problems) + len(held_out.problems)} bad rows left out"
+    )
+    prints = _fingerprint(config, source, opt, train, held_out)
+    return PlannedTraining(config, recipe, folder, earlier, source, opt, files, train, held_out, steps, prints)
+
+
+def train_config(section: TrainSection) -> TrainConfig:
+    return TrainConfig(**section.model_dump(exclude={"default_schedule"}))
+
+
+def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, dict[str, Any] | None]:
+    folder = TrainingFolder.open(config.output.path)
+    others = {} if config.model.source is None else {"model.source": config.model.source}
+    for name in ("path", "validation"):
+        others |= {f"data.{name}: {path}": path for path in getattr(config.data, name)}
+    check_apart(folder, config.output, others)
+    return folder, folder.check(config.output.if_exists)
+
+
+def _check_model(model: FinetuneModel) -> tuple[Path | None, OPTConfig]:
+    """Where the weights are, and their shape."""
+    if model.source is None:
+        with _blame("model.shape: "):
+            return None, OPTConfig(**model.shape.model_dump())
+    with _blame(""):
+        folder = resolve_source(model.source)
+        opt = OPTConfig.from_folder(folder)
+        check_folder(folder)
+    return folder, opt
+
+
+@contextmanager
+def _blame(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+def check_schedules(train: TrainSection, num_layers: int) -> dict[str, Any]:
+    """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
+    for index, decode in enumerate(train.schedules):
+        _check_schedule(f"train.schedules[{index}]", decode, train.horizon, num_layers)
+    default = train.default_schedule
+    if default is None:
+        skipping = [decode for decode in train.schedules if decode.get("method", "skipdecode") != "full"]
+        wanted = {"method": "skipdecode", "speedup": 2}
+        default = wanted if wanted in skipping else skipping[0] if skipping else {"method": "full"}
+    _check_schedule("train.default_schedule", default, train.horizon, num_layers)
+    default = {"method": "skipdecode"} | {key: value for key, value in default.items() if value is not None}
+    falls = default["method"] in ("skipdecode", "early_exit")
+    return default | ({"horizon": default.get("horizon", train.horizon)} if falls else {})
+
+
+def _check_schedule(key: str, decode: dict[str, Any], horizon: int, num_layers: int) -> None:
+    try:
+        make_schedule(decode, num_layers=num_layers, max_new_tokens=horizon + 1)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("decode.", f"{key}.").replace("decode: ", f"{key}: ")) from error
+
+
+def _scan(data: FinetuneData, name: str) -> Pairs:
+    keys = (f"data.{name}", "data.prompt_column", "data.response_column")
+    return scan_pairs(getattr(data, name), data.prompt_column, data.response_column, keys)
+
+
+def _make_tokenizer(
+    source: Path | None, opt: OPTConfig, texts: Texts, earlier: TrainingFolder | None
+) -> tuple[Files, OPTTokenizer]:
+    """The tokenizer and its files: of `source`, of the run to resume, or trained on `texts`."""
+    with tempfile.TemporaryDirectory() as scratch, _blame(""):
+        folder = source or (earlier.root if earlier and (earlier.root / "tokenizer.json").is_file() else None)
+        if folder is None:
+            folder = Path(scratch)
+            train_tokenizer((text for pair in texts for text in pair), opt.vocab_size, folder)
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+        return files, OPTTokenizer(folder, opt)
+
+
+def _encode(pairs: Pairs, tokenizer: OPTTokenizer, opt: OPTConfig) -> Corpus:
+    """Pairs that fit the model's context; the others become problems."""
+    corpus = Corpus([], [], list(pairs.problems))
+    tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_id)
+    for texts, where, (prompt, response) in zip(pairs.texts, pairs.where, tokens, strict=True):
+        if len(prompt) + len(response) <= opt.max_position_embeddings:
+            corpus.texts.append(texts)
+            corpus.tokens.append((prompt, response))
+        else:
+            corpus.problems.append(
+                f"{where}: {len(prompt)} prompt and {len(response)} response tokens, "
+                f"the model has {opt.max_position_embeddings} positions"
+            )
+    return corpus
+
+
+def _refuse(corpus: Corpus, key: str, data: FinetuneData) -> None:
+    if data.bad_rows == "fail":
+        refuse_problems(corpus.problems, key, "repair them, or leave them out with data.bad_rows=skip")
+    if not corpus.tokens:
+        refuse_problems(corpus.problems, key, "no good row is left")
+
+
+def _fingerprint(
+    config: FinetuneConfig, source: Path | None, opt: OPTConfig, train: Corpus, validation: Corpus
+) -> dict[str, Any]:
+    entries: dict[str, Any] = {"code_version": CODE_VERSION, "output.dtype": config.output.dtype}
+    recipe = config.train.model_dump(mode="json", exclude=set(HOW))
+    recipe["default_schedule"] = opt.skip_decode
+    entries |= {f"train.{key}": value for key, value in recipe.items()}
+    if source is None:
+        entries |= {f"model.shape.{key}": value for key, value in config.model.shape.model_dump().items()}
+    else:
+        entries["model.files"] = digest_files(source)  # its tokenizer's too
+    entries["data.pairs"], entries["data.validation_pairs"] = _digest(train.texts), _digest(validation.texts)
+    return entries
+
+
+def _digest(texts: Sequence[tuple[str, str]]) -> str:
+    total = hashlib.sha256()
+    for prompt, response in texts:
+        total.update(f"{len(prompt)} {prompt}{len(response)} {response}".encode())
+    return total.hexdigest()

@@ -1,0 +1,172 @@
+"""The output folder of a fine-tuning: the model itself, and under `training/` what a resume and a reader need.
+
+Whatever is visible under its final name is whole: every file is written beside its place and renamed. A checkpoint is
+one file, so no manifest can disagree with it (Ray Train's own manifest of checkpoints is rewritten in place, and a kill
+at that moment leaves a run that cannot be restored). Only rank 0 and the driver write, never at the same time. Local or
+shared filesystems; no object stores.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import ConfigError, OutputConfig
+
+KEEP = 2  # checkpoints
+WEIGHTS = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+# the weights last: with them the folder is a model, and by then the rest is there
+MODEL_FILES = (*TOKENIZER_FILES, "config.json", WEIGHTS)
+OURS = (*MODEL_FILES, "training.json", "training")  # the last holds run.json, which says that the rest is ours
+
+Loaded = tuple[int, dict[str, Any]]
+"""Step and contents of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class TrainingFolder:
+    root: Path
+
+    @classmethod
+    def open(cls, path: str) -> "TrainingFolder":
+        """Nothing is created."""
+        if "://" in path:
+            raise ConfigError(f"output.path: {path}: a model is written to a folder that every worker sees, not a URI")
+        return cls(Path(path).expanduser().absolute())
+
+    @property
+    def training(self) -> Path:
+        return self.root / "training"
+
+    @property
+    def log(self) -> Path:
+        return self.training / "log.jsonl"
+
+    @property
+    def has_model(self) -> bool:
+        return (self.root / WEIGHTS).is_file()
+
+    def check(self, if_exists: str) -> dict[str, Any] | None:
+        """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
+        if self.root.exists() and not self.root.is_dir():
+            raise ConfigError(f"output.path: {self.root} is a file")
+        state = self.read_state()
+        if if_exists == "resume" and state is not None:
+            return state
+        there = [name for name in OURS if (self.root / name).exists()]
+        if if_exists == "overwrite" and there and state is None:
+            raise ConfigError(
+                f"output.path: {self.root} holds {', '.join(there)} and no training/run.json: no run of ours wrote it, "
+                "and --overwrite will not delete it; choose another output.path"
+            )
+        if if_exists == "overwrite" or not self.root.exists() or not any(self.root.iterdir()):
+            return None
+        if if_exists == "resume":
+            raise ConfigError(f"output.path: {self.root} holds no training/run.json to resume")
+        raise ConfigError(
+            f"output.path: {self.root} exists already; use --resume to go on with it, --overwrite to start anew, "
+            "or another output.path"
+        )
+
+    def clear(self) -> None:
+        """Removes what a run writes, and nothing else that may lie there."""
+        for name in OURS:
+            path = self.root / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def read_state(self) -> dict[str, Any] | None:
+        """`training/run.json`, or None."""
+        path = self.training / "run.json"
+        try:
+            state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as error:
+            raise ConfigError(f"output.path: {path} is not JSON ({error}); use another output.path") from error
+        return state
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        self.write_json("training/run.json", state)
+
+    def write_json(self, name: str, document: dict[str, Any]) -> None:
+        with self.whole(name) as path:
+            path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+    @contextmanager
+    def whole(self, name: str) -> Iterator[Path]:
+        """A path to write to; what was written appears as `name` when the block ends well, or not at all."""
+        target = self.root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged = target.with_name(f"{target.name}.tmp")
+        yield staged
+        with staged.open("rb") as file:
+            os.fsync(file.fileno())  # the name must not outlive the bytes when the machine goes down
+        os.replace(staged, target)
+
+    def publish(self, write: Callable[[Path], None]) -> None:
+        """`write(folder)` makes some of MODEL_FILES; they replace those of the model, one by one, the weights last."""
+        staging = self.training / "staging"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        write(staging)
+        for name in MODEL_FILES:
+            if (staging / name).is_file():
+                with self.whole(name) as path:
+                    os.replace(staging / name, path)
+        shutil.rmtree(staging)
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> None:
+        """`write(path)` makes the file; the last KEEP stay."""
+        with self.whole(f"training/checkpoints/step-{step:09d}.pt") as path:
+            write(path)
+        for _, old in self.checkpoints()[KEEP:]:
+            old.unlink()
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, file), newest first."""
+        files = sorted((self.training / "checkpoints").glob("step-*.pt"), reverse=True)
+        return [(int(path.stem.removeprefix("step-")), path) for path in files]
+
+    def load_checkpoint(self, load: Callable[[Path], dict[str, Any]]) -> Loaded | None:
+        """The newest that `load` can read (it raises ValueError otherwise); what is newer is removed."""
+        for step, path in self.checkpoints():
+            try:
+                return step, load(path)
+            except ValueError:
+                path.unlink()  # the disk failed it; another of that step is to come
+        return None
+
+    def records(self) -> list[dict[str, Any]]:
+        """The log; a torn last line is left out."""
+        return list(self._records())
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        if not self.log.is_file():
+            return
+        with self.log.open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+    def rewind_log(self, step: int) -> None:
+        """Forgets what was logged after `step`: it will be logged again."""
+        records = [record for record in self._records() if record["step"] <= step]
+        with self.whole("training/log.jsonl") as path:
+            path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+    def append_log(self, record: dict[str, Any]) -> None:
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def check_apart(folder: TrainingFolder, output: OutputConfig, others: dict[str, str]) -> None:
+    """ConfigError when one of `others` (key -> path) lies in the output: --overwrite would delete it."""
+    root = folder.root.resolve()
+    for key, path in others.items():
+        if "://" not in path and (Path(path).expanduser().resolve() / "x").is_relative_to(root):
+            raise ConfigError(f"{key}: {path} lies in output.path ({output.path}); choose an output.path of its own")
