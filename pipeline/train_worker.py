@@ -5,6 +5,8 @@ The loop itself is `actors.trainer`, which knows no Ray.
 """
 
 import datetime
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +91,12 @@ def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """With what this session trains."""
+    """Where and with what this session trains: rank 0's process and device."""
     is_cuda = device.type == "cuda"
     return {
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
         "workers": dist.get_world_size(),
         "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
         "threads": torch.get_num_threads(),

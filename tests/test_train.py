@@ -15,13 +15,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from actors.trainer import Hooks, TrainConfig, init_weights, length_sorted_batches, mean_loss, model_of, train
+from actors.trainer import (
+    Hooks,
+    TrainConfig,
+    _parts,
+    init_weights,
+    length_sorted_batches,
+    load_state,
+    mean_loss,
+    model_of,
+    save_state,
+    train,
+)
 from skipdecode.config import OPTConfig
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
 from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, Unified
 from skipdecode.sampling import Sampling
-from skipdecode.train import IGNORE, response_loss, teacher_batch, teacher_forced_logits
+from skipdecode.train import IGNORE, ResponseLoss, response_loss, teacher_batch, teacher_forced_logits
 from skipdecode.weights import load_opt
 
 STYLES = ["125m", "350m", "1.3b"]
@@ -218,3 +229,82 @@ def test_training_teaches_the_schedule(tmp_path: Path) -> None:
     assert sum(c.tokens == [t, t, 2] for c, t in zip(made, range(4, 24), strict=True)) >= 18
     again = mean_loss(saved, random.Random(0).sample(pairs[:32], 16), FullDepth(4), 16)
     assert again == pytest.approx(best["validation_loss"]["full"], abs=1e-6)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_recomputation_changes_no_gradient(checkpoint_factory: Factory, style: str, schedule: Schedule) -> None:
+    folder = checkpoint_factory(style)
+    grads = []
+    for recompute in (False, True):
+        model = trainable(folder)
+        ResponseLoss(model, recompute=recompute).train()(teacher_batch(PAIRS, 1), schedule).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_distillation_by_hand(checkpoint_factory: Factory) -> None:
+    """(1 - a) * cross-entropy + a * (KL to full depth + its entropy), summed over the response tokens of each row."""
+    folder = checkpoint_factory("125m")
+    schedule, share = SkipDecode(L, 5, 2, 1, 6), 0.3
+    model = trainable(folder)
+    loss = ResponseLoss(model, distill=share).train()(teacher_batch(PAIRS, 1), schedule)
+    expected = torch.zeros(())
+    for pair in PAIRS:  # each row alone, and masking after the fact
+        logits = masked_logits(model, pair, schedule)[0]
+        full = masked_logits(model, pair, FullDepth(L))[0].detach().log_softmax(-1)
+        hard = F.cross_entropy(logits, torch.tensor(pair[1]), reduction="sum")
+        divergence = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="sum")
+        entropy = -(full.exp() * full).sum()
+        expected = expected + (1 - share) * hard + share * (divergence + entropy)
+    torch.testing.assert_close(loss, expected, atol=1e-3, rtol=1e-5)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    slow = torch.autograd.grad(expected, list(model.parameters()))
+    for grad, other in zip(grads, slow, strict=True):  # and no gradient through full depth
+        torch.testing.assert_close(grad, other, atol=2e-5 * max(float(other.abs().max()), 1.0), rtol=1e-3)
+
+
+def test_full_depth_and_validation_are_not_distilled(checkpoint_factory: Factory) -> None:
+    model = trainable(checkpoint_factory("125m"))
+    batch = teacher_batch(PAIRS, 1)
+    tokens = sum(len(response) for _, response in PAIRS)
+    for schedule, training in ((FullDepth(L), True), (SkipDecode(L, 5, 2, 1, 6), False)):
+        loss = ResponseLoss(model, distill=0.7).train(training)(batch, schedule)
+        torch.testing.assert_close(loss / tokens, response_loss(model, batch, schedule), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_autocast_is_near_float32(checkpoint_factory: Factory, distill: float) -> None:
+    model = trainable(checkpoint_factory("125m"))
+    module = ResponseLoss(model, distill=distill).train()
+    batch, schedule = teacher_batch(PAIRS, 1), SkipDecode(L, 5, 2, 1, 6)
+    exact = module(batch, schedule)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(batch, schedule)
+    assert loss.dtype == torch.float32
+    assert 0 < abs(loss.item() / exact.item() - 1) < 0.03
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@settings(max_examples=50)
+@given(rows=st.integers(1, 40), count=st.integers(1, 12))
+def test_parts_hold_every_row_once_and_none_is_empty(rows: int, count: int) -> None:
+    """Every worker makes the same number of calls, however few rows there are."""
+    batch: list[Pair] = [([2], [i]) for i in range(rows)]
+    parts = _parts(batch, count)
+    assert len(parts) == count
+    assert all(part for part, _ in parts)
+    weighed = [response[0] for part, weight in parts if weight for _, response in part]
+    assert sorted(weighed) == list(range(rows))
+    assert {weight for _, weight in parts} <= {0.0, 1.0}
+
+
+def test_a_broken_state_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    save_state({"step": 3, "weights": torch.ones(1000)}, path)
+    assert load_state(path)["step"] == 3
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"state\.pt: cannot be read"):
+        load_state(path)

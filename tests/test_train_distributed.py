@@ -1,0 +1,152 @@
+"""The training loop in several processes (gloo, CPU): the same loss curve whatever the workers, and across a resume."""
+
+import os
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from actors.trainer import Hooks, Pair, TrainConfig, init_weights, load_state, model_of, save_state, train
+from skipdecode.config import OPTConfig
+from skipdecode.model import OPT
+
+SHAPE = OPTConfig(
+    vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08
+)
+RECIPE: dict[str, Any] = {
+    "schedules": ({"method": "full"}, {"method": "skipdecode", "speedup": 2}),
+    "horizon": 8,
+    "epochs": 3.0,
+    "batch_size": 15,  # shared by two workers in two micro-batches: never evenly
+    "accumulate": 1,
+    "learning_rate": 4e-3,
+    "final_learning_rate": 1e-4,
+    "warmup_steps": 5,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "distill": 0.0,
+    "precision": "float32",
+    "recompute": False,
+    "parallel": "ddp",
+    "log_every": 1,
+    "validate_every": 6,
+    "checkpoint_every": 5,
+    "validation_rows": 9,
+    "seed": 0,
+}
+NUM_STEPS = 15  # 64 pairs: the last batch of an epoch has 4
+
+
+def make_pairs() -> list[Pair]:
+    rng = random.Random(1)
+    tokens = [rng.randrange(4, 24) for _ in range(64)]
+    return [([2] + [token] * rng.randint(1, 3) + [3], [token] * rng.randint(1, 4) + [2]) for token in tokens]
+
+
+Curve = list[tuple[int, float]]
+
+
+def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = None) -> Curve:
+    """One worker's part of a training; checkpoints and the best weights go to `folder`."""
+    torch.set_num_threads(1)
+    model = OPT(SHAPE)
+    init_weights(model, 0)
+    found: Curve = []
+
+    def write(state: dict[str, Any], record: dict[str, Any]) -> None:
+        if state:
+            save_state(state, folder / f"{record['step']}.pt")
+
+    def keep(weights: dict[str, Any], record: dict[str, Any]) -> None:
+        if weights:
+            torch.save(model_of(weights, SHAPE).state_dict(), folder / "best.pt")
+
+    hooks = Hooks(lambda r: found.append((r["step"], r.get("train_loss", r.get("mean")))), keep, write)
+    pairs = make_pairs()
+    train(model, pairs, pairs[:16], TrainConfig(**(RECIPE | changes)), hooks, resume)
+    return found
+
+
+def worker(rank: int, port: int, changes: dict[str, Any], folder: Path, resume: Path | None) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    found = run(changes, folder, None if resume is None else load_state(resume))
+    if rank == 0:
+        torch.save(found, folder / "curve.pt")
+    dist.destroy_process_group()
+
+
+def run_two(changes: dict[str, Any], folder: Path, resume: Path | None = None) -> Curve:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(exist_ok=True)
+    mp.spawn(worker, (port, changes, folder, resume), nprocs=2)
+    found: Curve = torch.load(folder / "curve.pt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run({}, folder)
+
+
+def assert_close(found: Curve, expected: Curve) -> None:
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
+
+
+def test_the_curve_has_every_step(alone: tuple[Path, Curve]) -> None:
+    steps = [step for step, _ in alone[1]]
+    assert steps == sorted([*range(1, NUM_STEPS + 1), 6, 12, NUM_STEPS])  # and a validation behind these
+    assert alone[1][-1][1] < 0.8 * alone[1][0][1]
+
+
+def test_accumulation_changes_nothing(alone: tuple[Path, Curve], tmp_path: Path) -> None:
+    assert_close(run({"accumulate": 4, "recompute": True}, tmp_path), alone[1])
+
+
+def test_a_resume_changes_nothing(alone: tuple[Path, Curve], tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = run({"log_every": 3}, tmp_path / "whole")
+    found = run({"log_every": 3}, tmp_path, load_state(tmp_path / "whole/5.pt"))
+    assert found == [point for point in whole if point[0] > 5]  # the mean of steps 4 to 6 too: 4 and 5 were before
+    best, before = (torch.load(folder / "best.pt") for folder in (tmp_path, alone[0]))
+    assert all(torch.equal(best[name], before[name]) for name in before)
+
+
+def test_the_best_weights_are_kept_again_when_the_stop_came_before_they_were_written(
+    alone: tuple[Path, Curve], tmp_path: Path
+) -> None:
+    folder, curve = alone
+    means = {step: loss for (step, loss), (before, _) in zip(curve[1:], curve[:-1], strict=True) if step == before}
+    best = min(means, key=lambda step: means[step])
+    state = load_state(folder / f"{best}.pt")  # every best validation is a checkpoint, whatever checkpoint_every says
+    assert state["best"]["step"] == best
+    run({}, tmp_path, state)
+    kept, before = (torch.load(path / "best.pt") for path in (tmp_path, folder))
+    assert all(torch.equal(kept[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_workers_change_nothing(alone: tuple[Path, Curve], tmp_path: Path, parallel: str) -> None:
+    changes = {"parallel": parallel, "accumulate": 2}
+    assert_close(run_two(changes, tmp_path / "two"), alone[1])
+    # the checkpoint of two workers serves two, and one
+    again = run_two(changes, tmp_path / "again", tmp_path / "two/5.pt")
+    assert_close(again, [point for point in alone[1] if point[0] > 5])
+    assert_close(run({}, tmp_path, load_state(tmp_path / "two/5.pt")), [point for point in alone[1] if point[0] > 5])
+
+
+def test_fsdp_with_everything_on(tmp_path: Path) -> None:
+    """Distillation, recomputation and autocast under FSDP: near the same on one worker."""
+    changes = {"distill": 0.5, "recompute": True, "precision": "bfloat16", "accumulate": 2}
+    expected = run(changes, tmp_path)
+    found = run_two(changes | {"parallel": "fsdp"}, tmp_path / "two")
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=0.02)
