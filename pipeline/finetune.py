@@ -99,6 +99,8 @@ def _fit(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
     pairs = ray.put((planned.pairs.tokens, planned.validation.tokens))
     job = TrainingJob(planned.folder.root, source, planned.opt, planned.train, config.output.dtype, pool.threads, pairs)
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths are relative to where the job was started
+    # Ray Train gives up on a start after 60 s and tries again, for ever; the room for it was checked
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
     trainer = TorchTrainer(
         run_worker,
         train_loop_config={"job": job},

@@ -135,8 +135,9 @@ def _text_rows(
     listing: Listing, file: SourceFile, config: InputConfig, columns: Sequence[tuple[str, str]]
 ) -> Iterator[Row]:
     names = [name for _, name in columns]
-    seen: dict[str, None] = {}
-    held: list[Row] = []  # until a row shows that the columns are there: else the file lacks them, not each row
+    # a CSV header was looked at; of JSONL, rows are held until they have shown both columns: else the file lacks one
+    seen: dict[str, None] = dict.fromkeys(names if listing.format == "csv" else ())
+    held: list[Row] = []
     with open_stream(listing.filesystem, file) as stream:
         for row in iter_rows(stream, file.path, listing.format, config):
             fault = row.error_message.removeprefix(f"{file.path} ") if row.error_code == BAD_LINE else ""

@@ -1,4 +1,4 @@
-"""A toy task that every fine-tuning test shares: repeat the word after `say`; a model of 6 layers learns it in seconds."""
+"""A toy task that the fine-tuning tests share: repeat the word after `say`; 6 layers learn it in seconds."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def write_pairs(path: Path, repeats: int = 64) -> Path:
 
 
 def arguments(pairs: Path, output: Path, *more: str, **train: Any) -> list[str]:
-    """Of `jobs.finetune`: 4 steps per epoch, float32, one thread, everything logged; `train` overrides keys of train."""
+    """Of `jobs.finetune`: 4 steps per epoch, float32, one thread, every step logged; `train` overrides its keys."""
     recipe = {"epochs": 6, "batch_size": 64, "learning_rate": 0.01, "warmup_steps": 10, "horizon": 7, "log_every": 1}
     recipe |= {"validate_every": 8, "checkpoint_every": 5, "precision": "float32"} | train
     data = f"data={{path: {pairs}, validation: {pairs}}}"

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from pipeline.bench import load_bench_config
 from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
-from pipeline.finetune import load_finetune_config
+from pipeline.finetune_config import load_finetune_config
 from pipeline.sweep import SweepConfig
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))

@@ -1,6 +1,7 @@
 """`jobs.finetune` on Ray Train and a toy task: it learns, writes a whole model folder, and goes on where it stopped."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from skipdecode.sampling import Sampling
 from skipdecode.weights import load_opt
 from tests.finetune_helpers import arguments, curve, log, validations, write_pairs
 
+LONG = "".join(random.Random(0).choices("0123456789XYZ", k=6000))
 Capture = pytest.CaptureFixture[str]
 
 
@@ -98,9 +100,10 @@ def test_what_lies_beside_the_model(undisturbed: Path) -> None:
     assert (record["pairs"], record["validation_pairs"], record["skipped_rows"], record["steps"]) == (256, 256, 0, 24)
     assert [session["from_step"] for session in record["sessions"]] == [0]
     assert record["config"]["train"]["learning_rate"] == 0.01
-    assert "validation, skipdecode 5" in (training / "loss.svg").read_text() or "<svg" in (
-        training / "loss.svg"
-    ).read_text()
+    assert (
+        "validation, skipdecode 5" in (training / "loss.svg").read_text()
+        or "<svg" in (training / "loss.svg").read_text()
+    )
     assert (training / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -148,13 +151,17 @@ def test_a_finished_run_is_left_alone(pairs: Path, copied: Path, capsys: Capture
 
 def test_overwrite_starts_anew_and_deletes_only_what_a_run_wrote(pairs: Path, copied: Path) -> None:
     (copied / "notes.txt").write_text("mine")
-    assert main(arguments(pairs, copied, "--overwrite", "train.schedules=[{method: unified, layers: 3}]", epochs=1)) == 0
+    assert (
+        main(arguments(pairs, copied, "--overwrite", "train.schedules=[{method: unified, layers: 3}]", epochs=1)) == 0
+    )
     assert list(curve(copied)) == [1, 2, 3, 4]
     assert (copied / "notes.txt").read_text() == "mine"
     assert OPTConfig.from_folder(copied).skip_decode == {"method": "unified", "layers": 3}
 
 
-def test_overwrite_does_not_touch_what_no_run_of_ours_wrote(pairs: Path, tiny_checkpoint: Path, capsys: Capture) -> None:
+def test_overwrite_does_not_touch_what_no_run_of_ours_wrote(
+    pairs: Path, tiny_checkpoint: Path, capsys: Capture
+) -> None:
     assert main(arguments(pairs, tiny_checkpoint, "--overwrite")) == 2
     assert "no run of ours wrote it, and --overwrite will not delete it" in capsys.readouterr().err
 
@@ -162,7 +169,10 @@ def test_overwrite_does_not_touch_what_no_run_of_ours_wrote(pairs: Path, tiny_ch
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.schedules=[{method: full}]", "train.schedules: the run was started with [{'method': 'full'}, {'method':"),
+        (
+            "train.schedules=[{method: full}]",
+            "train.schedules: the run was started with [{'method': 'full'}, {'method':",
+        ),
         ("train.horizon=9", "train.horizon: the run was started with 7, now it is 9"),
         ("train.default_schedule={speedup: 3}", "train.default_schedule: the run was started with {'method': 'skip"),
         ("train.seed=1", "train.seed: the run was started with 0, now it is 1"),
@@ -177,7 +187,11 @@ def test_resume_refuses_another_run(
     pairs: Path, undisturbed: Path, tiny_checkpoint: Path, tmp_path: Path, capsys: Capture, override: str, message: str
 ) -> None:
     other = write_pairs(tmp_path / "other.jsonl", repeats=32)
-    override = override.format(tiny=tiny_checkpoint, other=other) if "{tiny}" in override or "{other}" in override else override
+    override = (
+        override.format(tiny=tiny_checkpoint, other=other)
+        if "{tiny}" in override or "{other}" in override
+        else override
+    )
     assert main(arguments(pairs, undisturbed, "--resume", override)) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -203,13 +217,13 @@ def test_workers_and_speed_may_change_on_resume(pairs: Path, undisturbed: Path, 
         ("train.default_schedule={speedup: 7}", "train.default_schedule.speedup: 7 has no preset"),
         ("model.shape.num_attention_heads=5", "model.shape: hidden_size 32 is not a multiple of num_attention_heads 5"),
         ("model.source=/nowhere", "model.source: '/nowhere' is not a folder"),
-        ("output.path=s3://bucket/model", "output.path: s3://bucket/model: a model is written to a folder"),
+        ("-os3://bucket/model", "output.path: s3://bucket/model: a model is written to a folder"),
         ("data.path=/nowhere.jsonl", "data.path: "),
         ("data.validation=/nowhere.csv", "data.validation: "),
         ("data.response_column=answer", "data.response_column: "),
         ("data.prompt_column=question", "data.prompt_column: "),
         ("data.prompt_column=response", "data.response_column: is the prompt column too ('response')"),
-        ("workers.num_workers=3", "workers.num_workers: 3 workers need a core each, the cluster has"),
+        ("workers.num_workers=1000", "workers.num_workers: 1000 workers need a core each, the cluster has"),
         ("workers.num_cpus=1000", "workers.num_workers: 1 workers with 1000 CPUs each need 1000 CPUs"),
         ("workers.use_gpu=true", "workers.use_gpu: true, but the cluster has no GPU"),
     ],
@@ -217,8 +231,6 @@ def test_workers_and_speed_may_change_on_resume(pairs: Path, undisturbed: Path, 
 def test_a_bad_key_is_named_and_nothing_is_started(
     pairs: Path, tmp_path: Path, capsys: Capture, override: str, message: str
 ) -> None:
-    if "workers.num_workers=3" in override and ray.is_initialized() and ray.available_resources().get("CPU", 0) < 3:
-        pytest.skip("the cluster is busy")
     assert main(arguments(pairs, tmp_path / "model", override)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
@@ -232,7 +244,7 @@ def test_a_bad_key_is_named_and_nothing_is_started(
         ('{"prompt": null, "response": "b"}', "line 257: column 'prompt' is missing or null"),
         ('{"prompt": "a", "response": 3}', "line 257: column 'response' must be a string, got a number"),
         ('{"prompt": "a", "resp', "line 257: not valid JSON"),
-        ('{"prompt": "a", "response": "%s"}' % ("ab" * 3000), "line 257: 2 prompt and "),
+        ('{"prompt": "a", "response": "%s"}' % LONG, "line 257: 2 prompt and "),
     ],
 )
 def test_bad_rows_are_named(pairs: Path, tmp_path: Path, capsys: Capture, line: str, message: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.finetune_helpers import arguments, curve, write_pairs
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -35,8 +37,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             head.wait(60)
 
 
-def submit(env: dict[str, str], *arguments: str) -> tuple[int, str]:
-    command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", "-m", "jobs.generate", *arguments]
+def submit(env: dict[str, str], *arguments: str, verb: str = "generate") -> tuple[int, str]:
+    command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", "-m", f"jobs.{verb}", *arguments]
     for _ in range(10):  # the head takes a while to answer
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         text = done.stdout + done.stderr
@@ -73,3 +75,18 @@ def test_the_demo_model_travels_with_the_working_dir(cluster: dict[str, str], tm
     )
     assert code == 0, text
     assert "done: 1 rows ok" in text
+
+
+def test_a_submitted_training_trains(cluster: dict[str, str], tmp_path: Path) -> None:
+    pairs, output = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "model"
+    keys = arguments(pairs, output, "workers.num_workers=2")
+    code, text = submit(cluster, *keys, verb="finetune")
+    assert code == 0, text
+    assert list(curve(output)) == list(range(1, 25))
+    assert (output / "model.safetensors").is_file()
+    code, text = submit(cluster, *keys, verb="finetune")
+    assert code != 0
+    assert "exit code 2" in text
+    code, text = submit(cluster, *keys, "workers.num_workers=9", "--overwrite", verb="finetune")
+    assert code != 0
+    assert "workers.num_workers: 9 workers" in text

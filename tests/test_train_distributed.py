@@ -15,9 +15,7 @@ from actors.trainer import Hooks, Pair, TrainConfig, init_weights, load_state, m
 from skipdecode.config import OPTConfig
 from skipdecode.model import OPT
 
-SHAPE = OPTConfig(
-    vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08
-)
+SHAPE = OPTConfig(vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08)
 RECIPE: dict[str, Any] = {
     "schedules": ({"method": "full"}, {"method": "skipdecode", "speedup": 2}),
     "horizon": 8,
