@@ -88,10 +88,8 @@ def train_config(section: TrainSection) -> TrainConfig:
 
 def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, dict[str, Any] | None]:
     folder = TrainingFolder.open(config.output.path)
-    others = {} if config.model.source is None else {"model.source": config.model.source}
-    for name in ("path", "validation"):
-        others |= {f"data.{name}: {path}": path for path in getattr(config.data, name)}
-    check_apart(folder, config.output, others)
+    others = [(f"data.{name}", path) for name in ("path", "validation") for path in getattr(config.data, name)]
+    check_apart(folder, others + ([] if config.model.source is None else [("model.source", config.model.source)]))
     return folder, folder.check(config.output.if_exists)
 
 

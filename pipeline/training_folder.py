@@ -9,13 +9,13 @@ shared filesystems; no object stores.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import ConfigError, OutputConfig
+from pipeline.config import ConfigError
 
 KEEP = 2  # checkpoints
 WEIGHTS = "model.safetensors"
@@ -133,12 +133,12 @@ class TrainingFolder:
         return [(int(path.stem.removeprefix("step-")), path) for path in files]
 
     def load_checkpoint(self, load: Callable[[Path], dict[str, Any]]) -> Loaded | None:
-        """The newest that `load` can read (it raises ValueError otherwise); what is newer is removed."""
+        """The newest that `load` can read (it raises ValueError otherwise); what is newer is moved aside."""
         for step, path in self.checkpoints():
             try:
                 return step, load(path)
             except ValueError:
-                path.unlink()  # the disk failed it; another of that step is to come
+                path.rename(path.with_suffix(".unreadable"))  # it was whole once: for a human to look at
         return None
 
     def records(self) -> list[dict[str, Any]]:
@@ -164,9 +164,8 @@ class TrainingFolder:
             file.write(json.dumps(record) + "\n")
 
 
-def check_apart(folder: TrainingFolder, output: OutputConfig, others: dict[str, str]) -> None:
-    """ConfigError when one of `others` (key -> path) lies in the output: --overwrite would delete it."""
-    root = folder.root.resolve()
-    for key, path in others.items():
-        if "://" not in path and (Path(path).expanduser().resolve() / "x").is_relative_to(root):
-            raise ConfigError(f"{key}: {path} lies in output.path ({output.path}); choose an output.path of its own")
+def check_apart(folder: TrainingFolder, others: Iterable[tuple[str, str]]) -> None:
+    """ConfigError when one of `others` (key, path) lies in the output: --overwrite would delete it."""
+    for key, path in others:
+        if "://" not in path and Path(path).expanduser().resolve().is_relative_to(folder.root.resolve()):
+            raise ConfigError(f"{key}: {path} lies in output.path ({folder.root}); choose an output.path of its own")

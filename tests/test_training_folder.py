@@ -1,11 +1,12 @@
 """The output folder of a fine-tuning: whole or not at all, whatever stops the writing, and two checkpoints."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from pipeline.config import ConfigError, OutputConfig
+from pipeline.config import ConfigError
 from pipeline.training_folder import TrainingFolder, check_apart
 
 
@@ -49,8 +50,6 @@ def test_a_stop_while_the_weights_are_written_leaves_the_earlier_model(folder: T
 
 def test_a_folder_is_a_model_only_when_all_is_there(folder: TrainingFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    import os
-
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append(Path(b).name), replace(a, b)))
     folder.publish(model("x", "model.safetensors", "tokenizer.json", "config.json"))  # type: ignore[arg-type]
@@ -133,8 +132,7 @@ def test_a_file_in_the_way_a_torn_state_and_a_uri(tmp_path: Path, folder: Traini
 
 
 def test_what_is_read_must_not_lie_where_it_is_written(folder: TrainingFolder, tmp_path: Path) -> None:
-    output = OutputConfig(path=str(folder.root))
-    check_apart(folder, output, {"data.path": str(tmp_path / "pairs.csv"), "model.source": "s3://x/y"})
+    check_apart(folder, [("data.path", str(tmp_path / "pairs.csv")), ("model.source", "s3://x/y")])
     for path in (folder.root, folder.root / "training/pairs.csv", tmp_path / "other/../model"):
         with pytest.raises(ConfigError, match=r"model.source: .* lies in output.path"):
-            check_apart(folder, output, {"model.source": str(path)})
+            check_apart(folder, [("model.source", str(path))])
