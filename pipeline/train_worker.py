@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from actors.trainer import Hooks, TrainConfig, Weights, init_weights, load_state, model_of, save_state, train
+from pipeline.machine import provenance
 from pipeline.training_folder import TrainingFolder
 from skipdecode.config import OPTConfig
 from skipdecode.model import OPT
@@ -92,14 +93,9 @@ def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Where and with what this session trains: rank 0's process and device."""
-    is_cuda = device.type == "cuda"
     return {
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "workers": dist.get_world_size(),
-        "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "ray": ray.__version__,
-    }
+    } | provenance(device, ("torch", "ray"))

@@ -184,7 +184,7 @@ def test_a_checkpoint_that_changed_since_the_run_is_refused(
     [
         (("{run}",), "--references: name the file"),
         (("{run}", "--references", "/nowhere.csv"), "--references: /nowhere.csv: "),
-        (("{run}", "--references", "{run}/run.json", "--prompt-column", "no"), "--prompt-column: "),
+        (("{run}", "--references", "{run}/run.json", "--prompt-column", "no"), "--references: "),
         (("{run}", "--references", "{references}", "--prompt-column", "no"), "--prompt-column: "),
         (("{run}", "--references", "{references}", "--reference-column", "no"), "--reference-column: "),
         (("{run}", "--references", "{references}", "--prompt-column", "ref"), "no prompt of "),
