@@ -6,13 +6,13 @@ No side effects beyond putting the input plan into the object store. What each s
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from actors.generator import GeneratorConfig
 from pipeline.cluster import STAGE_CPUS, Pool
 from pipeline.config import InputConfig
+from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.input.source import CorpusDatasource
 from pipeline.stages import DecodeStage, TokenizeConfig, finish, tokenize
@@ -26,8 +26,8 @@ class PipelineSpec:
 
     input: InputConfig
     plan: InputPlan
-    done: np.ndarray[Any, Any] | None
-    """Sorted digests of rows that are written already."""
+    done: DoneRows | None
+    """Rows that are written already."""
     tokenize: TokenizeConfig
     generator: GeneratorConfig
     pool: Pool

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pyarrow.fs import LocalFileSystem
 
+from actors.generator import choose_dtype
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import Listing
@@ -65,6 +67,11 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
         "decode.method=full turns skipping off"
     )
     return {"method": "skipdecode", "speedup": 2}
+
+
+def resolve_dtype(name: str, device: str) -> str:
+    """`auto` settled once, here, so that all workers and all sessions of a run decode in the same type."""
+    return str(choose_dtype(name, torch.device(device))).removeprefix("torch.")
 
 
 def check_apart(folder: RunFolder, listing: Listing) -> None:

@@ -108,7 +108,7 @@ class MetricsCollector:
             if records:
                 table = pa.Table.from_pylist(records, schema=SCHEMAS[kind])
                 name = f"metrics/{kind}-{self._run_id}-{self._num_files:05d}.parquet"
-                write_whole(self._filesystem, self._root, name, table)
+                write_whole(self._filesystem, self._root, name, table, self._run_id)
                 self._num_files += 1
                 records.clear()
         self._flushed_at = time.monotonic()
