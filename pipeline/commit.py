@@ -16,8 +16,9 @@ from pipeline.run_folder import RunFolder
 
 
 def start_commit(folder: RunFolder, state: dict[str, Any], moves: list[list[str]], removes: list[str]) -> None:
-    """`moves`: [from, to] of files; `removes`: files that they replace. Paths are relative to the folder."""
-    folder.write_state(state | {"state": "committing", "commit": {"moves": moves, "removes": removes}})
+    """`moves`: [from, to] of files; `removes`: files that they replace; all relative to the folder."""
+    state |= {"state": "committing", "commit": {"moves": moves, "removes": removes}}
+    folder.write_state(state)
 
 
 def finish_commit(folder: RunFolder, state: dict[str, Any], note: Note) -> None:

@@ -22,7 +22,7 @@ from pipeline.checks import Note
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import Listing
 from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY, ROW_BITS, input_entries, output_entries
-from pipeline.input.match import DoneRows, Match, match, split
+from pipeline.input.match import DoneRows, Match, match, match_alone, split
 from pipeline.input.plan import InputPlan
 from pipeline.input.scan import FileScan, scan_file
 
@@ -97,18 +97,19 @@ def _index_group(
 
 
 def match_rows(
-    plan: InputPlan, inputs: list[Any], outputs: list[Any], num_outputs: int = 0, part_rows: int = PART_ROWS
+    plan: InputPlan | None, inputs: list[Any], outputs: list[Any], num_outputs: int = 0, part_rows: int = PART_ROWS
 ) -> Iterator[Match]:
-    """Matches the rows of `plan` with those of the data files, part by part."""
-    num_parts = max(1, -(-max(plan.num_rows, num_outputs) // part_rows))
+    """Matches the rows of `plan` with those of the data files, part by part; without a plan the latter alone."""
+    num_parts = max(1, -(-max(plan.num_rows if plan else 0, num_outputs) // part_rows))
     cut = [[[ref] for ref in refs] if num_parts == 1 else _split_all(refs, num_parts) for refs in (inputs, outputs)]
     task = ray.remote(**TASK)(_match_part)
-    files = ray.put((np.asarray(plan.num_rows_per_file), [file.name for file in plan.listing.files]))
+    files = (np.asarray(plan.num_rows_per_file), [file.name for file in plan.listing.files]) if plan else None
+    held = ray.put(files)
     width = max(1, int(ray.cluster_resources().get("CPU", 1)))
     waiting: list[Any] = []
     for part in range(num_parts):
         own, theirs = ([pieces[part] for pieces in side] for side in cut)
-        waiting.append(task.remote(files, len(own), *own, *theirs))
+        waiting.append(task.remote(held, len(own), *own, *theirs))
         if len(waiting) == width:  # results that nobody has taken yet fill the object store
             yield ray.get(waiting.pop(0))
     while waiting:
@@ -120,10 +121,12 @@ def _split_all(refs: Sequence[Any], num_parts: int) -> list[list[Any]]:
     return [task.remote(ref, num_parts) for ref in refs]
 
 
-def _match_part(files: tuple[NDArray[Any], list[str]], num_inputs: int, *entries: NDArray[Any]) -> Match:
-    num_rows_per_file, names = files
+def _match_part(files: tuple[NDArray[Any], list[str]] | None, num_inputs: int, *entries: NDArray[Any]) -> Match:
     inputs = np.concatenate([np.empty(0, INPUT_ENTRY), *entries[:num_inputs]])
     outputs = np.concatenate([np.empty(0, OUTPUT_ENTRY), *entries[num_inputs:]])
+    if files is None:
+        return match_alone(outputs)
+    num_rows_per_file, names = files
     rows = inputs["place"] & np.uint64(0xFFFFFFFF)
     limit = num_rows_per_file[(inputs["place"] >> ROW_BITS).astype(np.int64)]
     return match(inputs[rows < limit.astype(np.uint64)], outputs, names)  # input.limit may end within a file

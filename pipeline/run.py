@@ -31,7 +31,7 @@ from pipeline.report import last_sign_of_life, make_report
 from pipeline.report_html import render_report
 from pipeline.row_index import index_outputs, mark_rows, match_rows, scan_input
 from pipeline.run_folder import STATUSES, RunFolder
-from pipeline.schema import OUTPUT_SCHEMA
+from pipeline.schema import OUTPUT_SCHEMA, list_columns
 from pipeline.sink import RunSink
 from pipeline.spec import make_spec
 
@@ -74,7 +74,7 @@ def run(config: JobConfig, note: Note) -> RunResult:
         compare_fingerprints(planned.earlier, planned.fingerprint, planned.input)
         if planned.earlier["state"] == "finished":
             note(f"{planned.folder.shown}: finished before, nothing to do")
-            return _result(planned, planned.earlier["report"], was_finished=True)
+            return was_finished(planned)
     session = uuid.uuid4().hex[:12]
     with Lease(planned.folder, session, note) as lease:
         if config.output.if_exists == "overwrite":
@@ -84,8 +84,16 @@ def run(config: JobConfig, note: Note) -> RunResult:
         return _execute(planned, session, lease, note)
 
 
-def plan_run(config: JobConfig, note: Note) -> PlannedRun:
-    """Checks model, output, input and cluster, cheapest first; starts Ray, and nothing else."""
+def was_finished(planned: PlannedRun) -> RunResult:
+    assert planned.earlier is not None
+    return _result(planned, planned.earlier["report"], was_finished=True)
+
+
+def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedRun:
+    """Checks model, output, input and cluster, cheapest first; starts Ray, and nothing else.
+
+    `index_all`: so that single rows can be looked up, as a resume must.
+    """
     model = check_model(config, note)
     folder = RunFolder.open(config.output.path)
     earlier = check_output(folder, config)
@@ -96,7 +104,7 @@ def plan_run(config: JobConfig, note: Note) -> PlannedRun:
     pool = plan_pool(config.actors, cluster, ray.available_resources())
     dtype = resolve_dtype(config.model.dtype, "cuda" if pool.num_gpus else "cpu")
     is_open = earlier is not None and earlier["state"] != "finished"
-    scans, entries = scan_input(listing, config.input, is_open, note)
+    scans, entries = scan_input(listing, config.input, index_all or is_open, note)
     plan = plan_input(listing, scans, config.input)
     note(f"input: {plan.num_rows} rows in {len(listing.files)} {listing.format} files")
     prints = fingerprint(config, model.decode, model.folder, dtype, plan)
@@ -193,7 +201,6 @@ def first_state(planned: PlannedRun, session: str, name: str) -> dict[str, Any]:
     for before in sessions:
         if before["ended_at"] is None:  # killed: it lived at least until its last record
             before["ended_at"] = last_sign_of_life(planned.folder, before)
-    schema = output_schema(planned.input)
     return {
         "state": name,
         "fingerprint": earlier.get("fingerprint", planned.fingerprint),
@@ -201,7 +208,7 @@ def first_state(planned: PlannedRun, session: str, name: str) -> dict[str, Any]:
         "model": {"source": planned.model.source, "layers": planned.model.config.num_hidden_layers},
         "decode": planned.model.decode,
         "input": {"format": planned.input.listing.format, "files": list_files(planned.input)},
-        "columns": [[field.name, str(field.type)] for field in schema],
+        "columns": list_columns(output_schema(planned.input)),
         "sessions": [*sessions, {"id": session, "started_at": time.time(), "ended_at": None}],
         "retries": earlier.get("retries", []),
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},

@@ -144,18 +144,18 @@ class RunFolder:
             self.filesystem.delete_file(path)
         return late
 
-    def data_files(self, status: str) -> list[str]:
+    def data_files(self, status: str, place: str = "data") -> list[str]:
         """Paths of the finished files of one status, sorted."""
-        return self.files(f"data/status={status}")
+        return self.files(f"{place}/status={status}")
 
     def files(self, folder: str) -> list[str]:
         selector = pafs.FileSelector(self.path(folder), allow_not_found=True)
         return sorted(i.path for i in self.filesystem.get_file_info(selector) if i.path.endswith(".parquet"))
 
-    def count_rows(self, status: str) -> int:
+    def count_rows(self, status: str, place: str = "data") -> int:
         """Rows of one status, from the file footers."""
         with ThreadPoolExecutor(16) as pool:
-            return sum(pool.map(self._num_rows, self.data_files(status)))
+            return sum(pool.map(self._num_rows, self.data_files(status, place)))
 
     def _num_rows(self, path: str) -> int:
         return int(pq.read_metadata(path, filesystem=self.filesystem).num_rows)

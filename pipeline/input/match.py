@@ -47,7 +47,7 @@ def match(inputs: NDArray[Any], outputs: NDArray[Any], names: Sequence[str]) -> 
     Peak memory: about 150 bytes per entry.
     """
     count = len(inputs)
-    codes = _encode(inputs, outputs)
+    codes = _encode(np.concatenate([inputs["digest"], outputs["digest"]]))
     own, theirs = codes[:count], codes[count:]
     first = np.full(int(codes.max(initial=-1)) + 1, -1, dtype=np.int64)
     first[own[::-1]] = np.arange(count - 1, -1, -1)  # the earliest is written last
@@ -79,11 +79,20 @@ def match(inputs: NDArray[Any], outputs: NDArray[Any], names: Sequence[str]) -> 
     )
 
 
-def _encode(inputs: NDArray[Any], outputs: NDArray[Any]) -> NDArray[Any]:
-    """An integer per entry, equal for equal digests."""
-    digests = np.concatenate([inputs["digest"], outputs["digest"]])
-    data = [None, pa.py_buffer(digests)]
-    array = pa.FixedSizeBinaryArray.from_buffers(pa.binary(DIGEST.itemsize), len(digests), data)
+def match_alone(outputs: NDArray[Any]) -> Match:
+    """What can be said of rows of data files without the input: which are there twice."""
+    keys = np.empty(len(outputs), [("digest", DIGEST), ("origin", "<u8")])
+    keys["digest"], keys["origin"] = outputs["digest"], outputs["origin"]
+    again = np.ones(len(outputs), dtype=bool)
+    again[np.unique(_encode(keys), return_index=True)[1]] = False
+    places, none = outputs["place"][again], np.empty(0, np.uint64)
+    return Match(none, none, none, 0, len(outputs), none, 0, places[:NUM_SHOWN], len(places), none, 0)
+
+
+def _encode(keys: NDArray[Any]) -> NDArray[Any]:
+    """An integer per key, equal for equal bytes."""
+    data = [None, pa.py_buffer(keys)]
+    array = pa.FixedSizeBinaryArray.from_buffers(pa.binary(keys.itemsize), len(keys), data)
     codes: NDArray[Any] = array.dictionary_encode().indices.to_numpy()
     return codes
 
