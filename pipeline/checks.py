@@ -1,7 +1,6 @@
 """What is checked before a run starts: checkpoint, schedule, output folder. All errors are `ConfigError`."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,10 @@ from actors.generator import choose_dtype
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import Listing
-from pipeline.run_folder import RunFolder
+from pipeline.run_folder import Note, RunFolder
 from skipdecode.config import OPTConfig
 from skipdecode.plan import make_schedule
 from skipdecode.weights import check_folder, resolve_source
-
-Note = Callable[[str], None]
-"""Takes one line for a human."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
-from pipeline.checks import Note
-from pipeline.run_folder import RunFolder
+from pipeline.run_folder import Note, RunFolder
 
 
 def start_commit(folder: RunFolder, state: dict[str, Any], moves: list[list[str]], removes: list[str]) -> None:

@@ -12,9 +12,8 @@ import threading
 import time
 from typing import Any
 
-from pipeline.checks import Note
 from pipeline.config import ConfigError
-from pipeline.run_folder import LEASE, RunFolder
+from pipeline.run_folder import LEASE, Note, RunFolder
 
 BEAT_S = 5.0
 LEASE_S = 30.0

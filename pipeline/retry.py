@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.checks import Note
 from pipeline.commit import finish_commit, start_commit
 from pipeline.config import ConfigError, JobConfig, build_config, read_tree
 from pipeline.fingerprint import compare_fingerprints
@@ -32,7 +31,7 @@ from pipeline.run import (
     stream_rows,
     was_finished,
 )
-from pipeline.run_folder import STATUSES, RunFolder
+from pipeline.run_folder import STATUSES, Note, RunFolder
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
 from pipeline.sink import write_whole
 

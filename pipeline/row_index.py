@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 import ray
 from numpy.typing import NDArray
 
-from pipeline.checks import Note
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import Listing
 from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY, ROW_BITS, input_entries, output_entries
 from pipeline.input.match import DoneRows, Match, match, match_alone, split
 from pipeline.input.plan import InputPlan
 from pipeline.input.scan import FileScan, scan_file
+from pipeline.run_folder import Note
 
 PART_ROWS = 4_000_000  # entries that one task matches, at about 150 bytes
 MAX_GROUPS = (
@@ -83,17 +83,26 @@ def _index_group(
 ) -> tuple[int, NDArray[Any]]:
     parts = [np.empty(0, OUTPUT_ENTRY)]
     for index, path in files:
-        first = 0
-        with pq.ParquetFile(filesystem.open_input_file(path)) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=ID_COLUMNS):
-                entries = output_entries(batch, index, first)
-                first += len(entries)
-                if without_codes:
-                    is_out = pc.is_in(batch["error_code"], value_set=pa.array(sorted(without_codes)))
-                    entries = entries[~np.asarray(is_out)]
-                parts.append(entries)
+        try:
+            with pq.ParquetFile(filesystem.open_input_file(path)) as file:
+                parts += _read_entries(file, index, without_codes)
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(
+                f"output.path: {path}: not a whole Parquet file ({error}); delete it, and its rows are made again"
+            ) from error
     entries = np.concatenate(parts)
     return len(entries), entries
+
+
+def _read_entries(file: pq.ParquetFile, index: int, without_codes: frozenset[str]) -> Iterator[NDArray[Any]]:
+    first = 0
+    for batch in file.iter_batches(BATCH_ROWS, columns=ID_COLUMNS):
+        entries = output_entries(batch, index, first)
+        first += len(entries)
+        if without_codes:
+            is_out = pc.is_in(batch["error_code"], value_set=pa.array(sorted(without_codes)))
+            entries = entries[~np.asarray(is_out)]
+        yield entries
 
 
 def match_rows(

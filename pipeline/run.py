@@ -15,7 +15,7 @@ import pyarrow as pa
 import ray
 
 from pipeline.build import PipelineSpec, build_pipeline
-from pipeline.checks import Model, Note, check_apart, check_model, check_output, resolve_dtype
+from pipeline.checks import Model, check_apart, check_model, check_output, resolve_dtype
 from pipeline.cluster import STAGE_CPUS, Pool, plan_pool, start_ray
 from pipeline.commit import finish_commit
 from pipeline.config import ConfigError, JobConfig
@@ -30,7 +30,7 @@ from pipeline.progress import Progress
 from pipeline.report import last_sign_of_life, make_report
 from pipeline.report_html import render_report
 from pipeline.row_index import index_outputs, mark_rows, match_rows, scan_input
-from pipeline.run_folder import STATUSES, RunFolder
+from pipeline.run_folder import STATUSES, Note, RunFolder
 from pipeline.schema import OUTPUT_SCHEMA, list_columns
 from pipeline.sink import RunSink
 from pipeline.spec import make_spec

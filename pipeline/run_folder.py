@@ -6,7 +6,7 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,9 @@ OURS = (
     "batch_errors.jsonl",
     "run.json",  # last: as long as it is there, the rest is known to be ours
 )
+Note = Callable[[str], None]
+"""Takes one line for a human."""
+
 LEASE = "lease.json"
 STATUSES = ("ok", "failed")
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet

@@ -63,8 +63,10 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
     """Writes `root/path` so that it is seen complete or not at all; FileNotFoundError when the session is over."""
     target = f"{root}/{path}"
     if not isinstance(filesystem, pafs.LocalFileSystem):
-        # an object appears when its upload is closed, and needs no folder
-        pq.write_table(table, target, filesystem=filesystem, write_page_checksum=True)
+        whole = pa.BufferOutputStream()  # an error in the middle would close the upload, and half an object appear
+        pq.write_table(table, whole, write_page_checksum=True)
+        with filesystem.open_output_stream(target) as stream:
+            stream.write(whole.getvalue())
         return
     filesystem.create_dir(target.rpartition("/")[0], recursive=True)
     staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}"

@@ -17,7 +17,6 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import ray
 
-from pipeline.checks import Note
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError, InputConfig, build_config
 from pipeline.fingerprint import compare_files, list_files
@@ -29,7 +28,7 @@ from pipeline.input.read import read_file
 from pipeline.lease import may_live, read_lease
 from pipeline.metrics import SCHEMAS
 from pipeline.row_index import TASK, gather, group_files, match_rows, scan_input
-from pipeline.run_folder import LEASE, STATUSES, RunFolder
+from pipeline.run_folder import LEASE, STATUSES, Note, RunFolder
 from pipeline.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
 
 SESSION = "[0-9a-f]{12}"
