@@ -116,10 +116,12 @@ def _execute(planned: PlannedRun, session: str, lease: Lease, note: Note) -> Run
     if planned.earlier is not None:
         finish_commit(folder, planned.earlier, note)
     state = first_state(planned, session, "running")
-    folder.write_state(state)
+    if planned.earlier is None:
+        folder.write_state(state)  # before anything else lies there: a folder without it cannot be resumed
     folder.fence(session)
     known = [path for status in STATUSES for path in folder.data_files(status)]
     plan, done = settle_rows(planned, known, note)
+    folder.write_state(state)
     left = plan.num_rows - (done.num_rows if done else 0)
     if left:
         stream_rows(planned, plan, done, state, note)
