@@ -84,7 +84,9 @@ def compare_fingerprints(
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and key not in free]
     lines = [describe_difference(key, before.get(key), now.get(key)) for key in keys if key != "input.files"]
     if "input.files" in keys:
-        lines += [f"input.files: {line}" for line in compare_files(state["input"]["files"], list_files(plan))]
+        lines += [
+            f"input.files: {line}" for line in compare_files(state.get("input", {}).get("files", []), list_files(plan))
+        ]
     if lines:
         raise ConfigError("\n".join([*lines, "a resumed run must not differ; use --overwrite or another output.path"]))
 

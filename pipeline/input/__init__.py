@@ -9,6 +9,6 @@ path, a format, a column) is a `ConfigError` before anything starts; what is wro
 `error_code`.
 
 Which ids occur twice is `match`'s to say, for parts of all rows, wherever they are (`pipeline.row_index`); the
-driver needs 16 bytes per duplicate and a bit per row that is done. Only `source` knows Ray. Left out: tokens and the length of prompts (`pipeline.stages`), and a
-single line of 2 GiB or more, which Arrow's `string` cannot hold.
+driver needs 16 bytes per duplicate and a bit per row that is done. Only `source` knows Ray. Left out: tokens and
+the length of prompts (`pipeline.stages`), and a single line of 2 GiB or more, which Arrow's `string` cannot hold.
 """
