@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import pipeline.fingerprint
 from pipeline.checks import resolve_decode, resolve_dtype
 from pipeline.config import ConfigError, JobConfig, build_config, set_key
-from pipeline.fingerprint import _digest_files, compare_files, compare_fingerprints, fingerprint, list_files
+from pipeline.fingerprint import compare_files, compare_fingerprints, digest_files, fingerprint, list_files
 from skipdecode.config import OPTConfig
 from tests.input_helpers import make_plan, write_jsonl
 
@@ -94,7 +94,7 @@ def test_auto_dtype_is_settled(place: Path, state: dict[str, Any]) -> None:
 
 def test_weights_and_settings_of_the_model(place: Path, state: dict[str, Any], tiny_checkpoint: Path) -> None:
     model = place / "model"
-    assert _digest_files(model) == _digest_files(tiny_checkpoint)
+    assert digest_files(model) == digest_files(tiny_checkpoint)
     tensors = load_file(model / "model.safetensors")
     tensors["model.decoder.layers.5.fc2.bias"][7] += 1e-3
     save_file(tensors, model / "model.safetensors")
