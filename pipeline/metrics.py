@@ -56,7 +56,7 @@ WINDOW_SCHEMA = pa.schema(
         ("failed", pa.int32()),
     ]
 )
-"""One row per window that a worker took: when it was busy."""
+"""One row per part of a window that a worker took (nearly always the whole window): when it was busy."""
 
 WORKER_SCHEMA = pa.schema(
     [

@@ -5,6 +5,7 @@ code 2). After the start a bad row is a failed row.
 """
 
 import json
+import math
 import time
 import uuid
 import warnings
@@ -14,11 +15,20 @@ from typing import Any
 import pyarrow as pa
 import ray
 
+from pipeline.attempts import start_ledger
 from pipeline.build import PipelineSpec, build_pipeline
 from pipeline.checks import Model, check_apart, check_model, check_output, resolve_dtype
 from pipeline.cluster import STAGE_CPUS, Pool, plan_pool, start_ray
 from pipeline.commit import finish_commit
 from pipeline.config import ConfigError, JobConfig
+from pipeline.ending import (
+    allowed_failures,
+    check_budget,
+    early_limit,
+    note_if_full,
+    reason_to_stop,
+    stop_on_sigterm,
+)
 from pipeline.fingerprint import compare_fingerprints, fingerprint, list_files
 from pipeline.input.files import list_input
 from pipeline.input.match import DoneRows
@@ -35,7 +45,7 @@ from pipeline.schema import OUTPUT_SCHEMA, list_columns
 from pipeline.sink import RunSink
 from pipeline.spec import make_spec
 
-FLUSH_TIMEOUT_S = 60
+FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 MAX_FILES = 10_000  # output files of one status at most, for large corpora
 
@@ -100,6 +110,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     listing = list_input(config.input)
     check_apart(folder, listing)
     cluster = start_ray()
+    stop_on_sigterm()
     note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = plan_pool(config.actors, cluster, ray.available_resources())
     dtype = resolve_dtype(config.model.dtype, "cuda" if pool.num_gpus else "cpu")
@@ -161,17 +172,33 @@ def stream_rows(
         f"decode: {low if low == high else f'{low}..{high}'} actors, {spec.window_rows} rows at a time, "
         f"{planned.model.decode}; {plan.num_rows - num_done} rows to do" + (f", {num_done} done" if num_done else "")
     )
+    limits = planned.config.limits
     collector = start_collector(folder.filesystem, folder.root, session["id"])
+    is_retry = place != "data"  # of rows that have failed already: there cannot be more of them
+    ends_at = math.inf if is_retry else early_limit(limits.max_failed_rows, planned.input.num_rows)
+    failed = 0 if is_retry else folder.count_rows("failed")
+    ledger = start_ledger(limits.max_row_attempts, spec.window_rows, ends_at, failed)
     try:
+        check_budget(failed, ends_at)
         sink = _make_sink(spec, folder, session["id"], plan.num_rows - num_done, place)
-        _stream(spec, sink, collector, plan.num_rows - num_done, planned.config.limits.no_progress_timeout_s)
-    except BaseException:
+        _stream(spec, sink, collector, ledger, plan.num_rows - num_done, limits.no_progress_timeout_s)
+    except BaseException as error:
         state["state"] = "interrupted"
-        raise
-    finally:
-        _flush(collector, note)
-        session["ended_at"] = time.time()
-        close_books(folder, state)
+        with note_if_full(folder, note):
+            folder.write_state(state)  # at once: who stops a job may not wait
+            flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
+            _end_session(folder, state, collector, flush_timeout_s, note)
+        reason = reason_to_stop(error, ledger, folder.shown)
+        if reason is error:
+            raise
+        raise reason from error
+    _end_session(folder, state, collector, FLUSH_TIMEOUT_S, note)
+
+
+def _end_session(folder: RunFolder, state: dict[str, Any], collector: Any, flush_timeout_s: float, note: Note) -> None:
+    _flush(collector, flush_timeout_s, note)
+    state["sessions"][-1]["ended_at"] = time.time()
+    close_books(folder, state)
 
 
 def finish_run(planned: PlannedRun, state: dict[str, Any]) -> RunResult:
@@ -188,10 +215,10 @@ def finish_run(planned: PlannedRun, state: dict[str, Any]) -> RunResult:
     return _result(planned, report)
 
 
-def _flush(collector: Any, note: Note) -> None:
+def _flush(collector: Any, timeout_s: float, note: Note) -> None:
     """Asks for the last figures; a run without them is still a run."""
     try:
-        ray.get(collector.flush.remote(), timeout=FLUSH_TIMEOUT_S)
+        ray.get(collector.flush.remote(), timeout=timeout_s)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         note(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
 
@@ -226,7 +253,9 @@ def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, left: int, p
     return RunSink(folder.filesystem, folder.root, session, output_schema(spec.plan), rows_per_file, place)
 
 
-def _stream(spec: PipelineSpec, sink: RunSink, collector: Any, left: int, no_progress_timeout_s: float) -> None:
+def _stream(
+    spec: PipelineSpec, sink: RunSink, collector: Any, ledger: Any, left: int, no_progress_timeout_s: float
+) -> None:
     """Decodes and writes all rows that are left."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -236,7 +265,7 @@ def _stream(spec: PipelineSpec, sink: RunSink, collector: Any, left: int, no_pro
     with Progress(collector, left), warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
-        build_pipeline(spec, collector).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        build_pipeline(spec, collector, ledger).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
 
 
 def close_books(folder: RunFolder, state: dict[str, Any]) -> None:
@@ -248,6 +277,5 @@ def close_books(folder: RunFolder, state: dict[str, Any]) -> None:
 
 
 def _result(planned: PlannedRun, report: dict[str, Any], was_finished: bool = False) -> RunResult:
-    limit = planned.config.limits.max_failed_rows
-    allowed = limit if isinstance(limit, int) else limit * report["books"]["input"]
+    allowed = allowed_failures(planned.config.limits.max_failed_rows, report["books"]["input"])
     return RunResult(report, planned.folder, report["failed"] > allowed, was_finished)

@@ -15,6 +15,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError
+from pipeline.faults import fault_point
 
 OURS = (
     "data",
@@ -90,8 +91,10 @@ class RunFolder:
         target = self.path(name)
         with self.filesystem.open_output_stream(f"{target}.tmp" if self.is_local else target) as stream:
             stream.write(text.encode())
+        fault_point(f"{name} staged")
         if self.is_local:  # elsewhere an object appears, or is replaced, when its upload is closed
             os.replace(f"{target}.tmp", target)
+            fault_point(f"{name} renamed")
 
     def read_text(self, name: str) -> str | None:
         """A small file, or None."""

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from ray.data import Datasink
 from ray.data._internal.planner.plan_write_op import WRITE_UUID_KWARG_NAME
 
+from pipeline.faults import fault_point
 from pipeline.run_folder import STAGING
 from pipeline.schema import STATUS
 
@@ -70,10 +71,15 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
         return
     filesystem.create_dir(target.rpartition("/")[0], recursive=True)
     staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}"
+    top = path.partition("/")[0]
+    fault_point(f"{top} begun")
     pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
+    fault_point(f"{top} staged")
     descriptor = os.open(staging, os.O_RDONLY)
     try:
         os.fsync(descriptor)  # the name must not outlive the bytes when the machine goes down
     finally:
         os.close(descriptor)
+    fault_point(f"{top} synced")
     os.replace(staging, target)
+    fault_point(f"{top} renamed")
