@@ -15,12 +15,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.generator import Answer
+from pipeline.cluster import on_this_node
+
+if TYPE_CHECKING:  # the ledger's process needs no torch
+    from actors.generator import Answer
 
 MAX_START_DEATHS = 3  # a worker process that dies this often before it is ready will not get ready
 MIN_DEATHS_IN_A_ROW = 20  # of one worker without a part decoded in between, before the worker is to blame
@@ -71,7 +73,7 @@ class Plan:
 
     parts: list[tuple[str, ...]]
     """To be decoded one after the other; the first is taken already."""
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: "dict[str, Answer]" = field(default_factory=dict)
     """Of rows that need no decoding: an earlier attempt did it."""
     parked: dict[str, str] = field(default_factory=dict)
     """Rows that must not be decoded again, and why."""
@@ -143,7 +145,7 @@ class Ledger:
         worker = self._workers[name]
         worker.state, worker.since, worker.part = "decoding", time.time(), part
 
-    def decoded(self, name: str, answers: dict[str, Answer] | None) -> None:
+    def decoded(self, name: str, answers: "dict[str, Answer] | None") -> None:
         """The part is decoded; `answers` are kept until the window is finished, for windows that have several parts."""
         worker = self._workers[name]
         worker.deaths_in_a_row = 0
@@ -216,7 +218,7 @@ class Ledger:
         parts = dict.fromkeys(self._parts[row] for row in suspects)
         return sorted((tuple(row for row in part if row in wanted) for part in parts), key=len)
 
-    def _with_controls(self, parts: list[tuple[str, ...]], answers: dict[str, Answer]) -> list[tuple[str, ...]]:
+    def _with_controls(self, parts: list[tuple[str, ...]], answers: "dict[str, Answer]") -> list[tuple[str, ...]]:
         """Before every row that is tried alone, one that is known to be good."""
         planned: list[tuple[str, ...]] = []
         for part in parts:
@@ -263,6 +265,5 @@ def node_is_gone(node_id: str) -> bool:
 
 def start_ledger(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> Any:
     """The ledger as an actor on this node; when it is lost, so is the driver's node, and the run ends."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Ledger)
+    actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(Ledger)
     return actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)

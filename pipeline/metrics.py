@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import ray
 
+from pipeline.cluster import on_this_node
 from pipeline.sink import write_whole
 
 FLUSH_S = 15.0
@@ -116,4 +117,4 @@ class MetricsCollector:
 
 def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str) -> Any:
     """The collector as an actor on this node; it takes no CPU from the pool."""
-    return ray.remote(num_cpus=0)(MetricsCollector).remote(filesystem, root, run_id)
+    return ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(MetricsCollector).remote(filesystem, root, run_id)

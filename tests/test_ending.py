@@ -42,7 +42,10 @@ def test_a_signal_ends_the_run_within_seconds_and_leaves_nothing_behind(
     wait_for(lambda: written(output), driver)
     family = descendants(driver.pid)
     assert workers(family)
-    os.kill(driver.pid, how)
+    if how == signal.SIGINT:
+        os.killpg(driver.pid, how)  # as a terminal does
+    else:
+        os.kill(driver.pid, how)
     told = time.monotonic()
     wait_for(lambda: state(output)["state"] == "interrupted", timeout_s=60)
     noted_s = time.monotonic() - told
@@ -77,6 +80,7 @@ def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tiny_ch
     assert done.returncode == 3, "a finished run is judged by the limit of today"
 
 
+@pytest.mark.slow
 def test_a_hung_worker_ends_the_run_with_the_state_of_each(tiny_checkpoint: Path, tmp_path: Path) -> None:
     source, output = write_prompts(tmp_path / "in.jsonl", 200), tmp_path / "run"
     wanted = command(tiny_checkpoint, source, output, "limits.no_progress_timeout_s=45")
@@ -95,6 +99,7 @@ def test_a_hung_worker_ends_the_run_with_the_state_of_each(tiny_checkpoint: Path
     assert len(rows(output, "ok")) == 200
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_at_its_start_ends_the_run_with_the_reason(tiny_checkpoint: Path, tmp_path: Path) -> None:
     source = write_prompts(tmp_path / "in.jsonl", 8)
     faults = {"load": {"signal": "SIGSEGV", "times": 100}}
