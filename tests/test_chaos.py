@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -46,12 +47,14 @@ class Run:
         assert done.returncode == 0, done.stderr
 
     def judge(self) -> None:
-        """Books closed, every row once, tokens as undisturbed, no stray file."""
+        """Books closed, every row once, tokens as undisturbed, no stray file; and `jobs.verify` says so too."""
         assert state(self.output)["state"] == "finished"
         assert state(self.output)["books"] == {"input": NUM_ROWS, "ok": NUM_ROWS, "failed": 0, "closed": True}
         assert {row: found["generated_tokens"] for row, found in rows(self.output).items()} == self.expected
         strays = [path for path in (self.output / "data").rglob("*") if path.is_file() and path.suffix != ".parquet"]
         assert not strays
+        verified = run([sys.executable, "-m", "jobs.verify", str(self.output)], self.env)
+        assert verified.returncode == 0, verified.stderr
 
 
 def write_rows(path: Path) -> Path:
