@@ -16,8 +16,8 @@ from tests.finetune_helpers import arguments, curve, log, validations, write_pai
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
-NUM_STEPS = 400
-RECIPE = {"epochs": NUM_STEPS / 4, "checkpoint_every": 30, "validate_every": 100}
+NUM_STEPS = 1200  # a graceful end takes Ray Train some seconds
+RECIPE = {"epochs": NUM_STEPS / 4, "checkpoint_every": 30, "validate_every": 300}
 
 
 @pytest.fixture(scope="module")
