@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import ConfigError
-from pipeline.run_folder import RunFolder, _digest_files, compare_fingerprints
+from pipeline.run_folder import RunFolder, digest_files, compare_fingerprints
 from pipeline.sink import write_whole
 
 
@@ -75,16 +75,16 @@ def test_a_write_that_fails_leaves_no_file_among_the_data(tmp_path: Path, monkey
 def test_one_changed_weight_or_setting_changes_the_digest(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_checkpoint, model)
-    before = _digest_files(model)
-    assert before == _digest_files(tiny_checkpoint)
+    before = digest_files(model)
+    assert before == digest_files(tiny_checkpoint)
     tensors = load_file(model / "model.safetensors")
     tensors["model.decoder.layers.5.fc2.bias"][7] += 1e-3
     save_file(tensors, model / "model.safetensors")
-    changed = _digest_files(model)
+    changed = digest_files(model)
     assert changed != before
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
-    assert _digest_files(model) != changed
+    assert digest_files(model) != changed
 
 
 def test_differences_are_named_with_both_values() -> None:
