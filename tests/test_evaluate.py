@@ -191,6 +191,10 @@ def test_a_checkpoint_that_changed_since_the_run_is_refused(
             ("{run}", "--references", "{references}", "--prompt-column", "ref", "--reference-column", "mr"),
             "no prompt of ",
         ),
+        (
+            ("{run}", "--references", "{references}", "--prompt-column", "ref"),
+            "--reference-column: is the prompt column",
+        ),
         (("{run}", "--references", "{references}", "perplexity_pairs=-1"), "perplexity_pairs: "),
         (("{run}", "--references", "{references}", "--output-json", "/nowhere/x.json"), "--output-json /nowhere/"),
         (("/nowhere", "--references", "{references}"), "/nowhere: no such file or folder"),

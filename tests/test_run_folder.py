@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import ConfigError
-from pipeline.run_folder import RunFolder, digest_files, compare_fingerprints
+from pipeline.run_folder import RunFolder, compare_fingerprints, digest_files
 from pipeline.sink import write_whole
 
 
