@@ -144,5 +144,6 @@ def _named_schedules(config: OPTConfig, case: BenchCase, schedules: list[dict[st
     named: list[tuple[str, Schedule]] = [("full", FullDepth(config.num_hidden_layers))]
     for decode in schedules:
         schedule = make_schedule(decode, num_layers=config.num_hidden_layers, max_new_tokens=case.new_tokens)
-        named.append((" ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in decode.values()), schedule))
+        if schedule not in (known for _, known in named):
+            named.append((" ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in decode.values()), schedule))
     return named

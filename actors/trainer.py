@@ -8,6 +8,7 @@ Several workers speak `torch.distributed`, which whoever starts them sets up (Ra
 import math
 import random
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ def train(
         if step % config.validate_every == 0 or is_last:
             losses = _validate(module, validation, config, schedules, device)
             record |= {"validation_loss": losses, "mean": sum(losses.values()) / len(losses)}
+            if not math.isfinite(record["mean"]):
+                raise FloatingPointError(f"the validation loss is {losses} at step {step}; lower train.learning_rate")
             hooks.log(record)
             is_best = record["mean"] < best.get("mean", math.inf)
             best = record if is_best else best
@@ -190,11 +193,14 @@ def save_state(state: dict[str, Any], path: str | Path) -> None:
 
 
 def load_state(path: str | Path) -> dict[str, Any]:
-    """ValueError when the file is not whole. Mapped into memory: the workers of a node share its pages."""
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # zip and pickle raise many kinds
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+    """ValueError when the file is not whole; what else may go wrong with reading says nothing against the file.
+
+    Mapped into memory: the workers of a node share its pages.
+    """
+    with Path(path).open("rb") as file:
+        if not zipfile.is_zipfile(file):  # its directory is at the end
+            raise ValueError(f"{path}: not a whole checkpoint")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state
 
 

@@ -20,8 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     from pipeline.config import ConfigError
 
     target = Path(arguments.output_json) if arguments.output_json else None
-    if target and not target.parent.is_dir():  # not after an hour of measuring
-        return fail(f"--output-json {target}: no such folder", BAD_CONFIG)
+    if target and (target.is_dir() or not target.parent.is_dir()):  # not after an hour of measuring
+        return fail(f"--output-json {target}: not a file in an existing folder", BAD_CONFIG)
     try:
         document = run_bench(load_bench_config(arguments.config, arguments.overrides), note)
     except ConfigError as error:

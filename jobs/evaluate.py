@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     from pipeline.config import ConfigError
 
     target = Path(arguments.output_json) if arguments.output_json else None
-    if target and not target.parent.is_dir():  # not after minutes of decoding
-        return fail(f"--output-json {target}: no such folder", BAD_CONFIG)
+    if target and (target.is_dir() or not target.parent.is_dir()):  # not after minutes of decoding
+        return fail(f"--output-json {target}: not a file in an existing folder", BAD_CONFIG)
     command = shlex.join(["python", "-m", "jobs.evaluate", *(sys.argv[1:] if argv is None else argv)])
     try:
         document = sweep(arguments, command) if arguments.sweep else score(arguments, command)

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
     except KeyboardInterrupt:
-        return fail("interrupted; the last checkpoint stays, --resume goes on from it", ERROR)
+        return fail("interrupted; checkpoints that were written stay, --resume goes on from the last", ERROR)
     except Exception as error:
         traceback.print_exc()
         return fail(error, ERROR)

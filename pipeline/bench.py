@@ -42,6 +42,8 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
 
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    if config.work == "train" and dtype == torch.float16:
+        raise ConfigError("dtype: float16 is not trained in; use bfloat16 or float32")
     kept = torch.float32 if config.work == "train" else dtype
     torch.set_num_threads(config.threads or num_cores())
     try:

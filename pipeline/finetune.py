@@ -18,7 +18,9 @@ import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from actors.trainer import num_steps
 from pipeline.cluster import start_ray
+from pipeline.config import ConfigError
 from pipeline.finetune_config import FinetuneConfig
 from pipeline.finetune_plan import PlannedTraining, plan_training
 from pipeline.fingerprint import refuse_differences
@@ -49,7 +51,17 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
             note(f"{folder.root}: finished before, nothing to do")
             return FinetuneResult(earlier["record"], folder, was_finished=True)
     cluster = start_ray()
+    if ray.get_runtime_context().runtime_env.get("working_dir") and not Path(config.output.path).is_absolute():
+        raise ConfigError(
+            f"output.path: {config.output.path} would lie in the package of the Ray job, which Ray deletes; "
+            "give an absolute path that every worker sees"
+        )
     pool = plan_workers(config.workers, cluster, ray.available_resources())
+    steps = num_steps(len(planned.pairs.tokens), planned.train)
+    if planned.train.warmup_steps >= steps:
+        note(
+            f"train.warmup_steps: {planned.train.warmup_steps} of {steps} steps; the peak learning rate is not reached"
+        )
     if config.output.if_exists == "overwrite":
         folder.clear()
     device = "a GPU" if pool.use_gpu else f"{pool.threads} threads"

@@ -4,6 +4,7 @@ Nothing is written here, and Ray is not started.
 """
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,9 @@ def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, dict[str, Any
     folder = TrainingFolder.open(config.output.path)
     others = [(f"data.{name}", path) for name in ("path", "validation") for path in getattr(config.data, name)]
     check_apart(folder, others + ([] if config.model.source is None else [("model.source", config.model.source)]))
+    existing = next(path for path in (folder.root, *folder.root.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(f"output.path: {folder.root} cannot be created: {existing} is no folder that we may write to")
     return folder, folder.check(config.output.if_exists)
 
 

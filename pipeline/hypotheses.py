@@ -40,6 +40,9 @@ def read_texts(folder: RunFolder, state: dict[str, Any] | None) -> Texts:
         for name in ("prompt", "generated_text"):
             if name not in dataset.schema.names:
                 raise ConfigError(f"{folder.shown}: no column {name!r}; it has: {', '.join(dataset.schema.names)}")
+            kind = dataset.schema.field(name).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise ConfigError(f"{folder.shown}: column {name!r} is {kind}, not text")
         optional = ("id", "error_code", "num_generated_tokens", "layers_run")
         names = ["prompt", "generated_text", *(name for name in optional if name in dataset.schema.names)]
         rows = dataset.to_table(columns=names).to_pylist()
@@ -58,7 +61,7 @@ def choose_texts(rows: list[dict[str, Any]]) -> Texts:
     by_prompt: dict[str, str] = {}
     failed = set()
     with_prompt = [row for row in rows if row["prompt"] is not None]
-    for row in sorted(with_prompt, key=lambda row: (row.get("id") or "", bool(row.get("error_code")))):
+    for row in sorted(with_prompt, key=lambda row: (row.get("id") is None, row.get("id"), bool(row.get("error_code")))):
         prompt, is_failed = row["prompt"], bool(row.get("error_code"))
         if prompt not in by_prompt:
             by_prompt[prompt] = "" if is_failed else row["generated_text"] or ""

@@ -6,7 +6,7 @@ The metrics are `pipeline.quality`; table and plot are `pipeline.sweep_report`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +28,7 @@ from pipeline.pairs import encode_pairs, read_pairs
 from pipeline.quality import scores, slot_share
 from pipeline.report import agreement, speedup
 from pipeline.run_folder import Note
-from pipeline.sweep_report import headline, write_report
+from pipeline.sweep_report import headline, write_json, write_report
 from skipdecode.generate import Request
 from skipdecode.plan import make_schedule
 from skipdecode.sampling import Sampling
@@ -104,7 +104,6 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output: {config.output} cannot be created: {error}") from error
-    rows = measure_all(config, settings, corpus, note)
     document = provenance(device, VERSIONS) | {
         "dtype": str(choose_dtype(config.dtype, device)).removeprefix("torch."),
         "command": command,
@@ -112,28 +111,37 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
         "prompts": len(corpus.prompts),
         "references": len(corpus.pairs),
         "slot_share_of_references": corpus.slot_share,
-        "rows": rows,
+        "rows": [],
     }
+    for row in measure_all(config, settings, corpus, note):
+        document["rows"].append(row)
+        write_json(document, Path(config.output))  # an interrupted sweep keeps what it has
     write_report(document, Path(config.output))
     return document
 
 
 def measure_all(
     config: SweepConfig, settings: Sequence[Sequence[Setting]], corpus: Corpus, note: Note
-) -> list[dict[str, Any]]:
-    """The lines of the table; each checkpoint is loaded once. `settings`: those of each entry of `runs`."""
-    total, rows = sum(map(len, settings)), list[dict[str, Any]]()
+) -> Iterator[dict[str, Any]]:
+    """The lines of the table, one by one; each checkpoint is loaded once. `settings`: those of each entry of `runs`."""
+    total, done = sum(map(len, settings)), 0
     for run, own in zip(config.runs, settings, strict=True):
         generator = Generator(generator_config(config, run.model))
         encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_id)
         pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
         for setting in own:
             started = time.monotonic()
-            row = {"label": run.label, "name": setting.name, "model": run.model, "decode": setting.decode}
+            row: dict[str, Any] = {
+                "label": run.label,
+                "name": setting.name,
+                "model": run.model,
+                "decode": setting.decode,
+            }
             row |= measure(generator.with_decode(setting.decode), corpus, pairs, config)
-            rows.append(row | {"elapsed_s": time.monotonic() - started})
-            note(f"[{len(rows)}/{total}] {headline(rows[-1])}")
-    return rows
+            row["elapsed_s"] = time.monotonic() - started
+            done += 1
+            note(f"[{done}/{total}] {headline(row)}")
+            yield row
 
 
 def check_run(config: SweepConfig, index: int, note: Note) -> list[Setting]:

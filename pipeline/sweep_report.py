@@ -32,11 +32,15 @@ MARKERS = "osD^vP"
 
 def write_report(document: dict[str, Any], folder: Path) -> None:
     """`quality.json`, `quality.md`, `quality.svg`, `quality.png` in `folder`."""
-    (folder / "quality.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(document, folder)
     (folder / "quality.md").write_text(markdown(document), encoding="utf-8")
     figure = plot(document)
     for kind in ("svg", "png"):
         figure.savefig(folder / f"quality.{kind}", dpi=150)
+
+
+def write_json(document: dict[str, Any], folder: Path) -> None:
+    (folder / "quality.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def headline(row: Row) -> str:

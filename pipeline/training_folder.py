@@ -133,12 +133,22 @@ class TrainingFolder:
         return [(int(path.stem.removeprefix("step-")), path) for path in files]
 
     def load_checkpoint(self, load: Callable[[Path], dict[str, Any]]) -> Loaded | None:
-        """The newest that `load` can read (it raises ValueError otherwise); what is newer is moved aside."""
+        """The newest that `load` can read (ValueError: it is damaged); damaged newer ones are moved aside.
+
+        RuntimeError when all are damaged: starting from the beginning is for the user to decide.
+        """
+        damaged: list[Path] = []
         for step, path in self.checkpoints():
             try:
-                return step, load(path)
+                loaded = load(path)
             except ValueError:
-                path.rename(path.with_suffix(".unreadable"))  # it was whole once: for a human to look at
+                damaged.append(path)
+                continue
+            for other in damaged:
+                other.rename(other.with_suffix(".unreadable"))  # it was whole once: for a human to look at
+            return step, loaded
+        if damaged:
+            raise RuntimeError(f"{', '.join(map(str, damaged))}: damaged, and no other; --overwrite starts anew")
         return None
 
     def records(self) -> list[dict[str, Any]]:

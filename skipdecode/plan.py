@@ -180,6 +180,8 @@ def make_schedule(decode: dict[str, Any], *, num_layers: int, max_new_tokens: in
                 f"decode.{key}: has no meaning with method {method!r}; it takes: {', '.join(allowed) or 'nothing'}; "
                 f"set decode.{key}=null where a configuration file gives it"
             )
+    if not isinstance(given.get("speedup", 0), int | float):
+        raise ValueError(f"decode.speedup: expected a number, got {given['speedup']!r}")
     for key in ("max_layers", "min_layers", "warmup_layers", "horizon", "layers"):
         if not isinstance(given.get(key, 0), int):
             raise ValueError(f"decode.{key}: expected a whole number, got {given[key]!r}")

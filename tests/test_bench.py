@@ -48,5 +48,16 @@ def test_training_flops_by_hand() -> None:
     assert training_flops(config, schedule, **shape) == 3 * (head + 2 * layer(8) + layer(7) + layer(5))
 
 
-def test_a_bad_target_is_known_at_once(tmp_path: Path) -> None:
-    assert main(["--output-json", str(tmp_path / "no" / "bench.json")]) == 2
+@pytest.mark.parametrize("target", ["no/bench.json", "."])
+def test_a_bad_target_is_known_at_once(tmp_path: Path, target: str) -> None:
+    assert main(["--output-json", str(tmp_path / target)]) == 2
+
+
+def test_full_depth_may_be_named_and_float16_is_not_trained_in(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = "schedules=[{method: full}, {method: skipdecode, max_layers: 3, min_layers: 2}]"
+    assert main([f"source={tiny_checkpoint}", *SMALL, twice]) == 0
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]) == 2
+    assert main(["work=train", f"source={tiny_checkpoint}", *SMALL, "dtype=float16"]) == 2
+    assert "dtype: float16" in capsys.readouterr().err

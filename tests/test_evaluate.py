@@ -187,7 +187,14 @@ def test_a_checkpoint_that_changed_since_the_run_is_refused(
         (("{run}", "--references", "{run}/run.json", "--prompt-column", "no"), "--references: "),
         (("{run}", "--references", "{references}", "--prompt-column", "no"), "--prompt-column: "),
         (("{run}", "--references", "{references}", "--reference-column", "no"), "--reference-column: "),
-        (("{run}", "--references", "{references}", "--prompt-column", "ref"), "no prompt of "),
+        (
+            ("{run}", "--references", "{references}", "--prompt-column", "ref", "--reference-column", "mr"),
+            "no prompt of ",
+        ),
+        (
+            ("{run}", "--references", "{references}", "--prompt-column", "ref"),
+            "--reference-column: is the prompt column",
+        ),
         (("{run}", "--references", "{references}", "perplexity_pairs=-1"), "perplexity_pairs: "),
         (("{run}", "--references", "{references}", "--output-json", "/nowhere/x.json"), "--output-json /nowhere/"),
         (("/nowhere", "--references", "{references}"), "/nowhere: no such file or folder"),
@@ -215,6 +222,8 @@ def test_of_rows_with_one_prompt_the_lowest_id_counts_even_if_it_failed() -> Non
     assert (chosen.num_rows, chosen.num_repeated, chosen.num_without_prompt) == (5, 2, 1)
     assert chosen.layers_per_token is None
     assert choose_texts([{"prompt": "p", "generated_text": None}]).by_prompt == {"p": ""}
+    numbered = [{"id": i, "prompt": "p", "generated_text": str(i)} for i in (None, 2, 0, None)]
+    assert choose_texts(numbered).by_prompt == {"p": "0"}
 
 
 def test_pairs_are_drawn_once_and_must_fit() -> None:

@@ -144,11 +144,19 @@ def test_a_finished_run_is_left_alone(pairs: Path, copied: Path, capsys: Capture
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("*")} == before
 
 
-def test_overwrite_starts_anew_and_deletes_only_what_a_run_wrote(pairs: Path, copied: Path) -> None:
+def test_overwrite_starts_anew_and_deletes_only_what_a_run_wrote(
+    pairs: Path, copied: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """With bad rows among the pairs, which are left out when that is asked for."""
     (copied / "notes.txt").write_text("mine")
-    assert (
-        main(arguments(pairs, copied, "--overwrite", "train.schedules=[{method: unified, layers: 3}]", epochs=1)) == 0
-    )
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(pairs.read_text() + '{"prompt": "a"}\n{"prompt": "", "response": ""}\n{"torn')
+    changes = (f"data.path={path}", "data.bad_rows=skip", "train.schedules=[{method: unified, layers: 3}]")
+    assert main(arguments(pairs, copied, "--overwrite", *changes, epochs=1)) == 0
+    out, err = capsys.readouterr()
+    assert "256 pairs in 4 steps" in err
+    assert "3 bad rows left out" in err
+    assert json.loads(out.splitlines()[-1])["skipped_rows"] == 3
     assert list(curve(copied)) == [1, 2, 3, 4]
     assert (copied / "notes.txt").read_text() == "mine"
     assert OPTConfig.from_folder(copied).skip_decode == {"method": "unified", "layers": 3}
@@ -252,18 +260,6 @@ def test_bad_rows_are_named(pairs: Path, tmp_path: Path, capsys: Capture, line: 
     assert not (tmp_path / "model").exists()
 
 
-def test_bad_rows_can_be_left_out(pairs: Path, undisturbed: Path, tmp_path: Path, capsys: Capture) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(pairs.read_text() + '{"prompt": "a"}\n{"prompt": "", "response": ""}\n{"torn')
-    keys = [f"data={{path: {path}, validation: {pairs}}}", "data.bad_rows=skip"]
-    assert main(arguments(pairs, tmp_path / "model", *keys, epochs=1)) == 0
-    out, err = capsys.readouterr()
-    assert "3 bad rows left out" in err
-    assert json.loads(out.splitlines()[-1])["skipped_rows"] == 3
-    first = {step: loss for step, loss in curve(undisturbed).items() if step == 1}
-    assert {1: curve(tmp_path / "model")[1]} == pytest.approx(first, abs=1e-6)
-
-
 def test_a_checkpoint_of_another_shape_is_refused(
     pairs: Path, checkpoint_factory: Callable[..., Path], tmp_path: Path, capsys: Capture
 ) -> None:
@@ -282,6 +278,7 @@ def test_the_base_must_not_lie_in_the_output(pairs: Path, tiny_checkpoint: Path,
     assert (tiny_checkpoint / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run_at_once(pairs: Path, tmp_path: Path, capsys: Capture) -> None:
     more = ("train.max_grad_norm=1e30", "train.warmup_steps=1")
     assert main(arguments(pairs, tmp_path / "model", *more, learning_rate=1e30)) == 1

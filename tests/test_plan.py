@@ -255,3 +255,8 @@ def test_steps_per_layer_by_hand() -> None:
 def test_plan_and_config_and_cost_import_no_torch() -> None:
     code = "import sys, skipdecode.plan, skipdecode.config, skipdecode.cost; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_a_speedup_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match=r"decode\.speedup: expected a number, got \[2, 3\]"):
+        make_schedule({"speedup": [2, 3]}, num_layers=24, max_new_tokens=8)

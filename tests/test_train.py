@@ -306,5 +306,16 @@ def test_a_broken_state_is_refused(tmp_path: Path) -> None:
     save_state({"step": 3, "weights": torch.ones(1000)}, path)
     assert load_state(path)["step"] == 3
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"state\.pt: cannot be read"):
+    with pytest.raises(ValueError, match=r"state\.pt: not a whole checkpoint"):
         load_state(path)
+
+
+def test_a_validation_that_is_no_number_ends_the_training_with_the_reason() -> None:
+    config = OPTConfig(vocab_size=24, hidden_size=16, num_hidden_layers=2, ffn_dim=32, num_attention_heads=2)
+    model = OPT(config)
+    init_weights(model, 0)
+    hooks = Hooks(lambda _: None, lambda *_: pytest.fail("nothing to keep"), lambda *_: pytest.fail("no checkpoint"))
+    pairs: list[Pair] = [([2, 5], [6, 2])] * 4
+    wild = make_config(schedules=({"method": "full"},), epochs=1.0, learning_rate=1e30, warmup_steps=1)
+    with pytest.raises(FloatingPointError, match=r"lower train\.learning_rate"):
+        train(model, pairs, pairs, wild, hooks)

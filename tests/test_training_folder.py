@@ -82,7 +82,16 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(folder: Tr
     assert folder.load_checkpoint(lambda path: json.loads(path.read_text())) == (5, {"step": 5})
     assert [step for step, _ in folder.checkpoints()] == [5]
     folder.checkpoints()[0][1].write_text("")
-    assert folder.load_checkpoint(lambda path: json.loads(path.read_text())) is None
+    with pytest.raises(RuntimeError, match="damaged, and no other"):  # never from the beginning without being asked
+        folder.load_checkpoint(lambda path: json.loads(path.read_text()))
+    assert [step for step, _ in folder.checkpoints()] == [5]
+
+    def unreachable(path: Path) -> dict[str, int]:
+        raise OSError("stale file handle")
+
+    with pytest.raises(OSError, match="stale"):  # says nothing against the file
+        folder.load_checkpoint(unreachable)
+    assert [step for step, _ in folder.checkpoints()] == [5]
 
 
 def test_the_log_is_rewound_to_the_checkpoint(folder: TrainingFolder) -> None:
