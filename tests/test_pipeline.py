@@ -118,7 +118,8 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
         lengths.add(mine["num_generated_tokens"])
     assert len(lengths) > 2, "rows must end at different steps for this test to mean anything"
     assert report["books"] == {"input": 40, "ok": 40, "failed": 0, "closed": True}
-    assert len(report["actors"]) in {"1": (1,), "2": (2,), "[1,2]": (1, 2)}[num_actors]
+    # An actor reports with its first batch, and 40 rows can be over before the second one has loaded.
+    assert 1 <= len(report["actors"]) <= (1 if num_actors == "1" else 2)
 
 
 @pytest.mark.parametrize(
