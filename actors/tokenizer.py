@@ -4,7 +4,8 @@ BOS is put in front here, from the checkpoint's config, whatever the tokenizer f
 an empty prompt is BOS alone. Special tokens never appear in decoded text. No truncation and no padding happen here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
@@ -45,12 +46,26 @@ class OPTTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """One token list per text, BOS first."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _panics_are_errors():
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [[self._bos, *item.ids] for item in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of one token list without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        return self._tokenizer.decode([t for t in tokens if t not in self._special], skip_special_tokens=False)
+        with _panics_are_errors():
+            text: str = self._tokenizer.decode([t for t in tokens if t not in self._special], skip_special_tokens=False)
+        return text
+
+
+@contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """A panic in the Rust library is a BaseException by intent; here it is one row's error, not the worker's end."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # its module cannot be imported
+            raise RuntimeError(f"the tokenizer panicked: {error}") from error
+        raise
 
 
 def _load(folder: Path) -> Tokenizer:

@@ -22,7 +22,8 @@ def note(text: str) -> None:
 def fail(error: BaseException | str, code: int) -> int:
     """Says what went wrong, in words, and gives back the exit code."""
     note(f"error: {error}")
-    note(f"exit code {code}: " + {1: "failed", 2: "bad configuration or input, nothing was started"}[code])
+    meaning = {1: "failed", 2: "bad configuration or input, nothing was started", 3: "too many failed rows"}
+    note(f"exit code {code}: {meaning[code]}")
     return code
 
 

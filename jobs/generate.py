@@ -1,8 +1,8 @@
 """`python -m jobs.generate`: a prompt corpus in, generated Parquet out.
 
 Alone, or under `ray job submit --working-dir . -- python -m jobs.generate ...`. Progress goes to stderr; the last line
-on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input, nothing was started; 3 finished, but
-more rows failed than limits.max_failed_rows; 1 anything else.
+on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input, nothing was started; 3 more rows
+failed than limits.max_failed_rows allows, and the run ended there or at its end; 1 anything else.
 """
 
 import argparse
@@ -34,6 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     from pipeline.config import ConfigError, JobConfig, build_config, read_tree, set_key
+    from pipeline.ending import RunStopped, TooManyFailed
     from pipeline.run import run
 
     try:
@@ -50,6 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error, BAD_CONFIG)
     except KeyboardInterrupt:
         return fail("interrupted; what is written stays, --resume goes on with the run", ERROR)
+    except TooManyFailed as error:
+        return fail(f"{error}; good rows stay, --resume with a larger limit goes on with the run", TOO_MANY_FAILED)
+    except RunStopped as error:
+        return fail(error, ERROR)
     except Exception as error:
         traceback.print_exc()
         return fail(error, ERROR)

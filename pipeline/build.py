@@ -1,21 +1,23 @@
 """From a planned run to a lazy Ray Data pipeline: read, tokenise, decode, finish; `pipeline.run` writes it.
 
-No side effects beyond putting the input plan into the object store. What each stage does is `pipeline.stages`.
+No side effects beyond putting the input plan into the object store. What the stages do is `pipeline.stages` and
+`pipeline.decode`.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from actors.generator import GeneratorConfig
 from pipeline.cluster import STAGE_CPUS, Pool
 from pipeline.config import InputConfig
+from pipeline.decode import DecodeStage
+from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.input.source import CorpusDatasource
-from pipeline.stages import DecodeStage, TokenizeConfig, finish, tokenize
+from pipeline.stages import TokenizeConfig, finish, tokenize
 
 LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing): one at work, one ready
 
@@ -26,8 +28,8 @@ class PipelineSpec:
 
     input: InputConfig
     plan: InputPlan
-    done: np.ndarray[Any, Any] | None
-    """Sorted digests of rows that are written already."""
+    done: DoneRows | None
+    """Rows that are written already."""
     tokenize: TokenizeConfig
     generator: GeneratorConfig
     pool: Pool
@@ -35,7 +37,7 @@ class PipelineSpec:
     """Rows that an actor takes at a time."""
 
 
-def build_pipeline(spec: PipelineSpec, metrics: Any) -> Dataset:
+def build_pipeline(spec: PipelineSpec, metrics: Any, ledger: Any) -> Dataset:
     """Rows in, rows out: every row of the plan that is not done comes out once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
@@ -47,7 +49,7 @@ def build_pipeline(spec: PipelineSpec, metrics: Any) -> Dataset:
     rows = rows.map_batches(tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, **light)
     rows = rows.map_batches(
         DecodeStage,
-        fn_constructor_args=(spec.generator, spec.tokenize.sampling, metrics),
+        fn_constructor_args=(spec.generator, spec.tokenize.sampling, metrics, ledger),
         batch_size=spec.window_rows,
         batch_format="pyarrow",
         zero_copy_batch=True,

@@ -1,23 +1,21 @@
 """What is checked before a run starts: checkpoint, schedule, output folder. All errors are `ConfigError`."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pyarrow.fs import LocalFileSystem
 
+from actors.generator import choose_dtype
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import Listing
-from pipeline.run_folder import RunFolder
+from pipeline.run_folder import Note, RunFolder
 from skipdecode.config import OPTConfig
 from skipdecode.plan import make_schedule
 from skipdecode.weights import check_folder, resolve_source
-
-Note = Callable[[str], None]
-"""Takes one line for a human."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,11 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
         "decode.method=full turns skipping off"
     )
     return {"method": "skipdecode", "speedup": 2}
+
+
+def resolve_dtype(name: str, device: str) -> str:
+    """`auto` settled once, here, so that all workers and all sessions of a run decode in the same type."""
+    return str(choose_dtype(name, torch.device(device))).removeprefix("torch.")
 
 
 def check_apart(folder: RunFolder, listing: Listing) -> None:

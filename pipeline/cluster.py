@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config import ActorsConfig, ConfigError
 
@@ -78,6 +79,11 @@ def start_ray() -> Cluster:
         tuple(node.get("CPU", 0.0) for node in nodes),
         tuple(node.get("GPU", 0.0) for node in nodes),
     )
+
+
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """For actors that the run needs as long as its driver lives: no other node takes them along."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) -> Pool:

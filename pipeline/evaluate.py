@@ -16,14 +16,14 @@ from pydantic import Field
 from actors.generator import choose_device, choose_dtype
 from actors.tokenizer import OPTTokenizer
 from actors.trainer import mean_loss
-from pipeline.checks import Note
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section
+from pipeline.fingerprint import digest_files
 from pipeline.hypotheses import Texts, read_texts
 from pipeline.machine import provenance
 from pipeline.pairs import encode_pairs, read_pairs
 from pipeline.quality import scores, slot_share
-from pipeline.run_folder import RunFolder, digest_files
+from pipeline.run_folder import Note, RunFolder
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule, make_schedule
 from skipdecode.weights import load_opt, resolve_source

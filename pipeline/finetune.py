@@ -19,14 +19,14 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from actors.trainer import num_steps
-from pipeline.checks import Note
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError
 from pipeline.finetune_config import FinetuneConfig
 from pipeline.finetune_plan import PlannedTraining, plan_training
+from pipeline.fingerprint import refuse_differences
 from pipeline.loss_plot import plot_losses
 from pipeline.progress import LiveLine
-from pipeline.run_folder import compare_fingerprints
+from pipeline.run_folder import Note
 from pipeline.spec import worker_path
 from pipeline.train_pool import TrainPool, plan_workers
 from pipeline.train_worker import TrainingJob, run_worker
@@ -46,7 +46,7 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
     planned = plan_training(config, note)
     folder, earlier = planned.folder, planned.earlier
     if earlier is not None:
-        compare_fingerprints(earlier["fingerprint"], planned.fingerprint)
+        refuse_differences(earlier["fingerprint"], planned.fingerprint)
         if earlier["state"] == "finished":
             note(f"{folder.root}: finished before, nothing to do")
             return FinetuneResult(earlier["record"], folder, was_finished=True)

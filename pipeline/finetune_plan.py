@@ -14,12 +14,12 @@ from typing import Any
 
 from actors.tokenizer import OPTTokenizer, train_tokenizer
 from actors.trainer import Pair, TrainConfig, num_steps
-from pipeline.checks import Note
 from pipeline.config import ConfigError
 from pipeline.demo_corpus import vary_names
 from pipeline.finetune_config import HOW, FinetuneConfig, FinetuneData, FinetuneModel, TrainSection
+from pipeline.fingerprint import digest_files
 from pipeline.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
-from pipeline.run_folder import digest_files
+from pipeline.run_folder import Note
 from pipeline.training_folder import TOKENIZER_FILES, TrainingFolder, check_apart
 from skipdecode.config import OPTConfig
 from skipdecode.plan import make_schedule

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import ray
 
+from pipeline.cluster import on_this_node
 from pipeline.sink import write_whole
 
 FLUSH_S = 15.0
@@ -56,7 +57,7 @@ WINDOW_SCHEMA = pa.schema(
         ("failed", pa.int32()),
     ]
 )
-"""One row per window that a worker took: when it was busy."""
+"""One row per part of a window that a worker took (nearly always the whole window): when it was busy."""
 
 WORKER_SCHEMA = pa.schema(
     [
@@ -108,7 +109,7 @@ class MetricsCollector:
             if records:
                 table = pa.Table.from_pylist(records, schema=SCHEMAS[kind])
                 name = f"metrics/{kind}-{self._run_id}-{self._num_files:05d}.parquet"
-                write_whole(self._filesystem, self._root, name, table)
+                write_whole(self._filesystem, self._root, name, table, self._run_id)
                 self._num_files += 1
                 records.clear()
         self._flushed_at = time.monotonic()
@@ -116,4 +117,4 @@ class MetricsCollector:
 
 def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str) -> Any:
     """The collector as an actor on this node; it takes no CPU from the pool."""
-    return ray.remote(num_cpus=0)(MetricsCollector).remote(filesystem, root, run_id)
+    return ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(MetricsCollector).remote(filesystem, root, run_id)

@@ -14,7 +14,7 @@ LINE_S, REDRAW_S = 5.0, 1.0
 
 def describe(counts: dict[str, int], total: int, elapsed_s: float) -> str:
     """The progress line for `counts` (of `MetricsCollector`) after `elapsed_s` seconds."""
-    rows = counts["rows"]
+    rows = min(counts["rows"], total)  # rows decoded again after a worker's death count twice
     share = f"{rows}/{total} rows ({100 * rows / max(total, 1):.0f} %)"
     if not counts["workers"]:
         return f"loading model   {elapsed_s:.0f} s"

@@ -5,34 +5,47 @@ code 2). After the start a bad row is a failed row.
 """
 
 import json
+import math
 import time
 import uuid
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
 
+from pipeline.attempts import start_ledger
 from pipeline.build import PipelineSpec, build_pipeline
-from pipeline.checks import Model, Note, check_apart, check_model, check_output
+from pipeline.checks import Model, check_apart, check_model, check_output, resolve_dtype
 from pipeline.cluster import STAGE_CPUS, Pool, plan_pool, start_ray
+from pipeline.commit import finish_commit
 from pipeline.config import ConfigError, JobConfig
+from pipeline.ending import (
+    allowed_failures,
+    check_budget,
+    early_limit,
+    note_if_full,
+    reason_to_stop,
+    stop_on_sigterm,
+)
+from pipeline.fingerprint import compare_fingerprints, fingerprint, list_files
 from pipeline.input.files import list_input
+from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan, plan_input
-from pipeline.input.scan import scan_file
+from pipeline.lease import Lease
 from pipeline.metrics import start_collector
 from pipeline.openai_batch import write_batch_files
 from pipeline.progress import Progress
 from pipeline.report import last_sign_of_life, make_report
 from pipeline.report_html import render_report
-from pipeline.run_folder import RunFolder, compare_fingerprints, fingerprint
-from pipeline.schema import OUTPUT_SCHEMA
+from pipeline.row_index import index_outputs, mark_rows, match_rows, scan_input
+from pipeline.run_folder import STATUSES, Note, RunFolder
+from pipeline.schema import OUTPUT_SCHEMA, list_columns
 from pipeline.sink import RunSink
 from pipeline.spec import make_spec
 
-FLUSH_TIMEOUT_S = 60
+FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 MAX_FILES = 10_000  # output files of one status at most, for large corpora
 
@@ -53,10 +66,13 @@ class PlannedRun:
 
     config: JobConfig
     model: Model
+    dtype: str
     folder: RunFolder
     earlier: dict[str, Any] | None
     """`run.json` of the run to resume."""
     input: InputPlan
+    entries: list[Any]
+    """Of the input's rows (`row_index`); empty if nothing has to be looked up."""
     pool: Pool
     fingerprint: dict[str, Any]
 
@@ -65,116 +81,194 @@ def run(config: JobConfig, note: Note) -> RunResult:
     """Generates the corpus that `config` asks for. ConfigError: nothing was started. Anything else raised: it broke."""
     planned = plan_run(config, note)
     if planned.earlier is not None:
-        compare_fingerprints(planned.earlier["fingerprint"], planned.fingerprint)
+        compare_fingerprints(planned.earlier, planned.fingerprint, planned.input)
         if planned.earlier["state"] == "finished":
             note(f"{planned.folder.shown}: finished before, nothing to do")
-            return _result(planned, planned.earlier["report"], was_finished=True)
-    elif config.output.if_exists == "overwrite":
-        planned.folder.clear()
-    return _execute(planned, note)
+            return was_finished(planned)
+    session = uuid.uuid4().hex[:12]
+    with Lease(planned.folder, session, note) as lease:
+        if config.output.if_exists == "overwrite":
+            planned.folder.clear()
+        elif planned.folder.read_state() != planned.earlier:
+            raise ConfigError(f"output.path: another run has worked in {planned.folder.shown} meanwhile; start again")
+        return _execute(planned, session, lease, note)
 
 
-def plan_run(config: JobConfig, note: Note) -> PlannedRun:
-    """Checks model, output, input and cluster, cheapest first; starts Ray, and nothing else."""
+def was_finished(planned: PlannedRun) -> RunResult:
+    assert planned.earlier is not None
+    return _result(planned, planned.earlier["report"], was_finished=True)
+
+
+def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedRun:
+    """Checks model, output, input and cluster, cheapest first; starts Ray, and nothing else.
+
+    `index_all`: so that single rows can be looked up, as a resume must.
+    """
     model = check_model(config, note)
     folder = RunFolder.open(config.output.path)
     earlier = check_output(folder, config)
     listing = list_input(config.input)
     check_apart(folder, listing)
     cluster = start_ray()
+    stop_on_sigterm()
     note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = plan_pool(config.actors, cluster, ray.available_resources())
-    scan = ray.remote(num_cpus=STAGE_CPUS)(scan_file)
-    held = ray.put(listing)
-    scans = _get([scan.remote(held, index, config.input) for index in range(len(listing.files))])
+    dtype = resolve_dtype(config.model.dtype, "cuda" if pool.num_gpus else "cpu")
+    is_open = earlier is not None and earlier["state"] != "finished"
+    scans, entries = scan_input(listing, config.input, index_all or is_open, note)
     plan = plan_input(listing, scans, config.input)
-    note(
-        f"input: {plan.num_rows} rows in {len(listing.files)} {listing.format} files, {plan.num_duplicates} duplicates"
-    )
-    prints = fingerprint(config, model.decode, model.folder, plan)
-    return PlannedRun(config, model, folder, earlier, plan, pool, prints)
+    note(f"input: {plan.num_rows} rows in {len(listing.files)} {listing.format} files")
+    prints = fingerprint(config, model.decode, model.folder, dtype, plan)
+    return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints)
 
 
-def _execute(planned: PlannedRun, note: Note) -> RunResult:
-    folder, plan = planned.folder, planned.input
-    folder.remove("checkpoint/staging")
-    done = np.empty(0, "S16") if planned.earlier is None else folder.done_digests()
-    left = plan.num_rows - len(done)
-    spec = make_spec(planned.config, planned.model, plan, done if len(done) else None, planned.pool)
-    state = _first_state(planned)
-    session = state["sessions"][-1]
+def _execute(planned: PlannedRun, session: str, lease: Lease, note: Note) -> RunResult:
+    folder = planned.folder
+    if planned.earlier is not None:
+        finish_commit(folder, planned.earlier, note)
+    state = first_state(planned, session, "running")
+    if planned.earlier is None:
+        folder.write_state(state)  # before anything else lies there: a folder without it cannot be resumed
+    folder.fence(session)
+    known = [path for status in STATUSES for path in folder.data_files(status)]
+    plan, done = settle_rows(planned, known, note)
     folder.write_state(state)
-    low, high = planned.pool.min_size, planned.pool.max_size
-    note(
-        f"decode: {low if low == high else f'{low}..{high}'} actors, {spec.window_rows} rows at a time, "
-        f"{planned.model.decode}; {left} rows to do" + (f", {len(done)} done" if len(done) else "")
-    )
-    collector = start_collector(folder.filesystem, folder.root, session["id"])
-    try:
-        if left:
-            _stream(spec, folder, collector, left, planned.config.limits.no_progress_timeout_s)
-    except BaseException:
-        state["state"] = "interrupted"
-        raise
-    finally:
-        _flush(collector, note)
-        session["ended_at"] = time.time()
-        _close_books(folder, state)
+    left = plan.num_rows - (done.num_rows if done else 0)
+    if left:
+        stream_rows(planned, plan, done, state, note)
+    lease.check()
+    for path in folder.remove_late(session, known):
+        note(f"{path}: removed; a writer of an earlier session was late, and its rows have been made again")
+    close_books(folder, state)
     if not state["books"]["closed"]:
         folder.write_state(state | {"state": "interrupted"})
         raise RuntimeError(f"the books do not close: {state['books']}; --resume goes on with the run")
-    if plan.listing.format == "openai_batch":
+    return finish_run(planned, state)
+
+
+def settle_rows(
+    planned: PlannedRun, data_files: list[str], note: Note, without_codes: frozenset[str] = frozenset()
+) -> tuple[InputPlan, DoneRows | None]:
+    """The plan with its duplicates, and the rows that data files have; those with `without_codes` count as not done."""
+    if not planned.entries:
+        return planned.input, None
+    num_outputs, outputs = index_outputs(planned.folder.filesystem, data_files, note, without_codes)
+    matches = match_rows(planned.input, planned.entries, outputs, num_outputs)
+    plan, done = mark_rows(planned.input, matches)
+    if plan.num_duplicates:
+        note(f"input: {plan.num_duplicates} rows have the id of an earlier one")
+    return plan, done if done.num_rows else None
+
+
+def stream_rows(
+    planned: PlannedRun, plan: InputPlan, done: DoneRows | None, state: dict[str, Any], note: Note, place: str = "data"
+) -> None:
+    """Decodes all rows that are not done into `place`; however it ends, `run.json` says so."""
+    folder, session = planned.folder, state["sessions"][-1]
+    num_done = done.num_rows if done else 0
+    spec = make_spec(planned.config, planned.model, planned.dtype, plan, done, planned.pool)
+    low, high = planned.pool.min_size, planned.pool.max_size
+    note(
+        f"decode: {low if low == high else f'{low}..{high}'} actors, {spec.window_rows} rows at a time, "
+        f"{planned.model.decode}; {plan.num_rows - num_done} rows to do" + (f", {num_done} done" if num_done else "")
+    )
+    limits = planned.config.limits
+    collector = start_collector(folder.filesystem, folder.root, session["id"])
+    is_retry = place != "data"  # of rows that have failed already: there cannot be more of them
+    ends_at = math.inf if is_retry else early_limit(limits.max_failed_rows, planned.input.num_rows)
+    failed = 0 if is_retry else folder.count_rows("failed")
+    ledger = start_ledger(limits.max_row_attempts, spec.window_rows, ends_at, failed)
+    try:
+        check_budget(failed, ends_at)
+        sink = _make_sink(spec, folder, session["id"], plan.num_rows - num_done, place)
+        _stream(spec, sink, collector, ledger, plan.num_rows - num_done, limits.no_progress_timeout_s)
+    except BaseException as error:
+        state["state"] = "interrupted"
+        with note_if_full(folder, note):
+            folder.write_state(state)  # at once: who stops a job may not wait
+            flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
+            _end_session(folder, state, collector, flush_timeout_s, note)
+        reason = reason_to_stop(error, ledger, folder.shown)
+        if reason is error:
+            raise
+        raise reason from error
+    _end_session(folder, state, collector, FLUSH_TIMEOUT_S, note)
+
+
+def _end_session(folder: RunFolder, state: dict[str, Any], collector: Any, flush_timeout_s: float, note: Note) -> None:
+    _flush(collector, flush_timeout_s, note)
+    state["sessions"][-1]["ended_at"] = time.time()
+    close_books(folder, state)
+
+
+def finish_run(planned: PlannedRun, state: dict[str, Any]) -> RunResult:
+    """Everything that is made of the data files once they are complete."""
+    folder, session = planned.folder, state["sessions"][-1]
+    session["ended_at"] = session["ended_at"] or time.time()
+    if planned.input.listing.format == "openai_batch":
         write_batch_files(folder, planned.model.source)
     report = make_report(folder, state)
     folder.write_text("report.html", render_report(report, state))
     folder.write_text("report.json", json.dumps(report, indent=2) + "\n")
+    folder.remove("checkpoint")
     folder.write_state(state | {"state": "finished", "report": report})  # last: a finished run has everything
     return _result(planned, report)
 
 
-def _flush(collector: Any, note: Note) -> None:
+def _flush(collector: Any, timeout_s: float, note: Note) -> None:
     """Asks for the last figures; a run without them is still a run."""
     try:
-        ray.get(collector.flush.remote(), timeout=FLUSH_TIMEOUT_S)
+        ray.get(collector.flush.remote(), timeout=timeout_s)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         note(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
 
 
-def _first_state(planned: PlannedRun) -> dict[str, Any]:
-    """`run.json` at the start of a session."""
-    earlier = [] if planned.earlier is None else planned.earlier["sessions"]
-    for session in earlier:
-        if session["ended_at"] is None:  # killed: it lived at least until its last record
-            session["ended_at"] = last_sign_of_life(planned.folder, session)
-    session = {"id": uuid.uuid4().hex[:12], "started_at": time.time(), "ended_at": None}
+def first_state(planned: PlannedRun, session: str, name: str) -> dict[str, Any]:
+    """`run.json` at the start of a session; `name`: of the state."""
+    earlier = planned.earlier or {}
+    sessions = earlier.get("sessions", [])
+    for before in sessions:
+        if before["ended_at"] is None:  # killed: it lived at least until its last record
+            before["ended_at"] = last_sign_of_life(planned.folder, before)
     return {
-        "state": "running",
-        "fingerprint": planned.fingerprint,
-        "config": planned.config.model_dump(mode="json"),
+        "state": name,
+        "fingerprint": earlier.get("fingerprint", planned.fingerprint),
+        "config": earlier.get("config", planned.config.model_dump(mode="json")),
         "model": {"source": planned.model.source, "layers": planned.model.config.num_hidden_layers},
         "decode": planned.model.decode,
-        "sessions": [*earlier, session],
+        "input": {"format": planned.input.listing.format, "files": list_files(planned.input)},
+        "columns": list_columns(output_schema(planned.input)),
+        "sessions": [*sessions, {"id": session, "started_at": time.time(), "ended_at": None}],
+        "retries": earlier.get("retries", []),
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
     }
 
 
-def _stream(spec: PipelineSpec, folder: RunFolder, collector: Any, left: int, no_progress_timeout_s: float) -> None:
+def output_schema(plan: InputPlan) -> pa.Schema:
+    return pa.schema([*OUTPUT_SCHEMA, *plan.extra_schema])
+
+
+def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, left: int, place: str) -> RunSink:
+    rows_per_file = left // MAX_FILES if left > MAX_FILES * spec.window_rows else None
+    return RunSink(folder.filesystem, folder.root, session, output_schema(spec.plan), rows_per_file, place)
+
+
+def _stream(
+    spec: PipelineSpec, sink: RunSink, collector: Any, ledger: Any, left: int, no_progress_timeout_s: float
+) -> None:
     """Decodes and writes all rows that are left."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.target_max_block_size = BLOCK_BYTES
     context.execution_no_progress_timeout_s = no_progress_timeout_s
-    schema = pa.schema([*OUTPUT_SCHEMA, *spec.plan.extra_schema])
-    rows_per_file = left // MAX_FILES if left > MAX_FILES * spec.window_rows else None
-    sink = RunSink(folder.filesystem, folder.root, schema, rows_per_file)
     with Progress(collector, left), warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
-        build_pipeline(spec, collector).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        build_pipeline(spec, collector, ledger).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
 
 
-def _close_books(folder: RunFolder, state: dict[str, Any]) -> None:
+def close_books(folder: RunFolder, state: dict[str, Any]) -> None:
     """Counts what is on disk and writes it down, whatever happened before."""
     books = state["books"]
     books["ok"], books["failed"] = folder.count_rows("ok"), folder.count_rows("failed")
@@ -183,16 +277,5 @@ def _close_books(folder: RunFolder, state: dict[str, Any]) -> None:
 
 
 def _result(planned: PlannedRun, report: dict[str, Any], was_finished: bool = False) -> RunResult:
-    limit = planned.config.limits.max_failed_rows
-    allowed = limit if isinstance(limit, int) else limit * report["books"]["input"]
+    allowed = allowed_failures(planned.config.limits.max_failed_rows, report["books"]["input"])
     return RunResult(report, planned.folder, report["failed"] > allowed, was_finished)
-
-
-def _get(refs: list[Any]) -> list[Any]:
-    """Results of tasks; a ConfigError raised in one comes out as itself."""
-    try:
-        return list(ray.get(refs))
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ConfigError):
-            raise ConfigError(str(error.cause)) from error
-        raise

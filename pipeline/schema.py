@@ -28,6 +28,12 @@ OUTPUT_SCHEMA: Final = pa.schema(
 )
 """The columns of every output row, in order. Every other input column follows unchanged."""
 
+
+def list_columns(schema: pa.Schema) -> list[list[str]]:
+    """Names and types in words, as `run.json` has them. Parquet calls the items of a list "element"."""
+    return [[field.name, str(field.type).replace("<item: ", "<element: ")] for field in schema]
+
+
 # What `pipeline.input` hands to the stages beside the columns above; dropped before writing.
 PROMPT_TOKENS: Final = "_prompt_tokens"  # list<int32>: a prompt given as token ids (OpenAI batch), else null
 SAMPLING: Final = "_sampling"  # string: JSON object with this row's own sampling parameters, else null

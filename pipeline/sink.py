@@ -1,7 +1,9 @@
 """Writing rows: each write task makes one file per status, under a temporary name, and renames it when it is whole.
 
 The data files are the record of what is done: a file that is visible is complete, and its ids are done. Names follow
-from the write task, so a task that Ray repeats replaces its own file. Ray's `write_parquet` writes in place, where a
+from the session and the write task, so a task that Ray repeats replaces its own file. On a disk a file comes from the
+session's staging folder, which only the driver makes: once `RunFolder.fence` has taken it away, a writer that outlived
+its session cannot add a file. Ray's `write_parquet` writes in place, where a
 killed task leaves a torn file among the data; that is why this is our own.
 """
 
@@ -16,15 +18,28 @@ import pyarrow.parquet as pq
 from ray.data import Datasink
 from ray.data._internal.planner.plan_write_op import WRITE_UUID_KWARG_NAME
 
+from pipeline.faults import fault_point
+from pipeline.run_folder import STAGING
 from pipeline.schema import STATUS
 
 
 class RunSink(Datasink[None]):  # type: ignore[misc]
-    def __init__(self, filesystem: pafs.FileSystem, root: str, schema: pa.Schema, rows_per_file: int | None) -> None:
+    def __init__(
+        self,
+        filesystem: pafs.FileSystem,
+        root: str,
+        session: str,
+        schema: pa.Schema,
+        rows_per_file: int | None,
+        place: str = "data",
+    ) -> None:
+        """`root`: of the run folder; `place`: the folder in it that gets `status=.../` folders."""
         self.filesystem = filesystem
         self.root = root
+        self.session = session
         self.schema = schema
         self.rows_per_file = rows_per_file
+        self.place = place
 
     @property
     def min_rows_per_write(self) -> int | None:
@@ -35,29 +50,36 @@ class RunSink(Datasink[None]):  # type: ignore[misc]
         if not tables:
             return
         table = pa.concat_tables(tables)
-        name = f"part-{ctx.kwargs[WRITE_UUID_KWARG_NAME][:12]}-{ctx.task_idx:06d}.parquet"
+        name = f"part-{self.session}-{ctx.kwargs[WRITE_UUID_KWARG_NAME][:6]}-{ctx.task_idx:06d}.parquet"
         for status in ("ok", "failed"):
             rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
-            path = f"data/status={status}/{name}"
+            path = f"{self.place}/status={status}/{name}"
             if rows.num_rows:
-                write_whole(self.filesystem, self.root, path, rows.cast(self.schema))
+                write_whole(self.filesystem, self.root, path, rows.cast(self.schema), self.session)
             elif self.filesystem.get_file_info(f"{self.root}/{path}").type == pafs.FileType.File:
                 self.filesystem.delete_file(f"{self.root}/{path}")  # of an earlier attempt, whose row has changed sides
 
 
-def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table) -> None:
-    """Writes `root/path` so that it is seen complete or not at all."""
+def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:
+    """Writes `root/path` so that it is seen complete or not at all; FileNotFoundError when the session is over."""
     target = f"{root}/{path}"
-    filesystem.create_dir(target.rpartition("/")[0], recursive=True)
     if not isinstance(filesystem, pafs.LocalFileSystem):
-        pq.write_table(table, target, filesystem=filesystem)  # an object appears when its upload is closed
+        whole = pa.BufferOutputStream()  # an error in the middle would close the upload, and half an object appear
+        pq.write_table(table, whole, write_page_checksum=True)
+        with filesystem.open_output_stream(target) as stream:
+            stream.write(whole.getvalue())
         return
-    staging = f"{root}/checkpoint/staging/{path.replace('/', '_')}"
-    filesystem.create_dir(staging.rpartition("/")[0], recursive=True)
-    pq.write_table(table, staging, filesystem=filesystem)
+    filesystem.create_dir(target.rpartition("/")[0], recursive=True)
+    staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}"
+    top = path.partition("/")[0]
+    fault_point(f"{top} begun")
+    pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
+    fault_point(f"{top} staged")
     descriptor = os.open(staging, os.O_RDONLY)
     try:
         os.fsync(descriptor)  # the name must not outlive the bytes when the machine goes down
     finally:
         os.close(descriptor)
+    fault_point(f"{top} synced")
     os.replace(staging, target)
+    fault_point(f"{top} renamed")

@@ -1,9 +1,7 @@
 """From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows."""
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import ray
 
 from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
@@ -11,15 +9,16 @@ from pipeline.build import PipelineSpec
 from pipeline.checks import Model
 from pipeline.cluster import Pool
 from pipeline.config import JobConfig
+from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.stages import TokenizeConfig
 from skipdecode.sampling import Sampling
 
 
 def make_spec(
-    config: JobConfig, model: Model, plan: InputPlan, done: np.ndarray[Any, Any] | None, pool: Pool
+    config: JobConfig, model: Model, dtype: str, plan: InputPlan, done: DoneRows | None, pool: Pool
 ) -> PipelineSpec:
-    """`done`: sorted digests of rows that are written already, or None."""
+    """`dtype`: settled, so that all workers and sessions decode alike. `done`: rows written already, or None."""
     source = worker_path(model.source, model.folder)
     tokenizer = config.model.tokenizer and worker_path(config.model.tokenizer, Path(config.model.tokenizer))
     s = config.sampling
@@ -29,7 +28,7 @@ def make_spec(
         source=source,
         tokenizer=tokenizer,
         decode=model.decode,
-        dtype=config.model.dtype,
+        dtype=dtype,
         device="cuda" if pool.num_gpus else "cpu",
         num_threads=pool.num_threads,
         batch_size=None if batch_size == "auto" else batch_size,
@@ -45,7 +44,7 @@ def make_spec(
         generator=generator,
         pool=pool,
         window_rows=window_rows(
-            config, pool.max_size, plan.num_rows - (0 if done is None else len(done)), has_gpu=bool(pool.num_gpus)
+            config, pool.max_size, plan.num_rows - (done.num_rows if done else 0), has_gpu=bool(pool.num_gpus)
         ),
     )
 

@@ -1,25 +1,20 @@
-"""What Ray Data runs on each block of rows: tokenise (CPU task), decode (actor), finish (CPU task).
+"""What Ray Data runs on each block of rows beside decoding (`pipeline.decode`): tokenise and finish, as CPU tasks.
 
-Each takes and gives Arrow tables with as many rows as it got. Columns that are not ours pass through untouched. The
-model work is `actors.generator`; the columns are `pipeline.schema`.
+Each takes and gives Arrow tables with as many rows as it got; a row that cannot be done is a failed row. Columns that
+are not ours pass through untouched. The columns are `pipeline.schema`.
 """
 
 import json
-import os
-import socket
-import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import ray
 
-from actors.generator import Generator, GeneratorConfig, RowFailure
 from actors.tokenizer import OPTTokenizer
 from pipeline.schema import (
     BAD_PARAMETERS,
+    ENGINE_ERROR,
     OUTPUT_SCHEMA,
     PROMPT,
     PROMPT_NOT_TEXT,
@@ -29,7 +24,6 @@ from pipeline.schema import (
     STATUS,
 )
 from skipdecode.config import OPTConfig
-from skipdecode.generate import Request
 from skipdecode.sampling import Sampling, cut_at_stop
 
 TOKENS = pa.list_(pa.int32())
@@ -67,17 +61,23 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
     samplings = table[SAMPLING].to_pylist()
     texts = [row for row, code in enumerate(codes) if not code and given[row] is None]
     tokens: list[list[int]] = [[] for _ in codes]
-    for row, ids in zip(texts, tokenizer.encode([prompts[row] for row in texts]), strict=True):
-        tokens[row] = ids
+    for row, ids in zip(texts, encode_each(tokenizer, [prompts[row] for row in texts]), strict=True):
+        if isinstance(ids, str):
+            codes[row], messages[row] = ENGINE_ERROR, ids
+        else:
+            tokens[row] = ids
     counts = [0] * len(codes)
     for row, code in enumerate(codes):
         if code:
             continue
-        if given[row] is not None:
-            tokens[row] = given[row] or [config.model.bos_token_id]
-            known = [token for token in given[row] if token < config.model.vocab_size]
-            prompts[row] = prompts[row] or tokenizer.decode(known)
-        problem = fit(row, tokens, row_sampling(config.sampling, samplings[row]).max_new_tokens, config)
+        try:
+            if given[row] is not None:
+                tokens[row] = given[row] or [config.model.bos_token_id]
+                known = [token for token in given[row] if token < config.model.vocab_size]
+                prompts[row] = prompts[row] or tokenizer.decode(known)
+            problem = fit(row, tokens, row_sampling(config.sampling, samplings[row]).max_new_tokens, config)
+        except Exception as error:  # whatever one row makes a library raise is that row's failure
+            problem = ENGINE_ERROR, describe(error)
         counts[row] = len(tokens[row])
         if problem:
             codes[row], messages[row] = problem
@@ -90,6 +90,20 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
         "num_input_tokens": pa.array(counts, pa.int32()),
     }
     return with_columns(table, columns)
+
+
+def encode_each(tokenizer: OPTTokenizer, texts: list[str]) -> list[list[int] | str]:
+    """Tokens of each text, or why it has none. All at once; one by one when that fails."""
+    try:
+        return list(tokenizer.encode(texts))
+    except Exception as error:
+        if len(texts) == 1:
+            return [describe(error)]
+    return [encode_each(tokenizer, [text])[0] for text in texts]
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
 
 
 def fit(row: int, tokens: list[list[int]], max_new_tokens: int, config: TokenizeConfig) -> tuple[str, str] | None:
@@ -114,66 +128,31 @@ def fit(row: int, tokens: list[list[int]], max_new_tokens: int, config: Tokenize
     return None
 
 
-class DecodeStage:
-    """One actor of the pool: a `Generator` behind Arrow tables, telling `metrics` what each batch cost."""
-
-    def __init__(self, config: GeneratorConfig, sampling: Sampling, metrics: Any) -> None:
-        self.sampling = sampling
-        self.metrics = metrics
-        self.worker = f"{socket.gethostname()}:{ray.get_runtime_context().get_actor_id()[:8]}"
-        self.generator = Generator(config)
-        metrics.worker_started.remote(
-            self.worker,
-            {
-                "pid": os.getpid(),
-                "load_s": self.generator.load_s,
-                "device": str(self.generator.device),
-                "dtype": str(self.generator.dtype).removeprefix("torch."),
-                "ready_at": time.time(),
-            },
-        )
-
-    def __call__(self, table: pa.Table) -> pa.Table:
-        started_at = time.time()
-        codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
-        ids, tokens = table["id"].to_pylist(), table[PROMPT_TOKENS].to_pylist()
-        samplings = table[SAMPLING].to_pylist()
-        rows = [row for row, code in enumerate(codes) if not code]
-        requests = [Request(ids[row], tokens[row], row_sampling(self.sampling, samplings[row])) for row in rows]
-        result = self.generator(requests)
-        made: list[list[int]] = [[] for _ in codes]
-        reasons, layers = ["error"] * len(codes), [0] * len(codes)
-        for row, answer in zip(rows, result.answers, strict=True):
-            if isinstance(answer, RowFailure):
-                codes[row], messages[row] = answer.error_code, answer.error_message
-            else:
-                made[row], reasons[row], layers[row] = answer.tokens, answer.finish_reason, answer.layers_run
-        failed = sum(bool(code) for code in codes)
-        window = {"started_at": started_at, "ended_at": time.time(), "rows": len(codes), "failed": failed}
-        self.metrics.window_done.remote(self.worker, window, result.batches)
-        columns = {
-            "generated_tokens": pa.array(made, TOKENS),
-            "num_generated_tokens": pa.array([len(t) for t in made], pa.int32()),
-            "finish_reason": pa.array(reasons, pa.string()),
-            "layers_run": pa.array(layers, pa.int32()),
-            "error_code": pa.array(codes, pa.string()),
-            "error_message": pa.array(messages, pa.string()),
-        }
-        return with_columns(table, columns)
-
-
 def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
     """Adds the text and the status, and puts the columns in the order of the contract."""
     tokenizer = _tokenizer(config.source, config.model)
-    texts = []
-    tokens, reasons = table["generated_tokens"].to_pylist(), table["finish_reason"].to_pylist()
-    for ids, reason, own in zip(tokens, reasons, table[SAMPLING].to_pylist(), strict=True):
-        text = tokenizer.decode(ids)
-        stop = row_sampling(config.sampling, own).stop if reason == "stop" else ()
-        texts.append(cut_at_stop(text, stop))
-    status = pc.if_else(pc.equal(table["error_code"], ""), "ok", "failed")
-    table = with_columns(table, {"generated_text": pa.array(texts, pa.string()), STATUS: status})
-    return table.select([*OUTPUT_SCHEMA.names, *extra_names, STATUS])
+    names = ("generated_tokens", "layers_run", "finish_reason", "error_code", "error_message")
+    tokens, layers, reasons, codes, messages = (table[name].to_pylist() for name in names)
+    texts = [""] * len(codes)
+    for row, own in enumerate(table[SAMPLING].to_pylist()):
+        try:
+            text = tokenizer.decode(tokens[row])
+            stop = row_sampling(config.sampling, own).stop if reasons[row] == "stop" else ()
+            texts[row] = cut_at_stop(text, stop)
+        except Exception as error:  # whatever one row makes a library raise is that row's failure
+            codes[row], messages[row] = ENGINE_ERROR, describe(error)
+            tokens[row], layers[row], reasons[row] = [], 0, "error"
+    columns = {
+        "generated_text": pa.array(texts, pa.string()),
+        "generated_tokens": pa.array(tokens, TOKENS),
+        "num_generated_tokens": pa.array([len(t) for t in tokens], pa.int32()),
+        "finish_reason": pa.array(reasons, pa.string()),
+        "layers_run": pa.array(layers, pa.int32()),
+        "error_code": pa.array(codes, pa.string()),
+        "error_message": pa.array(messages, pa.string()),
+        STATUS: pa.array(["failed" if code else "ok" for code in codes], pa.string()),
+    }
+    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *extra_names, STATUS])
 
 
 def with_columns(table: pa.Table, columns: dict[str, Any]) -> pa.Table:

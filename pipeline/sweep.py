@@ -17,7 +17,7 @@ from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult, choose_device, choose_dtype
 from actors.trainer import mean_loss
-from pipeline.checks import Note, check_model, resolve_decode
+from pipeline.checks import check_model, resolve_decode
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section
 from pipeline.demo_corpus import make_prompts
@@ -27,6 +27,7 @@ from pipeline.metrics import BATCH_SCHEMA
 from pipeline.pairs import encode_pairs, read_pairs
 from pipeline.quality import scores, slot_share
 from pipeline.report import agreement, speedup
+from pipeline.run_folder import Note
 from pipeline.sweep_report import headline, write_json, write_report
 from skipdecode.generate import Request
 from skipdecode.plan import make_schedule

@@ -5,12 +5,16 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from numpy.typing import NDArray
 
 from pipeline.config import ConfigError, InputConfig
-from pipeline.input.files import list_input
+from pipeline.input.files import Listing, list_input
+from pipeline.input.ids import OUTPUT_ENTRY, input_entries
+from pipeline.input.match import match
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.read import read_file
 from pipeline.input.scan import scan_file
@@ -27,9 +31,19 @@ def make_config(path: Any, **keys: Any) -> InputConfig:
 def make_plan(config: InputConfig) -> InputPlan:
     listing = list_input(config)
     # Through pickle, because scans run on other machines.
-    scans = [pickle.loads(pickle.dumps(scan_file(listing, i, config))) for i in range(len(listing.files))]
-    plan: InputPlan = pickle.loads(pickle.dumps(plan_input(listing, scans, config)))
-    return plan
+    scanned = [pickle.loads(pickle.dumps(scan_file(listing, i, config))) for i in range(len(listing.files))]
+    plan: InputPlan = pickle.loads(pickle.dumps(plan_input(listing, [scan for scan, _ in scanned], config)))
+    if not any(scan.has_own_ids for scan, _ in scanned):
+        return plan
+    found = match(input_rows(listing, config, plan), np.empty(0, OUTPUT_ENTRY), [file.name for file in listing.files])
+    return plan.with_duplicates(found.duplicates, found.duplicate_of)
+
+
+def input_rows(listing: Listing, config: InputConfig, plan: InputPlan) -> NDArray[Any]:
+    """The entries of all rows of the plan."""
+    digests = [scan_file(listing, index, config, index_all=True)[1] for index in range(len(listing.files))]
+    cut = zip(digests, plan.num_rows_per_file, strict=True)
+    return np.concatenate([input_entries(own[:count], index) for index, (own, count) in enumerate(cut)])
 
 
 def read_table(path: Any, rows_per_block: int = 1024, **keys: Any) -> pa.Table:

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.input.ids import digest_id, row_digests
 from pipeline.input.read import read_file
-from tests.input_helpers import column, make_config, make_plan, read_rows, read_table, write, write_jsonl, write_parquet
+from tests.input_helpers import column, make_config, make_plan, read_rows, write, write_jsonl, write_parquet
 
 
 def test_duplicates_over_files(tmp_path: Path) -> None:
@@ -19,10 +17,14 @@ def test_duplicates_over_files(tmp_path: Path) -> None:
     )
     write(tmp_path / "b.jsonl", '\n{"id": "7", "prompt": "4"}\n\n{"id": "y", "prompt": "5"}\n{"id": "x"}\n')
     rows = read_rows(tmp_path, rows_per_block=2)
-    assert column(rows, "error_code") == ["", "", "duplicate_id", "duplicate_id", "", "prompt_missing"]
+    assert column(rows, "error_code") == ["", "", "duplicate_id", "duplicate_id", "", "duplicate_id"]
     assert column(rows, "prompt") == ["1", "2", "3", "4", "5", None]  # a duplicate keeps its prompt
     assert rows[2]["error_message"] == "a.jsonl row 3: id 'x' was already used by a.jsonl row 1"
     assert rows[3]["error_message"] == "b.jsonl row 1: id '7' was already used by a.jsonl row 2"
+    assert rows[5]["error_message"] == (
+        "b.jsonl row 3: id 'x' was already used by a.jsonl row 1; "
+        "prompt_missing: b.jsonl line 5: column 'prompt' is missing"
+    )
 
 
 def test_an_id_that_looks_like_a_made_one(tmp_path: Path) -> None:
@@ -69,14 +71,6 @@ def test_limit(tmp_path: Path, kind: str, limit: int) -> None:
 def test_limit_counts_bad_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"prompt": "x"}\nbad\n{"prompt": "y"}\n')
     assert column(read_rows(path, limit=2), "error_code") == ["", "bad_line"]
-
-
-def test_row_digests_tell_duplicates_apart(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "x", "prompt": str(n)} for n in range(4)])
-    digests = row_digests(read_table(path))
-    assert digests[0] == np.array([digest_id("x")], dtype="S16")[0]
-    assert len(set(digests.tolist())) == 4
-    assert (row_digests(read_table(path, rows_per_block=1)) == digests).all()  # a resume sees the same
 
 
 def test_a_file_that_changed_since_the_scan_is_refused(tmp_path: Path) -> None:

@@ -1,18 +1,15 @@
-"""The run folder: what counts as taken, what is cleared, and what changes the fingerprint."""
+"""The run folder: what counts as taken, what is cleared, and how a writer of an earlier session is kept out."""
 
-import json
-import shutil
+import os
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
-from safetensors.torch import load_file, save_file
 
 from pipeline.config import ConfigError
-from pipeline.run_folder import RunFolder, compare_fingerprints, digest_files
+from pipeline.run_folder import RunFolder
 from pipeline.sink import write_whole
 
 
@@ -45,17 +42,51 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
 
 
-def test_done_rows_are_those_of_whole_files(tmp_path: Path) -> None:
+def test_a_repeated_task_replaces_its_file(tmp_path: Path) -> None:
     folder = RunFolder.open(str(tmp_path))
-    table = pa.table({"id": ["a", "b"], "error_code": ["", ""], "error_message": ["", ""]})
-    write_whole(folder.filesystem, folder.root, "data/status=ok/1.parquet", table)
-    write_whole(folder.filesystem, folder.root, "data/status=ok/1.parquet", table)  # a repeated task
-    failed = pa.table({"id": ["a"], "error_code": ["duplicate_id"], "error_message": ["row 3"]})
-    write_whole(folder.filesystem, folder.root, "data/status=failed/1.parquet", failed)
-    digests = folder.done_digests()
-    assert len(digests) == len(set(digests.tolist())) == 3
-    assert (np.sort(digests) == digests).all()
-    assert (folder.count_rows("ok"), folder.count_rows("failed")) == (2, 1)
+    folder.fence("s1")
+    for ids in (["a"], ["a", "b"]):
+        write_whole(folder.filesystem, folder.root, "data/status=ok/1.parquet", pa.table({"id": ids}), "s1")
+    assert (folder.count_rows("ok"), folder.count_rows("failed")) == (2, 0)
+    assert not list((tmp_path / "checkpoint").rglob("*.parquet"))
+
+
+def test_a_writer_that_outlived_its_session_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence falls at the worst moment: the file is whole and about to be renamed."""
+    folder = RunFolder.open(str(tmp_path))
+    folder.fence("s1")
+    real = os.replace
+
+    def late(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        folder.fence("s2")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    table = pa.table({"id": ["a"]})
+    for _ in range(2):  # in mid-write, and a new write
+        with pytest.raises(FileNotFoundError):
+            write_whole(folder.filesystem, folder.root, "data/status=ok/1.parquet", table, "s1")
+    assert not list((tmp_path / "data").rglob("*.parquet"))
+    write_whole(folder.filesystem, folder.root, "data/status=ok/2.parquet", table, "s2")
+    assert folder.count_rows("ok") == 1
+
+
+def test_a_file_that_came_late_is_removed(tmp_path: Path) -> None:
+    """As on an object store, where an upload cannot be called off."""
+    folder = RunFolder.open(str(tmp_path))
+    for name in ("part-s1-x-000000", "part-s1-x-000001", "part-s2-y-000000"):
+        for status in ("ok", "failed"):
+            path = tmp_path / f"data/status={status}/{name}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+    known = [str(path) for path in tmp_path.rglob("part-s1-x-000000.parquet")]
+    late = folder.remove_late("s2", known)
+    assert {path.rpartition("data/")[2] for path in late} == {
+        "status=ok/part-s1-x-000001.parquet",
+        "status=failed/part-s1-x-000001.parquet",
+    }
+    assert len(list(tmp_path.rglob("*.parquet"))) == 4
 
 
 def test_a_write_that_fails_leaves_no_file_among_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,28 +97,8 @@ def test_a_write_that_fails_leaves_no_file_among_the_data(tmp_path: Path, monkey
         Path(where).write_bytes(Path(where).read_bytes()[:20])
         raise OSError(28, "No space left on device")
 
+    RunFolder.open(str(tmp_path)).fence("s1")
     monkeypatch.setattr(pq, "write_table", torn)
     with pytest.raises(OSError, match="No space"):
-        write_whole(pafs.LocalFileSystem(), str(tmp_path), "data/status=ok/1.parquet", pa.table({"id": ["a"]}))
+        write_whole(pafs.LocalFileSystem(), str(tmp_path), "data/status=ok/1.parquet", pa.table({"id": ["a"]}), "s1")
     assert not list((tmp_path / "data").rglob("*.parquet"))
-
-
-def test_one_changed_weight_or_setting_changes_the_digest(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_checkpoint, model)
-    before = digest_files(model)
-    assert before == digest_files(tiny_checkpoint)
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.decoder.layers.5.fc2.bias"][7] += 1e-3
-    save_file(tensors, model / "model.safetensors")
-    changed = digest_files(model)
-    assert changed != before
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
-    assert digest_files(model) != changed
-
-
-def test_differences_are_named_with_both_values() -> None:
-    compare_fingerprints({"a": 1, "b": 2}, {"b": 2, "a": 1})
-    with pytest.raises(ConfigError, match=r"a: the run was started with 1, now it is 3\nc: .* None, now it is 4"):
-        compare_fingerprints({"a": 1, "b": 2}, {"a": 3, "b": 2, "c": 4})

@@ -112,3 +112,12 @@ def sniff_batch(filesystem: pafs.FileSystem, file: SourceFile) -> bool | None:
 
 def open_stream(filesystem: pafs.FileSystem, file: SourceFile) -> Any:
     return filesystem.open_input_stream(file.path, compression=parse_suffix(file.path)[1], buffer_size=READ_BYTES)
+
+
+def read_etag(filesystem: pafs.FileSystem, file: SourceFile) -> str | None:
+    """What an object store says of the contents; None on a disk."""
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        return None
+    with filesystem.open_input_file(file.path) as stream:
+        etag = (stream.metadata() or {}).get("ETag")
+    return etag.decode().strip('"') if etag else None

@@ -1,6 +1,6 @@
-"""Ids of rows: those made from file and row number, and the 16-byte digests that stand for ids in memory.
+"""Ids of rows: those made from file and row number, and the entries of 24 and 32 bytes that stand for rows elsewhere.
 
-Left out: which ids occur twice (`plan`) and which rows are done (`pipeline.run_folder`).
+Left out: which ids occur twice and which rows are done (`match`).
 """
 
 import hashlib
@@ -16,23 +16,16 @@ from pipeline.input.files import SourceFile
 from pipeline.schema import DUPLICATE_ID, ID
 
 DIGEST: Final = np.dtype("S16")
+INPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8")])
+"""A row of the input. `place`: file << 32 | row (0-based, blank lines not counted)."""
+OUTPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8"), ("origin", "<u8")])
+"""A row of a data file. `origin`: 0, or of a `duplicate_id` row the hash of its place in the input."""
+ROW_BITS: Final = np.uint64(32)
 
 
 def digest_id(id: str) -> bytes:
     """16 bytes that stand for an id (blake2b): two of 10^12 ids collide with a probability of 10^-15."""
     return hashlib.blake2b(id.encode(), digest_size=16).digest()
-
-
-def row_digests(table: pa.Table) -> NDArray[Any]:
-    """'S16' [rows] of a block or of an output file (`id`, `error_code`, `error_message`): for resume.
-
-    The digest of the id; but a `duplicate_id` row shares its id with the good row, so its digest is of id and
-    message (which names its file and row): else a run killed between the two would take the second for done.
-    """
-    ids = table[ID].to_pylist()
-    for index in pc.indices_nonzero(pc.equal(table["error_code"], DUPLICATE_ID)).to_pylist():
-        ids[index] = f"{ids[index]}\0{table['error_message'][index].as_py()}"
-    return digest_ids(ids)
 
 
 def digest_ids(ids: Sequence[str]) -> NDArray[Any]:
@@ -41,3 +34,49 @@ def digest_ids(ids: Sequence[str]) -> NDArray[Any]:
 
 def made_id(file: SourceFile, number: int) -> str:
     return f"{file.name}:{number}"  # a number has no colon: no two files can make the same id
+
+
+def places(file: int, first: int, count: int) -> NDArray[Any]:
+    """`place` of `count` rows of file number `file` from row `first` on."""
+    return np.arange(first, first + count, dtype=np.uint64) | (np.uint64(file) << ROW_BITS)
+
+
+def split_place(place: int) -> tuple[int, int]:
+    """File number and row."""
+    return int(place) >> 32, int(place) & 0xFFFFFFFF
+
+
+def input_entries(digests: NDArray[Any], file: int) -> NDArray[Any]:
+    entries = np.empty(len(digests), INPUT_ENTRY)
+    entries["digest"], entries["place"] = digests, places(file, 0, len(digests))
+    return entries
+
+
+def output_entries(table: pa.Table, file: int, first: int = 0) -> NDArray[Any]:
+    """Of rows with the columns `id`, `error_code`, `error_message`, which begin at row `first` of data file `file`.
+
+    A `duplicate_id` row shares its id with the good row. What tells them apart is the place that its message begins
+    with; else a run that was killed between the two would take the second for done.
+    """
+    ids = table[ID].to_pylist()
+    entries = np.empty(len(ids), OUTPUT_ENTRY)
+    entries["digest"], entries["place"], entries["origin"] = digest_ids(ids), places(file, first, len(ids)), 0
+    for row in pc.indices_nonzero(pc.equal(table["error_code"], DUPLICATE_ID)).to_pylist():
+        message = table["error_message"][row].as_py()
+        entries["origin"][row] = hash_origin(message.partition(already_used(ids[row]))[0])
+    return entries
+
+
+def already_used(id: str) -> str:
+    """The middle of the message of a `duplicate_id` row, between its place and that of the first row with the id."""
+    return f": id {id!r} was already used by "
+
+
+def describe_place(name: str, row: int) -> str:
+    """How messages name a row: with the first row as 1."""
+    return f"{name} row {row + 1}"
+
+
+def hash_origin(described: str) -> int:
+    """Of `describe_place`; never 0."""
+    return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "little") or 1

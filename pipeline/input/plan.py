@@ -1,10 +1,10 @@
-"""All scans -> `InputPlan`: one schema for all files, the limit, and which ids occur twice.
+"""All scans -> `InputPlan`: one schema for all files, the limit, and room for the rows whose id occurs twice.
 
-Touches no file. Left out: skipping rows that an earlier run finished (`source`).
+Touches no file. Left out: finding those rows (`match`) and skipping rows that an earlier run finished (`source`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, merge_parquet_leaf, merge_types
 from pipeline.input.files import Listing
-from pipeline.input.ids import digest_ids, made_id
+from pipeline.input.ids import ROW_BITS
 from pipeline.input.scan import FileScan, unknown_columns
 from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING
 
@@ -37,11 +37,12 @@ class InputPlan:
 
     listing: Listing
     num_rows_per_file: tuple[int, ...]  # after `input.limit`
+    etags: tuple[str | None, ...]  # per file
     num_bytes_per_file: tuple[int, ...]  # of the rows in memory, about
     extra_schema: pa.Schema
     json_columns: frozenset[str]
     duplicates: tuple[NDArray[Any], ...]  # per file: int64, rows (0-based, blank lines not counted), sorted
-    duplicate_of: tuple[NDArray[Any], ...]  # per file: int64, the first row with that id, counted over all files
+    duplicate_of: tuple[NDArray[Any], ...]  # per file: uint64, the place (`ids`) of the first row with that id
 
     @property
     def num_rows(self) -> int:
@@ -56,9 +57,17 @@ class InputPlan:
         """Of every block that `read_file` yields."""
         return pa.schema([*ROW_SCHEMA, *self.extra_schema])
 
+    def with_duplicates(self, rows: NDArray[Any], firsts: NDArray[Any]) -> "InputPlan":
+        """The plan with these rows (places) marked as having the id of `firsts` (places)."""
+        order = np.argsort(rows)
+        files = (rows[order] >> ROW_BITS).astype(np.int64)
+        cuts = np.searchsorted(files, np.arange(1, len(self.num_rows_per_file)))
+        local = (rows[order] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        return replace(self, duplicates=tuple(np.split(local, cuts)), duplicate_of=tuple(np.split(firsts[order], cuts)))
+
 
 def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig) -> InputPlan:
-    """Puts the scans together, one per file in the order of the listing: columns, limit, duplicate ids.
+    """Puts the scans together, one per file in the order of the listing: columns and limit; no duplicates yet.
 
     A JSONL column whose values fit no single Arrow type becomes a string column with JSON text for every
     value. Parquet columns may differ in width between files, or be missing (null); anything else is a
@@ -73,15 +82,16 @@ def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig)
     for scan in scans:
         num_rows.append(min(scan.num_rows, left))
         left -= num_rows[-1]
-    duplicates, duplicate_of = _find_duplicates(scans, num_rows)
+    none = tuple(np.empty(0, dtype=np.int64) for _ in scans)
     return InputPlan(
         listing,
         num_rows_per_file=tuple(num_rows),
+        etags=tuple(scan.etag for scan in scans),
         num_bytes_per_file=tuple(scan.num_bytes for scan in scans),
         extra_schema=schema,
         json_columns=json_columns,
-        duplicates=duplicates,
-        duplicate_of=duplicate_of,
+        duplicates=none,
+        duplicate_of=none,
     )
 
 
@@ -134,36 +144,3 @@ def _unify(format: str, scans: Sequence[FileScan]) -> tuple[pa.Schema, frozenset
         json_columns |= {name for name, type_ in final.items() if type_ is None}
         types = {name: pa.string() if name in json_columns else final[name] for name in types}
     return pa.schema(list(types.items())), frozenset(json_columns)
-
-
-def _find_duplicates(
-    scans: Sequence[FileScan], num_rows: Sequence[int]
-) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]:
-    """Per file: rows whose id an earlier row has, and which row that is. Peak memory: 48 bytes per row."""
-    none = tuple(np.empty(0, dtype=np.int64) for _ in scans)
-    if all(scan.id_digests is None for scan in scans):
-        return none, none  # made ids only: unique by construction
-    digests = np.concatenate([_all_digests(scan)[:count] for scan, count in zip(scans, num_rows, strict=True)])
-    order = np.argsort(digests, kind="stable")  # stable: of equal ids the earliest row comes first
-    ranked = digests[order]
-    is_first = np.ones(len(ranked), dtype=bool)
-    is_first[1:] = ranked[1:] != ranked[:-1]
-    if is_first.all():
-        return none, none
-    group_start = np.maximum.accumulate(np.where(is_first, np.arange(len(ranked)), 0))
-    rows, first_rows = order[~is_first], order[group_start[~is_first]]
-    by_row = np.argsort(rows)
-    rows, first_rows = rows[by_row], first_rows[by_row]
-    ends = np.cumsum(num_rows)
-    cuts = np.searchsorted(rows, ends)[:-1]
-    starts = ends - np.asarray(num_rows)
-    local = tuple(part - start for part, start in zip(np.split(rows, cuts), starts, strict=True))
-    return local, tuple(np.split(first_rows, cuts))
-
-
-def _all_digests(scan: FileScan) -> NDArray[Any]:
-    """With those of made ids: the user's own id in another file may look like one."""
-    if scan.id_digests is not None:
-        return scan.id_digests
-    numbers = range(scan.num_rows) if scan.row_numbers is None else scan.row_numbers
-    return digest_ids([made_id(scan.file, int(number)) for number in numbers])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipeline.config import InputConfig
 from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import iter_rows
-from pipeline.input.ids import made_id
+from pipeline.input.ids import already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
 from pipeline.input.parquet_columns import parquet_ids, to_text, without_invalid_utf8
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
@@ -142,27 +142,23 @@ class _Errors:
 
 
 def _mark_duplicates(block: pa.Table, first: int, plan: InputPlan, index: int) -> pa.Table:
+    """An id belongs to its first row, whatever else is wrong with the later ones: so ids stay unique beside these."""
     rows = plan.duplicates[index]
     low, high = np.searchsorted(rows, [first, first + len(block)])
     if low == high:
         return block
     codes, messages = block["error_code"].to_pylist(), block["error_message"].to_pylist()
-    name = plan.listing.files[index].name
     for row, origin in zip(rows[low:high], plan.duplicate_of[index][low:high], strict=True):
         at = int(row) - first
-        if codes[at]:
-            continue  # it failed already; its reason stays
-        codes[at] = DUPLICATE_ID
-        used = f"id {block[ID][at].as_py()!r} was already used by {_describe_row(plan, int(origin))}"
-        messages[at] = f"{name} row {int(row) + 1}: {used}"
+        here = describe_place(plan.listing.files[index].name, int(row))
+        used = f"{here}{already_used(block[ID][at].as_py())}{_describe_row(plan, int(origin))}"
+        codes[at], messages[at] = DUPLICATE_ID, f"{used}; {codes[at]}: {messages[at]}" if codes[at] else used
     for column, values in (("error_code", codes), ("error_message", messages)):
         position = block.schema.get_field_index(column)
         block = block.set_column(position, ROW_SCHEMA.field(column), pa.array(values, pa.string()))
     return block
 
 
-def _describe_row(plan: InputPlan, row: int) -> str:
-    ends = np.cumsum(plan.num_rows_per_file)
-    index = int(np.searchsorted(ends, row, side="right"))
-    start = int(ends[index]) - plan.num_rows_per_file[index]
-    return f"{plan.listing.files[index].name} row {row - start + 1}"
+def _describe_row(plan: InputPlan, place: int) -> str:
+    file, row = split_place(place)
+    return describe_place(plan.listing.files[file].name, row)

@@ -3,9 +3,8 @@
 Of Parquet only the footer and the id column are read. Left out: what the files have in common (`plan`).
 """
 
-from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.arrow_types import infer_json_type, merge_json_leaf, merge_types
 from pipeline.input.csv_rows import read_csv_header
-from pipeline.input.files import Listing, SourceFile, blame, open_stream, sniff_batch
+from pipeline.input.files import Listing, SourceFile, blame, open_stream, read_etag, sniff_batch
 from pipeline.input.formats import iter_rows
-from pipeline.input.ids import DIGEST, digest_id, made_id
+from pipeline.input.ids import DIGEST, digest_id, digest_ids, made_id
 from pipeline.input.openai_rows import BATCH_COLUMNS
 from pipeline.input.parquet_columns import is_id_type, is_text_type, parquet_ids, plain_type
 from pipeline.input.row import BLOCK_BYTES, Row
@@ -34,26 +33,38 @@ class FileScan:
     file: SourceFile
     num_rows: int
     num_bytes: int  # of the rows in memory, about
-    id_digests: NDArray[Any] | None  # 'S16' [num_rows]; None if no row has an id of its own
-    row_numbers: NDArray[Any] | None  # int64 [num_rows], as in made ids; None: 0, 1, 2, ... (no blank lines)
     extra_schema: pa.Schema  # columns but prompt and id; JSONL: see arrow_types.infer_json_type
     json_columns: frozenset[str]  # JSONL columns that no Arrow type fits: string, JSON text
     has_prompt: bool  # the prompt column was there, be it null
     has_id: bool  # likewise
+    has_own_ids: bool  # some row has an id that is not made
+    is_indexed: bool  # the digests of its ids were taken
+    etag: str | None = None  # of the object, where there are etags
     is_batch: bool | None = None  # JSONL with format auto: whether the first object is an OpenAI batch line
     first_error: str | None = None
 
 
-def scan_file(listing: Listing, index: int, config: InputConfig) -> FileScan:
-    """One pass over file `index` (Parquet: footer, id column); `ConfigError` for what is no row's fault."""
+def scan_file(
+    listing: Listing, index: int, config: InputConfig, index_all: bool = False
+) -> tuple[FileScan, NDArray[Any]]:
+    """One pass over file `index` (Parquet: footer, id column), and the digests of its ids: 'S16' [num_rows].
+
+    No digests where reading them is extra work and no row has an id of its own, unless `index_all`: made ids are
+    unique. `ConfigError` for what is no row's fault.
+    """
     file = listing.files[index]
     with blame(f"input.path: {file.path}"):
+        etag = read_etag(listing.filesystem, file)
         if listing.format == "parquet":
-            return _scan_parquet(listing.filesystem, file, config)
-        return _scan_rows(listing, file, config)
+            scan, digests = _scan_parquet(listing.filesystem, file, config, index_all)
+        else:
+            scan, digests = _scan_rows(listing, file, config, index_all or listing.format != "text")
+        return replace(scan, etag=etag), digests
 
 
-def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig) -> FileScan:
+def _scan_rows(
+    listing: Listing, file: SourceFile, config: InputConfig, is_indexed: bool
+) -> tuple[FileScan, NDArray[Any]]:
     header: list[str] = []
     if listing.format == "csv":
         with open_stream(listing.filesystem, file) as stream:
@@ -62,35 +73,35 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig) -> FileS
             missing = unknown_columns(config.prompt_column, header)
             raise ConfigError(f"input.prompt_column: {file.path} has {missing}")
     columns = _Columns(listing.format, header, config)
-    numbers, digests = array("q"), bytearray()
-    num_bytes = num_own_ids = 0
+    digests = bytearray()
+    num_rows = num_bytes = num_own_ids = 0
     first_error = None
     with open_stream(listing.filesystem, file) as stream:
         for row in islice(iter_rows(stream, file.name, listing.format, config), config.limit):
-            numbers.append(row.number)
+            num_rows += 1
             num_bytes += row.num_bytes
             first_error = first_error or row.error_message or None
             columns.add(row)
-            if listing.format != "text":
-                num_own_ids += row.id is not None
+            num_own_ids += row.id is not None
+            if is_indexed:
                 digests += digest_id(row.id or made_id(file, row.number))
     is_json = config.format == "auto" and listing.format in ("jsonl", "openai_batch")
-    row_numbers = np.frombuffer(numbers, dtype=np.int64)
     schema = columns.finish()
     _refuse_reserved(schema.names, file)
-    return FileScan(
+    scan = FileScan(
         file,
-        num_rows=len(numbers),
+        num_rows=num_rows,
         num_bytes=num_bytes,
-        id_digests=np.frombuffer(bytes(digests), dtype=DIGEST) if num_own_ids else None,
-        row_numbers=None if np.array_equal(row_numbers, np.arange(len(numbers))) else row_numbers,
         extra_schema=schema,
         json_columns=frozenset(columns.json_columns),
         has_prompt=config.prompt_column in columns.seen,
         has_id=config.id_column in columns.seen,
+        has_own_ids=num_own_ids > 0,
+        is_indexed=is_indexed,
         is_batch=sniff_batch(listing.filesystem, file) if is_json else None,
         first_error=first_error,
     )
+    return scan, np.frombuffer(bytes(digests), dtype=DIGEST)
 
 
 class _Columns:
@@ -141,7 +152,9 @@ def _refuse_reserved(names: Sequence[str], file: SourceFile) -> None:
             )
 
 
-def _scan_parquet(filesystem: pafs.FileSystem, file: SourceFile, config: InputConfig) -> FileScan:
+def _scan_parquet(
+    filesystem: pafs.FileSystem, file: SourceFile, config: InputConfig, index_all: bool
+) -> tuple[FileScan, NDArray[Any]]:
     with pq.ParquetFile(filesystem.open_input_file(file.path)) as parquet:
         num_rows = parquet.metadata.num_rows
         groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
@@ -154,17 +167,23 @@ def _scan_parquet(filesystem: pafs.FileSystem, file: SourceFile, config: InputCo
         _refuse_reserved(extra.names, file)
         num_rows = min(num_rows, config.limit or num_rows)
         has_id = config.id_column in schema.names
-        return FileScan(
+        digests, has_own_ids = np.empty(0, DIGEST), False
+        if has_id:
+            digests, has_own_ids = _parquet_digests(parquet, file, num_rows, config)
+        elif index_all:
+            digests = digest_ids([made_id(file, row) for row in range(num_rows)])
+        scan = FileScan(
             file,
             num_rows=num_rows,
             num_bytes=sum(group.total_byte_size for group in groups),
-            id_digests=_parquet_digests(parquet, file, num_rows, config) if has_id else None,
-            row_numbers=None,
             extra_schema=extra,
             json_columns=frozenset(),
             has_prompt=num_rows > 0,
             has_id=has_id,
+            has_own_ids=has_own_ids,
+            is_indexed=has_id or index_all,
         )
+        return scan, digests
 
 
 def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputConfig) -> None:
@@ -189,7 +208,8 @@ def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputCon
 
 def _parquet_digests(
     parquet: pq.ParquetFile, file: SourceFile, num_rows: int, config: InputConfig
-) -> NDArray[Any] | None:
+) -> tuple[NDArray[Any], bool]:
+    """Of every row, and whether some row has an id of its own."""
     digests, number, num_own = bytearray(), 0, 0
     for batch in parquet.iter_batches(65536, columns=[config.id_column]):
         ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
@@ -197,7 +217,7 @@ def _parquet_digests(
         number, num_own = number + len(ids), num_own + int(own.sum())
         if number == num_rows:
             break
-    return np.frombuffer(bytes(digests), dtype=DIGEST) if num_own else None
+    return np.frombuffer(bytes(digests), dtype=DIGEST), num_own > 0
 
 
 def unknown_columns(wanted: str, columns: Collection[str]) -> str:

@@ -1,0 +1,142 @@
+"""Which input rows have the id of an earlier one, and which rows of the data files belong to which input row.
+
+Works on entries (`ids`), on any part of them in which equal digests meet: `split` cuts them that way, so that no
+process needs all rows at once. Touches no file. Left out: running this on a cluster (`pipeline.row_index`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.input.ids import DIGEST, ROW_BITS, describe_place, hash_origin, split_place
+
+NUM_SHOWN = 20  # places of each kind that a `Match` brings; the rest is counted
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """What one part says. All places are uint64 (`ids.INPUT_ENTRY`), sorted."""
+
+    duplicates: NDArray[Any]
+    """Input rows whose id an earlier row has."""
+    duplicate_of: NDArray[Any]
+    """The first row with that id, for each of them."""
+    done: NDArray[Any]
+    """Input rows that a data file has."""
+    num_inputs: int
+    num_outputs: int
+    missing: NDArray[Any]
+    """Input rows that no data file has, the first NUM_SHOWN."""
+    num_missing: int
+    doubled: NDArray[Any]
+    """Rows of data files whose input row another one has already, the first NUM_SHOWN."""
+    num_doubled: int
+    unknown: NDArray[Any]
+    """Rows of data files that belong to no input row, the first NUM_SHOWN."""
+    num_unknown: int
+
+
+def match(inputs: NDArray[Any], outputs: NDArray[Any], names: Sequence[str]) -> Match:
+    """Matches a part; `inputs` in the order of their places. `names`: of the input files, for duplicates.
+
+    An output row belongs to the first input row with its id; a `duplicate_id` row to the later one at its origin.
+    Peak memory: about 150 bytes per entry.
+    """
+    count = len(inputs)
+    codes = _encode(np.concatenate([inputs["digest"], outputs["digest"]]))
+    own, theirs = codes[:count], codes[count:]
+    first = np.full(int(codes.max(initial=-1)) + 1, -1, dtype=np.int64)
+    first[own[::-1]] = np.arange(count - 1, -1, -1)  # the earliest is written last
+    later = np.flatnonzero(first[own] != np.arange(count))
+    owner = first[theirs]
+    located = np.flatnonzero(outputs["origin"])
+    if len(located):
+        by_origin = {(own[row], _origin(int(inputs["place"][row]), names)): row for row in later}
+        owner[located] = [by_origin.get((theirs[row], int(outputs["origin"][row])), -1) for row in located]
+    known = owner >= 0
+    done, firsts = np.unique(owner[known], return_index=True)
+    is_again = known.copy()
+    is_again[np.flatnonzero(known)[firsts]] = False
+    is_missing = np.ones(count, dtype=bool)
+    is_missing[done] = False
+    lost, again, strange = (np.flatnonzero(mask) for mask in (is_missing, is_again, ~known))
+    return Match(
+        duplicates=inputs["place"][later],
+        duplicate_of=inputs["place"][first[own[later]]],
+        done=inputs["place"][done],
+        num_inputs=count,
+        num_outputs=len(outputs),
+        missing=inputs["place"][lost[:NUM_SHOWN]],
+        num_missing=len(lost),
+        doubled=outputs["place"][again[:NUM_SHOWN]],
+        num_doubled=len(again),
+        unknown=outputs["place"][strange[:NUM_SHOWN]],
+        num_unknown=len(strange),
+    )
+
+
+def match_alone(outputs: NDArray[Any]) -> Match:
+    """What can be said of rows of data files without the input: which are there twice."""
+    keys = np.empty(len(outputs), [("digest", DIGEST), ("origin", "<u8")])
+    keys["digest"], keys["origin"] = outputs["digest"], outputs["origin"]
+    again = np.ones(len(outputs), dtype=bool)
+    again[np.unique(_encode(keys), return_index=True)[1]] = False
+    places, none = outputs["place"][again], np.empty(0, np.uint64)
+    return Match(none, none, none, 0, len(outputs), none, 0, places[:NUM_SHOWN], len(places), none, 0)
+
+
+def _encode(keys: NDArray[Any]) -> NDArray[Any]:
+    """An integer per key, equal for equal bytes."""
+    data = [None, pa.py_buffer(keys)]
+    array = pa.FixedSizeBinaryArray.from_buffers(pa.binary(keys.itemsize), len(keys), data)
+    codes: NDArray[Any] = array.dictionary_encode().indices.to_numpy()
+    return codes
+
+
+def _origin(place: int, names: Sequence[str]) -> int:
+    file, row = split_place(place)
+    return hash_origin(describe_place(names[file], row))
+
+
+def split(entries: NDArray[Any], num_parts: int) -> list[NDArray[Any]]:
+    """Cuts entries by digest into `num_parts` of about the same size; the order within each stays."""
+    leading = np.frombuffer(entries["digest"].tobytes(), dtype=">u2")[:: DIGEST.itemsize // 2]
+    part = (leading.astype(np.int64) * num_parts) >> 16
+    order = np.argsort(part, kind="stable")
+    cuts = np.searchsorted(part[order], np.arange(1, num_parts))
+    return np.split(entries[order], cuts)
+
+
+class DoneRows:
+    """Which rows of each input file are done: a bit per row."""
+
+    def __init__(self, num_rows_per_file: Sequence[int]) -> None:
+        num_bytes = -(-np.asarray(num_rows_per_file, dtype=np.int64) // 8)
+        self._starts = np.concatenate([[0], np.cumsum(num_bytes)])
+        self._bits = np.zeros(int(self._starts[-1]), dtype=np.uint8)
+        self.num_rows_per_file = np.zeros(len(num_rows_per_file), dtype=np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.num_rows_per_file.sum())
+
+    def add(self, done: NDArray[Any]) -> None:
+        """Places of rows, each once in the life of this object."""
+        files = (done >> ROW_BITS).astype(np.int64)
+        self.num_rows_per_file += np.bincount(files, minlength=len(self.num_rows_per_file))
+        rows = (done & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        at, bit = self._starts[files] + (rows >> 3), np.left_shift(1, rows & 7).astype(np.uint8)
+        order = np.argsort(at, kind="stable")
+        at, bit = at[order], bit[order]
+        heads = np.flatnonzero(np.diff(at, prepend=-1))
+        if len(heads):
+            self._bits[at[heads]] |= np.bitwise_or.reduceat(bit, heads)
+
+    def of_file(self, file: int, num_rows: int) -> NDArray[Any]:
+        """bool [num_rows]"""
+        own = self._bits[self._starts[file] : self._starts[file + 1]]
+        return np.unpackbits(own, count=num_rows, bitorder="little").astype(bool)

@@ -1,0 +1,139 @@
+"""What a data file of a run must be: whole, with the run's columns, and with rows that say nothing contradictory.
+
+Reads every page of a file, once, in batches, so that damage shows (data files carry page checksums). One call looks at
+a group of files and needs nothing else, so that it runs as a task anywhere. Left out: what ids the rows ought to have.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipeline.input.ids import OUTPUT_ENTRY, output_entries
+from pipeline.schema import ERROR_CODES, OUTPUT_SCHEMA, PROMPT, list_columns
+
+BATCH_ROWS = 4096
+NUM_SHOWN = 20  # problems of each kind that are told; the rest is counted
+NEVER_NULL = tuple(name for name in OUTPUT_SCHEMA.names if name != PROMPT)
+
+
+@dataclass
+class Problems:
+    """By kind: how many, and the first ones in words."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, texts: Sequence[str], count: int | None = None) -> None:
+        """`count`: how many there are, if more than `texts`."""
+        number = len(texts) if count is None else count
+        if number:
+            self.counts[kind] = self.counts.get(kind, 0) + number
+            shown = self.first.setdefault(kind, [])
+            shown += texts[: NUM_SHOWN - len(shown)]
+
+    def join(self, other: "Problems") -> None:
+        for kind, count in other.counts.items():
+            self.add(kind, other.first[kind], count)
+
+
+@dataclass
+class FilesFound:
+    """What a group of data files holds."""
+
+    problems: Problems = field(default_factory=Problems)
+    num_rows: dict[str, int] = field(default_factory=lambda: {"ok": 0, "failed": 0})
+    tokens: dict[str, int] = field(default_factory=lambda: {"num_input_tokens": 0, "num_generated_tokens": 0})
+    """Of good rows."""
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def join(self, other: "FilesFound") -> None:
+        self.problems.join(other.problems)
+        for mine, theirs in (
+            (self.num_rows, other.num_rows), (self.tokens, other.tokens), (self.errors, other.errors)
+        ):  # fmt: skip
+            for key, value in theirs.items():
+                mine[key] = mine.get(key, 0) + value
+
+
+def check_files(
+    filesystem: pafs.FileSystem, files: Sequence[tuple[int, str]], columns: list[list[str]]
+) -> tuple[FilesFound, NDArray[Any]]:
+    """Looks at data files (number and path); `columns`: names and types. Gives the entries of their rows too."""
+    found, parts = FilesFound(), [np.empty(0, OUTPUT_ENTRY)]
+    for number, path in files:
+        try:
+            with pq.ParquetFile(filesystem.open_input_file(path), page_checksum_verification=True) as file:
+                own = list_columns(file.schema_arrow)
+                if own != columns:
+                    found.problems.add("schema", [f"{path}: columns {describe_columns(own, columns)}"])
+                    continue
+                parts += _check_rows(file, number, path, found)
+        except (OSError, pa.ArrowException) as error:
+            found.problems.add("file", [f"{path}: not a whole Parquet file: {error}"])
+    return found, np.concatenate(parts)
+
+
+def describe_columns(own: list[list[str]], wanted: list[list[str]]) -> str:
+    """How the columns of a file differ from those of the run."""
+    mine, theirs = ({(name, kind) for name, kind in columns} for columns in (own, wanted))
+    if mine == theirs:
+        return "are in another order"
+    words = [("more", mine - theirs), ("missing", theirs - mine)]
+    return "; ".join(f"{word}: {', '.join(f'{n} {k}' for n, k in sorted(some))}" for word, some in words if some)
+
+
+def _check_rows(file: pq.ParquetFile, number: int, path: str, found: FilesFound) -> list[NDArray[Any]]:
+    status = "ok" if "/status=ok/" in path else "failed"
+    parts, first = [], 0
+    for batch in file.iter_batches(BATCH_ROWS):
+        for reason, is_bad in contradictions(batch, status):
+            rows = np.flatnonzero(is_bad)
+            shown = [
+                f"{path} row {first + row + 1} (id {batch['id'][row].as_py()!r}): {reason}" for row in rows[:NUM_SHOWN]
+            ]
+            found.problems.add("row", shown, len(rows))
+        if not batch["id"].null_count:
+            parts.append(output_entries(batch, number, first))
+        first += batch.num_rows
+        found.num_rows[status] += batch.num_rows
+        if status == "ok":
+            for name in found.tokens:
+                found.tokens[name] += pc.sum(batch[name]).as_py() or 0
+        for item in batch["error_code"].value_counts().to_pylist() if status == "failed" else []:
+            found.errors[item["values"]] = found.errors.get(item["values"], 0) + item["counts"]
+    return parts
+
+
+def contradictions(batch: pa.RecordBatch, status: str) -> list[tuple[str, NDArray[Any]]]:
+    """Reasons and which rows they hold for: bool [rows]. A row says something its status or another column denies."""
+
+    def where(condition: Any) -> NDArray[Any]:
+        return np.asarray(pc.fill_null(condition, False))
+
+    checks = [(f"{name} is null", where(pc.is_null(batch[name]))) for name in NEVER_NULL]
+    length = pc.list_value_length(batch["generated_tokens"])
+    checks.append(
+        ("num_generated_tokens is not their number", where(pc.not_equal(batch["num_generated_tokens"], length)))
+    )
+    known = pa.array(["stop", "length"] if status == "ok" else ["error"])
+    checks.append(
+        (f"finish_reason of a row that is {status}", where(pc.invert(pc.is_in(batch["finish_reason"], known))))
+    )
+    if status == "ok":
+        checks.append(("error_code of a good row", where(pc.not_equal(batch["error_code"], ""))))
+        checks.append(("error_message of a good row", where(pc.not_equal(batch["error_message"], ""))))
+        checks.append(("no token in a good row", where(pc.equal(length, 0))))
+        checks.append(("prompt is null in a good row", where(pc.is_null(batch[PROMPT]))))
+    else:
+        is_known = pc.is_in(batch["error_code"], pa.array(sorted(ERROR_CODES)))
+        checks.append(("error_code is none of ours", where(pc.invert(is_known))))
+        checks.append(("no error_message in a failed row", where(pc.equal(batch["error_message"], ""))))
+        checks.append(("tokens in a failed row", where(pc.greater(length, 0))))
+    return checks

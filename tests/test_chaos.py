@@ -1,0 +1,198 @@
+"""Processes killed with SIGKILL at random moments and at each step of a commit, on a Ray of several nodes.
+
+After each trial, and a resume where the driver died: every row once, tokens as in an undisturbed run, no other file
+among the data. The short version runs on an embedded Ray; the long one is marked slow.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.processes import command, descendants, environment, hits, rows, run, start, state, wait_for, workers
+
+NUM_ROWS = 320
+SAMPLINGS = {"greedy": ["sampling.temperature=0"], "sampled": ["sampling.temperature=0.9", "sampling.seed=7"]}
+COMMIT_STEPS = ("begun", "staged", "synced", "renamed")
+
+
+@dataclass
+class Run:
+    """One run that is to be hurt: how to start it, what it must give in the end."""
+
+    command: list[str]
+    output: Path
+    folder: Path
+    expected: dict[str, list[int]]
+    env: dict[str, str]
+
+    def faults(self, plan: dict[str, Any]) -> dict[str, str]:
+        """The environment with this fault plan; forgets the hits of another."""
+        for hit in self.folder.glob("faults.json.*.hit"):
+            hit.unlink()
+        return self.env | environment(plan, self.folder)
+
+    def resume(self) -> None:
+        done = run([*self.command, "--resume"], self.faults({}))
+        assert done.returncode == 0, done.stderr
+
+    def judge(self) -> None:
+        """Books closed, every row once, tokens as undisturbed, no stray file; and `jobs.verify` says so too."""
+        assert state(self.output)["state"] == "finished"
+        assert state(self.output)["books"] == {"input": NUM_ROWS, "ok": NUM_ROWS, "failed": 0, "closed": True}
+        assert {row: found["generated_tokens"] for row, found in rows(self.output).items()} == self.expected
+        strays = [path for path in (self.output / "data").rglob("*") if path.is_file() and path.suffix != ".parquet"]
+        assert not strays
+        verified = run([sys.executable, "-m", "jobs.verify", str(self.output)], self.env)
+        assert verified.returncode == 0, verified.stderr
+
+
+def write_rows(path: Path) -> Path:
+    path.write_text("".join(json.dumps({"id": f"r{i}", "prompt": f"row {i % 53}"}) + "\n" for i in range(NUM_ROWS)))
+    return path
+
+
+def tokens(command: list[str], output: Path, env: dict[str, str]) -> dict[str, list[int]]:
+    """Of an undisturbed run."""
+    done = run(command, env)
+    assert done.returncode == 0, done.stderr
+    return {row: found["generated_tokens"] for row, found in rows(output).items()}
+
+
+def kill_at(process: Any, fault: str, env_of: Run) -> None:
+    """Kills the driver when a writer has stopped itself at `fault`; the writer then goes on, too late."""
+    wait_for(lambda: fault in hits(env_of.folder), process)
+    hit = next(env_of.folder.glob(f"faults.json.{fault}.*.hit"))
+    process.kill()
+    process.communicate(timeout=120)
+    with suppress(ProcessLookupError):  # Ray was faster
+        os.kill(int(hit.read_text()), signal.SIGCONT)
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_actor_and_a_driver_killed_in_a_commit(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    source, env = write_rows(tmp_path / "in.jsonl"), environment(None, tmp_path)
+    fixed = [*SAMPLINGS["sampled"], "actors.batch_size=16"]
+    wanted = command(tiny_checkpoint, source, tmp_path / "run", *fixed)
+    expected = tokens(command(tiny_checkpoint, source, tmp_path / "whole", *fixed), tmp_path / "whole", env)
+    hurt = Run(wanted, tmp_path / "run", tmp_path, expected, env)
+    plan = {"decode r100": {"signal": "SIGKILL"}, "data staged": {"signal": "SIGSTOP", "after": 1}}
+    driver = start(wanted, hurt.faults(plan))
+    kill_at(driver, "data staged", hurt)
+    hurt.resume()
+    hurt.judge()
+    done = run([*wanted, "--overwrite"], hurt.faults({"decode r100": {"signal": "SIGKILL"}}))
+    assert done.returncode == 0, done.stderr
+    assert hits(tmp_path) == ["decode r100"]
+    hurt.judge()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Path]]:
+    """A head and two nodes on this machine, whose workers read the fault plan of the folder."""
+    folder = tmp_path_factory.mktemp("chaos")
+    os.environ.update({key: environment({}, folder)[key] for key in ("PYTHONPATH", "SKIPDECODE_FAULTS")})
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    small = {"num_cpus": 3, "object_store_memory": 150 << 20}
+    made = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False})
+    try:
+        for _ in range(2):
+            made.add_node(**small)
+        yield made, folder
+    finally:
+        made.shutdown()
+        del os.environ["SKIPDECODE_FAULTS"], os.environ["PYTHONPATH"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: tuple[Cluster, Path], tiny_checkpoint: Path) -> dict[str, dict[str, list[int]]]:
+    """Tokens of every row, by sampling."""
+    made, folder = cluster
+    source, env = write_rows(folder / "in.jsonl"), environment({}, folder, RAY_ADDRESS=made.address)
+    return {
+        name: tokens(command(tiny_checkpoint, source, folder / name, *sampling), folder / name, env)
+        for name, sampling in SAMPLINGS.items()
+    }
+
+
+TRIALS = [
+    *(("actor", "") for _ in range(4)),
+    *(("writer", "") for _ in range(3)),
+    *(("node", "") for _ in range(4)),
+    *(("driver", "") for _ in range(3)),
+    *(("commit", step) for step in COMMIT_STEPS),
+    *(("books", f"run.json {step}") for step in ("staged", "renamed")),
+    *(("books at the end", f"run.json {step}") for step in ("staged", "renamed")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("trial", range(len(TRIALS)), ids=lambda i: f"{i}-{' '.join(TRIALS[i]).strip()}")
+def test_chaos(
+    cluster: tuple[Cluster, Path],
+    undisturbed: dict[str, dict[str, list[int]]],
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    trial: int,
+) -> None:
+    made, folder = cluster
+    rng = random.Random(trial)
+    kind, step = TRIALS[trial]
+    sampling = list(SAMPLINGS)[trial % 2]
+    wanted = command(
+        tiny_checkpoint, folder / "in.jsonl", tmp_path / "run", *SAMPLINGS[sampling], "actors.num_actors=2",
+        "actors.num_cpus=1",
+    )  # fmt: skip
+    env = environment({}, folder, RAY_ADDRESS=made.address)
+    hurt = Run(wanted, tmp_path / "run", folder, undisturbed[sampling], env)
+    plan: dict[str, Any] = {}
+    if kind == "commit":
+        plan = {f"data {step}": {"signal": "SIGSTOP", "after": rng.randrange(2)}}
+    elif kind.startswith("books"):
+        plan = {step: {"signal": "SIGKILL", "after": 0 if kind == "books" else rng.randrange(1, 3)}}
+    driver = start(wanted, hurt.faults(plan))
+    try:
+        if kind == "commit":
+            kill_at(driver, f"data {step}", hurt)
+        elif not plan:
+            moment = rng.randrange(16)
+            wait_for(lambda: len(list(tmp_path.glob("run/data/status=ok/*.parquet"))) >= moment, driver)
+            time.sleep(rng.random())
+            hurt_one(kind, driver, made, rng)
+        _, err = driver.communicate(timeout=900)
+    finally:
+        if driver.poll() is None:
+            driver.kill()
+    if kind in ("driver", "commit") or plan:
+        assert driver.returncode == -signal.SIGKILL, err
+        assert hits(folder) == list(plan), "the fault must have happened"
+        hurt.resume()
+    else:
+        assert driver.returncode == 0, err
+    hurt.judge()
+
+
+def hurt_one(kind: str, driver: Any, cluster: Cluster, rng: random.Random) -> None:
+    """Kills one process of that kind, if the run has not ended before."""
+    if kind == "driver":
+        driver.kill()
+    elif kind == "node":
+        node = rng.choice(cluster.list_all_nodes()[1:])
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=3, object_store_memory=150 << 20)
+    else:
+        title = "ray::MapWorker" if kind == "actor" else "ray::MapBatches(finish)->Write"
+        found = wait_for(lambda: driver.poll() is not None or workers(descendants(os.getpid()), title))
+        if found is not True:
+            os.kill(rng.choice(sorted(found)), signal.SIGKILL)

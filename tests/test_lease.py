@@ -1,0 +1,83 @@
+"""One session at a time in a run folder; one that was killed does not bar the next. Real processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import pipeline.lease
+from pipeline.config import ConfigError
+from pipeline.lease import Lease, may_live, read_lease
+from pipeline.run_folder import RunFolder
+
+ROOT = Path(__file__).parent.parent
+HOLDER = """
+import sys, time
+import pipeline.lease
+from pipeline.run_folder import RunFolder
+pipeline.lease.BEAT_S = 0.2
+with pipeline.lease.Lease(RunFolder.open(sys.argv[1]), "holder", print):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def hold(root: Path) -> subprocess.Popen[str]:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(root)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_a_held_folder_is_refused_and_a_dead_holder_is_not_waited_for(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
+    try:
+        with pytest.raises(ConfigError, match=rf"run holder \(process {holder.pid} on .*is at work"):
+            Lease(RunFolder.open(str(tmp_path)), "second", print).__enter__()
+        assert read_lease(RunFolder.open(str(tmp_path)))["session"] == "holder"
+    finally:
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+    assert (tmp_path / "lease.json").exists()
+    started = time.monotonic()
+    with Lease(RunFolder.open(str(tmp_path)), "second", print):
+        assert time.monotonic() - started < 5
+        assert read_lease(RunFolder.open(str(tmp_path)))["session"] == "second"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_elsewhere_is_given_time_for_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.lease, "LEASE_S", 0.5)
+    lease = {"session": "far", "host": "elsewhere", "pid": 1, "beat": 3}
+    (tmp_path / "lease.json").write_text(json.dumps(lease))
+    notes: list[str] = []
+    with Lease(RunFolder.open(str(tmp_path)), "second", notes.append) as mine:
+        assert "process 1 on elsewhere" in notes[0]
+        mine.check()
+        (tmp_path / "lease.json").write_text(json.dumps(lease))  # it was not dead, only slow
+        with pytest.raises(RuntimeError, match="another run has taken over"):
+            mine.check()
+    assert read_lease(RunFolder.open(str(tmp_path))) == lease, "the lease of another stays"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"session": "x"}'])
+def test_a_torn_lease_bars_nobody(tmp_path: Path, text: str) -> None:
+    (tmp_path / "lease.json").write_text(text)
+    with Lease(RunFolder.open(str(tmp_path)), "second", print):
+        pass
+    assert not RunFolder.open(str(tmp_path)).exists()
+
+
+def test_who_may_live() -> None:
+    own = {"host": socket.gethostname(), "pid": os.getpid()}
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    assert may_live(own)
+    assert may_live(own | {"host": "elsewhere", "pid": dead.pid})
+    assert not may_live(own | {"pid": dead.pid})

@@ -1,0 +1,133 @@
+"""Inputs and accidents that ended jobs elsewhere, through a whole run: right code, right message, nothing lost."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from jobs import generate, verify
+
+NASTY = [
+    "", " ", "\n\n", "\0", "a\0b", "\ufeffbom", "\u202eright to left", "\u200b\u200d\ufe0f", "Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢L̠ͨͧͩ͘G̴̻͈͍͔̹̑͗̎̅͛́Ǫ̵̹̻̝̳͂̌̌͘", "👩‍👩‍👧‍👦🏳️‍🌈",
+    "</s>", "<s><pad></s><unk>", "<|endoftext|>", "{{7*7}} ${jndi:ldap://x}", "'; DROP TABLE rows;--",
+    "NaN", "null", "None", "-1e309", '"quoted, with commas"', "tab\tand\rreturn", "\u2028\u2029", "\U0010ffff",
+    "ﷺ" * 20, "../../etc/passwd", "%s%n%d", "status=failed", "in.jsonl:0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_stays_up() -> Iterator[None]:
+    yield
+    ray.shutdown()
+
+
+Call = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def call(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`call(verb, *arguments)` for the run in tmp_path/run: exit code, JSON document, stderr."""
+
+    def run(verb: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
+        capsys.readouterr()
+        fixed = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=4", "-o"]
+        code = verb.main([*(fixed if verb is generate else []), str(tmp_path / "run"), *arguments])
+        captured = capsys.readouterr()
+        lines = captured.out.splitlines()
+        return code, json.loads(lines[-1]) if lines else {}, captured.err
+
+    return run
+
+
+def rows(tmp_path: Path, status: str) -> list[dict[str, Any]]:
+    paths = sorted((tmp_path / f"run/data/status={status}").glob("*.parquet"))
+    return [row for path in paths for row in pq.ParquetFile(path).read().to_pylist()]
+
+
+def test_a_folder_of_nasty_files(tmp_path: Path, call: Call) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "empty.jsonl").write_text("")
+    (source / "torn.jsonl").write_text('{"id": "whole", "prompt": "x"}\n{"id": "torn", "prom')
+    (source / "huge.jsonl").write_text(json.dumps({"id": "huge", "prompt": "word " * 6_000_000}) + "\n")
+    nasty = [{"id": f"n{i}", "prompt": text} for i, text in enumerate(NASTY)]
+    same = [{"id": "same", "prompt": "x"}] * 10_001
+    for name, some in (("nasty", nasty), ("same", same)):
+        lines = "".join(json.dumps(row) + "\n" for row in some)
+        (source / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    code, report, err = call(generate, "-i", str(source), "limits.max_failed_rows=10002", "input.id_column=id")
+    assert code == 0, err
+    ok, failed = rows(tmp_path, "ok"), rows(tmp_path, "failed")
+    assert {row["id"] for row in ok} == {"whole", "same", *(row["id"] for row in nasty)}
+    assert {row["id"]: row["prompt"] for row in ok if row["id"] in {r["id"] for r in nasty}} == {
+        row["id"]: row["prompt"] for row in nasty
+    }
+    assert report["errors"] == {"duplicate_id": 10_000, "bad_line": 1, "prompt_too_long": 1}
+    messages = {row["error_code"]: row["error_message"] for row in failed}
+    assert messages["bad_line"].startswith("torn.jsonl line 2: ")
+    assert "prompt tokens and 4 new ones do not fit" in messages["prompt_too_long"]
+    (huge,) = [row for row in failed if row["id"] == "huge"]
+    assert len(huge["prompt"]) == 30_000_000
+    origins = {row["error_message"].partition(":")[0] for row in failed if row["error_code"] == "duplicate_id"}
+    assert origins == {f"same.jsonl row {n}" for n in range(2, 10_002)}
+    code, verdict, err = call(verify)
+    assert (code, verdict["rows"]) == (0, {"ok": len(ok), "failed": 10_002, "input": len(ok) + 10_002}), err
+
+
+def test_a_truncated_parquet_file_is_named_before_the_start(tmp_path: Path, call: Call) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"prompt": ["x"] * 100}), source / f"{name}.parquet")
+    data = (source / "b.parquet").read_bytes()
+    (source / "b.parquet").write_bytes(data[: len(data) // 2])
+    code, document, err = call(generate, "-i", str(source))
+    assert (code, document) == (2, {})
+    assert f"input.path: {source / 'b.parquet'}: cannot be read" in err
+    assert not (tmp_path / "run/run.json").exists()
+
+
+def test_half_of_the_state_is_lost(tmp_path: Path, call: Call) -> None:
+    """The state of a run is its data files. What is lost is made again, and nothing else is touched."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"id": f"r{i % 55}", "prompt": f"row {i}"}) + "\n" for i in range(60)))
+    arguments = ["-i", str(source), "actors.batch_size=2", "actors.window_batches=2", "limits.max_failed_rows=5"]
+    assert call(generate, *arguments)[0] == 0
+    before = {row["id"]: row["generated_tokens"] for row in rows(tmp_path, "ok")}
+    paths = sorted((tmp_path / "run/data").rglob("*.parquet"))
+    lost = random.Random(0).sample(paths, len(paths) // 2)
+    kept = {path: path.stat().st_mtime_ns for path in paths if path not in lost}
+    for path in lost:
+        path.unlink()
+    shutil.rmtree(tmp_path / "run/checkpoint", ignore_errors=True)
+    state = json.loads((tmp_path / "run/run.json").read_text())
+    (tmp_path / "run/run.json").write_text(json.dumps(state | {"state": "running"}))
+    code, report, err = call(generate, *arguments, "--resume")
+    assert code == 0, err
+    assert report["books"] == {"input": 60, "ok": 55, "failed": 5, "closed": True}
+    assert {row["id"]: row["generated_tokens"] for row in rows(tmp_path, "ok")} == before
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert call(verify)[0] == 0
+
+
+def test_a_torn_data_file_is_named(tmp_path: Path, call: Call) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"id": f"r{i}", "prompt": f"row {i}"}) + "\n" for i in range(8)))
+    arguments = ["-i", str(source), "actors.batch_size=2", "actors.window_batches=1"]
+    assert call(generate, *arguments)[0] == 0
+    state = json.loads((tmp_path / "run/run.json").read_text())
+    (tmp_path / "run/run.json").write_text(json.dumps(state | {"state": "interrupted"}))
+    path = min((tmp_path / "run/data/status=ok").glob("*.parquet"))
+    path.write_bytes(path.read_bytes()[:-20])
+    code, _, err = call(generate, *arguments, "--resume")
+    assert (code, f"output.path: {path}: not a whole Parquet file" in err) == (2, True), err
+    path.unlink()
+    assert call(generate, *arguments, "--resume")[0] == 0
+    assert call(verify)[0] == 0
