@@ -38,6 +38,8 @@ class OPTTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # vocab.json does not say which of its tokens are special; OPT's four are, whatever file they come from
         self._special |= {vocabulary[token] for token in SPECIAL_TOKENS if token in vocabulary}
+        self.max_token_chars = max(map(len, vocabulary), default=1)
+        """No token stands for more characters of text: in a byte-level vocabulary every character is one byte."""
         if max(vocabulary.values(), default=-1) >= config.vocab_size:
             raise ValueError(
                 f"{folder}: the tokenizer has token ids up to {max(vocabulary.values())}, "

@@ -126,7 +126,7 @@ def _generate(planned: PlannedRun, state: dict[str, Any], total: int, note: Note
     if left != total:
         raise ConfigError(
             f"{planned.folder.shown}: {left - total} rows are neither good nor failed; jobs.verify names them, "
-            "jobs.generate --overwrite starts anew"
+            "jobs.generate --resume makes them again"
         )
     stream_rows(planned, plan, done, state, note, _place(state))
 

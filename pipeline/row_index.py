@@ -55,10 +55,13 @@ def scan_input(listing: Listing, config: InputConfig, index_all: bool, note: Not
 
 def _scan_group(
     listing: Listing, indices: Sequence[int], config: InputConfig, index_all: bool
-) -> tuple[list[FileScan], NDArray[Any]]:
+) -> tuple[list[FileScan] | ConfigError, NDArray[Any]]:
     scans, parts = [], [np.empty(0, INPUT_ENTRY)]
     for index in indices:
-        scan, digests = scan_file(listing, index, config, index_all)
+        try:
+            scan, digests = scan_file(listing, index, config, index_all)
+        except ConfigError as error:  # a value: of an exception Ray would print the traceback
+            return error, parts[0]
         scans.append(scan)
         parts.append(input_entries(digests, index))
     return scans, np.concatenate(parts)
@@ -80,16 +83,15 @@ def index_outputs(
 
 def _index_group(
     filesystem: pafs.FileSystem, files: Sequence[tuple[int, str]], without_codes: frozenset[str]
-) -> tuple[int, NDArray[Any]]:
+) -> tuple[int | ConfigError, NDArray[Any]]:
     parts = [np.empty(0, OUTPUT_ENTRY)]
     for index, path in files:
         try:
             with pq.ParquetFile(filesystem.open_input_file(path)) as file:
                 parts += _read_entries(file, index, without_codes)
         except (OSError, pa.ArrowException) as error:
-            raise ConfigError(
-                f"output.path: {path}: not a whole Parquet file ({error}); delete it, and its rows are made again"
-            ) from error
+            why = f"output.path: {path}: not a whole Parquet file ({error}); delete it, and its rows are made again"
+            return ConfigError(why), parts[0]
     entries = np.concatenate(parts)
     return len(entries), entries
 
@@ -170,16 +172,15 @@ def group_files(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def gather(refs: list[Any], what: str, note: Note) -> list[Any]:
-    """Results of tasks in order, with a note now and then; a ConfigError raised in one comes out as itself."""
+    """Results of tasks in order, with a note now and then; raises the first ConfigError that one gave back."""
     left, noted_at = list(refs), time.monotonic()
     while left:
         _, left = ray.wait(left, num_returns=len(left), timeout=NOTE_S, fetch_local=False)
         if left and time.monotonic() - noted_at >= NOTE_S:
             noted_at = time.monotonic()
             note(f"{what} {len(refs) - len(left)} of {len(refs)} groups of files")
-    try:
-        return list(ray.get(refs))
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ConfigError):
-            raise ConfigError(str(error.cause)) from error
-        raise
+    results = list(ray.get(refs))
+    for result in results:
+        if isinstance(result, ConfigError):
+            raise result
+    return results

@@ -75,6 +75,8 @@ class PlannedRun:
     """Of the input's rows (`row_index`); empty if nothing has to be looked up."""
     pool: Pool
     fingerprint: dict[str, Any]
+    is_finished: bool
+    """The run in the folder was finished before, and its files are there still."""
 
 
 def run(config: JobConfig, note: Note) -> RunResult:
@@ -82,7 +84,7 @@ def run(config: JobConfig, note: Note) -> RunResult:
     planned = plan_run(config, note)
     if planned.earlier is not None:
         compare_fingerprints(planned.earlier, planned.fingerprint, planned.input)
-        if planned.earlier["state"] == "finished":
+        if planned.is_finished:
             note(f"{planned.folder.shown}: finished before, nothing to do")
             return was_finished(planned)
     session = uuid.uuid4().hex[:12]
@@ -114,12 +116,25 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = plan_pool(config.actors, cluster, ray.available_resources())
     dtype = resolve_dtype(config.model.dtype, "cuda" if pool.num_gpus else "cpu")
-    is_open = earlier is not None and earlier["state"] != "finished"
+    is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
+    is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, note)
     plan = plan_input(listing, scans, config.input)
     note(f"input: {plan.num_rows} rows in {len(listing.files)} {listing.format} files")
     prints = fingerprint(config, model.decode, model.folder, dtype, plan)
-    return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints)
+    return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, is_finished)
+
+
+def has_all_rows(folder: RunFolder, state: dict[str, Any], note: Note) -> bool:
+    """Whether the data files of a finished run count what its books say."""
+    try:
+        there = sum(folder.count_rows(status) for status in STATUSES)
+    except (OSError, pa.ArrowException):
+        return False  # a torn file; who reads the rows names it
+    lost = state["books"]["ok"] + state["books"]["failed"] - there
+    if lost:
+        note(f"{folder.shown}: finished before, but its data files lack {lost} rows now")
+    return not lost
 
 
 def _execute(planned: PlannedRun, session: str, lease: Lease, note: Note) -> RunResult:

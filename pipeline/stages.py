@@ -61,7 +61,9 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
     samplings = table[SAMPLING].to_pylist()
     texts = [row for row, code in enumerate(codes) if not code and given[row] is None]
     tokens: list[list[int]] = [[] for _ in codes]
-    for row, ids in zip(texts, encode_each(tokenizer, [prompts[row] for row in texts]), strict=True):
+    parts = [cut_text(prompts[row], tokenizer.max_token_chars, config) for row in texts]
+    cut = {row for row, part in zip(texts, parts, strict=True) if len(part) < len(prompts[row])}
+    for row, ids in zip(texts, encode_each(tokenizer, parts), strict=True):
         if isinstance(ids, str):
             codes[row], messages[row] = ENGINE_ERROR, ids
         else:
@@ -75,7 +77,8 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
                 tokens[row] = given[row] or [config.model.bos_token_id]
                 known = [token for token in given[row] if token < config.model.vocab_size]
                 prompts[row] = prompts[row] or tokenizer.decode(known)
-            problem = fit(row, tokens, row_sampling(config.sampling, samplings[row]).max_new_tokens, config)
+            max_new_tokens = row_sampling(config.sampling, samplings[row]).max_new_tokens
+            problem = fit(row, tokens, max_new_tokens, config, is_cut=row in cut)
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             problem = ENGINE_ERROR, describe(error)
         counts[row] = len(tokens[row])
@@ -92,6 +95,13 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
     return with_columns(table, columns)
 
 
+def cut_text(text: str, max_token_chars: int, config: TokenizeConfig) -> str:
+    """What of `text` can matter: more of it than this does not fit, and a file in place of a prompt (tokens take a
+    hundred times the memory of their text) must not end the process."""
+    limit = 2 * max_token_chars * config.model.max_position_embeddings
+    return text[-limit:] if config.too_long == "truncate_left" else text[:limit]
+
+
 def encode_each(tokenizer: OPTTokenizer, texts: list[str]) -> list[list[int] | str]:
     """Tokens of each text, or why it has none. All at once; one by one when that fails."""
     try:
@@ -106,8 +116,10 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 
-def fit(row: int, tokens: list[list[int]], max_new_tokens: int, config: TokenizeConfig) -> tuple[str, str] | None:
-    """Cuts the row's tokens if the run says so; otherwise says why they cannot be decoded."""
+def fit(
+    row: int, tokens: list[list[int]], max_new_tokens: int, config: TokenizeConfig, is_cut: bool
+) -> tuple[str, str] | None:
+    """Cuts the row's tokens if the run says so; otherwise says why they cannot be decoded. `is_cut`: by `cut_text`."""
     ids, limit = tokens[row], config.model.max_position_embeddings
     vocabulary = config.model.vocab_size
     if max(ids) >= vocabulary:
@@ -118,9 +130,10 @@ def fit(row: int, tokens: list[list[int]], max_new_tokens: int, config: Tokenize
     if len(ids) <= room:
         return None
     if config.too_long == "fail_row":
+        count = f"more than {len(ids)}" if is_cut else len(ids)
         return (
             PROMPT_TOO_LONG,
-            f"{len(ids)} prompt tokens and {max_new_tokens} new ones do not fit the model's {limit} positions; "
+            f"{count} prompt tokens and {max_new_tokens} new ones do not fit the model's {limit} positions; "
             "set input.too_long to truncate_left or truncate_right, or lower sampling.max_new_tokens",
         )
     # BOS stays in front whichever side is cut

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -90,7 +91,9 @@ def test_a_hung_worker_ends_the_run_with_the_state_of_each(tiny_checkpoint: Path
     _, err = driver.communicate(timeout=600)
     assert driver.returncode == 1, err
     assert "no stage made progress for limits.no_progress_timeout_s; the workers:" in err
-    assert "decoding 8 rows (first id 'r96')" in err
+    (stopped,) = (hit.read_text() for hit in tmp_path.glob("faults.json.*.hit"))
+    (said,) = (line for line in err.splitlines() if f"pid {stopped}, decoding " in line)
+    assert re.search(r"decoding \d+ rows \(first id 'r\d+'\) for \d+ s, started 1 times", said)
     assert "--resume goes on with the run" in err
     assert state(output)["state"] == "interrupted"
     wait_for(lambda: not alive(family), timeout_s=60)

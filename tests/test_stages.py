@@ -1,5 +1,6 @@
 """Tokenise and finish on tables in this process: whatever one row makes a library raise is that row's failure alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,27 @@ def test_tokens_that_cannot_be_made_text_fail_alone(config: TokenizeConfig) -> N
     assert (bad["generated_text"], bad["generated_tokens"], bad["num_generated_tokens"]) == ("", [], 0)
     assert (bad["finish_reason"], bad["layers_run"], bad["extra"]) == ("error", 0, "y")
     assert rows[0]["generated_text"] == OPTTokenizer(config.source, config.model).decode([5, 6])
+
+
+def test_a_file_in_place_of_a_prompt_is_not_tokenised_whole(
+    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"word{i} " for i in range(20_000)]
+    given, seen = table(2, prompt=["short", "".join(words)]), []
+    encode = OPTTokenizer.encode
+    monkeypatch.setattr(
+        OPTTokenizer, "encode", lambda self, texts: (seen.extend(map(len, texts)), encode(self, texts))[1]
+    )
+    (short, huge) = tokenize(given, config=config).to_pylist()
+    limit = 2 * OPTTokenizer(config.source, config.model).max_token_chars * config.model.max_position_embeddings
+    assert seen == [5, limit]
+    assert len("".join(words)) > limit
+    assert (short["error_code"], huge["error_code"], huge["prompt"]) == ("", "prompt_too_long", "".join(words))
+    assert huge["error_message"].startswith("more than ")
+    monkeypatch.undo()
+    for too_long in ("truncate_left", "truncate_right"):
+        some = replace(config, too_long=too_long)
+        whole = OPTTokenizer(config.source, config.model).encode(["".join(words)])[0]
+        room = config.model.max_position_embeddings - 8
+        kept = [whole[0], *whole[len(whole) - room + 1 :]] if too_long == "truncate_left" else whole[:room]
+        assert tokenize(given, config=some)["_prompt_tokens"][1].as_py() == kept
