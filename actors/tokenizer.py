@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
 from skipdecode.config import OPTConfig
-from skipdecode.weights import resolve_source
+from skipdecode.hub import resolve_source
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0..3 in every OPT vocabulary
 

@@ -14,8 +14,9 @@ from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import Listing
 from pipeline.run_folder import Note, RunFolder
 from skipdecode.config import OPTConfig
+from skipdecode.hub import resolve_source
 from skipdecode.plan import make_schedule
-from skipdecode.weights import check_folder, resolve_source
+from skipdecode.weights import check_folder
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from pipeline.machine import provenance
 from pipeline.pairs import encode_pairs, read_pairs
 from pipeline.quality import scores, slot_share
 from pipeline.run_folder import Note, RunFolder
+from skipdecode.hub import resolve_source
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule, make_schedule
-from skipdecode.weights import load_opt, resolve_source
+from skipdecode.weights import load_opt
 
 FLAGS = ("--references", "--prompt-column", "--reference-column")  # as `jobs.evaluate` calls file and columns
 VERSIONS = ("torch", "sacrebleu", "rouge-score")

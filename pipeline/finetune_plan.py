@@ -22,8 +22,9 @@ from pipeline.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
 from pipeline.run_folder import Note
 from pipeline.training_folder import TOKENIZER_FILES, TrainingFolder, check_apart
 from skipdecode.config import OPTConfig
+from skipdecode.hub import resolve_source
 from skipdecode.plan import make_schedule
-from skipdecode.weights import check_folder, resolve_source
+from skipdecode.weights import check_folder
 
 CODE_VERSION = 1  # raise when a change alters the weights that the same configuration gives
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.plan import InputPlan
-from skipdecode.weights import resolve_source
+from skipdecode.hub import resolve_source
 
 CODE_VERSION = 2  # raise when a change alters the tokens or rows that the same configuration gives
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file

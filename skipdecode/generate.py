@@ -17,7 +17,8 @@ from torch import Tensor
 from skipdecode.cache import KVCache
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule, steps_per_layer
-from skipdecode.sampling import Sampler, Sampling, stop_length
+from skipdecode.sampler import Sampler
+from skipdecode.sampling import Sampling, stop_length
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 CHECK_EVERY = {"cpu": 1, "cuda": 8}  # steps between looks at the tokens; a look waits for the device

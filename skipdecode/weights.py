@@ -1,4 +1,4 @@
-"""Weights: Hugging Face OPT folders and hub ids in, and folders that `OPTForCausalLM.from_pretrained` opens out.
+"""Weights: Hugging Face OPT folders (and hub ids) in, and folders that `OPTForCausalLM.from_pretrained` opens out.
 
 Reads safetensors (single or sharded) and `pytorch_model.bin` (single or sharded). A missing, unexpected or misshapen
 tensor is an error that names it; nothing is initialised silently. No quantised formats.
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skipdecode.config import OPTConfig
+from skipdecode.hub import resolve_source
 from skipdecode.model import OPT
 
 # Ours -> Hugging Face, inside one decoder layer; `qkv` is handled apart.
@@ -36,31 +37,6 @@ MODEL_NAMES = {
 PREFIX = "model.decoder."
 # Read by nobody: the tied head, and buffers of old checkpoints.
 IGNORED = {"lm_head.weight", PREFIX + "version"}
-HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
-HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
-
-
-def resolve_source(source: str, key: str = "model.source") -> Path:
-    """The local folder of a model: `source` itself, or a snapshot of that hub id (downloaded once, then cached).
-
-    `key` is what an error blames.
-    """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or source.startswith(".") or source.count("/") != 1 or (folder.parent).is_dir():
-        raise ValueError(f"{key}: {source!r} is not a folder")
-    from huggingface_hub import snapshot_download  # only a hub id needs it
-
-    try:
-        snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES))
-        if not list(snapshot.glob("*.safetensors")):
-            snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES + HUB_FALLBACK))
-    except Exception as error:  # the hub client raises many kinds; the user needs one sentence
-        raise ValueError(
-            f"{key}: {source!r} is no folder here and could not be fetched from the hub: {error}"
-        ) from error
-    return snapshot
 
 
 def hf_name(name: str) -> str:

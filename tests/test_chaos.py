@@ -80,20 +80,24 @@ def kill_at(process: Any, fault: str, env_of: Run) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_actor_and_a_driver_killed_in_a_commit(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_driver_killed_in_a_commit_then_a_row_that_kills_its_worker(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Commit cut off, resume, poison row parked, retry when it is harmless: then the rows of an undisturbed run."""
     source, env = write_rows(tmp_path / "in.jsonl"), environment(None, tmp_path)
-    fixed = [*SAMPLINGS["sampled"], "actors.batch_size=16"]
+    fixed = [*SAMPLINGS["sampled"], "actors.batch_size=16", "limits.max_row_attempts=2"]
     wanted = command(tiny_checkpoint, source, tmp_path / "run", *fixed)
     expected = tokens(command(tiny_checkpoint, source, tmp_path / "whole", *fixed), tmp_path / "whole", env)
     hurt = Run(wanted, tmp_path / "run", tmp_path, expected, env)
-    plan = {"decode r100": {"signal": "SIGKILL"}, "data staged": {"signal": "SIGSTOP", "after": 1}}
-    driver = start(wanted, hurt.faults(plan))
+    driver = start(wanted, hurt.faults({"data staged": {"signal": "SIGSTOP", "after": 1}}))
     kill_at(driver, "data staged", hurt)
-    hurt.resume()
-    hurt.judge()
-    done = run([*wanted, "--overwrite"], hurt.faults({"decode r100": {"signal": "SIGKILL"}}))
+    assert 0 < len(rows(hurt.output)) < NUM_ROWS
+    done = run([*wanted, "--resume"], hurt.faults({"decode r319": {"signal": "SIGSEGV", "times": 100}}))
     assert done.returncode == 0, done.stderr
-    assert hits(tmp_path) == ["decode r100"]
+    assert {row: found["error_code"] for row, found in rows(hurt.output, "failed").items()} == {"r319": "poison_row"}
+    assert len(rows(hurt.output, "ok")) == NUM_ROWS - 1
+    assert len(hits(tmp_path)) <= 4 + 2, "log2(window) + max_row_attempts deaths"
+    done = run([sys.executable, "-m", "jobs.retry", str(hurt.output)], hurt.faults({}))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["recovered"] == 1
     hurt.judge()
 
 

@@ -84,6 +84,13 @@ def test_plan_and_config_need_no_torch() -> None:
     assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy"}
 
 
+def test_light_tasks_need_no_torch() -> None:
+    """Half a dozen processes start with every run to read, tokenise and write; torch would cost each 2 s and 200 MB."""
+    loaded = modules_after("import pipeline.stages, pipeline.sink, pipeline.input.source, pipeline.row_index")
+    assert {"ray", "tokenizers"} <= loaded
+    assert "torch" not in loaded
+
+
 def test_the_worker_needs_no_ray() -> None:
     loaded = modules_after("import actors.generator, actors.trainer, actors.bench, skipdecode.train")
     assert "torch" in loaded

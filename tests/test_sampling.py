@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from skipdecode.sampling import Sampler, Sampling, draw, row_uniforms
+from skipdecode.sampler import Sampler, draw
+from skipdecode.sampling import Sampling, row_uniforms
 
 LARGEST = 1.0 - 2.0**-24  # the largest float32 that `row_uniforms` can give
 CPU = torch.device("cpu")

@@ -14,9 +14,10 @@ from transformers import OPTForCausalLM
 
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig
+from skipdecode.hub import resolve_source
 from skipdecode.model import OPT
 from skipdecode.plan import FullDepth
-from skipdecode.weights import check_folder, load_opt, resolve_source, save_opt
+from skipdecode.weights import check_folder, load_opt, save_opt
 
 STYLES = ["125m", "350m", "1.3b"]
 TOKENS = torch.tensor([[2, 9, 250, 17, 31, 4, 300], [2, 5, 5, 77, 140, 319, 8]])

@@ -1,0 +1,29 @@
+"""Where a model lies: a folder here, or a hub id. Without torch; what is in the folder is `config` and `weights`."""
+
+from pathlib import Path
+
+HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
+HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+
+
+def resolve_source(source: str, key: str = "model.source") -> Path:
+    """The local folder of a model: `source` itself, or a snapshot of that hub id (downloaded once, then cached).
+
+    `key` is what an error blames.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or source.startswith(".") or source.count("/") != 1 or (folder.parent).is_dir():
+        raise ValueError(f"{key}: {source!r} is not a folder")
+    from huggingface_hub import snapshot_download  # only a hub id needs it
+
+    try:
+        snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES))
+        if not list(snapshot.glob("*.safetensors")):
+            snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES + HUB_FALLBACK))
+    except Exception as error:  # the hub client raises many kinds; the user needs one sentence
+        raise ValueError(
+            f"{key}: {source!r} is no folder here and could not be fetched from the hub: {error}"
+        ) from error
+    return snapshot

@@ -1,0 +1,57 @@
+"""Choosing the next token of every row of a batch, on its device: greedy, or one draw from what top-k and top-p leave.
+
+Greedy at temperature 0; else temperature, top-k, top-p, then the row's own uniform number (`sampling.row_uniforms`). No
+repetition penalties and no beams. B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skipdecode.sampling import Sampling, row_uniforms
+
+
+class Sampler:
+    """The rows of one batch, with their parameters and random numbers on the device."""
+
+    def __init__(self, ids: Sequence[str], rows: Sequence[Sampling], num_tokens: int, device: torch.device) -> None:
+        self.is_greedy = all(row.temperature == 0 for row in rows)
+        if self.is_greedy:
+            return
+        uniforms = np.stack([row_uniforms(row.seed, i, num_tokens) for i, row in zip(ids, rows, strict=True)])
+        self._uniforms = torch.from_numpy(uniforms).to(device)  # [B, N]
+        self._temperature = torch.tensor([[row.temperature] for row in rows], device=device)  # [B, 1]
+        self._top_p = torch.tensor([[row.top_p] for row in rows], device=device)
+        self._top_k = torch.tensor([[row.top_k or 2**62] for row in rows], device=device)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops all rows but `rows` [R] int64."""
+        if not self.is_greedy:
+            for name in ("_uniforms", "_temperature", "_top_p", "_top_k"):
+                setattr(self, name, getattr(self, name)[rows])
+
+    def __call__(self, logits: Tensor, k: int) -> Tensor:
+        """Token y_k from [B, V] float32 logits: [B] int64. Ties go to the lower token id."""
+        if self.is_greedy:
+            return logits.argmax(dim=-1)
+        greedy = self._temperature == 0
+        # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / self._temperature.masked_fill(greedy, 1.0)
+        drawn = draw(scaled, self._top_k, self._top_p, self._uniforms[:, k : k + 1])
+        return torch.where(greedy[:, 0], logits.argmax(dim=-1), drawn)
+
+
+def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw from [B, V] logits after top-k and top-p ([B, 1] each): [B] int64."""
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    p = ordered.masked_fill(rank >= top_k, -torch.inf).softmax(dim=-1)
+    before = p.cumsum(dim=-1) - p
+    is_cut = (before >= top_p) & (rank > 0) & (top_p < 1)  # the token that crosses top_p stays, and the first always
+    p = p.masked_fill(is_cut, 0.0)
+    cdf = p.cumsum(dim=-1)
+    index = (cdf <= uniform * cdf[:, -1:]).sum(dim=-1, keepdim=True)
+    last = (p > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not step past what was kept
+    return tokens.gather(1, torch.minimum(index, last))[:, 0]
