@@ -83,7 +83,8 @@ def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
 
     document = run_sweep(build_config(SweepConfig, settings(arguments, arguments.words)), note, command)
     note(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
-    return document
+    rows = [{key: value for key, value in row.items() if key != "rougeL_rows"} for row in document["rows"]]
+    return document | {"rows": rows}  # the figures of every prompt are in the file
 
 
 def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:

@@ -36,12 +36,17 @@ def chrf(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def rouge(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Mean F1 of rouge-score without stemming; each text counts with its best reference, by each measure apart."""
+    """Means of `rouge_rows`."""
+    return {name: sum(rows) / len(rows) for name, rows in rouge_rows(texts, references).items()}
+
+
+def rouge_rows(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, list[float]]:
+    """F1 of rouge-score, without stemming, of every text with its best reference, by each measure apart."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGE))
     rows = [scorer.score_multi(own, text) for text, own in zip(texts, references, strict=True)]
-    return {name: 100 * sum(row[name].fmeasure for row in rows) / len(rows) for name in ROUGE}
+    return {name: [100 * row[name].fmeasure for row in rows] for name in ROUGE}
 
 
 def _streams(references: Sequence[Sequence[str]]) -> Any:

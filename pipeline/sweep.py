@@ -25,7 +25,7 @@ from pipeline.evaluate import VERSIONS, ReferenceData, draw_pairs, group_referen
 from pipeline.machine import provenance
 from pipeline.metrics import BATCH_SCHEMA
 from pipeline.pairs import encode_pairs, read_pairs
-from pipeline.quality import scores, slot_share
+from pipeline.quality import rouge_rows, scores, slot_share
 from pipeline.report import agreement, speedup
 from pipeline.run_folder import Note
 from pipeline.sweep_report import headline, write_json, write_report
@@ -210,7 +210,9 @@ def measure(
     schedule = generator.schedule(config.max_new_tokens)
     row: dict[str, Any] = {"failed": sum(isinstance(answer, RowFailure) for answer in result.answers)}
     row |= speed_figures(result, is_full=schedule == generator.full)
-    row |= scores(texts, corpus.references) if corpus.references else {}
+    if corpus.references:
+        row |= scores(texts, corpus.references)
+        row["rougeL_rows"] = [round(value, 3) for value in rouge_rows(texts, corpus.references)["rougeL"]]
     row |= loss_figures(mean_loss(generator.model, pairs, schedule, config.batch_size) if pairs else None)
     return row | slot_share(corpus.prompts, texts)
 

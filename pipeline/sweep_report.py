@@ -6,6 +6,7 @@ From the sweep's document alone (`quality.json`), so that table and plot can be 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 Row = dict[str, Any]
@@ -25,6 +26,11 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("predicted", lambda row: row["speedup"]["predicted"], ".2f"),
 )
 """Heading, value, format. A column that no row has a value for is left out."""
+
+COMPARED = (
+    "ROUGE-L against `{}`, and for other methods against the schedule of the first one with the most similar depth, "
+    "prompt by prompt (95 %):"
+)
 
 COLORS = ("#0b6e99", "#d1495b", "#c98a00", "#5b8c3a", "#6f5aa8", "#555555")  # told apart in grey too, with the markers
 MARKERS = "osD^vP"
@@ -67,8 +73,38 @@ def markdown(document: dict[str, Any]) -> str:
         ["---", *["---:"] * (len(columns) + 1)],
         *([row["name"], measured(row), *(_cell(get(row), spec) for _, get, spec in columns)] for row in rows),
     ]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{table}\n\n{_legend(document)}\n"
+    parts = [_table(lines), _legend(document)]
+    if len(compared := _compared(rows)) > 1:
+        parts += [COMPARED.format(rows[0]["name"]), _table(compared)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _compared(rows: Sequence[Row]) -> list[list[str]]:
+    """Each setting against the first one, and against the one of the first label with the most similar depth."""
+    lines = [["", "layers per token", f"against {rows[0]['name']}", "against", "difference"], ["---", *["---:"] * 4]]
+    main = [row for row in rows if row["label"] == rows[0]["label"]]
+    for row in rows[1:]:
+        if "rougeL_rows" in row and row["layers_per_token"]:
+            near = min(main, key=lambda other: abs((other["layers_per_token"] or 0) - row["layers_per_token"]))
+            cells = [row["name"], f"{row['layers_per_token']:.1f}", difference(row, rows[0])]
+            cells += ["", ""] if row in main else [near["name"], difference(row, near)]
+            lines.append(cells)
+    return lines
+
+
+def difference(row: Row, other: Row) -> str:
+    """Mean ROUGE-L of one setting minus that of another on the same prompts, with its 95 % interval (paired normal)."""
+    pairs = zip(row["rougeL_rows"], other["rougeL_rows"], strict=True)
+    differences = [mine - theirs for mine, theirs in pairs]
+    mean = fmean(differences)
+    if len(differences) < 2:
+        return f"{mean:+.1f}"
+    half = 1.96 * stdev(differences) / len(differences) ** 0.5
+    return f"{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})"
 
 
 def _legend(document: dict[str, Any]) -> str:

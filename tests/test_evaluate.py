@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pyarrow as pa
@@ -277,10 +278,18 @@ def test_a_sweep_measures_every_setting(
 
     folder = tmp_path / "quality"
     assert {path.name for path in folder.iterdir()} == {"quality.json", "quality.md", "quality.svg", "quality.png"}
-    assert json.loads((folder / "quality.json").read_text()) == document
+    kept = json.loads((folder / "quality.json").read_text())
+    rows = [line.pop("rougeL_rows") for line in kept["rows"]]
+    assert kept == document, "what is printed is what is kept, less the figures of every prompt"
+    assert [fmean(own) for own in rows] == pytest.approx([line["rougeL"] for line in document["rows"]], abs=1e-3)
     table = (folder / "quality.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in table[2:6]] == [f"| {name}" for name in names]
     assert len({line.count(" | ") for line in table[:6]}) == 1
+    compared = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("| unified")][1]
+    apart = [a - b for a, b in zip(rows[3], rows[1], strict=True)]
+    half = 1.96 * stdev(apart) / 12**0.5
+    shown = f"{fmean(apart):+.1f} ({fmean(apart) - half:+.1f} to {fmean(apart) + half:+.1f})"
+    assert compared[3:] == ["SkipDecode 4/2", shown], "of the schedules of the first label the most similar in depth"
     assert "<svg" in (folder / "quality.svg").read_text()
 
 
