@@ -131,11 +131,19 @@ class Generator:
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
 
     def _decode(
-        self, batch: Batch, requests: Sequence[Request], schedule: Schedule, records: list[dict[str, Any]]
+        self,
+        batch: Batch,
+        requests: Sequence[Request],
+        schedule: Schedule,
+        records: list[dict[str, Any]],
+        split_error: str | None = None,
     ) -> dict[int, Answer]:
+        """`split_error`: why the larger batch that this one is a half of could not be decoded."""
         chosen = [requests[row] for row in batch.rows]
         try:
             completions = self._measured(batch, chosen, schedule, records)
+            if split_error is not None:
+                records[-1]["split_error"] = split_error
             return dict(zip(batch.rows, completions, strict=True))
         except Exception as error:  # whatever a batch dies of must not take its neighbours along
             if isinstance(error, DEVICE_LOST):
@@ -145,8 +153,10 @@ class Generator:
         if len(batch.rows) == 1:
             return {batch.rows[0]: RowFailure("engine_error", message)}
         half = len(batch.rows) // 2
-        first, second = Batch(batch.rows[:half], batch.bucket), Batch(batch.rows[half:], batch.bucket)
-        return self._decode(first, requests, schedule, records) | self._decode(second, requests, schedule, records)
+        answers: dict[int, Answer] = {}
+        for rows in (batch.rows[:half], batch.rows[half:]):
+            answers |= self._decode(Batch(rows, batch.bucket), requests, schedule, records, message)
+        return answers
 
     def _measured(
         self, batch: Batch, chosen: Sequence[Request], schedule: Schedule, records: list[dict[str, Any]]

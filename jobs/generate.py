@@ -84,6 +84,8 @@ def summarize(finished: "RunResult") -> None:
         f"predicted {_times(s['predicted'])}; tokens as at full depth: "
         + ("not measured" if agreement is None else f"{100 * agreement:.1f} %")
     )
+    if split := report["split_batches"]["count"]:
+        note(f"{split} batches are parts of larger ones that failed: {report['split_batches']['first']}")
     note(f"data: {folder.path('data')}\nreport: {folder.path('report.html')}")
 
 

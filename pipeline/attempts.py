@@ -6,7 +6,8 @@ well are kept until the window is done. A row that was alone in `max_row_attempt
 costs at most log2(window) + `max_row_attempts` deaths.
 
 Not every death is the row's fault. Deaths with the node do not count, and neither do deaths over a row that was decoded
-fine before: such a row goes first whenever a suspect is tried alone, so that a worker that dies of anything shows it.
+fine before: such a row goes first whenever a suspect is tried alone, so that a worker that dies of anything shows it;
+where none is known, a prompt of our own.
 
 Plain Python; `start_ledger` makes it an actor on the driver's node. It neither decodes nor writes.
 """
@@ -26,6 +27,9 @@ if TYPE_CHECKING:  # the ledger's process needs no torch
 
 MAX_START_DEATHS = 3  # a worker process that dies this often before it is ready will not get ready
 MIN_DEATHS_IN_A_ROW = 20  # of one worker without a part decoded in between, before the worker is to blame
+
+CONTROL: tuple[str, ...] = ()
+"""A part without rows of the corpus: the worker decodes a prompt that anything can decode."""
 
 OVERDRAWN = "{} rows have failed, more than limits.max_failed_rows allows"
 
@@ -184,8 +188,8 @@ class Ledger:
             doing = worker.state + (f" {len(worker.part)} rows (first id {worker.part[0]!r})" if worker.part else "")
             seconds = time.time() - worker.since
             lines.append(
-                f"{name}: node {worker.process.node_id[:8]}, pid {worker.process.pid}, {doing} for {seconds:.0f} s, "
-                f"started {worker.starts} times"
+                f"{name}: {worker.process.host}, node {worker.process.node_id[:8]}, pid {worker.process.pid}, "
+                f"{doing} for {seconds:.0f} s, started {worker.starts} times"
             )
         return lines
 
@@ -219,11 +223,11 @@ class Ledger:
         return sorted((tuple(row for row in part if row in wanted) for part in parts), key=len)
 
     def _with_controls(self, parts: list[tuple[str, ...]], answers: "dict[str, Answer]") -> list[tuple[str, ...]]:
-        """Before every row that is tried alone, one that is known to be good."""
+        """Before every row that is tried alone, one that is known to be good, or `CONTROL`."""
         planned: list[tuple[str, ...]] = []
         for part in parts:
-            if len(part) == 1 and part[0] in self._parts and answers:
-                planned.append((next(iter(answers)),))
+            if len(part) == 1 and part[0] in self._parts:
+                planned.append((next(iter(answers)),) if answers else CONTROL)
             planned.append(part)
         return planned
 

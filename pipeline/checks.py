@@ -72,11 +72,18 @@ def resolve_dtype(name: str, device: str) -> str:
 
 
 def check_apart(folder: RunFolder, listing: Listing) -> None:
-    """ConfigError when an input file lies in the run folder: --overwrite would delete it, --resume read our rows."""
+    """ConfigError when input and run folder overlap: --overwrite would delete files, --resume read our rows."""
     if not listing.filesystem.equals(folder.filesystem):
         return
     is_local = isinstance(folder.filesystem, LocalFileSystem)
     root = os.path.realpath(folder.root) if is_local else folder.root
+    for given in listing.folders:
+        path = os.path.realpath(given) if is_local else given
+        if f"{root}/".startswith(f"{path.rstrip('/')}/"):
+            raise ConfigError(
+                f"output.path: {folder.shown} lies in the input folder {given}, which is read with everything in it; "
+                "choose an output.path outside, or give input.path as a pattern like *.parquet"
+            )
     for file in listing.files:
         path = os.path.realpath(file.path) if is_local else file.path
         if path.startswith(f"{root}/"):
@@ -93,10 +100,11 @@ def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:
         folder.filesystem.create_dir(folder.root, recursive=True)
     except OSError as error:
         raise ConfigError(f"output.path: {folder.shown} cannot be created: {error}") from error
-    if mode == "overwrite" and folder.strangers():
+    if mode == "overwrite" and (strangers := folder.strangers()):
+        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
         raise ConfigError(
-            f"output.path: {folder.shown} holds {', '.join(folder.strangers())} and no run.json: no run of "
-            "ours wrote it, and --overwrite will not delete it; choose another output.path"
+            f"output.path: {folder.shown} holds {', '.join(strangers[:3])}{more}, which no run of ours wrote, and "
+            "--overwrite will not delete it; move it away, or choose another output.path"
         )
     if mode == "overwrite" or not folder.exists():
         return None
@@ -106,6 +114,6 @@ def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:
             "or another output.path"
         )
     state = folder.read_state()
-    if state is None:
-        raise ConfigError(f"output.path: {folder.shown} exists but holds no run.json to resume; use --overwrite")
+    if state is None or not {"fingerprint", "books", "sessions"} <= state.keys():
+        raise ConfigError(f"output.path: {folder.shown} exists but holds no run.json of a run to resume")
     return state

@@ -7,6 +7,8 @@ starts one in this process.
 
 import logging
 import os
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from pipeline.config import ActorsConfig, ConfigError
 IO_CPUS = 1.0  # kept free for reading, tokenising and writing
 STAGE_CPUS = 0.25  # asked for by each such task
 CPUS_PER_ACTOR = 4  # `auto` on a CPU: cores that one decoder can use before a second one pays more
+FREE_WAIT_S = 15.0  # for CPUs and GPUs that others are about to give back
 OBJECT_STORE_BYTES = 2 << 30  # of an embedded Ray; rows are small and stream through
 
 
@@ -84,6 +87,17 @@ def start_ray() -> Cluster:
 def on_this_node() -> NodeAffinitySchedulingStrategy:
     """For actors that the run needs as long as its driver lives: no other node takes them along."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def find_pool(actors: ActorsConfig, cluster: Cluster) -> Pool:
+    """`plan_pool` for what is free now, or becomes so soon: tasks that have just ended hold their CPUs for a moment."""
+    plan_pool(actors, cluster, ray.cluster_resources())  # what can never fit is refused at once
+    deadline = time.monotonic() + FREE_WAIT_S
+    while time.monotonic() < deadline:
+        with suppress(ConfigError):
+            return plan_pool(actors, cluster, ray.available_resources())
+        time.sleep(0.2)
+    return plan_pool(actors, cluster, ray.available_resources())
 
 
 def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) -> Pool:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from actors.generator import DEVICE_LOST, Answer, Generator, GeneratorConfig, RowFailure
+from actors.generator import DEVICE_LOST, Answer, Generator, GeneratorConfig, RowFailure, WindowResult
 from pipeline.attempts import Process, StopRun
 from pipeline.faults import fault_point
 from pipeline.schema import POISON_ROW, PROMPT_TOKENS, SAMPLING
@@ -28,7 +28,7 @@ class DecodeStage:
     def __init__(self, config: GeneratorConfig, sampling: Sampling, metrics: Any, ledger: Any) -> None:
         self.sampling, self.metrics, self.ledger = sampling, metrics, ledger
         context = ray.get_runtime_context()
-        self.worker = f"{socket.gethostname()}:{context.get_actor_id()[:8]}"
+        self.worker = context.get_actor_id()[:12]  # the same after a restart on another host
         process = Process(context.get_node_id(), socket.gethostname(), os.getpid())
         stop = ray.get(ledger.starting.remote(self.worker, process))
         if stop is not None:
@@ -43,6 +43,7 @@ class DecodeStage:
         metrics.worker_started.remote(
             self.worker,
             {
+                "host": process.host,
                 "pid": os.getpid(),
                 "load_s": self.generator.load_s,
                 "device": str(self.generator.device),
@@ -90,27 +91,37 @@ class DecodeStage:
         for number, part in enumerate(plan.parts):
             if number:
                 ray.get(self.ledger.take.remote(self.worker, part))
-            made = self._part([by_id[row] for row in part], known=answers.keys())
+            made = self._part([by_id[row] for row in part], answers.keys()) if part else self._control()
             self.ledger.decoded.remote(self.worker, made if len(plan.parts) > 1 else None)
             answers |= made
         answers |= parked
         return [answers[request.id] for request in requests]
 
     def _part(self, requests: Sequence[Request], known: Set[str]) -> dict[str, Answer]:
-        """Answers by row id; rows `known` from before are not counted again. Ends the process when its device is lost:
-        a new one may get another context."""
+        """Answers by row id; rows `known` from before are not counted again."""
         started_at = time.time()
         for request in requests:
             fault_point(f"decode {request.id}")
-        try:
-            result = self.generator(requests)
-        except DEVICE_LOST as error:
-            ray.get(self.ledger.dying.remote(self.worker, f"{type(error).__name__}: {error}"[:500]))
-            os._exit(1)
+        result = self._generate(requests)
         answers = {request.id: answer for request, answer in zip(requests, result.answers, strict=True)}
         fresh = [answer for row, answer in answers.items() if row not in known]
         self._count(started_at, len(fresh), sum(isinstance(a, RowFailure) for a in fresh), result.batches)
         return answers
+
+    def _generate(self, requests: Sequence[Request]) -> WindowResult:
+        """Ends the process when its device is lost: a new one may get another context."""
+        try:
+            return self.generator(requests)
+        except DEVICE_LOST as error:
+            ray.get(self.ledger.dying.remote(self.worker, f"{type(error).__name__}: {error}"[:500]))
+            os._exit(1)
+
+    def _control(self) -> dict[str, Answer]:
+        """Decodes two tokens after BOS, which any worker can that can do anything."""
+        fault_point("control")
+        bos = self.generator.model.config.bos_token_id
+        self._generate([Request("control", [bos], Sampling(max_new_tokens=2))])
+        return {}
 
     def _count(self, started_at: float, rows: int, failed: int, batches: list[dict[str, Any]]) -> None:
         if rows or batches:

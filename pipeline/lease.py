@@ -7,6 +7,7 @@ it keeps honest runs apart. What protects the data from a session that was thoug
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -39,12 +40,12 @@ class Lease:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._is_ours():
+        if self.holds():
             self._folder.remove(LEASE)
 
     def check(self) -> None:
         """RuntimeError when another session has taken the folder (this process stood still for long)."""
-        if not self._is_ours():
+        if not self.holds():
             raise RuntimeError(f"{self._folder.shown}: another run has taken over this folder; this one ends")
 
     def _wait_for_holder(self) -> None:
@@ -64,19 +65,27 @@ class Lease:
                     f"output.path: {who} is at work in {self._folder.shown}; wait for it, or choose another output.path"
                 )
 
-    def _is_ours(self) -> bool:
+    def holds(self) -> bool:
         lease = read_lease(self._folder)
         return lease is not None and lease["session"] == self._session
 
     def _beat(self) -> None:
         self._num_beats += 1
-        lease = {"session": self._session, "host": socket.gethostname(), "pid": os.getpid(), "beat": self._num_beats}
+        lease = {
+            "session": self._session,
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "beat": self._num_beats,
+        }
         self._folder.write_text(LEASE, json.dumps(lease) + "\n")
 
     def _loop(self) -> None:
         while not self._stop.wait(BEAT_S):
             try:
-                if not self._is_ours():
+                if not self.holds():
+                    # as Ctrl-C: the run ends, and finds out why with `check`
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                     return
                 self._beat()
             except OSError as error:  # the store may be back at the next beat
@@ -89,12 +98,21 @@ def read_lease(folder: RunFolder) -> dict[str, Any] | None:
         lease = json.loads(folder.read_text(LEASE) or "null")
     except ValueError:
         return None
-    return lease if isinstance(lease, dict) and {"session", "host", "pid"} <= lease.keys() else None
+    return lease if isinstance(lease, dict) and {"session", "host", "machine", "pid"} <= lease.keys() else None
+
+
+def _machine() -> str:
+    """Where a process id means the same process: one boot of one machine, one pid namespace (containers)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no Linux
+        return socket.gethostname()
 
 
 def may_live(lease: dict[str, Any]) -> bool:
     """False only for a process of this machine that is gone."""
-    if lease["host"] != socket.gethostname():
+    if lease["machine"] != _machine():
         return True
     try:
         os.kill(int(lease["pid"]), 0)

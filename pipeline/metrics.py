@@ -41,12 +41,14 @@ BATCH_SCHEMA = pa.schema(
             )
         ),
         ("full_error", pa.string()),
+        ("split_error", pa.string()),
         ("exact_rows", pa.int32()),
         ("matched_tokens", pa.int64()),
         ("compared_tokens", pa.int64()),
     ]
 )
-"""One row per decoded batch. `full_*`, `predicted_*` and the agreement are null unless it was paired."""
+"""One row per decoded batch. `split_error`: of the larger batch that failed and of which this is a part (out of memory,
+mostly). `full_*`, `predicted_*` and the agreement are null unless it was paired."""
 
 WINDOW_SCHEMA = pa.schema(
     [
@@ -62,6 +64,7 @@ WINDOW_SCHEMA = pa.schema(
 WORKER_SCHEMA = pa.schema(
     [
         ("worker", pa.string()),
+        ("host", pa.string()),
         ("pid", pa.int64()),
         ("load_s", pa.float64()),
         ("device", pa.string()),

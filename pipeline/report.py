@@ -29,6 +29,7 @@ def make_report(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
     batches = read_metrics(folder, "batches").to_pylist()
     sessions = state["sessions"]
     duration_s = sum(s["ended_at"] - s["started_at"] for s in sessions)
+    split = [b["split_error"] for b in batches if b["split_error"] is not None]
     decoded = {
         "rows": sum(b["rows"] for b in batches),
         "input": sum(b["input_tokens"] for b in batches),
@@ -54,6 +55,7 @@ def make_report(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
         "baseline_s": sum(b["full_prefill_s"] + b["full_decode_s"] for b in _paired(batches)),
         "actors": actors(folder, sessions),
         "errors": totals["errors"],
+        "split_batches": {"count": len(split), "first": split[0] if split else None},
         "books": state["books"],
         "model": state["model"],
         "decode": state["decode"],
@@ -143,6 +145,7 @@ def actors(folder: RunFolder, sessions: Sequence[dict[str, Any]]) -> list[dict[s
         result.append(
             {
                 "worker": worker,
+                "host": own[-1]["host"],
                 "device": own[0]["device"],
                 "dtype": own[0]["dtype"],
                 "load_s": sum(start["load_s"] for start in own),

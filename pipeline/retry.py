@@ -70,6 +70,8 @@ def retry(path: str, overrides: list[str], note: Note) -> RetryResult:
         raise ConfigError(f"{path}: the run is {state['state']}; finish it first: jobs.generate --resume")
     session = uuid.uuid4().hex[:12]
     with Lease(folder, session, note) as lease:
+        if folder.read_state() != planned.earlier:
+            raise ConfigError(f"{path}: another run has worked in this folder meanwhile; start again")
         return _execute(planned, session, overrides, lease, note)
 
 
@@ -89,11 +91,11 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
         folder.write_state(state)
         folder.fence(session)
         if total:
-            _generate(planned, state, total, note)
+            _generate(planned, state, total, lease, note)
             lease.check()
             _commit(folder, state, list(tried), overrides, total)
     except BaseException:
-        if is_finished and "commit" not in state:  # nothing has happened yet
+        if is_finished and "commit" not in state and lease.holds():  # nothing has happened yet
             folder.write_state(earlier | {"sessions": state["sessions"]})
         raise
     finish_commit(folder, state, note)
@@ -118,7 +120,7 @@ def _place(state: dict[str, Any]) -> str:
     return f"checkpoint/retry-{state['sessions'][-1]['id']}"
 
 
-def _generate(planned: PlannedRun, state: dict[str, Any], total: int, note: Note) -> None:
+def _generate(planned: PlannedRun, state: dict[str, Any], total: int, lease: Lease, note: Note) -> None:
     """The rows that are tried again, into files beside the data."""
     files = [path for status in STATUSES for path in planned.folder.data_files(status)]
     plan, done = settle_rows(planned, files, note, RETRYABLE)
@@ -128,7 +130,7 @@ def _generate(planned: PlannedRun, state: dict[str, Any], total: int, note: Note
             f"{planned.folder.shown}: {left - total} rows are neither good nor failed; jobs.verify names them, "
             "jobs.generate --resume makes them again"
         )
-    stream_rows(planned, plan, done, state, note, _place(state))
+    stream_rows(planned, plan, done, state, lease, note, _place(state))
 
 
 def _commit(folder: RunFolder, state: dict[str, Any], failed: list[str], overrides: list[str], total: int) -> None:

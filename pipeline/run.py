@@ -18,7 +18,7 @@ import ray
 from pipeline.attempts import start_ledger
 from pipeline.build import PipelineSpec, build_pipeline
 from pipeline.checks import Model, check_apart, check_model, check_output, resolve_dtype
-from pipeline.cluster import STAGE_CPUS, Pool, plan_pool, start_ray
+from pipeline.cluster import STAGE_CPUS, Pool, find_pool, start_ray
 from pipeline.commit import finish_commit
 from pipeline.config import ConfigError, JobConfig
 from pipeline.ending import (
@@ -90,6 +90,7 @@ def run(config: JobConfig, note: Note) -> RunResult:
     session = uuid.uuid4().hex[:12]
     with Lease(planned.folder, session, note) as lease:
         if config.output.if_exists == "overwrite":
+            planned.folder.fence(session)  # first: a writer of the old run must not add to the new one
             planned.folder.clear()
         elif planned.folder.read_state() != planned.earlier:
             raise ConfigError(f"output.path: another run has worked in {planned.folder.shown} meanwhile; start again")
@@ -114,7 +115,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     cluster = start_ray()
     stop_on_sigterm()
     note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
-    pool = plan_pool(config.actors, cluster, ray.available_resources())
+    pool = find_pool(config.actors, cluster)
     dtype = resolve_dtype(config.model.dtype, "cuda" if pool.num_gpus else "cpu")
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
     is_open = earlier is not None and not is_finished
@@ -126,15 +127,15 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
 
 
 def has_all_rows(folder: RunFolder, state: dict[str, Any], note: Note) -> bool:
-    """Whether the data files of a finished run count what its books say."""
+    """Whether a finished run has its report, and data files that count what its books say."""
     try:
-        there = sum(folder.count_rows(status) for status in STATUSES)
+        there = {status: folder.count_rows(status) for status in STATUSES}
     except (OSError, pa.ArrowException):
         return False  # a torn file; who reads the rows names it
-    lost = state["books"]["ok"] + state["books"]["failed"] - there
-    if lost:
-        note(f"{folder.shown}: finished before, but its data files lack {lost} rows now")
-    return not lost
+    books = {status: state["books"][status] for status in STATUSES}
+    if books != there:
+        note(f"{folder.shown}: finished before, but its data files hold {there} rows now, and its books say {books}")
+    return books == there and folder.read_text("report.json") is not None
 
 
 def _execute(planned: PlannedRun, session: str, lease: Lease, note: Note) -> RunResult:
@@ -144,21 +145,29 @@ def _execute(planned: PlannedRun, session: str, lease: Lease, note: Note) -> Run
     state = first_state(planned, session, "running")
     if planned.earlier is None:
         folder.write_state(state)  # before anything else lies there: a folder without it cannot be resumed
+    last = folder.read_known() if planned.earlier else (session, [])
     folder.fence(session)
+    if last is not None:
+        remove_late(folder, *last, note)
     known = [path for status in STATUSES for path in folder.data_files(status)]
+    folder.write_known(session, known)
     plan, done = settle_rows(planned, known, note)
     folder.write_state(state)
     left = plan.num_rows - (done.num_rows if done else 0)
     if left:
-        stream_rows(planned, plan, done, state, note)
+        stream_rows(planned, plan, done, state, lease, note)
     lease.check()
-    for path in folder.remove_late(session, known):
-        note(f"{path}: removed; a writer of an earlier session was late, and its rows have been made again")
+    remove_late(folder, session, known, note)
     close_books(folder, state)
     if not state["books"]["closed"]:
         folder.write_state(state | {"state": "interrupted"})
         raise RuntimeError(f"the books do not close: {state['books']}; --resume goes on with the run")
     return finish_run(planned, state)
+
+
+def remove_late(folder: RunFolder, session: str, known: list[str], note: Note) -> None:
+    for path in folder.remove_late(session, known):
+        note(f"{path}: removed; a writer of an earlier session was late, and its rows are made again")
 
 
 def settle_rows(
@@ -176,7 +185,13 @@ def settle_rows(
 
 
 def stream_rows(
-    planned: PlannedRun, plan: InputPlan, done: DoneRows | None, state: dict[str, Any], note: Note, place: str = "data"
+    planned: PlannedRun,
+    plan: InputPlan,
+    done: DoneRows | None,
+    state: dict[str, Any],
+    lease: Lease,
+    note: Note,
+    place: str = "data",
 ) -> None:
     """Decodes all rows that are not done into `place`; however it ends, `run.json` says so."""
     folder, session = planned.folder, state["sessions"][-1]
@@ -198,6 +213,7 @@ def stream_rows(
         sink = _make_sink(spec, folder, session["id"], plan.num_rows - num_done, place)
         _stream(spec, sink, collector, ledger, plan.num_rows - num_done, limits.no_progress_timeout_s)
     except BaseException as error:
+        lease.check()  # whoever has taken the folder over writes its run.json
         state["state"] = "interrupted"
         with note_if_full(folder, note):
             folder.write_state(state)  # at once: who stops a job may not wait

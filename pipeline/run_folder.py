@@ -6,7 +6,8 @@
 
 import json
 import os
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,17 @@ Note = Callable[[str], None]
 """Takes one line for a human."""
 
 LEASE = "lease.json"
+UNBORN = (LEASE, f"{LEASE}.tmp", "run.json.tmp")  # all that a run may leave that was killed before it had begun
 STATUSES = ("ok", "failed")
+SESSION = "[0-9a-f]{12}"
+KNOWN_NAMES = re.compile(
+    rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
+    rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})-\d+\.parquet"
+    rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet"
+)
+"""What a finished run holds."""
+
+KNOWN = "checkpoint/known.json"
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet
 
 
@@ -68,7 +79,7 @@ class RunFolder:
         kind = self.filesystem.get_file_info(self.root).type
         if kind == pafs.FileType.Directory:
             infos = self.filesystem.get_file_info(pafs.FileSelector(self.root))
-            return any(info.base_name != LEASE for info in infos)  # of a run that ended before it had begun
+            return any(info.base_name not in UNBORN for info in infos)
         return bool(kind != pafs.FileType.NotFound)
 
     def read_state(self) -> dict[str, Any] | None:
@@ -79,7 +90,10 @@ class RunFolder:
         try:
             state: dict[str, Any] = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"output.path: {self.path('run.json')} is not JSON ({error}); use --overwrite") from error
+            raise ConfigError(
+                f"output.path: {self.path('run.json')} is not JSON ({error}), so the run cannot go on. The rows "
+                "in data/ may be whole: copy what you need, then delete the folder, or choose another output.path"
+            ) from error
         return state
 
     def write_state(self, state: dict[str, Any]) -> None:
@@ -87,14 +101,20 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Replaces a small file atomically."""
-        self.filesystem.create_dir(self.root, recursive=True)
         target = self.path(name)
-        with self.filesystem.open_output_stream(f"{target}.tmp" if self.is_local else target) as stream:
-            stream.write(text.encode())
+        self.filesystem.create_dir(target.rpartition("/")[0], recursive=True)
+        if not self.is_local:  # an object appears, or is replaced, when its upload is closed
+            with self.filesystem.open_output_stream(target) as stream:
+                stream.write(text.encode())
+            return
+        with open(f"{target}.tmp", "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
         fault_point(f"{name} staged")
-        if self.is_local:  # elsewhere an object appears, or is replaced, when its upload is closed
-            os.replace(f"{target}.tmp", target)
-            fault_point(f"{name} renamed")
+        os.replace(f"{target}.tmp", target)
+        sync_folder(os.path.dirname(target))
+        fault_point(f"{name} renamed")
 
     def read_text(self, name: str) -> str | None:
         """A small file, or None."""
@@ -105,10 +125,18 @@ class RunFolder:
             return None
 
     def strangers(self) -> list[str]:
-        """What bears a name of ours although no run.json says that a run wrote it."""
+        """What `clear` would delete although no run wrote it: all of it without a run.json of ours."""
         infos = {name: self.filesystem.get_file_info(self.path(name)) for name in OURS}
         there = [name for name, info in infos.items() if info.type != pafs.FileType.NotFound]
-        return [] if "run.json" in there else there
+        if "run.json" not in there or not {"fingerprint", "books"} <= (self.read_state() or {}).keys():
+            return there
+        return [name for name in self.strays() if name.startswith(("data/", "metrics/"))]
+
+    def strays(self) -> list[str]:
+        """Files in the folder that no run of ours leaves there, sorted."""
+        infos = self.filesystem.get_file_info(pafs.FileSelector(self.root, recursive=True))
+        names = (info.path.removeprefix(f"{self.root}/") for info in infos if info.type != pafs.FileType.Directory)
+        return sorted(name for name in names if not KNOWN_NAMES.fullmatch(name))
 
     def clear(self) -> None:
         """Removes what a run writes, and nothing else that may lie there."""
@@ -128,6 +156,7 @@ class RunFolder:
         self.filesystem.create_dir(self.path(target).rpartition("/")[0], recursive=True)
         if self.is_local:
             os.replace(self.path(source), self.path(target))
+            sync_folder(os.path.dirname(self.path(target)))
         else:
             self.filesystem.move(self.path(source), self.path(target))  # a copy, which is seen when whole, and a delete
 
@@ -141,6 +170,16 @@ class RunFolder:
         self.remove("checkpoint")
         if self.is_local:
             self.filesystem.create_dir(self.path(f"{STAGING}/{session}"), recursive=True)
+
+    def write_known(self, session: str, paths: Sequence[str]) -> None:
+        """Writes down, after `fence`, which data files there are as the session begins."""
+        self.write_text(KNOWN, json.dumps({"session": session, "paths": list(paths)}))
+
+    def read_known(self) -> tuple[str, list[str]] | None:
+        """The last session that was not finished, and the data files that it found; before `fence`."""
+        text = self.read_text(KNOWN)
+        known = json.loads(text) if text else None
+        return (known["session"], known["paths"]) if known else None
 
     def remove_late(self, session: str, known: Collection[str]) -> list[str]:
         """Deletes data files that neither were `known` when `session` began nor are its own; returns their paths."""
@@ -165,3 +204,12 @@ class RunFolder:
 
     def _num_rows(self, path: str) -> int:
         return int(pq.read_metadata(path, filesystem=self.filesystem).num_rows)
+
+
+def sync_folder(path: str) -> None:
+    """Puts what was renamed in a folder of this machine on its disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

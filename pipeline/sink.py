@@ -8,6 +8,7 @@ killed task leaves a torn file among the data; that is why this is our own.
 """
 
 import os
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +20,8 @@ from ray.data import Datasink
 from ray.data._internal.planner.plan_write_op import WRITE_UUID_KWARG_NAME
 
 from pipeline.faults import fault_point
-from pipeline.run_folder import STAGING
+from pipeline.lease import read_lease
+from pipeline.run_folder import STAGING, RunFolder
 from pipeline.schema import STATUS
 
 
@@ -64,13 +66,17 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
     """Writes `root/path` so that it is seen complete or not at all; FileNotFoundError when the session is over."""
     target = f"{root}/{path}"
     if not isinstance(filesystem, pafs.LocalFileSystem):
+        lease = read_lease(RunFolder(filesystem, root, root))
+        if lease is None or lease["session"] != session:  # nothing else stops a writer that outlived its session
+            raise FileNotFoundError(f"{root}: session {session} holds this folder no more")
         whole = pa.BufferOutputStream()  # an error in the middle would close the upload, and half an object appear
         pq.write_table(table, whole, write_page_checksum=True)
         with filesystem.open_output_stream(target) as stream:
             stream.write(whole.getvalue())
         return
     filesystem.create_dir(target.rpartition("/")[0], recursive=True)
-    staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}"
+    # of this attempt alone: another process may be at the same task, believed dead or not
+    staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     top = path.partition("/")[0]
     fault_point(f"{top} begun")
     pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)

@@ -8,7 +8,6 @@ whole and have the run's columns, that no row contradicts itself, that nothing l
 """
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,17 +25,9 @@ from pipeline.input.match import Match
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.read import read_file
 from pipeline.lease import may_live, read_lease
-from pipeline.metrics import SCHEMAS
 from pipeline.row_index import TASK, gather, group_files, match_rows, scan_input
-from pipeline.run_folder import LEASE, STATUSES, Note, RunFolder
+from pipeline.run_folder import STATUSES, Note, RunFolder
 from pipeline.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
-
-SESSION = "[0-9a-f]{12}"
-KNOWN_NAMES = re.compile(
-    rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
-    rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})-\d+\.parquet"
-    rf"|metrics/({'|'.join(SCHEMAS)})-{SESSION}-\d+\.parquet"
-)
 
 
 @dataclass
@@ -63,7 +54,7 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
         raise ConfigError(f"{path}: no run.json of a run, so not a run folder")
     verdict = Verdict(folder)
     _check_state(folder, state, verdict.problems)
-    verdict.problems.add("stray", strays(folder))
+    verdict.problems.add("stray", folder.strays())
     start_ray()
     found, paths, outputs = _check_data(folder, state, note)
     verdict.problems.join(found.problems)
@@ -72,7 +63,7 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
     if read_input:
         tree = state["config"]["input"] | ({"path": inputs} if inputs else {})
         config = build_config(InputConfig, tree)
-        plan, entries = _read_input(config, state, verdict, note)
+        plan, entries = _read_input(config, state, inputs is not None, verdict, note)
     num_outputs = sum(found.num_rows.values())
     if plan is None:
         _check_ids(folder, paths, match_rows(None, [], outputs, num_outputs), verdict)
@@ -86,20 +77,13 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
 
 def _check_state(folder: RunFolder, state: dict[str, Any], problems: Problems) -> None:
     lease = read_lease(folder)
-    if lease is not None and may_live(lease):
+    if lease is not None and may_live(lease) and state["state"] != "finished":
         problems.add("state", [f"run {lease['session']} may be at work in this folder (process {lease['pid']} on "
                                f"{lease['host']}); what is checked may change"])  # fmt: skip
     if state["state"] == "committing":
         problems.add("state", ["a retry was cut off in its exchange of rows; jobs.retry or --resume ends it"])
     elif state["state"] != "finished":
         problems.add("state", [f"the run is {state['state']}, not finished; jobs.generate --resume goes on with it"])
-
-
-def strays(folder: RunFolder) -> list[str]:
-    """Files in the run folder that no run of ours leaves there, sorted."""
-    infos = folder.filesystem.get_file_info(pafs.FileSelector(folder.root, recursive=True))
-    names = (info.path.removeprefix(f"{folder.root}/") for info in infos if info.type != pafs.FileType.Directory)
-    return sorted(name for name in names if not KNOWN_NAMES.fullmatch(name))
 
 
 def _check_data(folder: RunFolder, state: dict[str, Any], note: Note) -> tuple[FilesFound, list[str], list[Any]]:
@@ -116,7 +100,7 @@ def _check_data(folder: RunFolder, state: dict[str, Any], note: Note) -> tuple[F
 
 
 def _read_input(
-    config: InputConfig, state: dict[str, Any], verdict: Verdict, note: Note
+    config: InputConfig, state: dict[str, Any], has_moved: bool, verdict: Verdict, note: Note
 ) -> tuple[InputPlan | None, list[Any]]:
     try:
         listing = list_input(config)
@@ -127,7 +111,10 @@ def _read_input(
         verdict.problems.add("input", [f"{error}; -i says where it lies now, --no-input checks the rest alone"])
         return None, []
     verdict.input = "read"
-    if differing := compare_files(state["input"]["files"], list_files(plan)):
+    before, now = state["input"]["files"], list_files(plan)
+    if has_moved:  # a copy has times and etags of its own
+        before, now = ([[name, size, None, None, rows] for name, size, _, _, rows in files] for files in (before, now))
+    if differing := compare_files(before, now):
         verdict.input = "changed"
         verdict.problems.add("input", differing)
     note(f"input: {plan.num_rows} rows in {len(listing.files)} files, {verdict.input}")

@@ -89,6 +89,23 @@ def test_many_poison_rows_in_one_window(seed: int) -> None:
     assert again == (answers, parked)
 
 
+def test_poison_rows_in_a_cluster_at_the_front_do_not_blame_the_worker() -> None:
+    for count in (4, 8, 16):
+        worker = Simulation(Ledger(3, 32, 100.0), set(ids(count)))
+        answers, parked = worker.window(ids(32))
+        assert parked.keys() == set(ids(count))
+        assert len(answers) == 32 - count
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_broken_machine_convicts_nobody_in_small_windows(rows: int) -> None:
+    worker = Simulation(Ledger(3, rows, 100.0), set(), is_broken=True)
+    for first in range(0, 30, rows):
+        assert worker.window([f"r{row}" for row in range(first, first + rows)]) == ({}, {})
+    assert worker.stop is not None
+    assert "the worker or its node is at fault, not a row" in worker.stop
+
+
 def test_one_death_convicts_nobody() -> None:
     worker = Simulation(Ledger(3, 8, 1.0), {"r3"})
     plan = worker.ledger.begin("w", ids(8))
@@ -124,6 +141,7 @@ def test_a_node_that_is_lost_later_takes_its_deaths_with_it() -> None:
     ledger.starting("w", process(0, "n0"))
     for number in (1, 2):
         ledger.begin("w", ["r0"])
+        ledger.take("w", ("r0",))  # the second time after a control
         ledger.starting("w", process(number, "n1"))
         ledger.ready("w")
     convicted = ledger.begin("w", ["r0"])
@@ -195,7 +213,7 @@ def test_last_words_are_kept_and_workers_described() -> None:
     assert "loading for 0 s, started 1 times" in ledger.describe()[0]
     ledger.ready("w")
     ledger.begin("w", ["r0"])
-    assert "w: node node-a, pid 7, decoding 1 rows (first id 'r0') for 0 s" in ledger.describe()[0]
+    assert "w: host, node node-a, pid 7, decoding 1 rows (first id 'r0') for 0 s" in ledger.describe()[0]
     ledger.dying("w", "AcceleratorError: device-side assert")
     ledger.starting("w", process(8))
     ledger.ready("w")

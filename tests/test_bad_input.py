@@ -77,7 +77,7 @@ def test_an_output_folder_that_exists(tiny_checkpoint: Path, source: Path, tmp_p
     (tmp_path / "run/precious.txt").write_text("mine")
     fixed = [f"model.source={tiny_checkpoint}", "-i", str(source), "-o", str(tmp_path / "run")]
     refused(generate(*fixed), "exists already; use --resume to go on with it, --overwrite to start anew")
-    refused(generate(*fixed, "--resume"), "holds no run.json to resume")
+    refused(generate(*fixed, "--resume"), "holds no run.json of a run to resume")
     assert (tmp_path / "run/precious.txt").read_text() == "mine"
 
 
@@ -87,10 +87,19 @@ def test_inputs_in_the_run_folder_are_not_overwritten(tiny_checkpoint: Path, sou
     own.write_bytes(source.read_bytes())
     state = tmp_path / "own/run.json"
     fixed = [f"model.source={tiny_checkpoint}", "-i", str(own.parent), "-o", str(tmp_path / "own"), "--overwrite"]
-    refused(generate(*fixed), "holds data and no run.json")
-    state.write_text("{}")
-    refused(generate(*fixed), "lies in")
+    refused(generate(*fixed), "holds data, which no run of ours wrote")
+    state.write_text('{"fingerprint": {}, "books": {}}')
+    refused(generate(*fixed), "holds data/prompts.jsonl, which no run of ours wrote")
     assert own.read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize("given", ["in", "in/**", "in/../in"])
+def test_an_output_folder_inside_an_input_folder(tiny_checkpoint: Path, tmp_path: Path, given: str) -> None:
+    """The first run would work, and then its own rows would be input."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text('{"prompt": "x"}\n')
+    fixed = [f"model.source={tiny_checkpoint}", "-i", str(tmp_path / given), "-o", str(tmp_path / "in/out/run")]
+    refused(generate(*fixed), "lies in the input folder")
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,9 @@ def test_out_of_memory_halves_the_batch(build: Callable[..., Generator], monkeyp
     generator, requests = build(batch_size=16, length_buckets=(32,)), random_requests(16)
     wanted = one_by_one(generator, requests)
     sizes = fail_when(monkeypatch, lambda rs: torch.OutOfMemoryError("CUDA out of memory") if len(rs) > 3 else None)
-    assert generator(requests).answers == wanted
+    result = generator(requests)
+    assert result.answers == wanted
+    assert {record["split_error"] for record in result.batches} == {"OutOfMemoryError: CUDA out of memory"}
     assert sizes[:4] == [16, 8, 4, 2]
     assert max(sizes[3:]) <= 8
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -54,7 +53,7 @@ def test_a_held_folder_is_refused_and_a_dead_holder_is_not_waited_for(tmp_path: 
 
 def test_a_holder_elsewhere_is_given_time_for_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline.lease, "LEASE_S", 0.5)
-    lease = {"session": "far", "host": "elsewhere", "pid": 1, "beat": 3}
+    lease = {"session": "far", "host": "elsewhere", "machine": "another boot", "pid": 1, "beat": 3}
     (tmp_path / "lease.json").write_text(json.dumps(lease))
     notes: list[str] = []
     with Lease(RunFolder.open(str(tmp_path)), "second", notes.append) as mine:
@@ -74,10 +73,22 @@ def test_a_torn_lease_bars_nobody(tmp_path: Path, text: str) -> None:
     assert not RunFolder.open(str(tmp_path)).exists()
 
 
-def test_who_may_live() -> None:
-    own = {"host": socket.gethostname(), "pid": os.getpid()}
+def test_a_session_that_lost_its_folder_ends(tmp_path: Path) -> None:
+    code = HOLDER.replace("    time.sleep(600)", "    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n"
+                          "        print('ends', flush=True)")  # fmt: skip
+    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    RunFolder.open(str(tmp_path)).write_text("lease.json", "{}")
+    assert holder.communicate(timeout=60)[0] == "ends\n"
+
+
+def test_who_may_live(tmp_path: Path) -> None:
+    with Lease(RunFolder.open(str(tmp_path)), "own", print):
+        own = read_lease(RunFolder.open(str(tmp_path)))
+    assert own is not None
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     assert may_live(own)
-    assert may_live(own | {"host": "elsewhere", "pid": dead.pid})
+    assert may_live(own | {"machine": "another container", "pid": dead.pid})
     assert not may_live(own | {"pid": dead.pid})

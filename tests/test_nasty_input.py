@@ -1,8 +1,10 @@
 """Inputs and accidents that ended jobs elsewhere, through a whole run: right code, right message, nothing lost."""
 
 import json
+import os
 import random
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,3 +131,52 @@ def test_a_torn_data_file_is_named(tmp_path: Path, call: Call) -> None:
     path.unlink()
     assert call(generate, *arguments, "--resume")[0] == 0
     assert call(verify)[0] == 0
+
+
+def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_path: Path, call: Call) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [{"id": f"r{i}", "prompt": None if i % 20 == 0 else f"row {i % 97}"} for i in range(480)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["-i", str(source), "actors.batch_size=8", "actors.window_batches=1", "baseline.fraction=0"]
+    code, document, err = call(generate, *arguments, "limits.max_failed_rows=5")
+    assert (code, document) == (3, {}), err
+    assert "rows have failed, more than limits.max_failed_rows allows" in err
+    assert "good rows stay, --resume with a larger limit goes on" in err
+    assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "interrupted"
+    before = {row["id"]: row for row in rows(tmp_path, "ok")}
+    assert len(before) < 240, "it must end early"
+    code, report, err = call(generate, *arguments, "--resume", "limits.max_failed_rows=0.05")
+    assert code == 0, err
+    assert report["books"] == {"input": 480, "ok": 456, "failed": 24, "closed": True}
+    after = {row["id"]: row for row in rows(tmp_path, "ok")}
+    assert {row: after[row] for row in before} == before
+    assert call(generate, *arguments, "--resume", "limits.max_failed_rows=23")[0] == 3, "judged by the limit of today"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(tmp_path: Path, call: Call) -> None:
+    source, disk = tmp_path / "in.jsonl", tmp_path / "run"
+    lines = [
+        {"id": f"r{i}", "prompt": f"row {i}", "ballast": random.Random(i).randbytes(4000).hex()} for i in range(300)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk here: {mounted.stderr.decode()}")
+    try:
+        arguments = ["-i", str(source), "actors.batch_size=16", "actors.window_batches=1"]
+        code, _, err = call(generate, *arguments)
+        assert code == 1, err
+        assert f"error: output.path: {disk}: no space left; make room, and --resume" in err
+        before = {row["id"]: row for row in rows(tmp_path, "ok")}
+        assert 0 < len(before) < 300
+        subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
+        code, _, err = call(generate, *arguments, "--resume")
+        assert code == 0, err
+        after = {row["id"]: row for row in rows(tmp_path, "ok")}
+        assert len(after) == 300
+        assert {row: after[row] for row in before} == before
+        assert call(verify)[0] == 0
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -42,6 +42,44 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
 
 
+def test_what_no_run_wrote_is_named_before_it_is_cleared(tmp_path: Path) -> None:
+    folder = RunFolder.open(str(tmp_path))
+    (tmp_path / "data/status=ok").mkdir(parents=True)
+    (tmp_path / f"data/status=ok/part-{'0' * 12}-{'0' * 6}-000000.parquet").write_text("")
+    assert folder.strangers() == ["data"]
+    folder.write_text("run.json", '{"jobs": "of another program"}')
+    assert folder.strangers() == ["data", "run.json"]
+    folder.write_state({"fingerprint": {}, "books": {}, "sessions": []})
+    assert folder.strangers() == []
+    (tmp_path / "data/notes.csv").write_text("mine")
+    (tmp_path / "notes.csv").write_text("stays")
+    assert folder.strangers() == ["data/notes.csv"]
+
+
+@pytest.mark.parametrize("left", [["run.json.tmp"], ["lease.json", "lease.json.tmp"]])
+def test_a_run_that_was_killed_before_it_had_begun_leaves_a_free_folder(tmp_path: Path, left: list[str]) -> None:
+    for name in left:
+        (tmp_path / name).write_text("{")
+    assert not RunFolder.open(str(tmp_path)).exists()
+
+
+def test_two_attempts_at_one_file_do_not_tear_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray repeats a task of a process that it believes dead, and that is about to rename what it has written."""
+    folder = RunFolder.open(str(tmp_path))
+    folder.fence("s1")
+    path, real = "data/status=ok/1.parquet", os.replace
+
+    def meanwhile(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        write_whole(folder.filesystem, folder.root, path, pa.table({"id": ["a", "b"]}), "s1")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    write_whole(folder.filesystem, folder.root, path, pa.table({"id": ["a", "b"]}), "s1")
+    assert folder.count_rows("ok") == 2
+    assert len(list(tmp_path.rglob("*parquet*"))) == 1
+
+
 def test_a_repeated_task_replaces_its_file(tmp_path: Path) -> None:
     folder = RunFolder.open(str(tmp_path))
     folder.fence("s1")
@@ -81,6 +119,8 @@ def test_a_file_that_came_late_is_removed(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
     known = [str(path) for path in tmp_path.rglob("part-s1-x-000000.parquet")]
+    folder.write_known("s2", known)
+    assert folder.read_known() == ("s2", known)  # when the session that wrote it is killed, the next one does the same
     late = folder.remove_late("s2", known)
     assert {path.rpartition("data/")[2] for path in late} == {
         "status=ok/part-s1-x-000001.parquet",

@@ -33,6 +33,7 @@ class Listing:
     filesystem: pafs.FileSystem
     files: tuple[SourceFile, ...]  # in the order of `input.path`, sorted within each of its entries
     format: str  # concrete, never "auto"
+    folders: tuple[str, ...] = ()  # that are read with everything in them
 
 
 def list_input(config: InputConfig) -> Listing:
@@ -48,6 +49,7 @@ def list_input(config: InputConfig) -> Listing:
     filesystem: pafs.FileSystem | None = None
     found: dict[str, Any] = {}  # identity -> FileInfo, in order
     bases: list[str] = []
+    folders: list[str] = []
     for given in config.path:
         with blame(f"input.path: {given}"):
             own, base, pattern = resolve_path(given)
@@ -56,6 +58,8 @@ def list_input(config: InputConfig) -> Listing:
             filesystem = own
             infos, folder = find_files(own, base, pattern, given, config)
         bases.append(folder)
+        if base == folder and (not pattern or "**" in pattern):
+            folders.append(folder)
         for info in infos:
             found.setdefault(file_identity(own, info.path), info)
     root = posixpath.commonpath(bases) if len(set(bases)) > 1 else bases[0]
@@ -63,7 +67,7 @@ def list_input(config: InputConfig) -> Listing:
         SourceFile(info.path, info.size or 0, info.mtime_ns, info.path[len(root) :].lstrip("/"))
         for info in found.values()
     )
-    return Listing(filesystem, files, _detect_format(filesystem, files, config))
+    return Listing(filesystem, files, _detect_format(filesystem, files, config), tuple(folders))
 
 
 @contextmanager
