@@ -316,6 +316,13 @@ def _mean_loss(
     return total.item() / sum(len(response) for _, response in pairs)
 
 
+def schedule_names(schedules: Sequence[dict[str, Any]]) -> list[str]:
+    """What logs and plots call each: its values, `skipdecode 5 3`; with their keys where two would read alike."""
+    names = [" ".join(str(value) for value in decode.values()) for decode in schedules]
+    long = [" ".join(f"{key} {value}" for key, value in decode.items()) for decode in schedules]
+    return [name if names.count(name) == 1 else whole for name, whole in zip(names, long, strict=True)]
+
+
 def _validate(
     module: nn.Module,
     pairs: Sequence[Pair],
@@ -326,7 +333,7 @@ def _validate(
     """Mean loss per response token in nats, per schedule."""
     module.eval()
     rows = max(1, config.batch_size // _world()[1])
-    names = [" ".join(str(value) for value in decode.values()) for decode in config.schedules]
+    names = schedule_names(config.schedules)
     losses = {
         name: _mean_loss(module, pairs, schedule, rows, device) for name, schedule in zip(names, schedules, strict=True)
     }

@@ -123,6 +123,8 @@ def _blame(prefix: str) -> Iterator[None]:
 def check_schedules(train: TrainSection, num_layers: int) -> dict[str, Any]:
     """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
     for index, decode in enumerate(train.schedules):
+        if decode in train.schedules[:index]:
+            raise ConfigError(f"train.schedules[{index}]: {decode} is there twice")
         _check_schedule(f"train.schedules[{index}]", decode, train.horizon, num_layers)
     default = train.default_schedule
     if default is None:

@@ -175,7 +175,12 @@ class TrainingFolder:
 
 
 def check_apart(folder: TrainingFolder, others: Iterable[tuple[str, str]]) -> None:
-    """ConfigError when one of `others` (key, path) lies in the output: --overwrite would delete it."""
+    """ConfigError when one of `others` (key, path) lies in the output, which --overwrite deletes, or is a folder of
+    data around it, which would be read with everything in it."""
+    root = folder.root.resolve()
     for key, path in others:
-        if "://" not in path and Path(path).expanduser().resolve().is_relative_to(folder.root.resolve()):
+        own = Path(path).expanduser().resolve()
+        if key.startswith("data.") and own != root and own.is_dir() and root.is_relative_to(own):
+            raise ConfigError(f"output.path: {folder.root} lies in {key} ({path}); choose an output.path outside")
+        if "://" not in path and own.is_relative_to(root):
             raise ConfigError(f"{key}: {path} lies in output.path ({folder.root}); choose an output.path of its own")

@@ -5,6 +5,7 @@ tensor is an error that names it; nothing is initialised silently. No quantised 
 """
 
 import json
+import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,3 +189,4 @@ def save_opt(model: OPT, folder: str | Path, *, dtype: torch.dtype | None = None
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     raw = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it

@@ -25,6 +25,7 @@ from actors.trainer import (
     mean_loss,
     model_of,
     save_state,
+    schedule_names,
     train,
 )
 from skipdecode.config import OPTConfig
@@ -319,3 +320,12 @@ def test_a_validation_that_is_no_number_ends_the_training_with_the_reason() -> N
     wild = make_config(schedules=({"method": "full"},), epochs=1.0, learning_rate=1e30, warmup_steps=1)
     with pytest.raises(FloatingPointError, match=r"lower train\.learning_rate"):
         train(model, pairs, pairs, wild, hooks)
+
+
+def test_schedules_that_read_alike_are_told_apart() -> None:
+    two = {"method": "skipdecode", "max_layers": 5, "min_layers": 3}
+    three = {"method": "skipdecode", "speedup": 5, "warmup_layers": 3}
+    assert schedule_names([{"method": "full"}, two]) == ["full", "skipdecode 5 3"]
+    assert schedule_names([two, three]) == [
+        "method skipdecode max_layers 5 min_layers 3", "method skipdecode speedup 5 warmup_layers 3"
+    ]  # fmt: skip

@@ -145,3 +145,6 @@ def test_what_is_read_must_not_lie_where_it_is_written(folder: TrainingFolder, t
     for path in (folder.root, folder.root / "training/pairs.csv", tmp_path / "other/../model"):
         with pytest.raises(ConfigError, match=r"model.source: .* lies in output.path"):
             check_apart(folder, [("model.source", str(path))])
+    check_apart(folder, [("model.source", str(tmp_path))])
+    with pytest.raises(ConfigError, match=r"output.path: .* lies in data.path"):
+        check_apart(folder, [("data.path", str(tmp_path))])

@@ -144,6 +144,8 @@ def test_saved_folder_opens_in_transformers(
 ) -> None:
     model = ours(checkpoint_factory(style))
     save_opt(model, tmp_path / "new" / "folder", dtype=dtype)
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "new" / "folder").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"], "who may read one may read the other"
     theirs, info = OPTForCausalLM.from_pretrained(tmp_path / "new" / "folder", output_loading_info=True, dtype="auto")
     assert not any(info.values()), info  # nothing missing, unexpected or misshapen
     assert theirs.dtype == (dtype or torch.float32)
