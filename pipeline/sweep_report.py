@@ -28,8 +28,8 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
 """Heading, value, format. A column that no row has a value for is left out."""
 
 COMPARED = (
-    "ROUGE-L against `{}`, and for other methods against the schedule of the first one with the most similar depth, "
-    "prompt by prompt (95 %):"
+    "ROUGE-L against `{}`, and for other methods against the most similar depth of the first one, prompt by prompt "
+    "(95 %):"
 )
 
 COLORS = ("#0b6e99", "#d1495b", "#c98a00", "#5b8c3a", "#6f5aa8", "#555555")  # told apart in grey too, with the markers
@@ -84,9 +84,11 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _compared(rows: Sequence[Row]) -> list[list[str]]:
-    """Each setting against the first one, and against the one of the first label with the most similar depth."""
+    """Each setting against the first one, and against the most similar depth of the first label with several."""
     lines = [["", "layers per token", f"against {rows[0]['name']}", "against", "difference"], ["---", *["---:"] * 4]]
-    main = [row for row in rows if row["label"] == rows[0]["label"]]
+    labels = [row["label"] for row in rows]
+    label = next((label for label in labels if labels.count(label) > 1), labels[0])
+    main = [row for row in rows if row["label"] == label]
     for row in rows[1:]:
         if "rougeL_rows" in row and row["layers_per_token"]:
             near = min(main, key=lambda other: abs((other["layers_per_token"] or 0) - row["layers_per_token"]))

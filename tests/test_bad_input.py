@@ -1,20 +1,55 @@
-"""What a user gets for bad configuration: exit code 2 at once, and a message that names the key. Real processes."""
+"""What a user gets for bad configuration: exit code 2 at once, and a message that names the key."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 from safetensors.torch import load_file, save_file
+
+from jobs.generate import main
 
 ROOT = Path(__file__).parent.parent
 
 
-def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Generate = Callable[..., Done]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_stays_up() -> Iterator[None]:
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
+    """`generate(*arguments)` calls the verb in this process."""
+
+    def call(*arguments: str) -> Done:
+        capsys.readouterr()
+        code = main(list(arguments))
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+def program(*arguments: str) -> Done:
+    """The verb as a user runs it."""
+    done = subprocess.run(
         [sys.executable, "-m", "jobs.generate", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
@@ -24,7 +59,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+def refused(done: Done, message: str) -> None:
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -50,7 +85,7 @@ def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
     ],
 )
 def test_bad_configuration_needs_no_ray(
-    tiny_checkpoint: Path, source: Path, tmp_path: Path, overrides: list[str], message: str
+    generate: Generate, tiny_checkpoint: Path, source: Path, tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     fixed = [f"model.source={tiny_checkpoint}", f"input.path={source}", f"output.path={tmp_path / 'run'}"]
     refused(generate(*fixed, *overrides), message)
@@ -66,13 +101,13 @@ def test_bad_configuration_needs_no_ray(
     ],
 )
 def test_what_cannot_fit_is_refused_before_the_start(
-    tiny_checkpoint: Path, source: Path, tmp_path: Path, overrides: list[str], message: str
+    generate: Generate, tiny_checkpoint: Path, source: Path, tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     fixed = [f"model.source={tiny_checkpoint}", f"input.path={source}", f"output.path={tmp_path / 'run'}"]
     refused(generate(*fixed, *overrides), message)
 
 
-def test_an_output_folder_that_exists(tiny_checkpoint: Path, source: Path, tmp_path: Path) -> None:
+def test_an_output_folder_that_exists(generate: Generate, tiny_checkpoint: Path, source: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious.txt").write_text("mine")
     fixed = [f"model.source={tiny_checkpoint}", "-i", str(source), "-o", str(tmp_path / "run")]
@@ -81,7 +116,9 @@ def test_an_output_folder_that_exists(tiny_checkpoint: Path, source: Path, tmp_p
     assert (tmp_path / "run/precious.txt").read_text() == "mine"
 
 
-def test_inputs_in_the_run_folder_are_not_overwritten(tiny_checkpoint: Path, source: Path, tmp_path: Path) -> None:
+def test_inputs_in_the_run_folder_are_not_overwritten(
+    generate: Generate, tiny_checkpoint: Path, source: Path, tmp_path: Path
+) -> None:
     own = tmp_path / "own/data/prompts.jsonl"
     own.parent.mkdir(parents=True)
     own.write_bytes(source.read_bytes())
@@ -94,7 +131,9 @@ def test_inputs_in_the_run_folder_are_not_overwritten(tiny_checkpoint: Path, sou
 
 
 @pytest.mark.parametrize("given", ["in", "in/**", "in/../in"])
-def test_an_output_folder_inside_an_input_folder(tiny_checkpoint: Path, tmp_path: Path, given: str) -> None:
+def test_an_output_folder_inside_an_input_folder(
+    generate: Generate, tiny_checkpoint: Path, tmp_path: Path, given: str
+) -> None:
     """The first run would work, and then its own rows would be input."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.jsonl").write_text('{"prompt": "x"}\n')
@@ -111,7 +150,9 @@ def test_an_output_folder_inside_an_input_folder(tiny_checkpoint: Path, tmp_path
         ("no tokenizer", "no tokenizer.json"),
     ],
 )
-def test_a_damaged_checkpoint(tiny_checkpoint: Path, source: Path, tmp_path: Path, damage: str, message: str) -> None:
+def test_a_damaged_checkpoint(
+    generate: Generate, tiny_checkpoint: Path, source: Path, tmp_path: Path, damage: str, message: str
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     for path in tiny_checkpoint.iterdir():
@@ -135,7 +176,8 @@ def test_a_damaged_checkpoint(tiny_checkpoint: Path, source: Path, tmp_path: Pat
 def test_the_documents_last_line_is_json_and_the_rest_is_stderr(
     tiny_checkpoint: Path, source: Path, tmp_path: Path
 ) -> None:
-    done = generate(f"model.source={tiny_checkpoint}", "-i", str(source), "-o", str(tmp_path / "run"))
+    refused(program("decode.spedup=3"), "decode.spedup: unknown key")
+    done = program(f"model.source={tiny_checkpoint}", "-i", str(source), "-o", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["completed"] == 1
     assert "carries no skip_decode schedule" in done.stderr

@@ -115,7 +115,7 @@ def test_a_run_on_an_object_store(uri: Callable[[str], str], tiny_checkpoint: Pa
     assert (code, verdict["problems"].keys() >= {"missing", "count"}) == (1, True)
     code, report, err = call(generate, *fixed, "--resume")
     assert (code, report["was_finished"]) == (0, False), err
-    assert "finished before, but its data files lack" in err
+    assert "finished before, but its data files hold" in err
     assert tokens(uri, "run") == before
     assert call(verify, uri("run"))[0] == 0
 

@@ -415,6 +415,7 @@ def test_a_lost_collector_costs_figures_and_no_run(job: Job, tmp_path: Path, mon
     assert report["speedup"]["measured"] is None
 
 
+@pytest.mark.slow
 def test_a_file_left_behind_by_another_cluster_does_not_matter(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
