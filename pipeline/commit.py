@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
+from pipeline.faults import fault_point
 from pipeline.run_folder import Note, RunFolder
 
 
@@ -39,8 +40,10 @@ def finish_commit(folder: RunFolder, state: dict[str, Any], note: Note) -> None:
     for source, target in commit["moves"]:
         if source in there:
             folder.move(source, target)
+            fault_point("commit moved")
     for path in commit["removes"]:
         folder.remove(path)
+        fault_point("commit removed")
 
 
 def _is_file(folder: RunFolder, name: str) -> bool:

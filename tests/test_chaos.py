@@ -7,6 +7,7 @@ among the data. The short version runs on an embedded Ray; the long one is marke
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -106,6 +107,44 @@ def test_a_driver_killed_in_a_commit_then_a_row_that_kills_its_worker(tiny_check
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["recovered"] == 1
     hurt.judge()
+
+
+@pytest.fixture(scope="module")
+def with_failures(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `in.jsonl` and a finished `run/` of 40 good rows and 6 that were too long."""
+    root = tmp_path_factory.mktemp("failures")
+    lines = [{"id": f"r{i}", "prompt": "word " * (500 if i % 8 == 0 else 5) + str(i)} for i in range(46)]
+    (root / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run([*command(tiny_checkpoint, root / "in.jsonl", root / "run"), "limits.max_failed_rows=6"], {**os.environ})
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("last", ["retry", "resume"])
+@pytest.mark.parametrize(
+    ("point", "after"),
+    [("run.json staged", 2), ("run.json renamed", 2), ("commit moved", 0), ("commit moved", 1), ("commit removed", 0)],
+)
+def test_a_retry_killed_in_its_exchange(
+    with_failures: Path, tiny_checkpoint: Path, tmp_path: Path, point: str, after: int, last: str
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(with_failures / "run", output)
+    good = {row: found["generated_tokens"] for row, found in rows(output, "ok").items()}
+    retry = [sys.executable, "-m", "jobs.retry", str(output), "input.too_long=truncate_right"]
+    done = run(retry, environment({point: {"signal": "SIGKILL", "after": after}}, tmp_path))
+    assert (done.returncode, hits(tmp_path)) == (-signal.SIGKILL, [point]), done.stderr
+    resume = [*command(tiny_checkpoint, with_failures / "in.jsonl", output, "limits.max_failed_rows=6"), "--resume"]
+    done = run(retry if last == "retry" else resume, environment({}, tmp_path))
+    assert done.returncode == 0, done.stderr
+    verified = run([sys.executable, "-m", "jobs.verify", str(output)], {**os.environ})
+    assert verified.returncode == 0, verified.stderr
+    found = rows(output, "ok")
+    assert {row: found[row]["generated_tokens"] for row in good} == good
+    if last == "retry" or "commit" in point:
+        assert len(found) == 46
 
 
 @pytest.fixture(scope="module")
