@@ -176,7 +176,6 @@ def test_a_damaged_checkpoint(
 def test_the_documents_last_line_is_json_and_the_rest_is_stderr(
     tiny_checkpoint: Path, source: Path, tmp_path: Path
 ) -> None:
-    refused(program("decode.spedup=3"), "decode.spedup: unknown key")
     done = program(f"model.source={tiny_checkpoint}", "-i", str(source), "-o", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["completed"] == 1

@@ -85,7 +85,7 @@ def kill_at(process: Any, fault: str, env_of: Run) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_driver_killed_in_a_commit_then_a_row_that_kills_its_worker(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Commit cut off, resume, poison row parked, retry when it is harmless: then the tokens of the decoder alone."""
+    """Commit cut off, resume, poison row parked; all other rows as the decoder alone makes them."""
     source, env = write_rows(tmp_path / "in.jsonl"), environment(None, tmp_path)
     fixed = [*SAMPLINGS["sampled"], "decode.method=full", "limits.max_row_attempts=1"]
     wanted = command(tiny_checkpoint, source, tmp_path / "run", *fixed)
@@ -103,10 +103,9 @@ def test_a_driver_killed_in_a_commit_then_a_row_that_kills_its_worker(tiny_check
     assert {row: found["error_code"] for row, found in rows(hurt.output, "failed").items()} == {"r319": "poison_row"}
     assert len(rows(hurt.output, "ok")) == NUM_ROWS - 1
     assert len(hits(tmp_path)) <= 3 + 1, "log2(window) + max_row_attempts deaths"
-    done = run([sys.executable, "-m", "jobs.retry", str(hurt.output)], hurt.faults({}))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["recovered"] == 1
-    hurt.judge()
+    made = {row: found["generated_tokens"] for row, found in rows(hurt.output, "ok").items()}
+    assert made == {row: wanted for row, wanted in expected.items() if row != "r319"}
+    assert state(hurt.output)["books"] == {"input": NUM_ROWS, "ok": NUM_ROWS - 1, "failed": 1, "closed": True}
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,7 @@ def test_resume_goes_on_from_the_last_whole_checkpoint(pairs: Path, undisturbed:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_two_workers_and_accumulation_change_nothing(pairs: Path, undisturbed: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
     assert main(arguments(pairs, output, "workers.num_workers=2", accumulate=2, recompute=True)) == 0
@@ -144,6 +145,7 @@ def test_a_finished_run_is_left_alone(pairs: Path, copied: Path, capsys: Capture
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_overwrite_starts_anew_and_deletes_only_what_a_run_wrote(
     pairs: Path, copied: Path, tmp_path: Path, capsys: Capture
 ) -> None:

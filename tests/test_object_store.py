@@ -90,7 +90,7 @@ def test_a_run_on_an_object_store(uri: Callable[[str], str], tiny_checkpoint: Pa
     put(uri, "in/b.jsonl", ROWS[25:] + BAD)
     fixed = [
         f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=8", "-i", uri("in"),
-        "-o", uri("run"), "actors.batch_size=4", "actors.window_batches=1", "limits.max_failed_rows=5",
+        "-o", uri("run"), "actors.batch_size=8", "actors.window_batches=1", "limits.max_failed_rows=5",
     ]  # fmt: skip
     code, report, err = call(generate, *fixed)
     assert code == 0, err

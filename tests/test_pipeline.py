@@ -89,7 +89,15 @@ def hf_tokens(model: OPTForCausalLM, prompt: list[int], count: int) -> list[int]
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("style", "num_actors"), [("125m", "1"), ("125m", "2"), ("350m", "[1,2]"), ("1.3b", "2")])
+@pytest.mark.parametrize(
+    ("style", "num_actors"),
+    [
+        pytest.param("125m", "1", marks=pytest.mark.slow),
+        ("125m", "2"),
+        ("350m", "[1,2]"),
+        pytest.param("1.3b", "2", marks=pytest.mark.slow),
+    ],
+)
 def test_full_depth_through_the_pipeline_equals_hugging_face(
     job: Job, tmp_path: Path, ending_checkpoint: Any, hf: Any, style: str, num_actors: str
 ) -> None:
