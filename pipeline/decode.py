@@ -118,7 +118,6 @@ class DecodeStage:
 
     def _control(self) -> dict[str, Answer]:
         """Decodes two tokens after BOS, which any worker can that can do anything."""
-        fault_point("control")
         bos = self.generator.model.config.bos_token_id
         self._generate([Request("control", [bos], Sampling(max_new_tokens=2))])
         return {}

@@ -113,7 +113,7 @@ class RunFolder:
             os.fsync(file.fileno())
         fault_point(f"{name} staged")
         os.replace(f"{target}.tmp", target)
-        sync_folder(os.path.dirname(target))
+        sync(os.path.dirname(target))
         fault_point(f"{name} renamed")
 
     def read_text(self, name: str) -> str | None:
@@ -156,7 +156,7 @@ class RunFolder:
         self.filesystem.create_dir(self.path(target).rpartition("/")[0], recursive=True)
         if self.is_local:
             os.replace(self.path(source), self.path(target))
-            sync_folder(os.path.dirname(self.path(target)))
+            sync(os.path.dirname(self.path(target)))
         else:
             self.filesystem.move(self.path(source), self.path(target))  # a copy, which is seen when whole, and a delete
 
@@ -173,13 +173,14 @@ class RunFolder:
 
     def write_known(self, session: str, paths: Sequence[str]) -> None:
         """Writes down, after `fence`, which data files there are as the session begins."""
-        self.write_text(KNOWN, json.dumps({"session": session, "paths": list(paths)}))
+        names = [path.removeprefix(f"{self.root}/") for path in paths]  # the folder may be moved before it is resumed
+        self.write_text(KNOWN, json.dumps({"session": session, "names": names}))
 
     def read_known(self) -> tuple[str, list[str]] | None:
         """The last session that was not finished, and the data files that it found; before `fence`."""
         text = self.read_text(KNOWN)
         known = json.loads(text) if text else None
-        return (known["session"], known["paths"]) if known else None
+        return (known["session"], [self.path(name) for name in known["names"]]) if known else None
 
     def remove_late(self, session: str, known: Collection[str]) -> list[str]:
         """Deletes data files that neither were `known` when `session` began nor are its own; returns their paths."""
@@ -206,8 +207,8 @@ class RunFolder:
         return int(pq.read_metadata(path, filesystem=self.filesystem).num_rows)
 
 
-def sync_folder(path: str) -> None:
-    """Puts what was renamed in a folder of this machine on its disk."""
+def sync(path: str) -> None:
+    """Puts a file of this machine, or what was renamed in a folder, on its disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

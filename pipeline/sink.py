@@ -21,7 +21,7 @@ from ray.data._internal.planner.plan_write_op import WRITE_UUID_KWARG_NAME
 
 from pipeline.faults import fault_point
 from pipeline.lease import read_lease
-from pipeline.run_folder import STAGING, RunFolder
+from pipeline.run_folder import STAGING, RunFolder, sync
 from pipeline.schema import STATUS
 
 
@@ -81,11 +81,7 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
     fault_point(f"{top} begun")
     pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
     fault_point(f"{top} staged")
-    descriptor = os.open(staging, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # the name must not outlive the bytes when the machine goes down
-    finally:
-        os.close(descriptor)
+    sync(staging)  # the name must not outlive the bytes when the machine goes down
     fault_point(f"{top} synced")
     os.replace(staging, target)
     fault_point(f"{top} renamed")

@@ -121,6 +121,10 @@ def test_a_file_that_came_late_is_removed(tmp_path: Path) -> None:
     known = [str(path) for path in tmp_path.rglob("part-s1-x-000000.parquet")]
     folder.write_known("s2", known)
     assert folder.read_known() == ("s2", known)  # when the session that wrote it is killed, the next one does the same
+    tmp_path.rename(tmp_path.with_name("moved"))
+    moved = RunFolder.open(str(tmp_path.with_name("moved"))).read_known()
+    assert moved == ("s2", [path.replace(str(tmp_path), str(tmp_path.with_name("moved"))) for path in known])
+    tmp_path.with_name("moved").rename(tmp_path)
     late = folder.remove_late("s2", known)
     assert {path.rpartition("data/")[2] for path in late} == {
         "status=ok/part-s1-x-000001.parquet",
