@@ -149,6 +149,8 @@ def test_the_run_folder_on_an_object_store(uri: Callable[[str], str]) -> None:
         for name in ("one", "two"):
             path = f"data/status=ok/part-s1-{name}.parquet"
             write_whole(folder.filesystem, folder.root, path, pa.table({"id": [name]}), "s1")
+    with pytest.raises(FileNotFoundError, match="session s1 holds this folder no more"):  # a writer that outlived it
+        write_whole(folder.filesystem, folder.root, "data/status=ok/part-s1-3.parquet", pa.table({"id": ["x"]}), "s1")
     assert folder.exists()
     assert objects(uri, "folder") == [
         "bucket/folder/data/status=ok/part-s1-one.parquet",
