@@ -12,8 +12,9 @@ from skipdecode.config import OPTConfig
 from skipdecode.cost import measure_ceilings, predict_s, training_flops
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
-from skipdecode.plan import FullDepth, Schedule, make_schedule
+from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
 from skipdecode.train import ResponseLoss, teacher_batch
 
 
@@ -63,6 +64,7 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
             prompt_columns=case.prompt_tokens,
             batch_rows=stats.batch_rows,
             itemsize=model.dtype.itemsize,
+            ffn_rows=stats.ffn_rows,
         )
         decode_s, prefill_s = (median(getattr(s, key) for s in runs[name]) for key in ("decode_s", "prefill_s"))
         steps = stats.decode_steps
@@ -76,6 +78,7 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
                 "ms_per_step": 1e3 * decode_s / steps,
                 "output_tokens_per_s": stats.output_tokens / (prefill_s + decode_s),
                 "layers_per_token": stats.layers_run / (case.batch_size * steps),
+                "ffns_per_token": stats.ffns_run / (case.batch_size * steps),
                 "cache_mb": stats.cache_bytes / 1e6,
                 "fraction_of_roofline": predictions[name][1] / decode_s,
                 "speedup_decode_measured": median(

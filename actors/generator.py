@@ -18,8 +18,9 @@ from actors.batching import Batch, cut_batches
 from actors.tokenizer import OPTTokenizer
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Completion, Request, generate
-from skipdecode.plan import FullDepth, Schedule, make_schedule
+from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
 from skipdecode.weights import load_opt
 
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
@@ -84,10 +85,10 @@ class Generator:
         self._warm_up()
         self.load_s = time.perf_counter() - start
 
-    def with_decode(self, decode: dict[str, Any]) -> "Generator":
-        """The same loaded model under another `decode:` mapping, counting its batches anew."""
+    def with_decode(self, decode: dict[str, Any], batch_size: int | None = None) -> "Generator":
+        """The same loaded model under another `decode:` mapping (and batch size), counting its batches anew."""
         other = copy.copy(self)
-        other.config = replace(self.config, decode=decode)
+        other.config = replace(self.config, decode=decode, batch_size=batch_size or self.config.batch_size)
         other._num_batches = other._num_pairs = 0
         other._warm_up()
         return other
@@ -214,6 +215,7 @@ class Generator:
                 rows=result.stats.rows,
                 batch_rows=result.stats.batch_rows,
                 itemsize=self.dtype.itemsize,
+                ffn_rows=result.stats.ffn_rows if chosen is schedule else None,
             )
             record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
         return record
@@ -228,7 +230,7 @@ class Generator:
 def _figures(result: BatchResult) -> dict[str, Any]:
     """The numbers of a batch that go into its record."""
     stats = dict(vars(result.stats))
-    del stats["batch_rows"]
+    del stats["batch_rows"], stats["ffn_rows"]
     return stats
 
 

@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skipdecode.config import OPTConfig
 from skipdecode.model import OPT
-from skipdecode.plan import Schedule, make_schedule
+from skipdecode.plan import Schedule
+from skipdecode.schedule import make_schedule
 from skipdecode.train import ResponseLoss, teacher_batch
 
 Pair = tuple[list[int], list[int]]

@@ -55,7 +55,8 @@ def make_files(root: Path, num_rows: int) -> None:
                 name: [""] * len(some) for name in OUTPUT_SCHEMA.names if OUTPUT_SCHEMA.field(name).type == "string"
             }
             columns |= {"id": some, "num_input_tokens": [1] * len(some), "num_generated_tokens": [1] * len(some)}
-            columns |= {"generated_tokens": [[5]] * len(some), "layers_run": [0] * len(some)}
+            columns |= {"generated_tokens": [[5]] * len(some)}
+            columns |= {name: [0] * len(some) for name in ("layers_run", "ffns_run")}
             table = pa.table(columns).select(OUTPUT_SCHEMA.names).cast(OUTPUT_SCHEMA)
             pq.write_table(table, root / f"run/data/status=ok/part-{first + at:012d}.parquet")
 

@@ -37,7 +37,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
     from actors.bench import BenchCase, bench_case, bench_training, random_model
     from actors.generator import choose_device, choose_dtype
     from skipdecode.config import OPTConfig
-    from skipdecode.plan import make_schedule
+    from skipdecode.schedule import make_schedule
     from skipdecode.weights import load_opt
 
     device = choose_device(config.device)

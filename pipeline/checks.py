@@ -15,7 +15,7 @@ from pipeline.input.files import Listing
 from pipeline.run_folder import Note, RunFolder
 from skipdecode.config import OPTConfig
 from skipdecode.hub import resolve_source
-from skipdecode.plan import make_schedule
+from skipdecode.schedule import make_schedule
 from skipdecode.weights import check_folder
 
 
@@ -52,10 +52,42 @@ def check_model(config: JobConfig, note: Note) -> Model:
 
 
 def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, Any]:
-    """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2."""
-    given = {key: value for key, value in config.decode.model_dump().items() if value is not None}
-    if given:
-        return {"method": "skipdecode"} | given
+    """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2.
+
+    `ffn_skip` is apart from that: it is the job's own, on top of whatever schedule holds.
+    """
+    given = config.decode.model_dump(exclude_none=True)
+    skip = given.pop("ffn_skip", None)
+    decode = {"method": "skipdecode"} | given if given else default_decode(opt, note)
+    return decode if skip is None else decode | {"ffn_skip": resolve_ffn_skip(skip, opt)}
+
+
+def resolve_ffn_skip(skip: dict[str, Any], opt: OPTConfig) -> dict[str, Any]:
+    """`decode.ffn_skip` with the checkpoint's own layers where `calibrated` asks for them."""
+    if skip["mode"] != "calibrated":
+        return skip
+    if "layers" in skip:
+        raise ConfigError("decode.ffn_skip.layers: has no meaning with mode 'calibrated'; use mode 'fixed'")
+    band = opt.ffn_skip
+    if band is None:
+        raise ConfigError(
+            "decode.ffn_skip.mode: this checkpoint carries no calibrated layers (ffn_skip in its config.json); "
+            "jobs.calibrate makes one that does, and mode 'row' needs none"
+        )
+    if not isinstance(band, dict) or not {"num_layers", "layers", "warmup_tokens"} <= band.keys():
+        raise ConfigError(
+            "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes"
+        )
+    if band["num_layers"] != opt.num_hidden_layers:
+        raise ConfigError(
+            f"decode.ffn_skip.mode: the layers in ffn_skip of the checkpoint's config.json were calibrated for "
+            f"{band['num_layers']} layers, and this model has {opt.num_hidden_layers}"
+        )
+    return {"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip
+
+
+def default_decode(opt: OPTConfig, note: Note) -> dict[str, Any]:
+    """What holds where the job says nothing."""
     if opt.skip_decode is not None:
         return dict(opt.skip_decode)
     note(

@@ -34,6 +34,21 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
+class FFNSkipConfig(Section):
+    """Feed-forward blocks that are left out; what the values may be is checked where the schedule is made."""
+
+    mode: Literal["row", "calibrated", "fixed", "random"] = "row"
+    """row: the paper's rule. calibrated: the layers that the checkpoint carries (`jobs.calibrate`). fixed: `layers`.
+    random: the paper's baseline."""
+    threshold: float | None = None
+    cold_start: int | None = None
+    cold_end: int | None = None
+    warmup_tokens: int | None = None
+    layers: tuple[int, ...] | None = None
+    share: float | None = None
+    seed: int | None = None
+
+
 class DecodeConfig(Section):
     method: Literal["full", "skipdecode", "early_exit", "unified"] | None = None
     """null: the schedule stored in the checkpoint under `skip_decode`; without one, skipdecode at speedup 2."""
@@ -45,18 +60,8 @@ class DecodeConfig(Section):
     """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1)."""
     layers: int | None = None
     """For `unified`: how many layers run."""
-    ffn_skip: None = None
-    """Reserved for FFN-SkipLLM; any value is refused in this version."""
-
-    @field_validator("ffn_skip", mode="before")
-    @classmethod
-    def _no_ffn_skip(cls, value: Any) -> None:
-        if value is not None:
-            raise ValueError("FFN-SkipLLM is not available in this version; remove the key")
-
-    @property
-    def is_default(self) -> bool:
-        return self == DecodeConfig()
+    ffn_skip: FFNSkipConfig | None = None
+    """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
 
 
 class PrefillConfig(Section):

@@ -61,12 +61,13 @@ class DecodeStage:
         requests = [Request(ids[row], tokens[row], row_sampling(self.sampling, samplings[row])) for row in rows]
         self._count(time.time(), len(codes) - len(rows), len(codes) - len(rows), [])
         made: list[list[int]] = [[] for _ in codes]
-        reasons, layers = ["error"] * len(codes), [0] * len(codes)
+        reasons, layers, ffns = ["error"] * len(codes), [0] * len(codes), [0] * len(codes)
         for row, answer in zip(rows, self._answers(requests), strict=True):
             if isinstance(answer, RowFailure):
                 codes[row], messages[row] = answer.error_code, answer.error_message
             else:
-                made[row], reasons[row], layers[row] = answer.tokens, answer.finish_reason, answer.layers_run
+                made[row], reasons[row] = answer.tokens, answer.finish_reason
+                layers[row], ffns[row] = answer.layers_run, answer.ffns_run
         done = [request.id for request in requests]
         self.ledger.finished.remote(self.worker, window, done, sum(bool(code) for code in codes))
         columns = {
@@ -74,6 +75,7 @@ class DecodeStage:
             "num_generated_tokens": pa.array([len(t) for t in made], pa.int32()),
             "finish_reason": pa.array(reasons, pa.string()),
             "layers_run": pa.array(layers, pa.int32()),
+            "ffns_run": pa.array(ffns, pa.int32()),
             "error_code": pa.array(codes, pa.string()),
             "error_message": pa.array(messages, pa.string()),
         }

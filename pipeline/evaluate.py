@@ -26,7 +26,8 @@ from pipeline.quality import scores, slot_share
 from pipeline.run_folder import Note, RunFolder
 from skipdecode.hub import resolve_source
 from skipdecode.model import OPT
-from skipdecode.plan import Schedule, make_schedule
+from skipdecode.plan import Schedule
+from skipdecode.schedule import make_schedule
 from skipdecode.weights import load_opt
 
 FLAGS = ("--references", "--prompt-column", "--reference-column")  # as `jobs.evaluate` calls file and columns

@@ -23,7 +23,7 @@ from pipeline.run_folder import Note
 from pipeline.training_folder import TOKENIZER_FILES, TrainingFolder, check_apart
 from skipdecode.config import OPTConfig
 from skipdecode.hub import resolve_source
-from skipdecode.plan import make_schedule
+from skipdecode.schedule import make_schedule
 from skipdecode.weights import check_folder
 
 CODE_VERSION = 1  # raise when a change alters the weights that the same configuration gives
@@ -67,7 +67,7 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
     source, opt = _check_model(config.model)
-    opt = replace(opt, skip_decode=check_schedules(config.train, opt.num_hidden_layers))
+    opt = replace(opt, skip_decode=check_schedules(config.train, opt.num_hidden_layers), ffn_skip=None)
     pairs, validation = _scan(config.data, "path"), _scan(config.data, "validation")
     pairs = replace(pairs, texts=list(vary_names(pairs.texts, config.data.made_names_share, config.train.seed)))
     files, tokenizer = _make_tokenizer(source, opt, pairs.texts, folder if earlier else None)
@@ -138,6 +138,8 @@ def check_schedules(train: TrainSection, num_layers: int) -> dict[str, Any]:
 
 
 def _check_schedule(key: str, decode: dict[str, Any], horizon: int, num_layers: int) -> None:
+    if decode.get("ffn_skip") is not None:
+        raise ConfigError(f"{key}.ffn_skip: FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate")
     try:
         make_schedule(decode, num_layers=num_layers, max_new_tokens=horizon + 1)
     except ValueError as error:

@@ -14,7 +14,7 @@ from pipeline.config import ConfigError, JobConfig
 from pipeline.input.plan import InputPlan
 from skipdecode.hub import resolve_source
 
-CODE_VERSION = 2  # raise when a change alters the tokens or rows that the same configuration gives
+CODE_VERSION = 3  # raise when a change alters the tokens or rows that the same configuration gives
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file
 NUM_SHOWN = 3  # input files that an error names
 
@@ -24,7 +24,8 @@ def fingerprint(
 ) -> dict[str, Any]:
     """`decode`, `dtype`: as they are settled, never "auto". A resumed run must agree in every entry."""
     entries: dict[str, Any] = {"code_version": CODE_VERSION, "model.dtype": dtype}
-    entries |= {f"decode.{key}": value for key, value in decode.items()}
+    entries |= {f"decode.{key}": value for key, value in decode.items() if key != "ffn_skip"}
+    entries |= {f"decode.ffn_skip.{key}": value for key, value in decode.get("ffn_skip", {}).items()}
     for section, names in (
         ("sampling", None),
         ("prefill", None),

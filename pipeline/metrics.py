@@ -32,6 +32,7 @@ BATCH_SCHEMA = pa.schema(
                 ("decode_steps", pa.int32()),
                 ("row_steps", pa.int64()),
                 ("layers_run", pa.int64()),
+                ("ffns_run", pa.int64()),
                 ("layer_row_steps", pa.int64()),
                 ("cache_bytes", pa.int64()),
                 ("prefill_s", pa.float64()),

@@ -48,6 +48,7 @@ def make_report(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
         "speedup": speedup(batches),
         "agreement": agreement(batches),
         "layers_per_token": _ratio(sum(b["layers_run"] for b in batches), decoded["output"] - decoded["rows"]),
+        "ffns_per_token": _ratio(sum(b["ffns_run"] for b in batches), decoded["output"] - decoded["rows"]),
         "padding_fraction": 1
         - (_ratio(decoded["input"], sum(b["rows"] * b["prompt_columns"] for b in batches)) or 1.0),
         "prefill_s": sum(b["prefill_s"] for b in batches),

@@ -5,7 +5,7 @@ import io
 import json
 from typing import Any
 
-from skipdecode.plan import make_schedule
+from skipdecode.schedule import make_schedule
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>

@@ -144,8 +144,8 @@ def fit(
 def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
     """Adds the text and the status, and puts the columns in the order of the contract."""
     tokenizer = _tokenizer(config.source, config.model)
-    names = ("generated_tokens", "layers_run", "finish_reason", "error_code", "error_message")
-    tokens, layers, reasons, codes, messages = (table[name].to_pylist() for name in names)
+    names = ("generated_tokens", "layers_run", "ffns_run", "finish_reason", "error_code", "error_message")
+    tokens, layers, ffns, reasons, codes, messages = (table[name].to_pylist() for name in names)
     texts = [""] * len(codes)
     for row, own in enumerate(table[SAMPLING].to_pylist()):
         try:
@@ -154,13 +154,14 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
             texts[row] = cut_at_stop(text, stop)
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             codes[row], messages[row] = ENGINE_ERROR, describe(error)
-            tokens[row], layers[row], reasons[row] = [], 0, "error"
+            tokens[row], layers[row], ffns[row], reasons[row] = [], 0, 0, "error"
     columns = {
         "generated_text": pa.array(texts, pa.string()),
         "generated_tokens": pa.array(tokens, TOKENS),
         "num_generated_tokens": pa.array([len(t) for t in tokens], pa.int32()),
         "finish_reason": pa.array(reasons, pa.string()),
         "layers_run": pa.array(layers, pa.int32()),
+        "ffns_run": pa.array(ffns, pa.int32()),
         "error_code": pa.array(codes, pa.string()),
         "error_message": pa.array(messages, pa.string()),
         STATUS: pa.array(["failed" if code else "ok" for code in codes], pa.string()),

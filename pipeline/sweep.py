@@ -30,10 +30,11 @@ from pipeline.report import agreement, speedup
 from pipeline.run_folder import Note
 from pipeline.sweep_report import headline, write_json, write_report
 from skipdecode.generate import Request
-from skipdecode.plan import make_schedule
 from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
 
 MADE_PROMPTS = 500  # without references
+SPEED_BATCHES = 4  # for each of `speed_at`, both ways
 E2E_DATA = (
     "the E2E NLG challenge data (github.com/tuetschek/e2e-dataset, CC BY-SA 4.0; devset.csv with columns mr and ref) "
     "are not part of this project; download the file and name it with data.path=... (make quality E2E=...)"
@@ -68,6 +69,9 @@ class SweepConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     threads: Annotated[int, Field(ge=1)] | None = None
     batch_size: Annotated[int, Field(ge=1)] = 64
+    speed_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Batch sizes to measure the speed at too, on as many prompts as it takes for SPEED_BATCHES batches."""
+    plot_against: Literal["speedup", "ffn_skip_share"] = "speedup"
     output: str = "outputs/quality"
 
 
@@ -138,6 +142,10 @@ def measure_all(
                 "decode": setting.decode,
             }
             row |= measure(generator.with_decode(setting.decode), corpus, pairs, config)
+            row["speed_at"] = {
+                str(size): speed(generator.with_decode(setting.decode, size), corpus, config)["speedup"]
+                for size in config.speed_at
+            }
             row["elapsed_s"] = time.monotonic() - started
             done += 1
             note(f"[{done}/{total}] {headline(row)}")
@@ -167,6 +175,10 @@ def check_run(config: SweepConfig, index: int, note: Note) -> list[Setting]:
 
 def schedule_name(decode: dict[str, Any]) -> str:
     """`full depth`, `3x`, `10/6` (most and fewest layers), or the constant number of layers."""
+    if "ffn_skip" in decode:
+        skip = decode["ffn_skip"]
+        found = next((f" {skip[key]}" for key in ("threshold", "share") if key in skip), "")
+        return f"{schedule_name({k: v for k, v in decode.items() if k != 'ffn_skip'})}, FFN {skip['mode']}{found}"
     if decode["method"] == "full":
         return "full depth"
     if "max_layers" in decode:
@@ -203,9 +215,7 @@ def measure(
     generator: Generator, corpus: Corpus, pairs: Sequence[tuple[list[int], list[int]]], config: SweepConfig
 ) -> dict[str, Any]:
     """One line of the table: texts scored, loss of the references, layers and speedup."""
-    sampling = Sampling(max_new_tokens=config.max_new_tokens)
-    tokens = generator.tokenizer.encode(corpus.prompts)
-    result = generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])
+    result = decode(generator, corpus.prompts, config)
     texts = ["" if isinstance(a, RowFailure) else generator.tokenizer.decode(a.tokens) for a in result.answers]
     schedule = generator.schedule(config.max_new_tokens)
     row: dict[str, Any] = {"failed": sum(isinstance(answer, RowFailure) for answer in result.answers)}
@@ -217,6 +227,21 @@ def measure(
     return row | slot_share(corpus.prompts, texts)
 
 
+def decode(generator: Generator, prompts: Sequence[str], config: SweepConfig) -> WindowResult:
+    """All prompts in one window: sorted by length, every batch at full depth too."""
+    sampling = Sampling(max_new_tokens=config.max_new_tokens)
+    tokens = generator.tokenizer.encode(prompts)
+    return generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])
+
+
+def speed(generator: Generator, corpus: Corpus, config: SweepConfig) -> dict[str, Any]:
+    """`speed_figures` of another batch size, on a sample of the prompts."""
+    count = SPEED_BATCHES * generator.batch_size(1, config.max_new_tokens)
+    prompts = [*corpus.prompts] * -(-count // len(corpus.prompts))
+    result = decode(generator, prompts[:count], config)
+    return speed_figures(result, is_full=generator.schedule(config.max_new_tokens) == generator.full)
+
+
 def speed_figures(result: WindowResult, *, is_full: bool) -> dict[str, Any]:
     """Layers per decode step as run, tokens per second, speedup and agreement; full depth is 1 by definition."""
     batches = pa.Table.from_pylist(result.batches, schema=BATCH_SCHEMA).to_pylist()
@@ -226,8 +251,10 @@ def speed_figures(result: WindowResult, *, is_full: bool) -> dict[str, Any]:
     if is_full:
         measured |= {"measured": 1.0, "measured_decode": 1.0, "predicted": 1.0}
         agrees |= {"exact_rows": 1.0, "token_match": 1.0}
+    layers, ffns = sum(b["layers_run"] for b in batches), sum(b["ffns_run"] for b in batches)
     return {
-        "layers_per_token": sum(b["layers_run"] for b in batches) / steps if steps else None,
+        "layers_per_token": layers / steps if steps else None,
+        "ffn_skip_share": 1 - ffns / layers if layers else None,
         "output_tokens_per_s": sum(b["output_tokens"] for b in batches) / seconds if seconds else None,
         "speedup": measured,
         "agreement": agrees,

@@ -13,6 +13,7 @@ Row = dict[str, Any]
 
 COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("layers per token", lambda row: row["layers_per_token"], ".1f"),
+    ("FFNs skipped, %", lambda row: _times(row.get("ffn_skip_share") or None, 100), ".1f"),
     ("BLEU", lambda row: row.get("bleu"), ".1f"),
     ("chrF", lambda row: row.get("chrf"), ".1f"),
     ("ROUGE-1", lambda row: row.get("rouge1"), ".1f"),
@@ -28,9 +29,11 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
 """Heading, value, format. A column that no row has a value for is left out."""
 
 COMPARED = (
-    "ROUGE-L against `{}`, and for other methods against the most similar depth of the first one, prompt by prompt "
-    "(95 %):"
+    "ROUGE-L against `{}`, and for other methods against the setting of the first one that runs about as much, prompt "
+    "by prompt (95 %):"
 )
+
+AXES = {"speedup": "measured speedup over full depth", "ffn_skip_share": "feed-forward blocks skipped, %"}
 
 COLORS = ("#0b6e99", "#d1495b", "#c98a00", "#5b8c3a", "#6f5aa8", "#555555")  # told apart in grey too, with the markers
 MARKERS = "osD^vP"
@@ -74,9 +77,20 @@ def markdown(document: dict[str, Any]) -> str:
         *([row["name"], measured(row), *(_cell(get(row), spec) for _, get, spec in columns)] for row in rows),
     ]
     parts = [_table(lines), _legend(document)]
+    if sizes := list(rows[0].get("speed_at", ())):
+        head = ["", *(f"batch {size}" for size in sizes)]
+        parts += [
+            "Speedup by batch size, measured (predicted from what ran):",
+            _table([head, ["---", *["---:"] * len(sizes)], *(_speeds(row, sizes) for row in rows)]),
+        ]
     if len(compared := _compared(rows)) > 1:
         parts += [COMPARED.format(rows[0]["name"]), _table(compared)]
     return "\n\n".join(parts) + "\n"
+
+
+def _speeds(row: Row, sizes: Sequence[str]) -> list[str]:
+    cells = [row["speed_at"][size] for size in sizes]
+    return [row["name"], *(f"{_cell(c['measured'], '.2f')} ({_cell(c['predicted'], '.2f')})" for c in cells)]
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
@@ -84,18 +98,24 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _compared(rows: Sequence[Row]) -> list[list[str]]:
-    """Each setting against the first one, and against the most similar depth of the first label with several."""
+    """Each setting against the first one, and against that of the first label with several that runs about as much."""
     lines = [["", "layers per token", f"against {rows[0]['name']}", "against", "difference"], ["---", *["---:"] * 4]]
     labels = [row["label"] for row in rows]
     label = next((label for label in labels if labels.count(label) > 1), labels[0])
     main = [row for row in rows if row["label"] == label]
     for row in rows[1:]:
         if "rougeL_rows" in row and row["layers_per_token"]:
-            near = min(main, key=lambda other: abs((other["layers_per_token"] or 0) - row["layers_per_token"]))
+            near = min(main, key=lambda other: abs(_work(other) - _work(row)))
             cells = [row["name"], f"{row['layers_per_token']:.1f}", difference(row, rows[0])]
             cells += ["", ""] if row in main else [near["name"], difference(row, near)]
             lines.append(cells)
     return lines
+
+
+def _work(row: Row) -> float:
+    """Layers per token, a layer without its feed-forward block being a third of one (4 of 12 d^2 weights in OPT)."""
+    layers: float = row["layers_per_token"] or 0.0
+    return layers * (1 - 2 / 3 * (row.get("ffn_skip_share") or 0.0))
 
 
 def difference(row: Row, other: Row) -> str:
@@ -144,35 +164,37 @@ def plot(document: dict[str, Any]) -> Any:
     figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
     axes = figure.subplots(1, len(panels))
     labels = list(dict.fromkeys(row["label"] for row in document["rows"]))
+    against = document["config"].get("plot_against", "speedup")
     for ax, (key, title) in zip(axes, panels, strict=True):
         for index, label in enumerate(labels):
-            _line(ax, index, label, points(document["rows"], label, key))
-        ax.set(title=title, xlabel="measured speedup over full depth")
+            _line(ax, index, label, points(document["rows"], label, key, against), against)
+        ax.set(title=title, xlabel=AXES[against])
         ax.grid(color="0.92")
         ax.spines[["top", "right"]].set_visible(False)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(labels), frameon=False)
     return figure
 
 
-def points(rows: Sequence[Row], label: str, key: str) -> list[tuple[float, float, Row]]:
-    """(measured speedup, figure, row) of the settings of one label that have both, by speedup."""
+def points(rows: Sequence[Row], label: str, key: str, against: str = "speedup") -> list[tuple[float, float, Row]]:
+    """(x, figure, row) of the settings of one label that have both, by x: measured speedup, or `ffn_skip_share`."""
     found = []
     for row in rows:
         value = _times(row["agreement"]["token_match"], 100) if key == "token_match" else row[key]
-        if row["label"] == label and value is not None and row["speedup"]["measured"] is not None:
-            found.append((row["speedup"]["measured"], value, row))
+        x = row["speedup"]["measured"] if against == "speedup" else _times(row[against], 100)
+        if row["label"] == label and value is not None and x is not None:
+            found.append((x, value, row))
     return sorted(found, key=lambda point: point[0])
 
 
-def _line(ax: Any, index: int, label: str, found: Sequence[tuple[float, float, Row]]) -> None:
+def _line(ax: Any, index: int, label: str, found: Sequence[tuple[float, float, Row]], against: str) -> None:
     from matplotlib.patheffects import withStroke
 
     color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
-    x, y = [speed for speed, _, _ in found], [value for _, value, _ in found]
+    x, y = [at for at, _, _ in found], [value for _, value, _ in found]
     ax.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.5, label=label)
-    if x == [1.0]:  # full depth alone: the level that the others are held against
+    if x in ([1.0], [0.0]):  # nothing skipped: the level that the others are held against
         ax.axhline(y[0], color=color, linewidth=1, linestyle=":")
-    for speed, value, row in found:
+    for speed, value, row in found if against == "speedup" else ():
         if row["speedup"]["ci95"]:
             ax.hlines(value, *row["speedup"]["ci95"], color=color, linewidth=1, alpha=0.5)
         if speed != 1.0:

@@ -60,6 +60,9 @@ class OPTConfig:
     skip_decode: dict[str, Any] | None = field(default=None, hash=False)
     """The schedule that the checkpoint was tuned for (keys of `decode:` in a job's configuration)."""
 
+    ffn_skip: dict[str, Any] | None = field(default=None, hash=False)
+    """The feed-forward blocks that calibration found to matter least: `layers`, `warmup_tokens`, `num_layers`."""
+
     def __post_init__(self) -> None:
         for name in SIZES:
             value = getattr(self, name)
@@ -149,8 +152,9 @@ class OPTConfig:
         raw |= {name: getattr(self, name) for name in self.__dataclass_fields__}
         raw["word_embed_proj_dim"] = self.embed_dim
         raw["_remove_final_layer_norm"] = raw.pop("remove_final_layer_norm")
-        if raw["skip_decode"] is None:
-            del raw["skip_decode"]
+        for key in ("skip_decode", "ffn_skip"):
+            if raw[key] is None:
+                del raw[key]
         return raw
 
 

@@ -14,6 +14,7 @@ from skipdecode.plan import LayerPlan, Schedule, steps_per_layer
 
 # Operator calls per sublayer, counted in skipdecode/model.py: norms, linears, views, cache writes, attention, adds.
 ATTN_CALLS, FFN_CALLS, STEP_CALLS = 14, 5, 10
+ROW_CALLS = 20  # beside a block that each row decides on: finding, gathering and scattering rows, their likeness
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,24 @@ def head_cost(config: OPTConfig, *, rows: int, itemsize: int) -> Cost:
 
 
 def plan_parts(
-    config: OPTConfig, plan: LayerPlan, *, rows: int, new_columns: int, context: int, itemsize: int
+    config: OPTConfig,
+    plan: LayerPlan,
+    *,
+    rows: int,
+    new_columns: int,
+    context: int,
+    itemsize: int,
+    ffn_rows: Sequence[int] | None = None,
 ) -> list[Cost]:
-    """The costs of one forward call, one entry per sublayer that runs, the head last."""
+    """The costs of one forward call, one entry per sublayer that runs, the head last.
+
+    `ffn_rows`: on how many rows each block in `plan.by_row` ran; None: on all.
+    """
     attn = attention_cost(config, rows=rows, new_columns=new_columns, context=context, itemsize=itemsize)
     ffn = ffn_cost(config, tokens=rows * new_columns, itemsize=itemsize)
-    parts = [attn] * sum(plan.attn) + [ffn] * sum(plan.ffn)
+    parts = [attn] * sum(plan.attn) + [ffn] * (sum(plan.ffn) - sum(plan.by_row))
+    for n in [rows] * sum(plan.by_row) if ffn_rows is None else ffn_rows:
+        parts += [Cost(calls=ROW_CALLS), *[ffn_cost(config, tokens=n, itemsize=itemsize)] * bool(n)]
     return [*parts, head_cost(config, rows=rows, itemsize=itemsize)]
 
 
@@ -78,20 +91,25 @@ def predict_s(
     batch_rows: Sequence[int],
     itemsize: int,
     rows: int | None = None,
+    ffn_rows: Sequence[Sequence[int]] | None = None,
 ) -> tuple[float, float]:
     """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
 
-    None: as many prompts as rows at step 0, which is wrong where rows ended with y_0.
+    `rows` None: as many prompts as rows at step 0, which is wrong where rows ended with y_0. `ffn_rows`: for schedules
+    by row, what each step came to (`BatchStats.ffn_rows`), since nothing can know it before.
     """
     if rows is None:
         rows = batch_rows[0] if batch_rows else 1
 
-    def seconds(plan: LayerPlan, rows: int, new_columns: int, context: int) -> float:
-        parts = plan_parts(config, plan, rows=rows, new_columns=new_columns, context=context, itemsize=itemsize)
-        return sum(ceilings.seconds(part) for part in parts)
+    def seconds(plan: LayerPlan, rows: int, new: int, context: int, ran: Sequence[int] | None = None) -> float:
+        shape = {"rows": rows, "new_columns": new, "context": context, "itemsize": itemsize}
+        return sum(ceilings.seconds(part) for part in plan_parts(config, plan, **shape, ffn_rows=ran))
 
     prefill = seconds(schedule.prefill(), rows, prompt_columns, prompt_columns)
-    decode = sum(seconds(schedule.step(k), n, 1, prompt_columns + k + 1) for k, n in enumerate(batch_rows))
+    decode = sum(
+        seconds(schedule.step(k), n, 1, prompt_columns + k + 1, ffn_rows[k] if ffn_rows else None)
+        for k, n in enumerate(batch_rows)
+    )
     return prefill, decode
 
 

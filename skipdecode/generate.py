@@ -7,6 +7,7 @@ Splitting rows into batches is the caller's work (`actors.generator`).
 B rows, P prompt columns, N new tokens.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.cache import KVCache
+from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule, steps_per_layer
 from skipdecode.sampler import Sampler
@@ -40,6 +42,8 @@ class Completion:
     """`stop` (EOS or a stop string) or `length`."""
     layers_run: int
     """Layers, summed over the row's decode steps."""
+    ffns_run: int
+    """Feed-forward blocks, likewise; fewer than `layers_run` under FFN-SkipLLM only."""
 
 
 @dataclass
@@ -55,6 +59,8 @@ class BatchStats:
     """Decode steps times rows in the batch at that time."""
     layers_run: int = 0
     """Layers of the steps that rows needed: the sum of the rows' `layers_run`."""
+    ffns_run: int = 0
+    """Feed-forward blocks, likewise."""
     layer_row_steps: int = 0
     """Layers of all `row_steps`, wasted ones included."""
     cache_bytes: int = 0
@@ -62,6 +68,8 @@ class BatchStats:
     decode_s: float = 0.0
     batch_rows: list[int] = field(default_factory=list)
     """Rows in the batch at each decode step."""
+    ffn_rows: list[list[int]] = field(default_factory=list)
+    """At each decode step, the rows that each block in the plan's `by_row` ran on."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,8 @@ class _Row:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens: list[int] = []
+        self.ffns: list[int] = []
+        """Blocks in question that ran, per decode step; longer than needed once the row has ended."""
         self.finish_reason: str | None = None
 
     def take(self, new: Sequence[int], eos: int, decode: Callable[[Sequence[int]], str] | None) -> None:
@@ -117,6 +127,7 @@ def generate(
     tokens, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
     cache = allocate_cache(model, num_pad, tokens.shape[1], schedule, num_new, is_masked=batch_rows is not None)
     sampler = _sampler(requests, len(num_pad), num_new, model.device)
+    ffns = _row_ffns(schedule, requests, len(num_pad), num_new, model.device, has_fixed_shape=batch_rows is not None)
     stats = BatchStats(
         rows=len(rows),
         prompt_columns=tokens.shape[1],
@@ -135,7 +146,7 @@ def generate(
     live = list(range(len(rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
     for k in range(num_new):
         if len(made) == check_every or k == num_new - 1:
-            live, newest, cache = _check(rows, live, made, cache, sampler, model, decode_text, compact)
+            live, newest, cache = _check(rows, live, made, cache, sampler, ffns, model, decode_text, compact)
             made = []
             if not live:
                 break
@@ -146,14 +157,18 @@ def generate(
         stats.row_steps += len(newest)
         stats.layer_row_steps += len(newest) * plan.num_layers_run
         stats.batch_rows.append(len(newest))
+        if ffns is not None:
+            ffns.start(k) if plan.by_row else ffns.rest()
         positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
-        newest = sampler(model(newest[:, None], positions, cache, plan), k + 1)
+        newest = sampler(model(newest[:, None], positions, cache, plan, ffns), k + 1)
         made.append(newest)
+        stats.ffn_rows.append([] if ffns is None else ffns.rows_run)
     stats.decode_s = _now(model.device) - start
 
     completions = _complete(rows, schedule)
     stats.output_tokens = sum(len(c.tokens) for c in completions)
     stats.layers_run = sum(c.layers_run for c in completions)
+    stats.ffns_run = sum(c.ffns_run for c in completions)
     return BatchResult(completions, stats)
 
 
@@ -198,20 +213,37 @@ def _sampler(requests: Sequence[Request], batch_rows: int, num_new: int, device:
     return Sampler(ids, [r.sampling for r in requests] + [Sampling()] * empty, num_new, device)
 
 
+def _row_ffns(
+    schedule: Schedule,
+    requests: Sequence[Request],
+    batch_rows: int,
+    num_new: int,
+    device: torch.device,
+    *,
+    has_fixed_shape: bool,
+) -> RowFFNs | None:
+    ids = [r.id for r in requests] + [""] * (batch_rows - len(requests))
+    gather = device.type == "cpu" and not has_fixed_shape  # elsewhere finding the rows would wait for the device
+    return row_ffns(schedule, ids, num_new - 1, device, gather=gather)
+
+
 def _check(
     rows: list[_Row],
     live: list[int],
     made: list[Tensor],
     cache: KVCache,
     sampler: Sampler,
+    ffns: RowFFNs | None,
     model: OPT,
     decode_text: Callable[[Sequence[int]], str] | None,
     compact: bool,
 ) -> tuple[list[int], Tensor, KVCache]:
     """Looks at the tokens made since the last time; drops ended rows when enough have ended."""
     newest = made[-1]
-    for index, new in zip(live, torch.stack(made, dim=1).tolist(), strict=False):
+    counts = itertools.repeat([]) if ffns is None else ffns.history()
+    for index, new, ran in zip(live, torch.stack(made, dim=1).tolist(), counts, strict=False):
         row = rows[index]
+        row.ffns += ran
         if row.finish_reason is None:
             row.take(new, model.config.eos_token_id, decode_text)
     running = [at for at, index in enumerate(live) if rows[index].finish_reason is None]
@@ -220,19 +252,24 @@ def _check(
     if compact and len(running) <= COMPACT_AT * len(newest):
         keep = torch.tensor(running, device=newest.device)
         sampler.keep(keep)
+        if ffns is not None:
+            ffns.keep(keep)
         return [live[at] for at in running], newest[keep], cache.keep(keep)
     return live, newest, cache
 
 
 def _complete(rows: Sequence[_Row], schedule: Schedule) -> list[Completion]:
-    depth = [0]  # depth[n]: layers of the first n decode steps
+    depth, ffns = [0], [0]  # layers and certain feed-forward blocks of the first n decode steps
     for k in range(max(len(row.tokens) for row in rows) - 1):
-        depth.append(depth[-1] + schedule.step(k).num_layers_run)
+        plan = schedule.step(k)
+        depth.append(depth[-1] + plan.num_layers_run)
+        ffns.append(ffns[-1] + sum(plan.ffn) - sum(plan.by_row))
     completions = []
     for row in rows:
         assert row.finish_reason is not None, f"row {row.request.id!r} never ended"
-        # y_0 comes from the prompt; each further token took one decode step
-        completions.append(Completion(row.tokens, row.finish_reason, depth[len(row.tokens) - 1]))
+        steps = len(row.tokens) - 1  # y_0 comes from the prompt
+        ran = ffns[steps] + sum(row.ffns[:steps])
+        completions.append(Completion(row.tokens, row.finish_reason, depth[steps], ran))
     return completions
 
 

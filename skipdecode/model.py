@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from skipdecode.cache import KVCache
 from skipdecode.config import POSITION_OFFSET, OPTConfig
+from skipdecode.ffn_rows import RowFFNs
 from skipdecode.plan import LayerPlan
 
 Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -49,9 +50,17 @@ class Block(nn.Module):
         return h if self.is_pre_norm else self.attn_norm(h)
 
     def feed(self, h: Tensor) -> Tensor:
-        """The feed-forward block with its residual: [B, T, D] -> [B, T, D]."""
+        """The feed-forward block: [B, T, D] -> [B, T, D]."""
+        return self.settle(self.add_feed(h))
+
+    def add_feed(self, h: Tensor) -> Tensor:
+        """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_rows`)."""
         x = self.ffn_norm(h) if self.is_pre_norm else h
-        h = h + self.fc2(F.relu(self.fc1(x)))
+        added: Tensor = h + self.fc2(F.relu(self.fc1(x)))
+        return added
+
+    def settle(self, h: Tensor) -> Tensor:
+        """350m's norm behind the block."""
         return h if self.is_pre_norm else self.ffn_norm(h)
 
     def forward(self, h: Tensor, store: Store, mask: Tensor | None) -> Tensor:
@@ -104,15 +113,23 @@ class OPT(nn.Module):
         logits: Tensor = F.linear(h, self.embed_tokens.weight)
         return logits.float()
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, plan: LayerPlan) -> Tensor:
-        """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V] float32."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, plan: LayerPlan, rows: RowFFNs | None = None
+    ) -> Tensor:
+        """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V] float32.
+
+        `rows` decides on the blocks in `plan.by_row`.
+        """
         T = tokens.shape[1]
         h = self.embed(tokens, positions)
         mask = attention_mask(cache, T)
         for i, block in enumerate(self.layers):
             if plan.attn[i]:
                 h = block.attend(h, partial(cache.append, i), mask)
-            if plan.ffn[i]:
+            if plan.by_row and plan.by_row[i]:
+                assert rows is not None, "the plan leaves blocks to the rows, and nothing decides for them"
+                h = rows.feed(i, block, h)
+            elif plan.ffn[i]:
                 h = block.feed(h)
         cache.length += T
         return self.head(h[:, -1])

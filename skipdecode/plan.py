@@ -10,16 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import floor
-from typing import Any, Protocol
-
-METHODS = ("full", "skipdecode", "early_exit", "unified")
-
-# Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
-PRESETS = {
-    24: {2: (16, 8), 3: (10, 6), 4: (7, 5), 5: (6, 4)},
-    32: {2: (22, 11), 3: (14, 8), 4: (10, 6), 5: (8, 5)},
-}
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +21,9 @@ class LayerPlan:
     """[L] attention runs and writes K/V."""
     ffn: tuple[bool, ...]
     """[L] the feed-forward block runs."""
+    by_row: tuple[bool, ...] = ()
+    """[L], or empty for none: of the blocks in `ffn`, those that run only for the rows that need them, which is decided
+    on the device (`skipdecode.ffn_rows`)."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[int], num_layers: int) -> "LayerPlan":
@@ -63,10 +57,6 @@ class Schedule(Protocol):
 
     def __hash__(self) -> int:
         """Schedules are values: rows with equal ones share batches."""
-
-
-def round_half_up(x: float) -> int:
-    return floor(x + 0.5)
 
 
 @lru_cache(maxsize=4096)
@@ -142,78 +132,6 @@ class Unified(FullDepth):
     def step(self, k: int) -> LayerPlan:
         last, gaps = self.num_layers - 1, self.layers - 1
         return _plan(tuple((2 * i * last + gaps) // (2 * gaps) for i in range(self.layers)), self.num_layers)
-
-
-def preset(num_layers: int, speedup: float, warmup_layers: int = 1) -> tuple[int, int]:
-    """(max_layers, min_layers) of the paper for a target speedup of 2 to 5; other depths scale the 24-layer pair."""
-    table = PRESETS.get(num_layers, PRESETS[24])
-    if speedup not in table:
-        raise ValueError(
-            f"decode.speedup: {speedup!r} has no preset (1, 2, 3, 4, 5 have); "
-            "give decode.max_layers and decode.min_layers"
-        )
-    big_m, m = table[int(speedup)]
-    if num_layers not in PRESETS:
-        # round_half_up(x * L / 24) in integers
-        big_m, m = ((2 * x * num_layers + 24) // 48 for x in (big_m, m))
-        m = min(max(m, warmup_layers), num_layers)
-        big_m = min(max(big_m, m), num_layers)
-    return big_m, m
-
-
-def make_schedule(decode: dict[str, Any], *, num_layers: int, max_new_tokens: int) -> Schedule:
-    """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
-
-    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers; None counts as absent.
-    """
-    given = {key: value for key, value in decode.items() if value is not None}
-    method = given.pop("method", "skipdecode")
-    if method not in METHODS:
-        raise ValueError(f"decode.method: {method!r} is not one of {', '.join(METHODS)}")
-    allowed = {
-        "full": (),
-        "unified": ("layers",),
-    }.get(method, ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon"))
-    for key in given:
-        if key not in allowed and not (method == "full" and key == "speedup" and given[key] == 1):
-            raise ValueError(
-                f"decode.{key}: has no meaning with method {method!r}; it takes: {', '.join(allowed) or 'nothing'}; "
-                f"set decode.{key}=null where a configuration file gives it"
-            )
-    if not isinstance(given.get("speedup", 0), int | float):
-        raise ValueError(f"decode.speedup: expected a number, got {given['speedup']!r}")
-    for key in ("max_layers", "min_layers", "warmup_layers", "horizon", "layers"):
-        if not isinstance(given.get(key, 0), int):
-            raise ValueError(f"decode.{key}: expected a whole number, got {given[key]!r}")
-    if method == "full":
-        return FullDepth(num_layers)
-    if method == "unified":
-        if "layers" not in given:
-            raise ValueError("decode.layers: method 'unified' needs the number of layers to run")
-        return Unified(num_layers, given["layers"])
-    return _falling(SkipDecode if method == "skipdecode" else EarlyExit, given, num_layers, max_new_tokens)
-
-
-def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
-    bounds = [key for key in ("max_layers", "min_layers") if key in given]
-    if "speedup" in given and bounds:
-        raise ValueError(
-            f"decode.speedup: give either speedup or max_layers and min_layers, not both (got {bounds[0]} too); "
-            "set decode.speedup=null where a configuration file gives it"
-        )
-    if len(bounds) == 1:
-        missing = "min_layers" if bounds[0] == "max_layers" else "max_layers"
-        raise ValueError(f"decode.{missing}: needed beside {bounds[0]}")
-    warmup = given.get("warmup_layers", 1)
-    if bounds:
-        big_m, m = given["max_layers"], given["min_layers"]
-    else:
-        speedup = given.get("speedup", 2)
-        if speedup == 1:
-            return FullDepth(num_layers)
-        big_m, m = preset(num_layers, speedup, warmup)
-    horizon = given.get("horizon", max(max_new_tokens - 1, 1))
-    return cls(num_layers, big_m, m, warmup, horizon)
 
 
 def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:

@@ -9,14 +9,18 @@ Losses and batches only; the loop, the optimiser and the files are `actors.train
 B rows, P prompt columns, T response tokens, D width, V vocabulary.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from skipdecode.ffn_rows import RowFFNs, row_ffns
+from skipdecode.ffn_skip import FFNSkip
 from skipdecode.model import OPT, Block, causal_mask, diagonal
 from skipdecode.plan import FullDepth, Schedule, steps_per_layer
 
@@ -31,6 +35,9 @@ class TeacherBatch:
     """[B] int64: columns of left padding."""
     prompt_columns: int
 
+
+LayerRun = Callable[[Block, Tensor, Tensor | None], Tensor]
+"""A layer on its columns: block, h [B, T, D], mask -> [B, T, D]."""
 
 IGNORE = -100  # torch's cross_entropy default
 
@@ -51,10 +58,13 @@ def teacher_batch(
     return TeacherBatch(tokens.to(device), targets.to(device), num_pad.to(device), P)
 
 
-def teacher_forced_logits(model: OPT, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False) -> Tensor:
+def teacher_forced_logits(
+    model: OPT, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: RowFFNs | None = None
+) -> Tensor:
     """[B, T, V] float32: the logits that decoding under `schedule` has for each response token, in one pass.
 
-    `recompute` keeps only the input of each layer for the backward pass (activation checkpointing).
+    `recompute` keeps only the input of each layer for the backward pass (activation checkpointing). `ffns` decides on
+    feed-forward blocks in the place of what `schedule` brings (FFN-SkipLLM, which is not trained).
     """
     columns = batch.tokens.shape[1]
     num_steps = columns - batch.prompt_columns
@@ -66,17 +76,49 @@ def teacher_forced_logits(model: OPT, batch: TeacherBatch, schedule: Schedule, *
         valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
         mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
     h = model.embed(batch.tokens, positions)
-    for block, steps in zip(model.layers, steps_per_layer(schedule, num_steps), strict=True):
+    runs: Iterable[LayerRun] = (
+        _thinned(batch, schedule, ffns) if isinstance(schedule, FFNSkip) else itertools.repeat(_run)
+    )
+    for block, steps, run in zip(model.layers, steps_per_layer(schedule, num_steps), runs, strict=False):
         n = batch.prompt_columns + steps  # the columns that run this layer
         seen = mask if mask is None else mask[:, :, :n, :n]
-        x = checkpoint(_run, block, h[:, :n], seen, use_reentrant=False) if recompute else _run(block, h[:, :n], seen)
+        x = checkpoint(run, block, h[:, :n], seen, use_reentrant=False) if recompute else run(block, h[:, :n], seen)
         h = x if n == columns else torch.cat([x, h[:, n:]], dim=1)
     return model.head(h[:, batch.prompt_columns - 1 :])
 
 
 def _run(block: Block, h: Tensor, mask: Tensor | None) -> Tensor:
-    x: Tensor = block(h, lambda k, v: (k, v), mask)
+    x: Tensor = block(h, keep, mask)
     return x
+
+
+def keep(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What stands for the cache where the whole sequence is there at once."""
+    return k, v
+
+
+def _thinned(batch: TeacherBatch, schedule: FFNSkip, ffns: RowFFNs | None) -> list[LayerRun]:
+    """How each layer runs when its feed-forward block is left out for some tokens: [L]."""
+    B, columns = batch.tokens.shape
+    P, first = batch.prompt_columns, batch.prompt_columns + schedule.warmup_tokens
+    plans = [schedule.step(k) for k in range(columns - P)]
+    by_row = plans[-1].by_row and schedule.step(schedule.warmup_tokens).by_row if plans else ()
+    if by_row:
+        ids, device = [str(row) for row in range(B)], batch.tokens.device
+        ffns = ffns or row_ffns(schedule, ids, columns - P, device, gather=False)
+        assert ffns is not None, schedule
+        ffns.start(schedule.warmup_tokens, columns, first)
+
+    def run(block: Block, h: Tensor, mask: Tensor | None, layer: int, fed: int) -> Tensor:
+        h = block.attend(h, keep, mask)
+        if ffns is not None and by_row and by_row[layer]:
+            return ffns.feed(layer, block, h)
+        return torch.cat([block.feed(h[:, :fed]), h[:, fed:]], dim=1)  # those that run it are the first ones, here too
+
+    return [
+        partial(run, layer=layer, fed=P + sum(plan.ffn[layer] for plan in plans))
+        for layer in range(schedule.num_layers)
+    ]
 
 
 def response_loss(model: OPT, batch: TeacherBatch, schedule: Schedule) -> Tensor:

@@ -19,7 +19,7 @@ def process(number: int, node: str = "node-a") -> Process:
 
 
 def answer(row: str) -> Answer:
-    return Completion([len(row)], "stop", int(row[1:]))
+    return Completion([len(row)], "stop", int(row[1:]), 0)
 
 
 class Simulation:

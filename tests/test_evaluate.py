@@ -23,8 +23,8 @@ from pipeline.evaluate import draw_pairs
 from pipeline.hypotheses import choose_texts
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
-from skipdecode.plan import make_schedule
 from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
 from skipdecode.train import response_loss, teacher_batch
 
 ROOT = Path(__file__).parent.parent

@@ -18,8 +18,8 @@ from pipeline.finetune_config import TrainSection
 from pipeline.finetune_plan import check_schedules
 from skipdecode.config import OPTConfig
 from skipdecode.generate import Request, generate
-from skipdecode.plan import make_schedule
 from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
 from skipdecode.weights import load_opt
 from tests.finetune_helpers import arguments, curve, log, validations, write_pairs
 

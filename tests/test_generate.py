@@ -1,10 +1,8 @@
-"""Decoding against Hugging Face: `generate` at full depth, and under a schedule a naive decoder over HF's own modules.
+"""Decoding against Hugging Face: `generate` at full depth, and the naive decoder of `tests.naive` under a schedule.
 
-The naive decoder handles one row without padding: plain K/V lists per layer, softmax written out, the prompt at full
-depth, step k with the layers of the definition. Everything in float32; tokens must be equal, one by one.
+Everything in float32; tokens must be equal, one by one.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,9 +18,10 @@ from skipdecode import generate as decoder
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.model import OPT
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
-from skipdecode.sampling import Sampling, cut_at_stop, stop_length
+from skipdecode.sampling import cut_at_stop, stop_length
 from skipdecode.train import teacher_batch, teacher_forced_logits
 from skipdecode.weights import load_opt
+from tests.naive import greedy, naive_decode, random_prompts, requests_for, tokens_of
 
 STYLES = ["125m", "350m", "1.3b"]
 L = 6
@@ -38,19 +37,6 @@ Load = Callable[[Path], OPT]
 LoadHF = Callable[[Path], OPTForCausalLM]
 
 
-def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = 320) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [[2, *torch.randint(4, vocab, (n - 1,), generator=generator).tolist()] for n in lengths]
-
-
-def requests_for(prompts: Sequence[list[int]], sampling: Sampling) -> list[Request]:
-    return [Request(f"row-{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
-
-
-def greedy(num_new: int, **keys: object) -> Sampling:
-    return Sampling(max_new_tokens=num_new, **keys)  # type: ignore[arg-type]
-
-
 def hf_generate(reference: OPTForCausalLM, prompts: Sequence[list[int]], num_new: int, eos: int = 2) -> list[list[int]]:
     """Greedy `OPTForCausalLM.generate` of a left-padded batch; each row up to its EOS."""
     width = max(len(p) for p in prompts)
@@ -62,60 +48,6 @@ def hf_generate(reference: OPTForCausalLM, prompts: Sequence[list[int]], num_new
     return [row[: row.index(eos) + 1] if eos in row else row for row in made]
 
 
-class NaiveRow:
-    """One row, HF's modules called by hand: no padding, no fused projections, no SDPA, keys and values in lists."""
-
-    def __init__(self, reference: OPTForCausalLM) -> None:
-        self.decoder, self.lm_head = reference.model.decoder, reference.lm_head
-        self.keys: list[list[Tensor]] = [[] for _ in self.decoder.layers]
-        self.values: list[list[Tensor]] = [[] for _ in self.decoder.layers]
-        self.position = 0
-
-    def feed(self, token: int, layers: Sequence[int]) -> Tensor:
-        """Logits [V] behind `token`, which runs `layers` only."""
-        d = self.decoder
-        h = d.embed_tokens(torch.tensor(token))
-        if d.project_in is not None:
-            h = d.project_in(h)
-        h = h + d.embed_positions.weight[self.position + 2]
-        for i in layers:
-            layer, is_pre = d.layers[i], d.layers[i].do_layer_norm_before
-            x = self.attend(i, layer.self_attn_layer_norm(h) if is_pre else h)
-            h = h + x if is_pre else layer.self_attn_layer_norm(h + x)
-            x = layer.fc2(torch.relu(layer.fc1(layer.final_layer_norm(h) if is_pre else h)))
-            h = h + x if is_pre else layer.final_layer_norm(h + x)
-        self.position += 1
-        if d.final_layer_norm is not None:
-            h = d.final_layer_norm(h)
-        if d.project_out is not None:
-            h = d.project_out(h)
-        return self.lm_head(h)
-
-    def attend(self, i: int, x: Tensor) -> Tensor:
-        attn = self.decoder.layers[i].self_attn
-        heads, dim = attn.num_heads, attn.head_dim
-        self.keys[i].append(attn.k_proj(x).view(heads, dim))
-        self.values[i].append(attn.v_proj(x).view(heads, dim))
-        k, v = torch.stack(self.keys[i], 1), torch.stack(self.values[i], 1)  # [H, S, K]
-        q = attn.q_proj(x).view(heads, 1, dim) / math.sqrt(dim)
-        return attn.out_proj(((q @ k.transpose(1, 2)).softmax(-1) @ v).reshape(-1))
-
-
-def naive_decode(
-    reference: OPTForCausalLM, prompt: list[int], schedule: Schedule, num_new: int, eos: int = 2
-) -> list[int]:
-    row, num_layers = NaiveRow(reference), len(reference.model.decoder.layers)
-    with torch.inference_mode():
-        for token in prompt:
-            logits = row.feed(token, range(num_layers))
-        tokens = [int(logits.argmax())]
-        for k in range(num_new - 1):
-            if tokens[-1] == eos:
-                break
-            tokens.append(int(row.feed(tokens[-1], schedule.step(k).layers).argmax()))
-    return tokens
-
-
 def logged(model: OPT, requests: Sequence[Request], schedule: Schedule, **keys: object) -> tuple[BatchResult, Tensor]:
     """The result, and the logits [B, N, V] of all calls of the model."""
     calls: list[Tensor] = []
@@ -125,10 +57,6 @@ def logged(model: OPT, requests: Sequence[Request], schedule: Schedule, **keys: 
     finally:
         hook.remove()
     return result, torch.stack(calls, dim=1)
-
-
-def tokens_of(result: BatchResult) -> list[list[int]]:
-    return [c.tokens for c in result.completions]
 
 
 def mean_distinct(rows: Sequence[Sequence[int]]) -> float:
@@ -481,13 +409,13 @@ def test_eos_and_stop_string_and_limit_together(
                     model, [Request("x", prompts[i], greedy(**keys))], FULL, decode_text=tokenizer.decode
                 ).completions[0]  # type: ignore[arg-type]
 
-            assert run(num_new=length) == Completion(whole, "stop", L * (length - 1))
-            assert run(num_new=length - 1) == Completion(whole[:-1], "length", L * (length - 2))
+            assert run(num_new=length) == Completion(whole, "stop", L * (length - 1), L * (length - 1))
+            assert run(num_new=length - 1) == Completion(whole[:-1], "length", L * (length - 2), L * (length - 2))
             last = tokenizer.decode(whole[-2:-1])
             if last and "\ufffd" not in last:
                 end = defined_end(whole, [last], tokenizer.decode)
                 assert end is not None
-                assert run(num_new=40, stop=(last,)) == Completion(whole[:end], "stop", L * (end - 1))
+                assert run(num_new=40, stop=(last,)) == Completion(whole[:end], "stop", L * (end - 1), L * (end - 1))
                 assert run(num_new=end, stop=(last,)).finish_reason == "stop"
 
 

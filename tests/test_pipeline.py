@@ -25,8 +25,8 @@ from pipeline.schema import OUTPUT_SCHEMA
 from skipdecode.config import OPTConfig
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
-from skipdecode.plan import make_schedule
 from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
 
 ROOT = Path(__file__).parent.parent
 WORDS = ("The Golden Otter is a cheap pub near Willow Station serves Italian food riverside 東京 Köln 🙂 £20").split()
@@ -122,7 +122,7 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
         assert mine["num_input_tokens"] == len(tokens)
         assert mine["num_generated_tokens"] == len(mine["generated_tokens"])
         assert mine["finish_reason"] == ("stop" if mine["generated_tokens"][-1] == config.eos_token_id else "length")
-        assert mine["layers_run"] == 6 * (mine["num_generated_tokens"] - 1)
+        assert mine["layers_run"] == mine["ffns_run"] == 6 * (mine["num_generated_tokens"] - 1)
         lengths.add(mine["num_generated_tokens"])
     assert len(lengths) > 2, "rows must end at different steps for this test to mean anything"
     assert report["books"] == {"input": 40, "ok": 40, "failed": 0, "closed": True}
@@ -130,14 +130,22 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
     assert 1 <= len(report["actors"]) <= (1 if num_actors == "1" else 2)
 
 
+FFN_SKIP = {"mode": "row", "threshold": 0.85, "cold_start": 1, "cold_end": 1, "warmup_tokens": 2}
+
+
 @pytest.mark.parametrize(
     "decode",
     [
         {"method": "skipdecode", "max_layers": 5, "min_layers": 2},
-        {"method": "early_exit", "speedup": 2},
-        {"method": "unified", "layers": 3},
+        pytest.param({"method": "early_exit", "speedup": 2}, marks=pytest.mark.slow),
+        pytest.param({"method": "unified", "layers": 3}, marks=pytest.mark.slow),
+        {
+            "method": "unified",
+            "layers": 5,
+            "ffn_skip": {"threshold": 0.85, "cold_start": 1, "cold_end": 1, "warmup_tokens": 2},
+        },
     ],
-    ids=lambda decode: decode["method"],
+    ids=lambda decode: f"{decode['method']}{'-ffn' * ('ffn_skip' in decode)}",
 )
 def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
     job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: OPT, decode: dict[str, Any]
@@ -155,11 +163,15 @@ def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
         alone = generate(loaded, [request], schedule).completions[0]
         mine = got[f"in.jsonl:{i}"]
         assert (mine["generated_tokens"], mine["layers_run"]) == (alone.tokens, alone.layers_run)
+        assert mine["ffns_run"] == alone.ffns_run
+    steps = sum(len(row["generated_tokens"]) - 1 for row in got.values())
+    assert report["ffns_per_token"] == pytest.approx(sum(row["ffns_run"] for row in got.values()) / steps)
+    assert (report["ffns_per_token"] < report["layers_per_token"]) is ("ffn_skip" in decode)
     s = report["speedup"]
     assert s["batches"] >= 2
     assert s["ci95"][0] < s["measured"] < s["ci95"][1]
     assert s["layers"] > 1
-    assert s["predicted"] > 1
+    assert s["predicted"] > (0 if "ffn_skip" in decode else 1), "at this width deciding by row costs more than it saves"
     assert 0 <= report["agreement"]["exact_rows"] <= report["agreement"]["token_match"] <= 1
 
 

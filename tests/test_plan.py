@@ -10,18 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from skipdecode.plan import (
-    EarlyExit,
-    FullDepth,
-    LayerPlan,
-    SkipDecode,
-    Unified,
-    has_no_kv_holes,
-    make_schedule,
-    preset,
-    round_half_up,
-    steps_per_layer,
-)
+from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, SkipDecode, Unified, has_no_kv_holes, steps_per_layer
+from skipdecode.schedule import make_schedule, preset
 
 HALF = Fraction(1, 2)
 
@@ -104,11 +94,6 @@ def test_beyond_the_horizon_the_budget_stays_minimal() -> None:
     schedule = SkipDecode(24, 16, 8, 1, 10)
     assert schedule.budget(8) > 8
     assert {schedule.budget(k) for k in (9, 10, 100, 10**9)} == {8}
-
-
-@pytest.mark.parametrize(("given", "rounded"), [(0.5, 1), (1.5, 2), (2.5, 3), (2.49, 2), (-0.5, 0), (3.0, 3)])
-def test_round_half_up(given: float, rounded: int) -> None:
-    assert round_half_up(given) == rounded
 
 
 def test_ties_round_up() -> None:

@@ -74,6 +74,7 @@ def test_tokens_that_cannot_be_made_text_fail_alone(config: TokenizeConfig) -> N
         num_generated_tokens=pa.array([2, 2, 1], pa.int32()),
         finish_reason=["length", "stop", "stop"],
         layers_run=pa.array([6, 6, 0], pa.int32()),
+        ffns_run=pa.array([6, 5, 0], pa.int32()),
         extra=["x", "y", "z"],
     )
     done = finish(decoded, config=config, extra_names=("extra",))
@@ -84,7 +85,7 @@ def test_tokens_that_cannot_be_made_text_fail_alone(config: TokenizeConfig) -> N
     assert bad["error_code"] == "engine_error"
     assert "OverflowError" in bad["error_message"]
     assert (bad["generated_text"], bad["generated_tokens"], bad["num_generated_tokens"]) == ("", [], 0)
-    assert (bad["finish_reason"], bad["layers_run"], bad["extra"]) == ("error", 0, "y")
+    assert (bad["finish_reason"], bad["layers_run"], bad["ffns_run"], bad["extra"]) == ("error", 0, 0, "y")
     assert rows[0]["generated_text"] == OPTTokenizer(config.source, config.model).decode([5, 6])
 
 

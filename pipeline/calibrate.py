@@ -1,0 +1,225 @@
+"""`jobs.calibrate` as a library call: sample prompts in, a checkpoint that carries what to skip out.
+
+The output is the model's folder again (weights linked where the filesystem can) with `ffn_skip` in its `config.json`,
+and under `calibration/` what was measured. In this process, on one device; the measuring is `actors.calibrate`.
+"""
+
+import json
+import os
+import shutil
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import Field
+
+from actors.calibrate import Candidate, Progress, Sample, propose_layers, propose_rule
+from actors.generator import Generator, GeneratorConfig, RowFailure, choose_device
+from pipeline.checks import Model, check_model
+from pipeline.cluster import num_cores
+from pipeline.config import ConfigError, DecodeConfig, InputConfig, JobConfig, ModelConfig, SamplingConfig, Section
+from pipeline.input.files import list_input
+from pipeline.input.plan import plan_input
+from pipeline.input.read import read_file
+from pipeline.input.scan import scan_file
+from pipeline.machine import provenance
+from pipeline.run_folder import Note
+from pipeline.schema import PROMPT
+from skipdecode.ffn_skip import SkipBand, SkipSaturated
+from skipdecode.generate import Request
+from skipdecode.sampling import Sampling
+
+PROGRESS_S = 5.0
+
+
+class CalibrateConfig(Section):
+    model: ModelConfig = ModelConfig()
+    decode: DecodeConfig = DecodeConfig(method="full")
+    """The schedule beneath, without `ffn_skip`."""
+    input: InputConfig = InputConfig()
+    """Sample prompts, as jobs.generate reads them; rows that it would fail are left out."""
+    num_prompts: Annotated[int, Field(ge=1)] = 128
+    """The first distinct ones."""
+    skip_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
+    """Feed-forward blocks of decode steps to leave out, of all that the schedule beneath runs."""
+    warmup_tokens: Annotated[int, Field(ge=0)] = 25
+    """Decode steps that skip nothing."""
+    max_new_tokens: Annotated[int, Field(ge=2)] = 64
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    output: Annotated[str, Field(min_length=1)] = "outputs/calibrated"
+
+
+def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
+    """Measures, proposes, and writes the checkpoint; gives back `calibration/calibration.json`."""
+    started = time.monotonic()
+    if config.decode.ffn_skip is not None:
+        raise ConfigError("decode.ffn_skip: is what is looked for; give the schedule beneath alone")
+    target = Path(config.output).expanduser()
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise ConfigError(f"output: {target} exists already; choose another output, or remove it")
+    device = choose_device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+    sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
+    model = check_model(JobConfig(model=config.model, decode=config.decode, sampling=sampling), note)
+    prompts = read_prompts(config.input, config.num_prompts)
+    sample = write_sample(config, model, prompts, note)
+    note(f"sample: {len(prompts)} prompts, {sample.num_tokens} tokens that a decode step made")
+    try:
+        layers = propose_layers(sample, config.skip_share, config.warmup_tokens, _progress(note, "fixed layers"))
+        rule = propose_rule(sample, config.skip_share, config.warmup_tokens, _progress(note, "row rule"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    _, loss, token_match = sample.measure(sample.base)
+    document = provenance(device) | {
+        "model": config.model.source,
+        "decode": model.decode,
+        "prompts": len(prompts),
+        "tokens": sample.num_tokens,
+        "without_skipping": {"loss": loss, "token_match": token_match},
+        "calibrated": _figures(layers),
+        "row": _figures(rule),
+        "config": config.model_dump(mode="json"),
+        "elapsed_s": time.monotonic() - started,
+    }
+    write_checkpoint(target, model, layers, sample, document)
+    return document
+
+
+def read_prompts(config: InputConfig, count: int) -> list[str]:
+    """The first `count` distinct prompts that are fit to run."""
+    listing = list_input(config)
+    plan = plan_input(listing, [scan_file(listing, index, config)[0] for index in range(len(listing.files))], config)
+    found: dict[str, None] = {}
+    for index in range(len(listing.files)):
+        for block in read_file(plan, index, config):
+            texts, codes = block[PROMPT].to_pylist(), block["error_code"].to_pylist()
+            found |= dict.fromkeys(text for text, code in zip(texts, codes, strict=True) if text and not code)
+            if len(found) >= count:
+                return list(islice(found, count))
+    if not found:
+        raise ConfigError(f"input.path: no usable prompt in {', '.join(config.path)}")
+    return list(found)
+
+
+def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note: Note) -> Sample:
+    """Decodes the prompts under the schedule beneath; those that do not fit are left out."""
+    generator = Generator(
+        GeneratorConfig(
+            source=str(model.folder),
+            tokenizer=config.model.tokenizer,
+            decode=model.decode,
+            dtype=config.model.dtype,
+            device=config.device,
+            num_threads=config.threads or num_cores(),
+            batch_size=config.batch_size,
+        )
+    )
+    room = model.config.max_position_embeddings - config.max_new_tokens
+    tokens = [ids for ids in generator.tokenizer.encode(prompts) if len(ids) <= room]
+    if len(tokens) < len(prompts):
+        note(f"{len(prompts) - len(tokens)} prompts with more than {room} tokens were left out")
+    if not tokens:
+        raise ConfigError(f"input.path: every prompt has more than {room} tokens")
+    requests = [Request(str(n), ids, Sampling(config.max_new_tokens)) for n, ids in enumerate(tokens)]
+    answers = generator(requests).answers
+    failed = [answer for answer in answers if isinstance(answer, RowFailure)]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(answers)} prompts could not be decoded: {failed[0].error_message}")
+    pairs = [(ids, a.tokens) for ids, a in zip(tokens, answers, strict=True) if not isinstance(a, RowFailure)]
+    if all(len(made) < 2 for _, made in pairs):
+        raise ConfigError("input.path: the model ends every one of these prompts with its first token")
+    base = generator.schedule(config.max_new_tokens)
+    return Sample(generator.model, base, pairs, config.batch_size)
+
+
+def write_checkpoint(target: Path, model: Model, layers: Candidate, sample: Sample, document: dict[str, Any]) -> None:
+    """The model's files, its `config.json` with `ffn_skip`, and `calibration/`. Beside its place, then renamed."""
+    staging = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    (staging / "calibration").mkdir(parents=True)
+    for path in model.folder.iterdir():
+        if path.is_file() and path.name != "config.json":
+            _link(path.resolve(), staging / path.name)
+    raw = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
+    assert isinstance(layers.schedule, SkipBand)
+    raw["ffn_skip"] = {
+        "num_layers": model.config.num_hidden_layers,
+        "layers": list(layers.schedule.layers),
+        "warmup_tokens": layers.schedule.warmup_tokens,
+        "skip_share": layers.skip_share,
+        "decode": model.decode,
+    }
+    (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    folder = staging / "calibration"
+    (folder / "calibration.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    table = sample.table()
+    pq.write_table(pa.Table.from_pylist(table), folder / "similarity.parquet")
+    figure = heat_map(table, document)
+    for kind in ("svg", "png"):
+        figure.savefig(folder / f"similarity.{kind}", dpi=120)
+    if target.is_dir():
+        target.rmdir()  # empty, as was checked
+    os.replace(staging, target)
+
+
+def heat_map(table: list[dict[str, Any]], document: dict[str, Any]) -> Any:
+    """How far each block moves the state (1 - cosine, logarithmic) per layer and decode step; lines: skipped."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+
+    shape = (max(line["layer"] for line in table) + 1, max(line["step"] for line in table) + 1)
+    moved = np.full(shape, np.nan)
+    for line in table:
+        moved[line["layer"], line["step"]] = max(1.0 - line["mean"], 1e-6)
+    figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    image = axes.imshow(moved, aspect="auto", origin="lower", norm=LogNorm(), cmap="cividis", interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="1 - cos(h, h + FFN(h)), mean")
+    skipped = document["calibrated"]["ffn_skip"]
+    if skipped["warmup_tokens"] < shape[1]:
+        for layer in skipped["layers"]:
+            axes.plot([skipped["warmup_tokens"], shape[1] - 1], [layer, layer], color="white", linewidth=0.8)
+    axes.set(
+        xlabel="decode step", ylabel="layer", title="How far a feed-forward block moves the state; lines: calibrated"
+    )
+    return figure
+
+
+def _figures(candidate: Candidate) -> dict[str, Any]:
+    """A proposal as `decode.ffn_skip` takes it, and what it did to the sample."""
+    schedule = candidate.schedule
+    keys: dict[str, Any] = {"warmup_tokens": schedule.warmup_tokens}
+    if isinstance(schedule, SkipSaturated):
+        keys |= {"mode": "row", "threshold": schedule.threshold}
+        keys |= {"cold_start": schedule.cold_start, "cold_end": schedule.cold_end}
+    elif isinstance(schedule, SkipBand):
+        keys |= {"mode": "fixed", "layers": list(schedule.layers)}
+    measured = {"skip_share": candidate.skip_share, "loss": candidate.loss, "token_match": candidate.token_match}
+    return {"ffn_skip": keys} | measured
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another filesystem, or one without links
+        shutil.copy2(source, target)
+
+
+def _progress(note: Note, what: str) -> Progress:
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_S or done == total:
+            last = time.monotonic()
+            note(f"progress: {what}: {done}/{total} candidates")
+
+    return tell

@@ -1,0 +1,140 @@
+"""A schedule from a `decode:` mapping: presets, defaults, and errors that name the key. No torch."""
+
+from typing import Any
+
+from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+
+METHODS = ("full", "skipdecode", "early_exit", "unified")
+
+# Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
+PRESETS = {
+    24: {2: (16, 8), 3: (10, 6), 4: (7, 5), 5: (6, 4)},
+    32: {2: (22, 11), 3: (14, 8), 4: (10, 6), 5: (8, 5)},
+}
+
+
+def preset(num_layers: int, speedup: float, warmup_layers: int = 1) -> tuple[int, int]:
+    """(max_layers, min_layers) of the paper for a target speedup of 2 to 5; other depths scale the 24-layer pair."""
+    table = PRESETS.get(num_layers, PRESETS[24])
+    if speedup not in table:
+        raise ValueError(
+            f"decode.speedup: {speedup!r} has no preset (1, 2, 3, 4, 5 have); "
+            "give decode.max_layers and decode.min_layers"
+        )
+    big_m, m = table[int(speedup)]
+    if num_layers not in PRESETS:
+        # round_half_up(x * L / 24) in integers
+        big_m, m = ((2 * x * num_layers + 24) // 48 for x in (big_m, m))
+        m = min(max(m, warmup_layers), num_layers)
+        big_m = min(max(big_m, m), num_layers)
+    return big_m, m
+
+
+def make_schedule(decode: dict[str, Any], *, num_layers: int, max_new_tokens: int) -> Schedule:
+    """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
+
+    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again); None
+    counts as absent.
+    """
+    given = {key: value for key, value in decode.items() if value is not None}
+    skip = given.pop("ffn_skip", None)
+    base = _layer_schedule(given, num_layers, max_new_tokens)
+    return base if skip is None else _with_ffn_skip(base, skip)
+
+
+def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    method = given.pop("method", "skipdecode")
+    if method not in METHODS:
+        raise ValueError(f"decode.method: {method!r} is not one of {', '.join(METHODS)}")
+    allowed = {
+        "full": (),
+        "unified": ("layers",),
+    }.get(method, ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon"))
+    for key in given:
+        if key not in allowed and not (method == "full" and key == "speedup" and given[key] == 1):
+            raise ValueError(
+                f"decode.{key}: has no meaning with method {method!r}; it takes: {', '.join(allowed) or 'nothing'}; "
+                f"set decode.{key}=null where a configuration file gives it"
+            )
+    if not isinstance(given.get("speedup", 0), int | float):
+        raise ValueError(f"decode.speedup: expected a number, got {given['speedup']!r}")
+    for key in ("max_layers", "min_layers", "warmup_layers", "horizon", "layers"):
+        if not isinstance(given.get(key, 0), int):
+            raise ValueError(f"decode.{key}: expected a whole number, got {given[key]!r}")
+    if method == "full":
+        return FullDepth(num_layers)
+    if method == "unified":
+        if "layers" not in given:
+            raise ValueError("decode.layers: method 'unified' needs the number of layers to run")
+        return Unified(num_layers, given["layers"])
+    return _falling(SkipDecode if method == "skipdecode" else EarlyExit, given, num_layers, max_new_tokens)
+
+
+def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    bounds = [key for key in ("max_layers", "min_layers") if key in given]
+    if "speedup" in given and bounds:
+        raise ValueError(
+            f"decode.speedup: give either speedup or max_layers and min_layers, not both (got {bounds[0]} too); "
+            "set decode.speedup=null where a configuration file gives it"
+        )
+    if len(bounds) == 1:
+        missing = "min_layers" if bounds[0] == "max_layers" else "max_layers"
+        raise ValueError(f"decode.{missing}: needed beside {bounds[0]}")
+    warmup = given.get("warmup_layers", 1)
+    if bounds:
+        big_m, m = given["max_layers"], given["min_layers"]
+    else:
+        speedup = given.get("speedup", 2)
+        if speedup == 1:
+            return FullDepth(num_layers)
+        big_m, m = preset(num_layers, speedup, warmup)
+    horizon = given.get("horizon", max(max_new_tokens - 1, 1))
+    return cls(num_layers, big_m, m, warmup, horizon)
+
+
+# decode.ffn_skip.mode -> (keys it needs, keys with a default). With 25 warm-up tokens the paper's quality levels off
+# (Fig. 5); it gives neither threshold nor borders: these are to start from, `jobs.calibrate` proposes better ones.
+COLD = {"cold_start": 4, "cold_end": 4, "warmup_tokens": 25}
+FFN_MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "row": ((), COLD | {"threshold": 0.98}),
+    "calibrated": (("layers",), {"warmup_tokens": 25}),
+    "fixed": (("layers",), {"warmup_tokens": 25}),
+    "random": (("share",), COLD | {"seed": 0}),
+}
+
+
+def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
+    if not isinstance(skip, dict):
+        raise ValueError(f"decode.ffn_skip: expected a mapping with mode and its keys, got {skip!r}")
+    given = {key: value for key, value in skip.items() if value is not None}
+    mode = given.pop("mode", "row")
+    if mode not in FFN_MODES:
+        raise ValueError(f"decode.ffn_skip.mode: {mode!r} is not one of {', '.join(FFN_MODES)}")
+    needed, defaults = FFN_MODES[mode]
+    for key in given:
+        if key not in needed and key not in defaults:
+            raise ValueError(
+                f"decode.ffn_skip.{key}: has no meaning with mode {mode!r}; it takes: {', '.join((*needed, *defaults))}"
+            )
+    for key in needed:
+        if key not in given:
+            hint = "; jobs.calibrate writes a checkpoint that carries it" if mode == "calibrated" else ""
+            raise ValueError(f"decode.ffn_skip.{key}: mode {mode!r} needs it{hint}")
+    given = defaults | given
+    for key in given.keys() - {"layers"}:
+        if key in ("threshold", "share"):
+            if not isinstance(given[key], int | float):
+                raise ValueError(f"decode.ffn_skip.{key}: expected a number, got {given[key]!r}")
+        elif not _is_whole(given[key]):
+            raise ValueError(f"decode.ffn_skip.{key}: expected a whole number, got {given[key]!r}")
+    if "layers" in given:
+        if not isinstance(given["layers"], list | tuple) or not all(map(_is_whole, given["layers"])):
+            raise ValueError(f"decode.ffn_skip.layers: expected a list of layer numbers, got {given['layers']!r}")
+        given["layers"] = tuple(sorted(set(given["layers"])))
+    kinds: dict[str, type[FFNSkip]] = {"row": SkipSaturated, "random": SkipAtRandom}
+    return kinds.get(mode, SkipBand)(base=base, **given)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
