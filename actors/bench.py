@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -148,5 +149,18 @@ def _named_schedules(config: OPTConfig, case: BenchCase, schedules: list[dict[st
     for decode in schedules:
         schedule = make_schedule(decode, num_layers=config.num_hidden_layers, max_new_tokens=case.new_tokens)
         if schedule not in (known for _, known in named):
-            named.append((" ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in decode.values()), schedule))
+            named.append((" ".join(_words(decode)), schedule))
     return named
+
+
+def _words(decode: dict[str, Any]) -> Iterator[str]:
+    """The values of a `decode:` mapping; layers that lie together as `4-9`."""
+    for key, value in decode.items():
+        if isinstance(value, dict):
+            yield from _words(value)
+        elif (
+            key == "layers" and isinstance(value, list | tuple) and list(value) == list(range(value[0], value[-1] + 1))
+        ):
+            yield f"{value[0]}-{value[-1]}"
+        else:
+            yield f"{value:g}" if isinstance(value, float) else str(value)

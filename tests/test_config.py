@@ -8,6 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.bench import load_bench_config
+from pipeline.calibrate import CalibrateConfig
 from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
 from pipeline.finetune_config import load_finetune_config
 from pipeline.sweep import SweepConfig
@@ -21,7 +22,12 @@ def load_sweep_config(path: str, overrides: list[str]) -> SweepConfig:
 
 def loader(path: Path) -> Callable[[str, list[str]], object]:
     """A configuration file's name begins with the job that takes it."""
-    loaders = {"bench": load_bench_config, "finetune": load_finetune_config, "quality": load_sweep_config}
+    loaders: dict[str, Callable[[str, list[str]], object]] = {
+        "bench": load_bench_config,
+        "calibrate": lambda path, overrides: build_config(CalibrateConfig, read_tree(path, overrides)),
+        "finetune": load_finetune_config,
+        "quality": load_sweep_config,
+    }
     return loaders.get(path.stem.split("-")[0], load_config)
 
 

@@ -79,7 +79,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_plan_and_config_need_no_torch() -> None:
-    loaded = modules_after("import skipdecode.plan, skipdecode.config, skipdecode.cost")
+    loaded = modules_after("import skipdecode.schedule, skipdecode.ffn_skip, skipdecode.config, skipdecode.cost")
     assert "skipdecode" in loaded
     assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy"}
 
@@ -92,7 +92,7 @@ def test_light_tasks_need_no_torch() -> None:
 
 
 def test_the_worker_needs_no_ray() -> None:
-    loaded = modules_after("import actors.generator, actors.trainer, actors.bench, skipdecode.train")
+    loaded = modules_after("import actors.generator, actors.trainer, actors.bench, actors.calibrate, skipdecode.train")
     assert "torch" in loaded
     assert not loaded & {"ray", "pydantic", "pyarrow", "transformers"}
 
