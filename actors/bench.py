@@ -1,5 +1,6 @@
 """Timing the decoder, or a training step: schedules side by side on the same rows, interleaved. No Ray, no files."""
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -148,19 +149,18 @@ def _named_schedules(config: OPTConfig, case: BenchCase, schedules: list[dict[st
     named: list[tuple[str, Schedule]] = [("full", FullDepth(config.num_hidden_layers))]
     for decode in schedules:
         schedule = make_schedule(decode, num_layers=config.num_hidden_layers, max_new_tokens=case.new_tokens)
-        if schedule not in (known for _, known in named):
-            named.append((" ".join(_words(decode)), schedule))
+        if schedule in (known for _, known in named):
+            continue
+        name = " ".join(_words(decode))
+        taken = [known for known, _ in named]
+        named.append((name if name not in taken else json.dumps(decode), schedule))
     return named
 
 
 def _words(decode: dict[str, Any]) -> Iterator[str]:
-    """The values of a `decode:` mapping; layers that lie together as `4-9`."""
+    """A `decode:` mapping in short: its values, and those of `ffn_skip` with their keys."""
     for key, value in decode.items():
-        if isinstance(value, dict):
-            yield from _words(value)
-        elif (
-            key == "layers" and isinstance(value, list | tuple) and list(value) == list(range(value[0], value[-1] + 1))
-        ):
-            yield f"{value[0]}-{value[-1]}"
+        if key == "ffn_skip" and value is not None:
+            yield from ("ffn_skip", *(f"{k}={v}".replace(" ", "") for k, v in value.items()))
         else:
             yield f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
 """What skipping feed-forward blocks costs a model on prompts of its own: measured, and the best choice proposed.
 
 The model decodes sample prompts under the schedule beneath; teacher-forced passes over what it wrote then say how alike
-the state is before and after every block, and how well each candidate explains that text (`skipdecode.train`, equal to
-decoding). No Ray, no files.
+the state is before and after every block, and how far each candidate moves the model's predictions (`skipdecode.train`,
+equal to decoding). No Ray, no files.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,8 @@ Pair = tuple[list[int], list[int]]
 """Prompt tokens and the tokens that the model wrote."""
 
 BORDERS = 12  # candidates of each cold border, at most
-SHARE_TOLERANCE = 0.02  # a proposal may skip that much less than was asked for
+SHARE_TOLERANCE = 0.02  # proposals whose share is that close to what was asked for are equals
+TOP = 256  # the likeliest tokens that a prediction is remembered by; all others count as one
 BISECTIONS = 40  # of a threshold in [-1, 1]: to about 1e-12
 
 
@@ -35,10 +36,10 @@ class Candidate:
     schedule: FFNSkip
     skip_share: float
     """Feed-forward blocks of decode steps left out, of those that the schedule beneath runs."""
-    loss: float
-    """Nats per token of the text that the model wrote without skipping."""
+    divergence: float
+    """KL divergence of the predictions from those without skipping, in nats per token; 0 when nothing changes."""
     token_match: float
-    """Share of its tokens that are still the likeliest, each given the true ones before it."""
+    """Share of the tokens that the model wrote that are still the likeliest, each given the ones before it."""
 
 
 class Sample:
@@ -52,7 +53,12 @@ class Sample:
             teacher_batch(ordered[start : start + batch_rows], pad, model.device)
             for start in range(0, len(ordered), batch_rows)
         ]
+        self.predictions = [self._predict(batch) for batch in self.batches]
         self.similarity, self.step = self._record()
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(len(batch.tokens) for batch in self.batches)
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +73,7 @@ class Sample:
         for batch in self.batches:
             recorder = SimilarityRecorder(len(batch.tokens), self.model.device)
             teacher_forced_logits(self.model, batch, everything, ffns=recorder)
-            fed = self._fed(batch)  # [B, T - 1]
+            fed = self._fed(batch).cpu()  # [B, T - 1]
             found = torch.full((*fed.shape, self.base.num_layers), torch.nan)
             for layer, values in recorder.similarity.items():
                 own = values[:, batch.prompt_columns :].cpu()
@@ -78,7 +84,7 @@ class Sample:
 
     def _fed(self, batch: TeacherBatch) -> torch.Tensor:
         """[B, T - 1] bool: y_k that was fed to make y_(k+1)."""
-        return (batch.targets[:, 1:] != IGNORE).cpu()
+        return batch.targets[:, 1:] != IGNORE
 
     def ffns(self, start: int = 0) -> NDArray[np.int64]:
         """[L] blocks that tokens of decode steps `start` and later run under the schedule beneath."""
@@ -86,27 +92,30 @@ class Sample:
         return counts
 
     @torch.inference_mode()
+    def _predict(self, batch: TeacherBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Without skipping: `coarse` log-probabilities [N, TOP + 1], and the likeliest tokens [N, TOP]."""
+        flat = teacher_forced_logits(self.model, batch, self.base)[:, 1:][self._fed(batch)]
+        tokens = flat.topk(min(TOP, flat.shape[-1] - 1), dim=-1).indices
+        return coarse(flat, tokens), tokens
+
+    @torch.inference_mode()
     def measure(self, schedule: Schedule) -> tuple[float, float, float]:
-        """(share skipped, loss, token match) under `schedule`."""
-        loss = matched = tokens = skipped = 0.0
+        """(share skipped, divergence, token match) under `schedule`."""
+        divergence, matched, skipped = 0.0, 0, 0
         plans = [schedule.step(k) for k in range(int(self.step.max(initial=-1)) + 1)]
-        for batch in self.batches:
+        for batch, (wanted, tokens) in zip(self.batches, self.predictions, strict=True):
             B, T = batch.targets.shape
-            ids = [str(row) for row in range(B)]
-            rows = row_ffns(schedule, ids, T - 1, self.model.device, gather=False)
+            rows = row_ffns(schedule, [str(row) for row in range(B)], T - 1, self.model.device, gather=False)
             logits = teacher_forced_logits(self.model, batch, schedule, ffns=rows)[:, 1:]
-            targets = batch.targets[:, 1:]
-            loss += F.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-            ).item()
-            matched += (logits.argmax(-1) == targets)[targets != IGNORE].sum().item()
             fed = self._fed(batch)
-            tokens += fed.sum().item()
+            flat, targets = logits[fed], batch.targets[:, 1:][fed]
+            divergence += float(F.kl_div(coarse(flat, tokens), wanted, reduction="sum", log_target=True))
+            matched += int((flat.argmax(-1) == targets).sum())
             for k in range(T - 1):
                 all_run = sum(self.base.step(k).ffn) - sum(plans[k].ffn) + sum(plans[k].by_row)
                 ran = 0 if rows is None or not plans[k].by_row else rows.ran[fed[:, k], batch.prompt_columns + k].sum()
                 skipped += all_run * int(fed[:, k].sum()) - int(ran)
-        return skipped / max(int(self.ffns().sum()), 1), loss / max(tokens, 1), matched / max(tokens, 1)
+        return skipped / max(int(self.ffns().sum()), 1), divergence / self.num_tokens, matched / self.num_tokens
 
     def candidate(self, schedule: FFNSkip) -> Candidate:
         return Candidate(schedule, *self.measure(schedule))
@@ -127,64 +136,79 @@ class Sample:
         return lines
 
 
+def coarse(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of `tokens` [N, K] and, last, of all others together: [N, K + 1] from [N, V] logits."""
+    logp = logits.log_softmax(-1)
+    chosen = logp.gather(-1, tokens)
+    others = logp.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([chosen, others], dim=-1)
+
+
 Progress = Callable[[int, int], None]
 """Candidates measured, and how many there are."""
 
 
 def propose_layers(sample: Sample, share: float, warmup_tokens: int, progress: Progress) -> Candidate:
-    """The fixed set of blocks that comes to `share` at the smallest loss.
+    """The fixed set of blocks that comes close to `share` and moves the predictions least.
 
-    Tried: every run of neighbouring layers, and the layers that cost least when each is left out alone.
+    Tried: every run of neighbouring layers, and the layers that cost least when each is left out alone. A whole number
+    of layers cannot come to every share, so as many are taken as come closest.
     """
+    refuse_unreachable(sample, share, warmup_tokens)
     total, own = int(sample.ffns().sum()), sample.ffns(warmup_tokens)
-    num_layers = sample.base.num_layers
+    running = [layer for layer in range(sample.base.num_layers) if own[layer]]
 
-    def enough(layers: Sequence[int]) -> tuple[int, ...] | None:
-        """The first of `layers` that come closest to the share."""
-        reached = [0.0, *np.cumsum([own[layer] for layer in layers]) / total]
-        count = min(range(len(reached)), key=lambda n: abs(reached[n] - share))
-        return tuple(sorted(layers[:count])) if reached[count] >= share - SHARE_TOLERANCE else None
+    def closest(layers: Sequence[int]) -> tuple[int, ...]:
+        """The first of `layers`, as many as come closest to the share."""
+        reached = np.cumsum([own[layer] for layer in layers]) / total
+        return tuple(sorted(layers[: int(np.abs(reached - share).argmin()) + 1]))
 
-    singles, candidates = [], []
-    for layer in range(num_layers):
-        singles.append(sample.candidate(SkipBand(sample.base, warmup_tokens, (layer,))).loss)
-        progress(layer + 1, 2 * num_layers + 1)
-    cheapest = sorted((layer for layer in range(num_layers) if own[layer]), key=lambda layer: singles[layer])
-    tried = [enough(cheapest), *(enough(range(start, num_layers)) for start in range(num_layers))]
+    alone = []
+    for number, layer in enumerate(running):
+        alone.append((sample.candidate(SkipBand(sample.base, warmup_tokens, (layer,))).divergence, layer))
+        progress(number + 1, 2 * len(running) + 1)
+    tried = [closest([layer for _, layer in sorted(alone)]), *(closest(running[at:]) for at in range(len(running)))]
+    candidates = []
     for number, layers in enumerate(tried):
-        if layers:
-            candidates.append(sample.candidate(SkipBand(sample.base, warmup_tokens, layers)))
-        progress(num_layers + number + 1, 2 * num_layers + 1)
-    if not candidates:
-        raise ValueError(_out_of_reach(share, own, total, warmup_tokens))
-    return min(candidates, key=lambda candidate: candidate.loss)
+        candidates.append(sample.candidate(SkipBand(sample.base, warmup_tokens, layers)))
+        progress(len(running) + number + 1, 2 * len(running) + 1)
+    return best(candidates, share)
 
 
 def propose_rule(sample: Sample, share: float, warmup_tokens: int, progress: Progress) -> Candidate:
-    """Cold borders and threshold of the row rule that come to `share` at the smallest loss.
+    """Cold borders and threshold of the row rule that come close to `share` and move the predictions least.
 
     The share of a threshold follows from the recorded cosines but for what skipping does to later tokens, so each
-    candidate is measured; the best of those that come to the share is taken.
+    candidate is measured.
     """
+    refuse_unreachable(sample, share, warmup_tokens)
     num_layers = sample.base.num_layers
     stride = max(1, -(-num_layers // BORDERS))
     borders = [(a, b) for a in range(0, num_layers, stride) for b in range(0, num_layers - a, stride)]
-    candidates = []
-    for number, (cold_start, cold_end) in enumerate(borders):
+    rules = {}
+    for cold_start, cold_end in borders:
         rule = SkipSaturated(sample.base, warmup_tokens, cold_start, cold_end, -1.0)
-        threshold = threshold_for(sample, rule, share)
-        if threshold is not None:
-            candidate = sample.candidate(replace(rule, threshold=threshold))
-            if abs(candidate.skip_share - share) <= SHARE_TOLERANCE:
-                candidates.append(candidate)
-        progress(number + 1, len(borders))
-    if not candidates:
-        raise ValueError(_out_of_reach(share, sample.ffns(warmup_tokens), int(sample.ffns().sum()), warmup_tokens))
-    return min(candidates, key=lambda candidate: candidate.loss)
+        predicted, rule = threshold_for(sample, rule, share)
+        rules[rule] = abs(predicted - share)
+    # those that are far off by the cosines are not worth a pass, unless there are no others
+    near = min(rules.values()) + SHARE_TOLERANCE
+    chosen = [rule for rule, off in rules.items() if off <= near]
+    candidates = []
+    for number, rule in enumerate(chosen):
+        candidates.append(sample.candidate(rule))
+        progress(number + 1, len(chosen))
+    return best(candidates, share)
 
 
-def threshold_for(sample: Sample, rule: SkipSaturated, share: float) -> float | None:
-    """The threshold at which the recorded cosines skip `share`; None when even -1 skips less."""
+def best(candidates: Sequence[Candidate], share: float) -> Candidate:
+    """The one that moves the predictions least, of those whose share is as close as it gets (to SHARE_TOLERANCE)."""
+    off = min(abs(candidate.skip_share - share) for candidate in candidates)
+    near = [c for c in candidates if abs(c.skip_share - share) <= off + SHARE_TOLERANCE]
+    return min(near, key=lambda candidate: candidate.divergence)
+
+
+def threshold_for(sample: Sample, rule: SkipSaturated, share: float) -> tuple[float, SkipSaturated]:
+    """`rule` with the threshold at which the recorded cosines come closest to `share`, and what they come to."""
     total = int(sample.ffns().sum())
     later = sample.similarity[sample.step >= rule.warmup_tokens]
     middle = later[:, rule.cold_start : rule.num_layers - rule.cold_end]
@@ -195,18 +219,19 @@ def threshold_for(sample: Sample, rule: SkipSaturated, share: float) -> float | 
         has_flipped = np.cumsum(saturated, axis=1) - saturated > 0  # by a block before this one
         return float((has_flipped & runs).sum() / total)
 
-    if skipped(-1.0) < share - SHARE_TOLERANCE:
-        return None
     low, high = -1.0, 1.0
     for _ in range(BISECTIONS):
         mid = (low + high) / 2
         low, high = (mid, high) if skipped(mid) >= share else (low, mid)
-    return round(low, 6)
+    chosen = min((round(low, 6), round(high, 6)), key=lambda threshold: abs(skipped(threshold) - share))
+    return skipped(chosen), replace(rule, threshold=chosen)
 
 
-def _out_of_reach(share: float, own: NDArray[np.int64], total: int, warmup_tokens: int) -> str:
-    most = float(own.sum()) / max(total, 1)
-    return (
-        f"skip_share: {share} is out of reach: with warmup_tokens={warmup_tokens} only {most:.2f} of the blocks are in "
-        "question at all; lower skip_share or warmup_tokens, or let the sample have longer texts (max_new_tokens)"
-    )
+def refuse_unreachable(sample: Sample, share: float, warmup_tokens: int) -> None:
+    """ValueError when all blocks of all steps behind the warm-up are not as many."""
+    most = float(sample.ffns(warmup_tokens).sum() / max(int(sample.ffns().sum()), 1))
+    if share > most:
+        raise ValueError(
+            f"skip_share: {share} is out of reach: with warmup_tokens={warmup_tokens} only {most:.2f} of the blocks "
+            "are in question at all; lower skip_share or warmup_tokens, or let the texts be longer (max_new_tokens)"
+        )

@@ -48,10 +48,9 @@ def summarise(document: dict[str, Any]) -> None:
     output = document["config"]["output"]
     for name in ("calibrated", "row"):
         found = document[name]
-        change = found["loss"] - document["without_skipping"]["loss"]
         note(
-            f"{name}: {100 * found['skip_share']:.1f} % of the blocks skipped, {change:+.4f} nats per token, "
-            f"{100 * found['token_match']:.1f} % of the tokens still the likeliest"
+            f"{name}: {100 * found['skip_share']:.1f} % of the blocks skipped, predictions moved by "
+            f"{found['divergence']:.4f} nats per token, {100 * found['token_match']:.1f} % of tokens stay likeliest"
         )
         note(f"  decode.ffn_skip={json.dumps(found['ffn_skip'])}")
     note(f"checkpoint: {output}   (model.source={output} 'decode.ffn_skip={{mode: calibrated}}')")

@@ -51,6 +51,8 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
             model = load_opt(config.source, device=device, dtype=kept)
         else:
             model = random_model(OPTConfig.released(config.shape or ""), device=str(device), dtype=kept)
+        if config.work == "train" and any(decode.get("ffn_skip") is not None for decode in config.schedules):
+            raise ValueError("schedules: ffn_skip is not trained under; work=decode times it")
         for decode in config.schedules:
             make_schedule(decode, num_layers=model.config.num_hidden_layers, max_new_tokens=config.new_tokens)
     except ValueError as error:

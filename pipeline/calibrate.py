@@ -60,29 +60,28 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     started = time.monotonic()
     if config.decode.ffn_skip is not None:
         raise ConfigError("decode.ffn_skip: is what is looked for; give the schedule beneath alone")
-    target = Path(config.output).expanduser()
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise ConfigError(f"output: {target} exists already; choose another output, or remove it")
+    target = check_output(config.output)
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
-    model = check_model(JobConfig(model=config.model, decode=config.decode, sampling=sampling), note)
+    try:
+        model = check_model(JobConfig(model=config.model, decode=config.decode, sampling=sampling), note)
+    except ConfigError as error:  # it speaks of a job's keys
+        raise ConfigError(str(error).replace("sampling.max_new_tokens", "max_new_tokens")) from error
     prompts = read_prompts(config.input, config.num_prompts)
     sample = write_sample(config, model, prompts, note)
-    note(f"sample: {len(prompts)} prompts, {sample.num_tokens} tokens that a decode step made")
+    note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
     try:
         layers = propose_layers(sample, config.skip_share, config.warmup_tokens, _progress(note, "fixed layers"))
         rule = propose_rule(sample, config.skip_share, config.warmup_tokens, _progress(note, "row rule"))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    _, loss, token_match = sample.measure(sample.base)
     document = provenance(device) | {
         "model": config.model.source,
         "decode": model.decode,
-        "prompts": len(prompts),
+        "prompts": sample.num_prompts,
         "tokens": sample.num_tokens,
-        "without_skipping": {"loss": loss, "token_match": token_match},
         "calibrated": _figures(layers),
         "row": _figures(rule),
         "config": config.model_dump(mode="json"),
@@ -90,6 +89,20 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     }
     write_checkpoint(target, model, layers, sample, document)
     return document
+
+
+def check_output(path: str) -> Path:
+    """Where the checkpoint goes; ConfigError when something is there, or nothing can be."""
+    target = Path(path).expanduser().resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"output: {target} exists already; choose another output, or remove it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output: {target} cannot be created: {error}") from error
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"output: {target} cannot be created: {target.parent} is no folder that we may write to")
+    return target
 
 
 def read_prompts(config: InputConfig, count: int) -> list[str]:
@@ -146,7 +159,8 @@ def write_checkpoint(target: Path, model: Model, layers: Candidate, sample: Samp
     (staging / "calibration").mkdir(parents=True)
     for path in model.folder.iterdir():
         if path.is_file() and path.name != "config.json":
-            _link(path.resolve(), staging / path.name)
+            place = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
+            place(path.resolve(), staging / path.name)
     raw = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
     assert isinstance(layers.schedule, SkipBand)
     raw["ffn_skip"] = {
@@ -202,7 +216,7 @@ def _figures(candidate: Candidate) -> dict[str, Any]:
         keys |= {"cold_start": schedule.cold_start, "cold_end": schedule.cold_end}
     elif isinstance(schedule, SkipBand):
         keys |= {"mode": "fixed", "layers": list(schedule.layers)}
-    measured = {"skip_share": candidate.skip_share, "loss": candidate.loss, "token_match": candidate.token_match}
+    measured = {name: getattr(candidate, name) for name in ("skip_share", "divergence", "token_match")}
     return {"ffn_skip": keys} | measured
 
 

@@ -15,7 +15,7 @@ from pipeline.input.files import Listing
 from pipeline.run_folder import Note, RunFolder
 from skipdecode.config import OPTConfig
 from skipdecode.hub import resolve_source
-from skipdecode.schedule import make_schedule
+from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.weights import check_folder
 
 
@@ -59,13 +59,16 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
     given = config.decode.model_dump(exclude_none=True)
     skip = given.pop("ffn_skip", None)
     decode = {"method": "skipdecode"} | given if given else default_decode(opt, note)
-    return decode if skip is None else decode | {"ffn_skip": resolve_ffn_skip(skip, opt)}
+    return decode if skip is None else decode | {"ffn_skip": resolve_ffn_skip(skip, decode, opt, note)}
 
 
-def resolve_ffn_skip(skip: dict[str, Any], opt: OPTConfig) -> dict[str, Any]:
-    """`decode.ffn_skip` with the checkpoint's own layers where `calibrated` asks for them."""
+def resolve_ffn_skip(skip: dict[str, Any], decode: dict[str, Any], opt: OPTConfig, note: Note) -> dict[str, Any]:
+    """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers where `calibrated` asks for them.
+
+    `decode`: the schedule beneath.
+    """
     if skip["mode"] != "calibrated":
-        return skip
+        return settle_ffn_skip(skip)
     if "layers" in skip:
         raise ConfigError("decode.ffn_skip.layers: has no meaning with mode 'calibrated'; use mode 'fixed'")
     band = opt.ffn_skip
@@ -83,7 +86,12 @@ def resolve_ffn_skip(skip: dict[str, Any], opt: OPTConfig) -> dict[str, Any]:
             f"decode.ffn_skip.mode: the layers in ffn_skip of the checkpoint's config.json were calibrated for "
             f"{band['num_layers']} layers, and this model has {opt.num_hidden_layers}"
         )
-    return {"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip
+    if band.get("decode", decode) != decode:
+        note(
+            f"decode.ffn_skip: the layers were calibrated on top of {band['decode']}; on top of {decode} their share "
+            "and what they cost are others"
+        )
+    return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
 
 
 def default_decode(opt: OPTConfig, note: Note) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from skipdecode.plan import LayerPlan, Schedule, steps_per_layer
 
 # Operator calls per sublayer, counted in skipdecode/model.py: norms, linears, views, cache writes, attention, adds.
 ATTN_CALLS, FFN_CALLS, STEP_CALLS = 14, 5, 10
-ROW_CALLS = 20  # beside a block that each row decides on: finding, gathering and scattering rows, their likeness
+# Beside a block that each row decides on: finding its rows; and if there are any, moving them and their likeness.
+FIND_CALLS, ROW_CALLS = 7, 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ def plan_parts(
     ffn = ffn_cost(config, tokens=rows * new_columns, itemsize=itemsize)
     parts = [attn] * sum(plan.attn) + [ffn] * (sum(plan.ffn) - sum(plan.by_row))
     for n in [rows] * sum(plan.by_row) if ffn_rows is None else ffn_rows:
-        parts += [Cost(calls=ROW_CALLS), *[ffn_cost(config, tokens=n, itemsize=itemsize)] * bool(n)]
+        parts.append(Cost(calls=FIND_CALLS))
+        if n:
+            parts += [Cost(calls=ROW_CALLS), ffn_cost(config, tokens=n, itemsize=itemsize)]
     return [*parts, head_cost(config, rows=rows, itemsize=itemsize)]
 
 

@@ -104,7 +104,8 @@ FFN_MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
+def settle_ffn_skip(skip: Any) -> dict[str, Any]:
+    """The `ffn_skip:` mapping with mode and every key of it, defaults filled in; ValueError names a key at fault."""
     if not isinstance(skip, dict):
         raise ValueError(f"decode.ffn_skip: expected a mapping with mode and its keys, got {skip!r}")
     given = {key: value for key, value in skip.items() if value is not None}
@@ -121,7 +122,12 @@ def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
         if key not in given:
             hint = "; jobs.calibrate writes a checkpoint that carries it" if mode == "calibrated" else ""
             raise ValueError(f"decode.ffn_skip.{key}: mode {mode!r} needs it{hint}")
-    given = defaults | given
+    return {"mode": mode} | defaults | given
+
+
+def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
+    given = settle_ffn_skip(skip)
+    mode = given.pop("mode")
     for key in given.keys() - {"layers"}:
         if key in ("threshold", "share"):
             if not isinstance(given[key], int | float):

@@ -33,6 +33,22 @@ def test_the_document_holds_every_schedule(
     assert {"schedule", key, bound} <= set(err.split())
 
 
+def test_schedules_of_any_kind_have_names_of_their_own(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skips = ["{mode: fixed, layers: []}", "{cold_start: 2, cold_end: 1}", "{cold_end: 2, cold_start: 1}", "null"]
+    given = "schedules=[" + ", ".join(f"{{method: full, ffn_skip: {skip}}}" for skip in skips) + "]"
+    assert main([f"source={tiny_checkpoint}", *SMALL, given]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    names = [row["schedule"] for row in rows]
+    assert names[0] == "full"
+    assert names[1:] == ["full ffn_skip mode=fixed layers=[]", "full ffn_skip cold_start=2 cold_end=1",
+                         "full ffn_skip cold_end=2 cold_start=1"]  # fmt: skip
+    assert [row["ffns_per_token"] for row in rows] == [6, 6, 6, 6], "25 warm-up tokens are the default"
+    assert main(["work=train", f"source={tiny_checkpoint}", *SMALL, given]) == 2
+    assert "schedules: ffn_skip is not trained under" in capsys.readouterr().err
+
+
 def test_training_flops_by_hand() -> None:
     config = OPTConfig(vocab_size=50, hidden_size=8, num_hidden_layers=4, ffn_dim=16, num_attention_heads=2)
     shape = {"rows": 3, "prompt_tokens": 5, "new_tokens": 4}

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,43 +69,78 @@ def test_share_loss_and_match_are_those_of_the_naive_decoder(
         for batch in sample.batches
         for row, pad in enumerate(batch.num_pad.tolist())
     ]
+    plain, _, _ = forced(hf(tiny_checkpoint), pairs, base, None, frozenset(), 0)
     for schedule, rule, skipped in cases:
-        ran = tokens = matched = 0
-        loss = 0.0
-        with torch.inference_mode():
-            for prompt, made in pairs:
-                row = NaiveRow(hf(tiny_checkpoint))
-                for token in prompt:
-                    row.feed(token, range(L))
-                row.ffns_run = 0
-                for k, (fed, wanted) in enumerate(pairwise(made)):
-                    late = k >= schedule.warmup_tokens
-                    logits = row.feed(
-                        fed, base.step(k).layers, rule if late else None, skipped if late else frozenset()
-                    )
-                    loss -= float(logits.log_softmax(-1)[wanted])
-                    matched += int(logits.argmax()) == wanted
-                    tokens += 1
-                ran += row.ffns_run
+        logits, ran, wanted = forced(hf(tiny_checkpoint), pairs, base, rule, skipped, schedule.warmup_tokens)
         total = sum(base.step(k).num_layers_run for _, made in pairs for k in range(len(made) - 1))
-        assert sample.num_tokens == tokens
+        assert sample.num_tokens == len(wanted)
         assert sample.ffns().sum() == total
-        assert sample.measure(schedule) == pytest.approx((1 - ran / total, loss / tokens, matched / tokens), abs=1e-5)
-    share, _, match = sample.measure(base)
+        matched = float((logits.argmax(-1) == wanted).float().mean())
+        expected = (1 - ran / total, divergence(plain, logits), matched)
+        assert sample.measure(schedule) == pytest.approx(expected, abs=1e-4)
+        assert 0 < expected[0] < 1
+        assert expected[1] > 1e-3
+    share, moved, match = sample.measure(base)
     assert (share, match) == (0.0, 1.0), "greedy text is the likeliest text"
+    assert moved == pytest.approx(0.0, abs=1e-6)
+
+
+def forced(
+    reference: OPTForCausalLM,
+    pairs: list[tuple[list[int], list[int]]],
+    base: Schedule,
+    rule: FFNRule | None,
+    skipped: frozenset[int],
+    warmup: int,
+) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Logits [N, V] of all tokens that decode steps make, fed the true ones; blocks that ran; the tokens [N]."""
+    logits, ran = [], 0
+    with torch.inference_mode():
+        for prompt, made in pairs:
+            row = NaiveRow(reference)
+            for token in prompt:
+                row.feed(token, range(L))
+            row.ffns_run = 0
+            for k, fed in enumerate(made[:-1]):
+                thinned = (rule, skipped) if k >= warmup else (None, frozenset[int]())
+                logits.append(row.feed(fed, base.step(k).layers, *thinned))
+            ran += row.ffns_run
+    return torch.stack(logits), ran, torch.tensor([token for _, made in pairs for token in made[1:]])
+
+
+def divergence(plain: torch.Tensor, logits: torch.Tensor) -> float:
+    """Mean KL(plain || logits) over the 256 tokens that are likeliest without skipping, and all others as one."""
+    total = 0.0
+    for p, q in zip(plain.double().softmax(-1), logits.double().softmax(-1), strict=True):
+        order = p.argsort(descending=True)
+        pairs = [(p[order[:256]], q[order[:256]]), (p[order[256:]].sum()[None], q[order[256:]].sum()[None])]
+        total += sum(float((a * (a / b).log()).sum()) for a, b in pairs)
+    return total / len(plain)
 
 
 def test_blocks_that_do_nothing_are_found(idle_checkpoint: Path) -> None:
     sample = sample_of(load_opt(idle_checkpoint), FULL)
-    _, loss, _ = sample.measure(FULL)
     layers = propose_layers(sample, 2 / L, 0, silent)
     assert layers.schedule == SkipBand(FULL, 0, (2, 3))
     assert (layers.skip_share, layers.token_match) == (pytest.approx(2 / L), 1.0)
-    assert layers.loss == pytest.approx(loss, abs=1e-6)
+    assert layers.divergence == pytest.approx(0.0, abs=1e-6)
     rule = propose_rule(sample, 1 / L, 0, silent)
     assert isinstance(rule.schedule, SkipSaturated)
     assert rule.skip_share == pytest.approx(1 / L, abs=0.02)
-    assert rule.loss == pytest.approx(loss, abs=1e-6), "a token flips at layer 2 and skips layer 3"
+    assert rule.divergence == pytest.approx(0.0, abs=1e-6), "a token flips at layer 2 and skips layer 3"
+
+
+@pytest.mark.parametrize("base", [FULL, Unified(L, 4)], ids=["full", "unified"])
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.7])
+def test_a_share_that_no_whole_number_of_layers_has(loaded: OPT, base: Schedule, share: float) -> None:
+    """The nearest is taken, and only layers that the schedule beneath runs are in it."""
+    sample = sample_of(loaded, base)
+    layers, rule = propose_layers(sample, share, 0, silent), propose_rule(sample, share, 0, silent)
+    assert isinstance(layers.schedule, SkipBand)
+    assert set(layers.schedule.layers) <= set(base.step(0).layers)
+    assert abs(layers.skip_share - share) <= 1 / len(base.step(0).layers)
+    assert abs(rule.skip_share - share) <= 0.1
+    assert layers.divergence >= 0
 
 
 def test_threshold_for_a_share(loaded: OPT) -> None:
@@ -116,17 +150,15 @@ def test_threshold_for_a_share(loaded: OPT) -> None:
     most, _, _ = sample.measure(rule)
     late = float((sample.step >= 1).mean())
     assert most == pytest.approx(late * 3 / L), "the first block of the middle region always runs"
-    assert threshold_for(sample, rule, most + 0.05) is None
+    assert threshold_for(sample, rule, most + 0.05)[0] == pytest.approx(most, abs=1e-6)
     for share in (0.1, 0.25):
-        threshold = threshold_for(sample, rule, share)
-        assert threshold is not None
-        assert -1 < threshold < 1
-        made, _, _ = sample.measure(SkipSaturated(FULL, 1, 1, 1, threshold))
-        assert made == pytest.approx(share, abs=0.05)
-    with pytest.raises(ValueError, match=r"^skip_share: 0\.9 is out of reach: with warmup_tokens=9"):
-        propose_rule(sample, 0.9, 9, silent)
-    with pytest.raises(ValueError, match=r"^skip_share: 0\.9 is out of reach: with warmup_tokens=9"):
-        propose_layers(sample, 0.9, 9, silent)
+        predicted, found = threshold_for(sample, rule, share)
+        assert -1 < found.threshold < 1
+        assert predicted == pytest.approx(share, abs=0.02)
+        assert sample.measure(found)[0] == pytest.approx(share, abs=0.05)
+    for propose in (propose_rule, propose_layers):
+        with pytest.raises(ValueError, match=r"^skip_share: 0\.9 is out of reach: with warmup_tokens=9"):
+            propose(sample, 0.9, 9, silent)
 
 
 @pytest.fixture
@@ -157,7 +189,8 @@ def test_the_verb_writes_a_checkpoint_that_carries_its_layers(
     settings = ["skip_share=0.3", "warmup_tokens=1", "max_new_tokens=12", "model.dtype=float32"]
     code, document, err = verb("-i", prompts, "-o", out, f"model.source={idle_checkpoint}", *settings)
     assert code == 0, err
-    assert document["prompts"] == 13, "distinct ones that are fit to run"
+    assert document["prompts"] == 12, "distinct ones that are fit to run"
+    assert "sample: 12 prompts" in err
     assert "1 prompts with more than 116 tokens were left out" in err
     assert document["calibrated"]["ffn_skip"] == {"warmup_tokens": 1, "mode": "fixed", "layers": [2, 3]}
     assert document == json.loads((out / "calibration/calibration.json").read_text())
@@ -165,12 +198,15 @@ def test_the_verb_writes_a_checkpoint_that_carries_its_layers(
         "calibration.json", "similarity.parquet", "similarity.svg", "similarity.png"
     }  # fmt: skip
 
-    model = check_model(build_config(JobConfig, job(out, {"mode": "calibrated"})), print)
+    notes: list[str] = []
+    model = check_model(build_config(JobConfig, job(out, {"mode": "calibrated"})), notes.append)
     assert model.decode["ffn_skip"] == {"mode": "calibrated", "layers": [2, 3], "warmup_tokens": 1}
     assert model.decode["method"] == "skipdecode", "the schedule beneath is the job's own"
+    assert any("were calibrated on top of {'method': 'full'}" in note for note in notes)
     opened = OPTForCausalLM.from_pretrained(out)
     assert opened.config.ffn_skip["layers"] == [2, 3]
-    assert os.stat(out / "model.safetensors").st_ino == os.stat(idle_checkpoint / "model.safetensors").st_ino
+    assert os.path.samefile(out / "model.safetensors", idle_checkpoint / "model.safetensors")
+    assert not os.path.samefile(out / "tokenizer.json", idle_checkpoint / "tokenizer.json"), "small files may be edited"
 
     table = pq.read_table(out / "calibration/similarity.parquet").to_pylist()
     assert {(line["layer"], line["step"]) for line in table} >= {(layer, 0) for layer in range(L)}
@@ -194,7 +230,10 @@ def job(source: Path, skip: dict[str, Any]) -> dict[str, Any]:
         (["skip_share=0"], "skip_share: "),
         (["skip_share=0.9", "warmup_tokens=11"], "skip_share: 0.9 is out of reach"),
         (["warmup_tokens=-1"], "warmup_tokens: "),
-        (["max_new_tokens=128"], "sampling.max_new_tokens: 128 leaves no room"),
+        (["max_new_tokens=128"], "error: max_new_tokens: 128 leaves no room"),
+        (["-o", "/proc/nowhere/x"], "output: /proc/nowhere/x cannot be created"),
+        (["-o", "{model}/config.json/x"], "cannot be created"),
+        (["-o", "{model}"], "exists already"),
         (["-i", "/nowhere.jsonl"], "input.path: "),
         (["input.prompt_column=text"], "or make it input.prompt_column"),
         (["model.source=/nowhere"], "model.source: "),
@@ -206,6 +245,7 @@ def test_bad_input_is_named_and_writes_nothing(
 ) -> None:
     out = tmp_path / "calibrated"
     given = [] if "-i" in overrides else ["-i", prompts]
+    overrides = [text.replace("{model}", str(tiny_checkpoint)) for text in overrides]
     code, document, err = verb(*given, "-o", out, f"model.source={tiny_checkpoint}", "max_new_tokens=12", *overrides)
     assert (code, document) == (2, {}), err
     assert message in err

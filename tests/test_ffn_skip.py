@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OPTForCausalLM
 
+from skipdecode import generate as decoder
 from skipdecode.config import OPTConfig
 from skipdecode.cost import Ceilings, predict_s
 from skipdecode.ffn_rows import SimilarityRecorder, similarity
@@ -41,12 +42,14 @@ def thresholds(reference: OPTForCausalLM) -> list[float]:
     return [-1.0, *(round(seen[len(seen) * i // 6], 3) for i in (1, 3, 5)), 1.0]
 
 
-@pytest.mark.parametrize("style", ["125m", "350m"])
+@pytest.mark.parametrize(("style", "interval"), [("125m", 1), ("125m", 3), ("350m", 1), ("350m", 8)])
 @pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified"])
 def test_row_is_the_naive_decoder(
-    ending_checkpoint: Callable[[str], Path], hf: LoadHF, ours: Load, style: str, base: Schedule
-) -> None:
+    ending_checkpoint: Callable[[str], Path], hf: LoadHF, ours: Load, monkeypatch: pytest.MonkeyPatch,
+    style: str, interval: int, base: Schedule,
+) -> None:  # fmt: skip
     """Never to always, no warm-up and more, any borders, rows of mixed lengths that end early and leave the batch."""
+    monkeypatch.setitem(decoder.CHECK_EVERY, "cpu", interval)  # as on CUDA, where a look waits for the device
     folder = ending_checkpoint(style)
     reference, model = hf(folder), ours(folder)
     eos, prompts, limits = model.config.eos_token_id, random_prompts(LENGTHS, seed=3), (24, 5, 24, 8)
@@ -106,21 +109,24 @@ def test_band_is_the_naive_decoder_without_those_blocks(
 
 
 def test_random_is_the_naive_decoder_with_blocks_drawn_by_row(tiny_checkpoint: Path, hf: LoadHF, loaded: OPT) -> None:
-    """Philox numbers by (seed, id): alone, in a batch, in another order, the same blocks."""
+    """Philox numbers by (seed, id): alone, in a batch that shrinks, in another order, the same blocks."""
     prompts, num_new = random_prompts(LENGTHS, seed=5), 14
-    requests = requests_for(prompts, greedy(num_new, ignore_eos=True))
+    limits = (num_new, 4, num_new, 6)
+    requests = [Request(f"row-{i}", prompts[i], greedy(limits[i], ignore_eos=True)) for i in range(4)]
     schedule = SkipAtRandom(FULL, 2, 1, 1, share=0.6, seed=9)
     wanted, shares = [], []
     for request in requests:
         drawn = row_uniforms(9, f"{request.id}\0ffn", (num_new - 1) * L).reshape(num_new - 1, L)
         chosen = [{i for i in range(1, L - 1) if k >= 2 and drawn[k, i] < 0.6} for k in range(num_new - 1)]
         shares.append(sum(map(len, chosen)) / (4 * (num_new - 3)))
-        naive = naive_row(hf(tiny_checkpoint), request.prompt_tokens, FULL, num_new, -7, skipped=chosen.__getitem__)
+        limit = request.sampling.max_new_tokens
+        naive = naive_row(hf(tiny_checkpoint), request.prompt_tokens, FULL, limit, -7, skipped=chosen.__getitem__)
         wanted.append(naive[:2])
     assert 0.5 < sum(shares) / len(shares) < 0.7
     for order in (range(4), (2, 0), (3,)):
-        made = generate(loaded, [requests[i] for i in order], schedule).completions
-        assert [(c.tokens, c.ffns_run) for c in made] == [wanted[i] for i in order]
+        made = generate(loaded, [requests[i] for i in order], schedule)
+        assert [(c.tokens, c.ffns_run) for c in made.completions] == [wanted[i] for i in order]
+        assert (len(set(made.stats.batch_rows)) > 1) is (len(order) == 4), "rows leave the batch of four"
 
 
 @pytest.mark.parametrize("style", ["125m", "350m"])
@@ -309,6 +315,6 @@ def test_cost_follows_the_blocks_that_run() -> None:
     assert full - band == pytest.approx(4 * 12 * (ffn_bytes / 1e10 + 5e-6))
     rule = SkipSaturated(base, 0, 0, 0, 0.9)
     every, none = decode_s(rule, [[16] * 24] * 4), decode_s(rule, [[0] * 24] * 4)
-    assert decode_s(rule) == every == pytest.approx(full + 4 * 24 * 20e-6)
-    assert every - none == pytest.approx(4 * 24 * (ffn_bytes / 1e10 + 5e-6))
+    assert decode_s(rule) == every == pytest.approx(full + 4 * 24 * 15e-6)
+    assert every - none == pytest.approx(4 * 24 * (ffn_bytes / 1e10 + 13e-6))
     assert none < decode_s(rule, [[16] * 12 + [3] * 12] * 4) < every

