@@ -171,7 +171,9 @@ def plot(document: dict[str, Any]) -> Any:
         ax.set(title=title, xlabel=AXES[against])
         ax.grid(color="0.92")
         ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(labels), 4), frameon=False
+    )
     return figure
 
 
