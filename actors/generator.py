@@ -38,6 +38,8 @@ class GeneratorConfig:
     source: str
     decode: dict[str, Any]
     """The `decode:` mapping, already resolved (never empty)."""
+    prefill: str = "full"
+    """`swiftkv`: the prompt stops where the checkpoint's SwiftKV says."""
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -95,8 +97,13 @@ class Generator:
 
     def schedule(self, max_new_tokens: int) -> Schedule:
         """The schedule of a row with that limit; rows with equal schedules share batches."""
-        layers = self.model.config.num_hidden_layers
-        return make_schedule(self.config.decode, num_layers=layers, max_new_tokens=max_new_tokens)
+        opt = self.model.config
+        return make_schedule(
+            self.config.decode,
+            num_layers=opt.num_hidden_layers,
+            max_new_tokens=max_new_tokens,
+            kv_layers=opt.kv_layers(self.config.prefill),
+        )
 
     def __call__(self, requests: Sequence[Request]) -> WindowResult:
         """One answer per request, in order; a row that cannot be decoded is a `RowFailure`, never an exception."""

@@ -41,6 +41,11 @@ def check_model(config: JobConfig, note: Note) -> Model:
         decode = resolve_decode(config, opt, note)
         new = config.sampling.max_new_tokens
         make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
+        if config.prefill.method == "swiftkv" and opt.swiftkv is None:
+            raise ConfigError(
+                "prefill.method: 'swiftkv' needs a checkpoint that carries SwiftKV's weights, and config.json of this "
+                "one has no swiftkv; jobs.distill makes one that does, and prefill.method=full needs none"
+            )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if new >= opt.max_position_embeddings:

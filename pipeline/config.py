@@ -65,14 +65,8 @@ class DecodeConfig(Section):
 
 
 class PrefillConfig(Section):
-    method: Literal["full"] = "full"
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _no_swiftkv(cls, value: Any) -> Any:
-        if value == "swiftkv":
-            raise ValueError("SwiftKV is not available in this version; use 'full'")
-        return value
+    method: Literal["full", "swiftkv"] = "full"
+    """swiftkv: prompt tokens stop half-way; needs a checkpoint that carries SwiftKV's weights."""
 
 
 class SamplingConfig(Section):

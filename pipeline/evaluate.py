@@ -164,7 +164,9 @@ def _load_policy(config: EvaluateConfig, state: dict[str, Any], device: torch.de
     except ValueError as error:
         raise ConfigError(f"perplexity: {error}; --no-perplexity leaves it out") from error
     num_new = state["config"]["sampling"]["max_new_tokens"]  # rows with a limit of their own ran another schedule
-    schedule = make_schedule(state["decode"], num_layers=model.config.num_hidden_layers, max_new_tokens=num_new)
+    kv_layers = model.config.kv_layers(state["config"]["prefill"]["method"])
+    layers = model.config.num_hidden_layers
+    schedule = make_schedule(state["decode"], num_layers=layers, max_new_tokens=num_new, kv_layers=kv_layers)
     return Policy(model, encoder, schedule)
 
 

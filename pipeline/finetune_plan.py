@@ -107,6 +107,10 @@ def _check_model(model: FinetuneModel) -> tuple[Path | None, OPTConfig]:
         folder = resolve_source(model.source)
         opt = OPTConfig.from_folder(folder)
         check_folder(folder)
+        if opt.swiftkv is not None:
+            raise ValueError(
+                f"model.source: {model.source} carries SwiftKV's weights, which would no longer fit; give its teacher"
+            )
     return folder, opt
 
 

@@ -28,6 +28,7 @@ def make_spec(
         source=source,
         tokenizer=tokenizer,
         decode=model.decode,
+        prefill=config.prefill.method,
         dtype=dtype,
         device="cuda" if pool.num_gpus else "cpu",
         num_threads=pool.num_threads,

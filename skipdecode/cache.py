@@ -16,10 +16,15 @@ from skipdecode.config import OPTConfig
 
 
 class KVCache:
-    """k[l], v[l]: [B, H, capacity of layer l, K]; `length` columns are filled in every layer that still runs."""
+    """k[l], v[l]: [B, H, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
 
-    def __init__(self, k: list[Tensor], v: list[Tensor], num_pad: Tensor, *, is_masked: bool = False) -> None:
-        self.k, self.v, self.is_masked = k, v, is_masked
+    `owners` [L]: whose memory a layer's K and V are; its own, unless neighbours share theirs (AcrossKV).
+    """
+
+    def __init__(
+        self, k: list[Tensor], v: list[Tensor], num_pad: Tensor, owners: Sequence[int], *, is_masked: bool = False
+    ) -> None:
+        self.k, self.v, self.owners, self.is_masked = k, v, owners, is_masked
         self.num_pad = num_pad  # [B] int64, columns of left padding
         self.length = 0
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
@@ -35,23 +40,30 @@ class KVCache:
         *,
         num_pad: Tensor,
         capacities: Sequence[int],
+        owners: Sequence[int] | None = None,
         dtype: torch.dtype,
         is_masked: bool = False,
     ) -> "KVCache":
-        """Room for len(num_pad) rows; `capacities` [L] columns per layer (`generate.allocate_cache`)."""
-        assert len(capacities) == config.num_hidden_layers, (len(capacities), config.num_hidden_layers)
+        """Room for len(num_pad) rows; `capacities` [L] columns per layer (`generate.allocate_cache`).
+
+        `owners`: None when no layers share; those that do have the capacity of their owner.
+        """
+        owners = range(len(capacities)) if owners is None else owners
+        assert len(capacities) == len(owners) == config.num_hidden_layers, (len(capacities), config.num_hidden_layers)
         rows, heads, dim = len(num_pad), config.num_attention_heads, config.head_dim
-        make = [
-            torch.empty(rows, heads, columns, dim, dtype=dtype, device=num_pad.device)
-            for columns in capacities
-            for _ in "kv"
-        ]
-        return cls(make[0::2], make[1::2], num_pad, is_masked=is_masked)
+
+        def make(columns: int) -> Tensor:
+            return torch.empty(rows, heads, columns, dim, dtype=dtype, device=num_pad.device)
+
+        own = {owner: (make(capacities[owner]), make(capacities[owner])) for owner in sorted(set(owners))}
+        k, v = [own[owner][0] for owner in owners], [own[owner][1] for owner in owners]
+        return cls(k, v, num_pad, owners, is_masked=is_masked)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for K and V."""
-        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+        """Bytes held for K and V; what layers share counts once."""
+        own = [t for owner in set(self.owners) for t in (self.k[owner], self.v[owner])]
+        return sum(t.numel() * t.element_size() for t in own)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [B, H, T, K] behind the filled columns; gives back all of the layer's K and V, [B, H, S, K]."""
@@ -59,11 +71,17 @@ class KVCache:
         assert end <= self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns, got {end}"
         self.k[layer][:, :, start:end] = k
         self.v[layer][:, :, start:end] = v
+        return self.read(layer, k.shape[2])
+
+    def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
+        """The layer's K and V with `num_new` columns stored behind the filled ones: [B, H, S, K] each."""
+        end = self.length + num_new
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
     def keep(self, rows: Tensor) -> "KVCache":
         """A smaller cache of `rows` [R] int64 (indices, in the new order)."""
-        k, v = [t[rows] for t in self.k], [t[rows] for t in self.v]
-        cache = KVCache(k, v, self.num_pad[rows], is_masked=self.is_masked)
+        own = {owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}
+        k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
+        cache = KVCache(k, v, self.num_pad[rows], self.owners, is_masked=self.is_masked)
         cache.length = self.length
         return cache

@@ -36,6 +36,48 @@ SIZES = (
 
 
 @dataclass(frozen=True)
+class SwiftKVConfig:
+    """`swiftkv` in config.json: K/V of layers >= `kv_layers` come from the state that enters that layer."""
+
+    kv_layers: int
+    group_size: int = 1
+    """Neighbouring layers that share one K/V (AcrossKV)."""
+
+    @classmethod
+    def from_dict(cls, raw: Any) -> "SwiftKVConfig":
+        if not isinstance(raw, dict) or not raw.keys() <= {"kv_layers", "group_size"} or "kv_layers" not in raw:
+            raise ValueError(f"swiftkv is {raw!r}, expected kv_layers and group_size")
+        for key, value in raw.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"swiftkv.{key} is {value!r}, expected a positive integer")
+        return cls(**raw)
+
+    def check(self, config: "OPTConfig") -> None:
+        """ValueError when a model of that shape cannot have it."""
+        if self.kv_layers > config.num_hidden_layers:
+            raise ValueError(
+                f"swiftkv.kv_layers is {self.kv_layers}, and the model has {config.num_hidden_layers} layers"
+            )
+        if self.num_shared(config) % self.group_size:
+            raise ValueError(
+                f"swiftkv.group_size is {self.group_size}, which does not divide the {self.num_shared(config)} layers "
+                f"from kv_layers={self.kv_layers} on"
+            )
+        if not config.do_layer_norm_before:
+            raise ValueError(
+                "swiftkv needs norms before the blocks, and this model (as OPT-350m) has them behind: no norm of a "
+                "layer can stand for norm_swiftkv"
+            )
+
+    def num_shared(self, config: "OPTConfig") -> int:
+        """Layers whose K/V come from below."""
+        return config.num_hidden_layers - self.kv_layers
+
+    def num_groups(self, config: "OPTConfig") -> int:
+        return self.num_shared(config) // self.group_size
+
+
+@dataclass(frozen=True)
 class OPTConfig:
     vocab_size: int = 50272
     hidden_size: int = 768
@@ -62,12 +104,16 @@ class OPTConfig:
 
     ffn_skip: dict[str, Any] | None = field(default=None, hash=False)
     """The feed-forward blocks that calibration found to matter least: `layers`, `warmup_tokens`, `num_layers`."""
+    swiftkv: SwiftKVConfig | None = None
+    """The extra projections that the checkpoint has; they run when the prefill asks for them."""
 
     def __post_init__(self) -> None:
         for name in SIZES:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1) and not (name == "word_embed_proj_dim" and value is None):
                 raise ValueError(f"{name} is {value!r}, expected a positive integer")
+        if self.swiftkv is not None:
+            self.swiftkv.check(self)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
@@ -80,6 +126,15 @@ class OPTConfig:
     @property
     def embed_dim(self) -> int:
         return self.word_embed_proj_dim or self.hidden_size
+
+    def kv_layers(self, prefill: str) -> int | None:
+        """Where a prompt stops under `prefill.method`; None: it runs all layers."""
+        return self.swiftkv.kv_layers if prefill == "swiftkv" and self.swiftkv is not None else None
+
+    @property
+    def kv_group_size(self) -> int:
+        """Neighbouring upper layers that share K/V where SwiftKV runs."""
+        return 1 if self.swiftkv is None else self.swiftkv.group_size
 
     @property
     def has_final_norm(self) -> bool:
@@ -125,9 +180,10 @@ class OPTConfig:
             raise ValueError(f"model_type is {raw.get('model_type')!r}, expected 'opt'")
         _refuse(raw, "activation_function", "relu")
         _refuse(raw, "tie_word_embeddings", True)
-        for key in ("swiftkv", "quantization_config"):
-            if raw.get(key):
-                raise ValueError(f"{key} is set, and this version cannot run it")
+        if raw.get("quantization_config"):
+            raise ValueError("quantization_config is set, and this version cannot run it")
+        if raw.get("swiftkv") is not None:
+            raw = raw | {"swiftkv": SwiftKVConfig.from_dict(raw["swiftkv"])}
         renamed = {"remove_final_layer_norm": "_remove_final_layer_norm", "torch_dtype": "dtype"}
         known = {
             name: raw[renamed.get(name, name)] for name in cls.__dataclass_fields__ if renamed.get(name, name) in raw
@@ -152,7 +208,8 @@ class OPTConfig:
         raw |= {name: getattr(self, name) for name in self.__dataclass_fields__}
         raw["word_embed_proj_dim"] = self.embed_dim
         raw["_remove_final_layer_norm"] = raw.pop("remove_final_layer_norm")
-        for key in ("skip_decode", "ffn_skip"):
+        raw["swiftkv"] = None if self.swiftkv is None else vars(self.swiftkv)
+        for key in ("skip_decode", "ffn_skip", "swiftkv"):
             if raw[key] is None:
                 del raw[key]
         return raw

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from skipdecode.config import OPTConfig
-from skipdecode.plan import LayerPlan, Schedule, steps_per_layer
+from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_per_layer
 
 # Operator calls per sublayer, counted in skipdecode/model.py: norms, linears, views, cache writes, attention, adds.
 ATTN_CALLS, FFN_CALLS, STEP_CALLS = 14, 5, 10
@@ -40,13 +40,26 @@ class Ceilings:
         return max(cost.flops / self.flops_per_s, cost.bytes / self.bytes_per_s) + cost.calls * self.call_s
 
 
-def attention_cost(config: OPTConfig, *, rows: int, new_columns: int, context: int, itemsize: int) -> Cost:
-    """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved)."""
+def attention_cost(
+    config: OPTConfig, *, rows: int, new_columns: int, context: int, itemsize: int, makes_kv: bool = True
+) -> Cost:
+    """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved).
+
+    Without `makes_kv`, keys and values are there already (SwiftKV), and two of the four projections are not run.
+    """
     d = config.hidden_size
-    tokens = rows * new_columns
-    flops = 2 * tokens * 4 * d * d + 4 * tokens * context * d
-    moved = itemsize * (4 * d * d + 2 * rows * context * d + 6 * tokens * d)  # weights, K and V, activations
+    tokens, projections = rows * new_columns, 4 if makes_kv else 2
+    flops = 2 * tokens * projections * d * d + 4 * tokens * context * d
+    moved = itemsize * (projections * d * d + 2 * rows * context * d + 6 * tokens * d)  # weights, K and V, activations
     return Cost(flops, moved, ATTN_CALLS)
+
+
+def shared_kv_cost(config: OPTConfig, plan: LayerPlan, *, tokens: int, itemsize: int) -> Cost:
+    """Norm and one projection to the K and V of every group of which `plan` runs a layer (SwiftKV)."""
+    assert config.swiftkv is not None
+    first, size, d = config.swiftkv.kv_layers, config.swiftkv.group_size, config.hidden_size
+    groups = len({(layer - first) // size for layer in range(first, len(plan.attn)) if plan.attn[layer]})
+    return Cost(4.0 * tokens * groups * d * d, itemsize * (2 * groups * d * d + tokens * (2 + 4 * groups) * d), 4)
 
 
 def ffn_cost(config: OPTConfig, *, tokens: int, itemsize: int) -> Cost:
@@ -75,9 +88,17 @@ def plan_parts(
 
     `ffn_rows`: on how many rows each block in `plan.by_row` ran; None: on all.
     """
+    first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
     attn = attention_cost(config, rows=rows, new_columns=new_columns, context=context, itemsize=itemsize)
     ffn = ffn_cost(config, tokens=rows * new_columns, itemsize=itemsize)
-    parts = [attn] * sum(plan.attn) + [ffn] * (sum(plan.ffn) - sum(plan.by_row))
+    above = ffn_cost(config, tokens=rows, itemsize=itemsize)  # SwiftKV: one column per row goes on
+    parts = [attn] * sum(plan.attn[:first])
+    parts += [ffn] * (sum(plan.ffn[:first]) - sum(plan.by_row[:first]))
+    parts += [above] * (sum(plan.ffn[first:]) - sum(plan.by_row[first:]))
+    if any(plan.attn[first:]):
+        parts.append(shared_kv_cost(config, plan, tokens=rows * new_columns, itemsize=itemsize))
+        last = attention_cost(config, rows=rows, new_columns=1, context=context, itemsize=itemsize, makes_kv=False)
+        parts += [last] * sum(plan.attn[first:])
     for n in [rows] * sum(plan.by_row) if ffn_rows is None else ffn_rows:
         parts.append(Cost(calls=FIND_CALLS))
         if n:
@@ -133,8 +154,8 @@ def cache_bytes_per_row(
     config: OPTConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
 ) -> int:
     """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
-    columns = sum(prompt_columns + steps for steps in steps_per_layer(schedule, num_new - 1))
-    return 2 * columns * config.hidden_size * itemsize
+    columns = kv_columns(kv_owners(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
+    return 2 * sum(columns.values()) * config.hidden_size * itemsize
 
 
 def measure_ceilings(device: str, dtype: str) -> Ceilings:

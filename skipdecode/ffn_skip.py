@@ -5,7 +5,7 @@ leaves the same blocks out for every row, so its plans are static. `SkipAtRandom
 and the first `warmup_tokens` decode steps skip nothing. No torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from skipdecode.plan import LayerPlan, Schedule
@@ -104,9 +104,9 @@ class SkipAtRandom(SkipByRow):
 
 @lru_cache(maxsize=4096)
 def _without(plan: LayerPlan, layers: tuple[int, ...]) -> LayerPlan:
-    return LayerPlan(plan.attn, tuple(runs and i not in layers for i, runs in enumerate(plan.ffn)))
+    return replace(plan, ffn=tuple(runs and i not in layers for i, runs in enumerate(plan.ffn)))
 
 
 @lru_cache(maxsize=4096)
 def _by_row(plan: LayerPlan, start: int, end: int) -> LayerPlan:
-    return LayerPlan(plan.attn, plan.ffn, tuple(runs and start <= i < end for i, runs in enumerate(plan.ffn)))
+    return replace(plan, by_row=tuple(runs and start <= i < end for i, runs in enumerate(plan.ffn)))

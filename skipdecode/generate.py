@@ -18,7 +18,7 @@ from torch import Tensor
 from skipdecode.cache import KVCache
 from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.model import OPT
-from skipdecode.plan import Schedule, steps_per_layer
+from skipdecode.plan import Schedule, kv_columns, kv_owners
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling, stop_length
 
@@ -191,10 +191,16 @@ def pad_prompts(
 def allocate_cache(
     model: OPT, num_pad: Tensor, columns: int, schedule: Schedule, num_new: int, *, is_masked: bool = False
 ) -> KVCache:
-    """Per layer, the prompt's columns and one for each decode step that runs the layer."""
-    capacities = [columns + steps for steps in steps_per_layer(schedule, num_new - 1)]
+    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with."""
+    owners = kv_owners(schedule, model.config.kv_group_size)
+    capacities = kv_columns(owners, schedule, columns, num_new)
     return KVCache.allocate(
-        model.config, num_pad=num_pad, capacities=capacities, dtype=model.dtype, is_masked=is_masked
+        model.config,
+        num_pad=num_pad,
+        capacities=[capacities[owner] for owner in owners],
+        owners=owners,
+        dtype=model.dtype,
+        is_masked=is_masked,
     )
 
 

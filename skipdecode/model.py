@@ -7,6 +7,7 @@ B rows, T new columns, S columns visible, H heads, K head dim, D width, E embedd
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.cache import KVCache
-from skipdecode.config import POSITION_OFFSET, OPTConfig
+from skipdecode.config import POSITION_OFFSET, OPTConfig, SwiftKVConfig
 from skipdecode.ffn_rows import RowFFNs
 from skipdecode.plan import LayerPlan
+from skipdecode.swiftkv import SwiftKV
 
 Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the new K and V [B, H, T, K], gives all that may be attended to [B, H, S, K]."""
@@ -45,8 +47,16 @@ class Block(nn.Module):
         qkv = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, K]
         keys, values = store(k, v)
-        out = attention(q, keys, values, mask)
-        h = h + self.out_proj(out.transpose(1, 2).reshape(B, T, D))
+        return self._add_attention(h, attention(q, keys, values, mask))
+
+    def attend_to(self, h: Tensor, query: nn.Module, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention over K and V [B, H, S, K] from elsewhere, with a query projection from elsewhere (SwiftKV)."""
+        B, T, D = h.shape
+        q = query(self.attn_norm(h)).view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2)  # [B, H, T, K]
+        return self._add_attention(h, attention(q, keys, values, mask))
+
+    def _add_attention(self, h: Tensor, out: Tensor) -> Tensor:
+        h = h + self.out_proj(out.transpose(1, 2).reshape(h.shape))
         return h if self.is_pre_norm else self.attn_norm(h)
 
     def feed(self, h: Tensor) -> Tensor:
@@ -83,6 +93,19 @@ class OPT(nn.Module):
             if config.has_final_norm
             else None
         )
+        has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
+        self.swift = SwiftKV(config) if has_shared else None
+
+    def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> "OPT":
+        """A model that shares these weights and has those of SwiftKV beside them, taken from these (`copy_teacher`)."""
+        config = replace(self.config, swiftkv=SwiftKVConfig(kv_layers, group_size))
+        with torch.device("meta"):
+            other = OPT(config)
+        other.load_state_dict(self.state_dict(), strict=False, assign=True)
+        if other.swift is not None:
+            other.swift.to(dtype=self.dtype).to_empty(device=self.device)
+            other.swift.copy_teacher(self.layers)
+        return other.eval().requires_grad_(False)
 
     @property
     def layers(self) -> list[Block]:
@@ -123,8 +146,16 @@ class OPT(nn.Module):
         T = tokens.shape[1]
         h = self.embed(tokens, positions)
         mask = attention_mask(cache, T)
+        has_shared = False  # K/V of the layers from plan.kv_layers on are written
         for i, block in enumerate(self.layers):
-            if plan.attn[i]:
+            if plan.attn[i] and plan.kv_layers is not None and i >= plan.kv_layers:
+                assert self.swift is not None, "a plan for SwiftKV, and a model without"
+                if not has_shared:
+                    self.swift.write(h, cache, plan.attn)
+                    h, mask, has_shared = h[:, -1:], mask if mask is None else mask[:, :, -1:], True
+                keys, values = cache.read(i, T)
+                h = block.attend_to(h, self.swift.query(i), keys, values, mask)
+            elif plan.attn[i]:
                 h = block.attend(h, partial(cache.append, i), mask)
             if plan.by_row and plan.by_row[i]:
                 assert rows is not None, "the plan leaves blocks to the rows, and nothing decides for them"

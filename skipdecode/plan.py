@@ -8,7 +8,7 @@ so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -24,6 +24,9 @@ class LayerPlan:
     by_row: tuple[bool, ...] = ()
     """[L], or empty for none: of the blocks in `ffn`, those that run only for the rows that need them, which is decided
     on the device (`skipdecode.ffn_rows`)."""
+    kv_layers: int | None = None
+    """K/V of this layer and those above come from the state that enters the first of them that runs, and of a prompt
+    only the last column goes on (SwiftKV); None: every layer makes its own."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[int], num_layers: int) -> "LayerPlan":
@@ -134,10 +137,48 @@ class Unified(FullDepth):
         return _plan(tuple((2 * i * last + gaps) // (2 * gaps) for i in range(self.layers)), self.num_layers)
 
 
+@dataclass(frozen=True)
+class SwiftPrefill:
+    """`base` on a model with SwiftKV: the prompt stops before layer `kv_layers`, but for its last token."""
+
+    base: Schedule
+    kv_layers: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.base.num_layers
+
+    def prefill(self) -> LayerPlan:
+        return _with_swiftkv(self.base.prefill(), self.kv_layers)
+
+    def step(self, k: int) -> LayerPlan:
+        return _with_swiftkv(self.base.step(k), self.kv_layers)
+
+
+@lru_cache(maxsize=4096)
+def _with_swiftkv(plan: LayerPlan, kv_layers: int) -> LayerPlan:
+    return replace(plan, kv_layers=kv_layers)
+
+
 def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:
     """True when each plan's attention layers are among those of every earlier plan."""
     pairs = itertools.pairwise(plans)
     return all(not now or before for a, b in pairs for before, now in zip(a.attn, b.attn, strict=True))
+
+
+def kv_owners(schedule: Schedule, group_size: int) -> list[int]:
+    """[L] the layer whose K/V each layer attends to: its own, or under SwiftKV that of the first of its group."""
+    kv_layers = schedule.prefill().kv_layers
+    first = schedule.num_layers if kv_layers is None else kv_layers
+    return [layer if layer < first else layer - (layer - first) % group_size for layer in range(schedule.num_layers)]
+
+
+def kv_columns(owners: Sequence[int], schedule: Schedule, prompt_columns: int, num_new: int) -> dict[int, int]:
+    """Columns of K and V by the layer that owns them: the prompt, and the steps that run it or one that shares them."""
+    columns: dict[int, int] = {}
+    for owner, steps in zip(owners, steps_per_layer(schedule, num_new - 1), strict=True):
+        columns[owner] = max(columns.get(owner, 0), prompt_columns + steps)
+    return columns
 
 
 def steps_per_layer(schedule: Schedule, num_steps: int) -> list[int]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 
 METHODS = ("full", "skipdecode", "early_exit", "unified")
 
@@ -31,15 +31,19 @@ def preset(num_layers: int, speedup: float, warmup_layers: int = 1) -> tuple[int
     return big_m, m
 
 
-def make_schedule(decode: dict[str, Any], *, num_layers: int, max_new_tokens: int) -> Schedule:
+def make_schedule(
+    decode: dict[str, Any], *, num_layers: int, max_new_tokens: int, kv_layers: int | None = None
+) -> Schedule:
     """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
 
     Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again); None
-    counts as absent.
+    counts as absent. `kv_layers`: of SwiftKV, when the prompt is to stop there.
     """
     given = {key: value for key, value in decode.items() if value is not None}
     skip = given.pop("ffn_skip", None)
     base = _layer_schedule(given, num_layers, max_new_tokens)
+    if kv_layers is not None and kv_layers < num_layers:
+        base = SwiftPrefill(base, kv_layers)
     return base if skip is None else _with_ffn_skip(base, skip)
 
 

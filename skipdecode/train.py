@@ -9,8 +9,7 @@ Losses and batches only; the loop, the optimiser and the files are `actors.train
 B rows, P prompt columns, T response tokens, D width, V vocabulary.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,7 +36,9 @@ class TeacherBatch:
 
 
 LayerRun = Callable[[Block, Tensor, Tensor | None], Tensor]
-"""A layer on its columns: block, h [B, T, D], mask -> [B, T, D]."""
+"""A layer, or its attention, on its columns: block, h [B, T, D], mask -> [B, T, D]."""
+Feed = Callable[[Block, Tensor], Tensor]
+"""Its feed-forward block, likewise."""
 
 IGNORE = -100  # torch's cross_entropy default
 
@@ -76,12 +77,24 @@ def teacher_forced_logits(
         valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
         mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
     h = model.embed(batch.tokens, positions)
-    runs: Iterable[LayerRun] = (
-        _thinned(batch, schedule, ffns) if isinstance(schedule, FFNSkip) else itertools.repeat(_run)
-    )
-    for block, steps, run in zip(model.layers, steps_per_layer(schedule, num_steps), runs, strict=False):
+    feeds: Sequence[Feed | None] = [None] * schedule.num_layers
+    if isinstance(schedule, FFNSkip):
+        feeds = _thinned(batch, schedule, ffns)
+    swift, kv_layers = model.swift, schedule.prefill().kv_layers
+    shared: list[tuple[Tensor, Tensor]] = []  # K and V of each group of layers under SwiftKV
+    for i, (block, steps) in enumerate(zip(model.layers, steps_per_layer(schedule, num_steps), strict=True)):
         n = batch.prompt_columns + steps  # the columns that run this layer
         seen = mask if mask is None else mask[:, :, :n, :n]
+        run: LayerRun = _run
+        if kv_layers is not None and i >= kv_layers:
+            assert swift is not None, "a schedule for SwiftKV, and a model without"
+            # K/V of a token come from its state at the first of these layers that it runs, which is its state here
+            shared = shared or swift.project(h)
+            keys, values = (t[:, :, :n] for t in shared[swift.group(i)])
+            attend = partial(_attend_to, query=swift.query(i), keys=keys, values=values)
+            run = partial(_attend_and_feed, attend=attend, feed=feeds[i] or Block.feed)
+        elif (feed := feeds[i]) is not None:
+            run = partial(_attend_and_feed, attend=_attend, feed=feed)
         x = checkpoint(run, block, h[:, :n], seen, use_reentrant=False) if recompute else run(block, h[:, :n], seen)
         h = x if n == columns else torch.cat([x, h[:, n:]], dim=1)
     return model.head(h[:, batch.prompt_columns - 1 :])
@@ -92,13 +105,25 @@ def _run(block: Block, h: Tensor, mask: Tensor | None) -> Tensor:
     return x
 
 
+def _attend(block: Block, h: Tensor, mask: Tensor | None) -> Tensor:
+    return block.attend(h, keep, mask)
+
+
+def _attend_to(block: Block, h: Tensor, mask: Tensor | None, query: nn.Module, keys: Tensor, values: Tensor) -> Tensor:
+    return block.attend_to(h, query, keys, values, mask)
+
+
+def _attend_and_feed(block: Block, h: Tensor, mask: Tensor | None, attend: LayerRun, feed: Feed) -> Tensor:
+    return feed(block, attend(block, h, mask))
+
+
 def keep(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """What stands for the cache where the whole sequence is there at once."""
     return k, v
 
 
-def _thinned(batch: TeacherBatch, schedule: FFNSkip, ffns: RowFFNs | None) -> list[LayerRun]:
-    """How each layer runs when its feed-forward block is left out for some tokens: [L]."""
+def _thinned(batch: TeacherBatch, schedule: FFNSkip, ffns: RowFFNs | None) -> list[Feed]:
+    """The feed-forward block of each layer when it is left out for some tokens: [L]."""
     B, columns = batch.tokens.shape
     P, first = batch.prompt_columns, batch.prompt_columns + schedule.warmup_tokens
     plans = [schedule.step(k) for k in range(columns - P)]
@@ -109,14 +134,13 @@ def _thinned(batch: TeacherBatch, schedule: FFNSkip, ffns: RowFFNs | None) -> li
         assert ffns is not None, schedule
         ffns.start(schedule.warmup_tokens, columns, first)
 
-    def run(block: Block, h: Tensor, mask: Tensor | None, layer: int, fed: int) -> Tensor:
-        h = block.attend(h, keep, mask)
+    def feed(block: Block, h: Tensor, layer: int, fed: int) -> Tensor:
         if ffns is not None and by_row and by_row[layer]:
             return ffns.feed(layer, block, h)
         return torch.cat([block.feed(h[:, :fed]), h[:, fed:]], dim=1)  # those that run it are the first ones, here too
 
     return [
-        partial(run, layer=layer, fed=P + sum(plan.ffn[layer] for plan in plans))
+        partial(feed, layer=layer, fed=P + sum(plan.ffn[layer] for plan in plans))
         for layer in range(schedule.num_layers)
     ]
 

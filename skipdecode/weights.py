@@ -40,14 +40,28 @@ PREFIX = "model.decoder."
 IGNORED = {"lm_head.weight", PREFIX + "version"}
 
 
-def hf_name(name: str) -> str:
-    """The Hugging Face name of our parameter `name`; for `qkv` a template with `{}` for q, k and v."""
+def hf_names(name: str, config: OPTConfig) -> list[str]:
+    """The Hugging Face names of the equal parts, along its rows, of our parameter `name`: one but for fused ones."""
     module, _, kind = name.rpartition(".")
     if module.startswith("blocks."):
         _, index, part = module.split(".")
-        theirs = "self_attn.{}_proj" if part == "qkv" else LAYER_NAMES[part]
-        return f"{PREFIX}layers.{index}.{theirs}.{kind}"
-    return f"{PREFIX}{MODEL_NAMES[module]}.{kind}"
+        theirs = [f"self_attn.{x}_proj" for x in "qkv"] if part == "qkv" else [LAYER_NAMES[part]]
+        return [f"{PREFIX}layers.{index}.{one}.{kind}" for one in theirs]
+    if module.startswith("swift."):
+        return [f"{PREFIX}{one}.{kind}" for one in _swift_names(module.removeprefix("swift."), config)]
+    return [f"{PREFIX}{MODEL_NAMES[module]}.{kind}"]
+
+
+def _swift_names(module: str, config: OPTConfig) -> list[str]:
+    """As the released SwiftKV checkpoints have them: a `_swiftkv` behind the name of what it stands in for."""
+    assert config.swiftkv is not None
+    first, size = config.swiftkv.kv_layers, config.swiftkv.group_size
+    if module == "norm":
+        return ["norm_swiftkv"]
+    if module == "kv":
+        leaders = range(first, config.num_hidden_layers, size)
+        return [f"layers.{leader}.self_attn.{x}_proj_swiftkv" for leader in leaders for x in "kv"]
+    return [f"layers.{first + int(module.removeprefix('q.'))}.self_attn.q_proj_swiftkv"]
 
 
 def load_opt(source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> OPT:
@@ -62,8 +76,7 @@ def load_opt(source: str | Path, *, device: torch.device | str = "cpu", dtype: t
         found = _match(folder, _canonical(theirs), tuple(tensor.shape), missing)
         if found:
             name, row = found
-            target = state[name].chunk(3)[row] if ".qkv." in name else state[name]
-            target.copy_(tensor)
+            state[name].chunk(len(hf_names(name, config)))[row].copy_(tensor)
     _refuse_missing(folder, missing)
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
@@ -77,10 +90,8 @@ def _expected(model: OPT) -> Expected:
     expected: Expected = {}
     for name, parameter in model.named_parameters():
         rows, *rest = parameter.shape
-        if ".qkv." in name:
-            expected |= {hf_name(name).format(x): (name, part, (rows // 3, *rest)) for part, x in enumerate("qkv")}
-        else:
-            expected[hf_name(name)] = (name, 0, (rows, *rest))
+        theirs = hf_names(name, model.config)
+        expected |= {one: (name, part, (rows // len(theirs), *rest)) for part, one in enumerate(theirs)}
     return expected
 
 
@@ -183,9 +194,9 @@ def save_opt(model: OPT, folder: str | Path, *, dtype: torch.dtype | None = None
     dtype = dtype or model.dtype
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.state_dict().items():
-        parts = parameter.chunk(3) if ".qkv." in name else (parameter,)
-        for x, part in zip("qkv", parts, strict=False):
-            tensors[hf_name(name).format(x)] = part.to(dtype=dtype, device="cpu").contiguous()
+        theirs = hf_names(name, model.config)
+        for one, part in zip(theirs, parameter.chunk(len(theirs)), strict=True):
+            tensors[one] = part.to(dtype=dtype, device="cpu").contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     raw = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

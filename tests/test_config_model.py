@@ -12,7 +12,7 @@ from transformers import OPTForCausalLM
 
 from skipdecode.config import RELEASED, OPTConfig
 from skipdecode.model import OPT
-from skipdecode.weights import hf_name
+from skipdecode.weights import hf_names
 
 # Parameters of the released models, tied head counted once.
 PARAMETERS = {
@@ -49,8 +49,8 @@ def test_released_shapes_have_hugging_faces_tensors(name: str) -> None:
         ours, theirs = OPT(OPTConfig.released(name)), OPTForCausalLM(hf_shape(name))
     mapped: dict[str, tuple[int, ...]] = {}
     for key, parameter in ours.state_dict().items():
-        for x, part in zip("qkv" if ".qkv." in key else "q", parameter.chunk(3 if ".qkv." in key else 1), strict=True):
-            mapped[hf_name(key).format(x)] = tuple(part.shape)
+        names = hf_names(key, ours.config)
+        mapped |= {one: tuple(part.shape) for one, part in zip(names, parameter.chunk(len(names)), strict=True)}
     wanted = {key: tuple(value.shape) for key, value in theirs.state_dict().items() if key != "lm_head.weight"}
     assert mapped == wanted
     count = sum(p.numel() for p in ours.parameters())

@@ -1,0 +1,80 @@
+"""SwiftKV (arXiv 2410.03960) for OPT: the K/V of the upper layers come from one lower layer's state.
+
+`norm(h_l)`, where h_l enters layer l, gives the keys and values of every layer from l on in one projection, so prompt
+tokens stop there; AcrossKV lets g neighbouring layers share theirs. Queries of these layers are projections of their
+own. The weights are distilled from the model itself; here they are only held and applied.
+
+B rows, T columns, D width, H heads, K head dim, G groups.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipdecode.cache import KVCache
+from skipdecode.config import OPTConfig
+
+
+class Teacher(Protocol):
+    """What is copied from a decoder layer (`skipdecode.model.Block`)."""
+
+    attn_norm: nn.LayerNorm
+    qkv: nn.Linear
+
+
+class SwiftKV(nn.Module):
+    """What a SwiftKV checkpoint has beside the model: `norm`, a query projection per upper layer, fused K/V."""
+
+    def __init__(self, config: OPTConfig) -> None:
+        super().__init__()
+        assert config.swiftkv is not None
+        shape, width, bias = config.swiftkv, config.hidden_size, config.enable_bias
+        self.num_heads, self.first, self.group_size = config.num_attention_heads, shape.kv_layers, shape.group_size
+        self.norm = nn.LayerNorm(width, elementwise_affine=config.layer_norm_elementwise_affine)
+        self.q = nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(shape.num_shared(config)))
+        self.kv = nn.Linear(width, 2 * width * shape.num_groups(config), bias=bias)  # [group][K, V] along its rows
+
+    @torch.no_grad()
+    def copy_teacher(self, blocks: Sequence[Teacher]) -> None:
+        """Where distillation starts: queries and norm as they are, K and V the mean over each group (paper, 3.2)."""
+        self.norm.load_state_dict(blocks[self.first].attn_norm.state_dict())
+        shared = blocks[self.first :]
+        for query, block in zip(self.q, shared, strict=True):
+            for name, own in query.named_parameters():
+                own.copy_(getattr(block.qkv, name).chunk(3)[0])
+        for name, own in self.kv.named_parameters():
+            parts = [torch.cat(getattr(block.qkv, name).chunk(3)[1:]) for block in shared]  # K above V, as in `kv`
+            groups = [parts[at : at + self.group_size] for at in range(0, len(parts), self.group_size)]
+            own.copy_(torch.cat([torch.stack(group).mean(dim=0) for group in groups]))
+
+    def query(self, layer: int) -> nn.Module:
+        """The query projection of `layer` >= first."""
+        return self.q[layer - self.first]
+
+    def group(self, layer: int) -> int:
+        return (layer - self.first) // self.group_size
+
+    def leader(self, group: int) -> int:
+        """The layer whose cache a group shares."""
+        return self.first + group * self.group_size
+
+    def project(self, h: Tensor, start: int = 0, end: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """h [B, T, D] entering layer l -> K and V [B, H, T, K] of groups start..end-1."""
+        B, T, D = h.shape
+        width = 2 * D
+        rows = slice(start * width, None if end is None else end * width)
+        bias = None if self.kv.bias is None else self.kv.bias[rows]
+        kv = F.linear(self.norm(h), self.kv.weight[rows], bias)
+        kv = kv.view(B, T, -1, 2, self.num_heads, D // self.num_heads)
+        return [tuple(group.permute(2, 0, 3, 1, 4).unbind(0)) for group in kv.unbind(2)]  # type: ignore[misc]
+
+    def write(self, h: Tensor, cache: KVCache, attn: Sequence[bool]) -> None:
+        """Stores K and V of every group of which `attn` [L] runs a layer, from h [B, T, D]."""
+        needed = sorted({self.group(layer) for layer in range(self.first, len(attn)) if attn[layer]})
+        start, end = needed[0], needed[-1] + 1
+        for group, (k, v) in enumerate(self.project(h, start, end), start):
+            if group in needed:
+                cache.append(self.leader(group), k, v)
