@@ -88,6 +88,10 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
                 ),
                 "speedup_layers": config.num_hidden_layers * case.batch_size * steps / stats.layers_run,
                 "speedup_decode_predicted": predictions["full"][1] / predictions[name][1],
+                "speedup_prefill_measured": median(
+                    f.prefill_s / s.prefill_s for f, s in zip(runs["full"], runs[name], strict=True)
+                ),
+                "speedup_prefill_predicted": predictions["full"][0] / predictions[name][0],
             }
         )
     return rows
@@ -145,10 +149,22 @@ def bench_training(
     ]
 
 
+def bench_schedule(config: OPTConfig, given: dict[str, Any], new_tokens: int) -> Schedule:
+    """One entry of a benchmark: a `decode:` mapping, with `prefill` (full or swiftkv) beside its keys."""
+    decode = dict(given)
+    prefill = decode.pop("prefill", "full")
+    if prefill not in ("full", "swiftkv"):
+        raise ValueError(f"schedules: prefill {prefill!r} is not one of full, swiftkv")
+    if prefill == "swiftkv" and config.swiftkv is None:
+        raise ValueError("schedules: prefill swiftkv needs swiftkv={kv_layers: ...}, or a source that carries it")
+    layers, kv_layers = config.num_hidden_layers, config.kv_layers(prefill)
+    return make_schedule(decode, num_layers=layers, max_new_tokens=new_tokens, kv_layers=kv_layers)
+
+
 def _named_schedules(config: OPTConfig, case: BenchCase, schedules: list[dict[str, Any]]) -> list[tuple[str, Schedule]]:
     named: list[tuple[str, Schedule]] = [("full", FullDepth(config.num_hidden_layers))]
     for decode in schedules:
-        schedule = make_schedule(decode, num_layers=config.num_hidden_layers, max_new_tokens=case.new_tokens)
+        schedule = bench_schedule(config, decode, case.new_tokens)
         if schedule in (known for _, known in named):
             continue
         name = " ".join(_words(decode))

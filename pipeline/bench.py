@@ -1,12 +1,13 @@
 """`jobs.bench` as a library call: its configuration, and the loop over shapes. First form: this process, one device."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from pipeline.cluster import num_cores
-from pipeline.config import ConfigError, Section, build_config, read_tree
+from pipeline.config import ConfigError, Section, SwiftKVSection, build_config, read_tree
 from pipeline.machine import provenance
 
 
@@ -16,6 +17,8 @@ class BenchConfig(Section):
     shape: str | None = "opt-125m"
     """A released shape with random weights; or null and `source`."""
     source: str | None = None
+    swiftkv: SwiftKVSection | None = None
+    """Gives `shape` the projections of SwiftKV, so that `schedules` may have `prefill: swiftkv`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
@@ -34,10 +37,9 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
     """All shapes; the document that goes to stdout and into `benchmarks/results/`."""
     import torch
 
-    from actors.bench import BenchCase, bench_case, bench_training, random_model
+    from actors.bench import BenchCase, bench_case, bench_schedule, bench_training, random_model
     from actors.generator import choose_device, choose_dtype
     from skipdecode.config import OPTConfig
-    from skipdecode.schedule import make_schedule
     from skipdecode.weights import load_opt
 
     device = choose_device(config.device)
@@ -50,11 +52,14 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
         if config.source is not None:
             model = load_opt(config.source, device=device, dtype=kept)
         else:
-            model = random_model(OPTConfig.released(config.shape or ""), device=str(device), dtype=kept)
+            opt = OPTConfig.released(config.shape or "")
+            if config.swiftkv is not None:
+                opt = replace(opt, swiftkv=config.swiftkv.shape(opt))
+            model = random_model(opt, device=str(device), dtype=kept)
         if config.work == "train" and any(decode.get("ffn_skip") is not None for decode in config.schedules):
             raise ValueError("schedules: ffn_skip is not trained under; work=decode times it")
         for decode in config.schedules:
-            make_schedule(decode, num_layers=model.config.num_hidden_layers, max_new_tokens=config.new_tokens)
+            bench_schedule(model.config, decode, config.new_tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     room = model.config.max_position_embeddings - config.new_tokens

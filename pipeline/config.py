@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from skipdecode.config import OPTConfig, SwiftKVConfig
+
 
 class ConfigError(ValueError):
     """Bad configuration or input, found before anything was started: exit code 2."""
@@ -67,6 +69,21 @@ class DecodeConfig(Section):
 class PrefillConfig(Section):
     method: Literal["full", "swiftkv"] = "full"
     """swiftkv: prompt tokens stop half-way; needs a checkpoint that carries SwiftKV's weights."""
+
+
+class SwiftKVSection(Section):
+    """The shape of SwiftKV, where a model is given it (`jobs.distill`, `jobs.bench`)."""
+
+    kv_layers: Annotated[int, Field(ge=1)] | None = None
+    """Layers with K/V of their own, from the bottom; null: half of them."""
+    group_size: Annotated[int, Field(ge=1)] = 1
+    """Neighbouring layers above that share one K/V (AcrossKV); divides their number."""
+
+    def shape(self, opt: OPTConfig) -> SwiftKVConfig:
+        """For a model of that shape; ValueError when it cannot have it."""
+        shape = SwiftKVConfig(self.kv_layers or -(-opt.num_hidden_layers // 2), self.group_size)
+        shape.check(opt)
+        return shape
 
 
 class SamplingConfig(Section):

@@ -11,18 +11,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from pipeline.config import ConfigError, ModelConfig, Section
+from pipeline.config import ConfigError, ModelConfig, Section, SwiftKVSection
 from pipeline.training_folder import TOKENIZER_FILES
-from skipdecode.config import OPTConfig, SwiftKVConfig
+from skipdecode.config import OPTConfig
 from skipdecode.hub import resolve_source
 from skipdecode.weights import check_folder, load_opt, save_opt
-
-
-class SwiftKVSection(Section):
-    kv_layers: Annotated[int, Field(ge=1)] | None = None
-    """Layers with K/V of their own, from the bottom; null: half of them."""
-    group_size: Annotated[int, Field(ge=1)] = 1
-    """Neighbouring layers above that share one K/V (AcrossKV); divides their number."""
 
 
 class DistillConfig(Section):
@@ -43,9 +36,7 @@ def init_swiftkv(config: DistillConfig) -> dict[str, Any]:
         check_folder(folder)
         if opt.swiftkv is not None:
             raise ValueError(f"model.source: {config.model.source} has SwiftKV's weights already")
-        kv_layers = config.swiftkv.kv_layers or -(-opt.num_hidden_layers // 2)
-        shape = SwiftKVConfig(kv_layers, config.swiftkv.group_size)
-        shape.check(opt)
+        shape = config.swiftkv.shape(opt)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     dtype = getattr(torch, opt.torch_dtype if config.model.dtype == "auto" else config.model.dtype)
