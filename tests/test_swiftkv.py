@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import OPTForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
+from jobs.bench import main as bench
 from jobs.distill import main
 from pipeline.checks import check_model
 from pipeline.config import ConfigError, JobConfig, build_config
@@ -282,3 +283,16 @@ def test_a_bad_init_is_named_and_writes_nothing(
     assert main(["--init-only", f"model.source={tiny_checkpoint}", "-o", str(out), *overrides]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_the_bench_times_it(swift_checkpoint: Swift, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["batch_sizes=[2]", "prompt_tokens=[40]", "new_tokens=4", "repeats=2", "dtype=float32", "threads=1"]
+    small.append("schedules=[{prefill: swiftkv, method: full}]")
+    assert bench([f"source={swift_checkpoint(3, 1)}", *small]) == 0
+    full, swift = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert swift["schedule"] == "swiftkv full"
+    assert swift["speedup_prefill_predicted"] > full["speedup_prefill_predicted"] == 1.0
+    assert swift["speedup_prefill_measured"] > 0
+    assert swift["cache_mb"] == full["cache_mb"]
+    assert bench([f"source={tiny_checkpoint}", *small]) == 2
+    assert "schedules: prefill swiftkv needs swiftkv=" in capsys.readouterr().err
