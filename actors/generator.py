@@ -128,14 +128,14 @@ class Generator:
             return self.config.batch_size
         if self.config.deterministic:  # free memory must not choose a shape
             return DETERMINISTIC_ROWS
-        per_row = cache_bytes_per_row(
-            self.model.config,
-            self.schedule(max_new_tokens),
-            prompt_columns=bucket,
-            num_new=max_new_tokens,
-            itemsize=self.dtype.itemsize,
+        schedules = {self.schedule(max_new_tokens): 1.0}
+        if self.config.baseline_fraction > 0:  # the same rows at full depth, which may take twice the share
+            schedules[self.full] = 0.5
+        shape = {"prompt_columns": bucket, "num_new": max_new_tokens, "itemsize": self.dtype.itemsize}
+        per_row = max(
+            weight * cache_bytes_per_row(self.model.config, schedule, **shape) for schedule, weight in schedules.items()
         )
-        fits = int(CACHE_SHARE * _free_bytes(self.device)) // per_row
+        fits = int(CACHE_SHARE * _free_bytes(self.device) / per_row)
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
 
     def _decode(

@@ -50,14 +50,17 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
     torch.set_num_threads(config.threads or num_cores())
     try:
         if config.source is not None:
+            if config.swiftkv is not None:
+                raise ValueError("swiftkv: is for a shape; a source carries its own, or jobs.distill gives it one")
             model = load_opt(config.source, device=device, dtype=kept)
         else:
             opt = OPTConfig.released(config.shape or "")
             if config.swiftkv is not None:
                 opt = replace(opt, swiftkv=config.swiftkv.shape(opt))
             model = random_model(opt, device=str(device), dtype=kept)
-        if config.work == "train" and any(decode.get("ffn_skip") is not None for decode in config.schedules):
-            raise ValueError("schedules: ffn_skip is not trained under; work=decode times it")
+        for key in ("ffn_skip", "prefill"):
+            if config.work == "train" and any(decode.get(key) is not None for decode in config.schedules):
+                raise ValueError(f"schedules: {key} is not trained under; work=decode times it")
         for decode in config.schedules:
             bench_schedule(model.config, decode, config.new_tokens)
     except ValueError as error:

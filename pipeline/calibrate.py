@@ -19,7 +19,7 @@ from pydantic import Field
 
 from actors.calibrate import Candidate, Progress, Sample, propose_layers, propose_rule
 from actors.generator import Generator, GeneratorConfig, RowFailure, choose_device
-from pipeline.checks import Model, check_model
+from pipeline.checks import Model, check_model, new_folder, staging_folder
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, DecodeConfig, InputConfig, JobConfig, ModelConfig, SamplingConfig, Section
 from pipeline.input.files import list_input
@@ -60,7 +60,7 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     started = time.monotonic()
     if config.decode.ffn_skip is not None:
         raise ConfigError("decode.ffn_skip: is what is looked for; give the schedule beneath alone")
-    target = check_output(config.output)
+    target = new_folder(config.output)
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
@@ -89,20 +89,6 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     }
     write_checkpoint(target, model, layers, sample, document)
     return document
-
-
-def check_output(path: str) -> Path:
-    """Where the checkpoint goes; ConfigError when something is there, or nothing can be."""
-    target = Path(path).expanduser().resolve()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"output: {target} exists already; choose another output, or remove it")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output: {target} cannot be created: {error}") from error
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"output: {target} cannot be created: {target.parent} is no folder that we may write to")
-    return target
 
 
 def read_prompts(config: InputConfig, count: int) -> list[str]:
@@ -154,9 +140,8 @@ def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note
 
 def write_checkpoint(target: Path, model: Model, layers: Candidate, sample: Sample, document: dict[str, Any]) -> None:
     """The model's files, its `config.json` with `ffn_skip`, and `calibration/`. Beside its place, then renamed."""
-    staging = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    (staging / "calibration").mkdir(parents=True)
+    staging = staging_folder(target)
+    (staging / "calibration").mkdir()
     for path in model.folder.iterdir():
         if path.is_file() and path.name != "config.json":
             place = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2

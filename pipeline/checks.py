@@ -1,6 +1,7 @@
 """What is checked before a run starts: checkpoint, schedule, output folder. All errors are `ConfigError`."""
 
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,27 @@ def check_apart(folder: RunFolder, listing: Listing) -> None:
                 f"output.path: the input file {file.path} lies in {folder.shown}; "
                 "choose an output.path that holds nothing of input.path"
             )
+
+
+def new_folder(path: str) -> Path:
+    """Where a checkpoint of `output` goes; ConfigError when something is there, or nothing can be."""
+    target = Path(path).expanduser().resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"output: {target} exists already; choose another output, or remove it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output: {target} cannot be created: {error}") from error
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"output: {target} cannot be created: {target.parent} is no folder that we may write to")
+    return target
+
+
+def staging_folder(target: Path) -> Path:
+    """An empty folder of our own beside `target`, to be renamed to it."""
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    staging.mkdir()
+    return staging
 
 
 def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:

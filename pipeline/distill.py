@@ -5,31 +5,35 @@ Where distillation starts, and enough to run, to time and to test SwiftKV; its t
 
 import os
 import shutil
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 
-from pipeline.config import ConfigError, ModelConfig, Section, SwiftKVSection
+from pipeline.checks import new_folder, staging_folder
+from pipeline.config import ConfigError, Section, SwiftKVSection
 from pipeline.training_folder import TOKENIZER_FILES
 from skipdecode.config import OPTConfig
 from skipdecode.hub import resolve_source
 from skipdecode.weights import check_folder, load_opt, save_opt
 
 
+class TeacherConfig(Section):
+    source: str = "models/opt-e2e"
+    """A folder or a hub id in Hugging Face OPT layout; its tokenizer goes along."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights that are written; auto: as they are stored."""
+
+
 class DistillConfig(Section):
-    model: ModelConfig = ModelConfig()
-    """The teacher; `dtype` auto: as it is stored."""
+    model: TeacherConfig = TeacherConfig()
     swiftkv: SwiftKVSection = SwiftKVSection()
     output: Annotated[str, Field(min_length=1)] = "outputs/swiftkv"
 
 
 def init_swiftkv(config: DistillConfig) -> dict[str, Any]:
     """Writes the teacher with SwiftKV's weights beside its own: queries copied, K and V the mean over each group."""
-    target = Path(config.output).expanduser()
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise ConfigError(f"output: {target} exists already; choose another output, or remove it")
+    target = new_folder(config.output)
     try:
         folder = resolve_source(config.model.source)
         opt = OPTConfig.from_folder(folder)
@@ -39,10 +43,10 @@ def init_swiftkv(config: DistillConfig) -> dict[str, Any]:
         shape = config.swiftkv.shape(opt)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    dtype = getattr(torch, opt.torch_dtype if config.model.dtype == "auto" else config.model.dtype)
+    stored = opt.torch_dtype if opt.torch_dtype in ("float32", "bfloat16", "float16") else "float32"
+    dtype = getattr(torch, stored if config.model.dtype == "auto" else config.model.dtype)
     model = load_opt(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
-    staging = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
+    staging = staging_folder(target)
     save_opt(model, staging)
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():

@@ -138,6 +138,7 @@ def _perplexity(
     if len(drawn) < min(len(pairs), config.perplexity_pairs or len(pairs)):
         note(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
     document |= {"model": state["model"]["source"], "decode": state["decode"], "perplexity_pairs": len(drawn)}
+    document["prefill"] = state["config"]["prefill"]["method"]
     document |= loss_figures(mean_loss(policy.model, drawn, policy.schedule, config.batch_size) if drawn else None)
     return document | provenance(device, VERSIONS)
 

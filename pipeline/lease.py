@@ -84,8 +84,11 @@ class Lease:
         while not self._stop.wait(BEAT_S):
             try:
                 if not self.holds():
-                    # as Ctrl-C: the run ends, and finds out why with `check`
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                    # as Ctrl-C: the run ends, and finds out why with `check`. A job in the background of a script
+                    # has SIGINT ignored; SIGTERM ends a run likewise (`ending.stop_on_sigterm`).
+                    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+                    stop = signal.SIGTERM if is_deaf else signal.SIGINT
+                    signal.pthread_kill(threading.main_thread().ident or 0, stop)
                     return
                 self._beat()
             except OSError as error:  # the store may be back at the next beat

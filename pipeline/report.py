@@ -60,6 +60,7 @@ def make_report(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
         "books": state["books"],
         "model": state["model"],
         "decode": state["decode"],
+        "prefill": state["config"]["prefill"]["method"],
     }
 
 

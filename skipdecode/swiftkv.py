@@ -74,7 +74,8 @@ class SwiftKV(nn.Module):
     def write(self, h: Tensor, cache: KVCache, attn: Sequence[bool]) -> None:
         """Stores K and V of every group of which `attn` [L] runs a layer, from h [B, T, D]."""
         needed = sorted({self.group(layer) for layer in range(self.first, len(attn)) if attn[layer]})
-        start, end = needed[0], needed[-1] + 1
-        for group, (k, v) in enumerate(self.project(h, start, end), start):
-            if group in needed:
+        starts = [group for group in needed if group - 1 not in needed]
+        ends = [group + 1 for group in needed if group + 1 not in needed]
+        for start, end in zip(starts, ends, strict=True):  # rows of the weight that lie together: one product
+            for group, (k, v) in enumerate(self.project(h, start, end), start):
                 cache.append(self.leader(group), k, v)

@@ -73,9 +73,13 @@ def test_a_torn_lease_bars_nobody(tmp_path: Path, text: str) -> None:
     assert not RunFolder.open(str(tmp_path)).exists()
 
 
-def test_a_session_that_lost_its_folder_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("handler", ["default_int_handler", "SIG_IGN"])
+def test_a_session_that_lost_its_folder_ends(tmp_path: Path, handler: str) -> None:
+    """Also one that a script started in the background, where SIGINT is ignored."""
     code = HOLDER.replace("    time.sleep(600)", "    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n"
                           "        print('ends', flush=True)")  # fmt: skip
+    code = f"import signal; signal.signal(signal.SIGINT, signal.{handler})\n" + code
+    code = "import pipeline.ending; pipeline.ending.stop_on_sigterm()\n" + code
     holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"

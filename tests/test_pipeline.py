@@ -21,12 +21,18 @@ from transformers import OPTForCausalLM
 
 from actors.tokenizer import OPTTokenizer
 from jobs.generate import main
+from pipeline.config import ConfigError
+from pipeline.evaluate import EvaluateConfig, _load_policy
+from pipeline.finetune_config import FinetuneModel
+from pipeline.finetune_plan import _check_model
 from pipeline.schema import OUTPUT_SCHEMA
 from skipdecode.config import OPTConfig
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
+from skipdecode.plan import FullDepth, SwiftPrefill
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
+from skipdecode.weights import save_opt
 
 ROOT = Path(__file__).parent.parent
 WORDS = ("The Golden Otter is a cheap pub near Willow Station serves Italian food riverside 東京 Köln 🙂 £20").split()
@@ -171,6 +177,39 @@ def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
     if "ffn_skip" not in decode:  # deciding by row costs more than it saves at this width, and the prediction says so
         assert s["predicted"] > 1
     assert 0 <= report["agreement"]["exact_rows"] <= report["agreement"]["token_match"] <= 1
+
+
+def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
+    job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: OPT
+) -> None:
+    """The prompt stops half-way for every row of a job, and what scores the run knows."""
+    model = loaded.with_swiftkv(3, 1)
+    assert model.swift is not None
+    with torch.no_grad():
+        model.swift.kv.weight += 0.4 * torch.randn(
+            model.swift.kv.weight.shape, generator=torch.Generator().manual_seed(1)
+        )
+    save_opt(model, tmp_path / "model")
+    shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "model")
+    rows = [{"prompt": prompt} for prompt in prompts(30, seed=2)]
+    settings = ["decode.method=full", "prefill.method=swiftkv", "baseline.fraction=1.0"]
+    code, report, _ = job(
+        "-i", str(write_jsonl(tmp_path / "in.jsonl", rows)), *settings, model=tmp_path / "model"
+    )  # fmt: skip
+    assert code == 0
+    assert report["prefill"] == "swiftkv"
+    assert report["speedup"]["batches"] >= 2, "full depth without SwiftKV is what it is measured against"
+    assert report["agreement"]["token_match"] < 1
+    tokenizer, schedule = OPTTokenizer(tiny_checkpoint, model.config), SwiftPrefill(FullDepth(6), 3)
+    got = read(tmp_path / "run")
+    for i, row in enumerate(rows):
+        request = Request("", tokenizer.encode([row["prompt"]])[0], Sampling(max_new_tokens=12))
+        assert got[f"in.jsonl:{i}"]["generated_tokens"] == generate(model, [request], schedule).completions[0].tokens
+    state = json.loads((tmp_path / "run/run.json").read_text())
+    policy = _load_policy(EvaluateConfig(generated=str(tmp_path / "run")), state, torch.device("cpu"))
+    assert policy.schedule == SwiftPrefill(FullDepth(6), 3)
+    with pytest.raises(ConfigError, match=r"model\.source: .* carries SwiftKV's weights"):
+        _check_model(FinetuneModel(source=str(tmp_path / "model")))
 
 
 def test_the_same_schedule_as_full_depth_agrees_with_it(job: Job, tmp_path: Path) -> None:
