@@ -9,8 +9,9 @@ from transformers import OPTForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.cache import KVCache
+from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_opt
 
@@ -20,7 +21,15 @@ pytestmark = [
 ]
 
 STYLES = ["125m", "350m", "1.3b"]
-SCHEDULES: list[Schedule] = [FullDepth(6), SkipDecode(6, 5, 2, 1, 9), EarlyExit(6, 6, 1, 1, 14), Unified(6, 3)]
+SCHEDULES: list[Schedule] = [
+    FullDepth(6),
+    SkipDecode(6, 5, 2, 1, 9),
+    EarlyExit(6, 6, 1, 1, 14),
+    Unified(6, 3),
+    SkipSaturated(FullDepth(6), 2, 1, 1, 0.85),
+    SkipBand(SkipDecode(6, 5, 2, 1, 9), 1, (2, 3)),
+    SkipAtRandom(FullDepth(6), 1, 0, 0, 0.5, 3),
+]
 DEVICE = "cuda"
 
 
@@ -94,6 +103,15 @@ def test_tokens_are_those_of_the_cpu(
     assert generate(model, requests, schedule).completions == wanted
     fixed = generate(model, requests, schedule, prompt_columns=32, batch_rows=10, compact=False)
     assert fixed.completions == wanted
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_swiftkv_tokens_are_those_of_the_cpu(tiny_checkpoint: Path, group_size: int) -> None:
+    schedule, made = SwiftPrefill(SkipDecode(6, 5, 2, 1, 9), 3), []
+    for device in ("cpu", DEVICE):
+        model = load_opt(tiny_checkpoint, device=device).with_swiftkv(3, group_size)
+        made.append(generate(model, make_requests(20), schedule).completions)
+    assert made[0] == made[1]
 
 
 def test_generator_on_the_device(tiny_checkpoint: Path) -> None:
