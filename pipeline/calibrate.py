@@ -19,7 +19,7 @@ from pydantic import Field
 
 from actors.calibrate import Candidate, Progress, Sample, propose_layers, propose_rule
 from actors.generator import Generator, GeneratorConfig, RowFailure, choose_device
-from pipeline.checks import Model, check_model, new_folder, staging_folder
+from pipeline.checks import Model, check_model, new_folder, written_whole
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, DecodeConfig, InputConfig, JobConfig, ModelConfig, SamplingConfig, Section
 from pipeline.input.files import list_input
@@ -87,7 +87,8 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
         "config": config.model_dump(mode="json"),
         "elapsed_s": time.monotonic() - started,
     }
-    write_checkpoint(target, model, layers, sample, document)
+    with written_whole(target) as staging:
+        write_checkpoint(staging, model, layers, sample, document)
     return document
 
 
@@ -138,9 +139,8 @@ def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note
     return Sample(generator.model, base, pairs, config.batch_size)
 
 
-def write_checkpoint(target: Path, model: Model, layers: Candidate, sample: Sample, document: dict[str, Any]) -> None:
-    """The model's files, its `config.json` with `ffn_skip`, and `calibration/`. Beside its place, then renamed."""
-    staging = staging_folder(target)
+def write_checkpoint(staging: Path, model: Model, layers: Candidate, sample: Sample, document: dict[str, Any]) -> None:
+    """The model's files, its `config.json` with `ffn_skip`, and `calibration/`."""
     (staging / "calibration").mkdir()
     for path in model.folder.iterdir():
         if path.is_file() and path.name != "config.json":
@@ -163,9 +163,6 @@ def write_checkpoint(target: Path, model: Model, layers: Candidate, sample: Samp
     figure = heat_map(table, document)
     for kind in ("svg", "png"):
         figure.savefig(folder / f"similarity.{kind}", dpi=120)
-    if target.is_dir():
-        target.rmdir()  # empty, as was checked
-    os.replace(staging, target)
 
 
 def heat_map(table: list[dict[str, Any]], document: dict[str, Any]) -> Any:

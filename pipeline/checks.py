@@ -1,7 +1,10 @@
 """What is checked before a run starts: checkpoint, schedule, output folder. All errors are `ConfigError`."""
 
 import os
+import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,11 +156,18 @@ def new_folder(path: str) -> Path:
     return target
 
 
-def staging_folder(target: Path) -> Path:
-    """An empty folder of our own beside `target`, to be renamed to it."""
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """An empty folder of our own beside `target` (from `new_folder`), which becomes it when the block ends well."""
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     staging.mkdir()
-    return staging
+    try:
+        yield staging
+        if target.is_dir():
+            target.rmdir()  # empty, as was checked
+        os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:

@@ -3,14 +3,13 @@
 Where distillation starts, and enough to run, to time and to test SwiftKV; its texts are far from the teacher's.
 """
 
-import os
 import shutil
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 
-from pipeline.checks import new_folder, staging_folder
+from pipeline.checks import new_folder, written_whole
 from pipeline.config import ConfigError, Section, SwiftKVSection
 from pipeline.training_folder import TOKENIZER_FILES
 from skipdecode.config import OPTConfig
@@ -46,14 +45,11 @@ def init_swiftkv(config: DistillConfig) -> dict[str, Any]:
     stored = opt.torch_dtype if opt.torch_dtype in ("float32", "bfloat16", "float16") else "float32"
     dtype = getattr(torch, stored if config.model.dtype == "auto" else config.model.dtype)
     model = load_opt(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
-    staging = staging_folder(target)
-    save_opt(model, staging)
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copy2(folder / name, staging / name)
-    if target.is_dir():
-        target.rmdir()  # empty, as was checked
-    os.replace(staging, target)
+    with written_whole(target) as staging:
+        save_opt(model, staging)
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                shutil.copy2(folder / name, staging / name)
     extra = [] if model.swift is None else [p.numel() for p in model.swift.parameters()]
     total = sum(p.numel() for p in model.parameters())
     return {"output": str(target), "swiftkv": vars(shape), "new_parameters": sum(extra), "parameters": total}

@@ -44,9 +44,7 @@ class RowFFNs:
         self.k, self.first = k, first
         self.rows_run = []
         self.active = torch.ones(B, num_columns, dtype=torch.bool, device=self.device)
-        self.ran = torch.zeros(
-            B, num_columns, dtype=torch.int32, device=self.device
-        )  # blocks run, of those in question
+        self.ran = torch.zeros(B, num_columns, dtype=torch.int32, device=self.device)
         self._history.append(self.ran)
 
     def rest(self) -> None:

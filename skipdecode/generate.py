@@ -128,12 +128,8 @@ def generate(
     cache = allocate_cache(model, num_pad, tokens.shape[1], schedule, num_new, is_masked=batch_rows is not None)
     sampler = _sampler(requests, len(num_pad), num_new, model.device)
     ffns = _row_ffns(schedule, requests, len(num_pad), num_new, model.device, has_fixed_shape=batch_rows is not None)
-    stats = BatchStats(
-        rows=len(rows),
-        prompt_columns=tokens.shape[1],
-        input_tokens=sum(len(r.prompt_tokens) for r in requests),
-        cache_bytes=cache.nbytes,
-    )
+    num_input = sum(len(r.prompt_tokens) for r in requests)
+    stats = BatchStats(len(rows), tokens.shape[1], num_input, cache_bytes=cache.nbytes)
 
     start = _now(model.device)
     positions = (torch.arange(tokens.shape[1], device=model.device) - num_pad[:, None]).clamp(min=-1)
