@@ -60,7 +60,13 @@ class TrainConfig:
     weight_decay: float
     max_grad_norm: float
     distill: float
-    """Share of the loss that compares with full depth's own distribution instead of the data."""
+    """Share of the loss that compares with a teacher instead of the data (`ResponseLoss`)."""
+    temperature: float
+    """Of the distributions that are compared."""
+    hidden: float
+    """Weight of the squared difference of the last states, beside them."""
+    trainable: Literal["all", "swiftkv"]
+    """swiftkv: what was added to a model for SwiftKV; the model itself stays as it is."""
     precision: Literal["float32", "bfloat16"]
     """bfloat16: autocast; weights and optimiser stay float32."""
     recompute: bool
@@ -101,6 +107,15 @@ def init_weights(model: OPT, seed: int) -> None:
         torch.nn.init.normal_(parameter, 0.0, scale, generator=generator)
 
 
+def choose_trainable(model: OPT, which: Literal["all", "swiftkv"]) -> None:
+    """Which parameters get gradients. Under SwiftKV the upper layers' own projections to Q, K and V are not run."""
+    model.requires_grad_(which == "all")
+    if model.swift is not None:
+        model.swift.requires_grad_(True)
+        for block in model.layers[model.swift.first :]:
+            block.qkv.requires_grad_(False)
+
+
 def length_sorted_batches(pairs: Sequence[Pair], batch_size: int, seed: str) -> list[list[Pair]]:
     """All pairs once, in shuffled batches of similar lengths."""
     rng = random.Random(seed)
@@ -127,16 +142,31 @@ def train(
     config: TrainConfig,
     hooks: Hooks,
     resume: dict[str, Any] | None = None,
+    teacher: OPT | None = None,
 ) -> dict[str, Any]:
     """Trains in place and gives back the record of the best validation. `resume`: from `load_state`.
+
+    A model with SwiftKV's weights is trained with its prompts under SwiftKV. `teacher`: frozen, whole on each worker;
+    None: the model's own full depth.
 
     FloatingPointError when the loss is no number any more.
     """
     layers, device = model.config.num_hidden_layers, model.device
-    schedules = [make_schedule(d, num_layers=layers, max_new_tokens=config.horizon + 1) for d in config.schedules]
+    kv_layers = None if model.swift is None else model.swift.first
+    schedules = [
+        make_schedule(d, num_layers=layers, max_new_tokens=config.horizon + 1, kv_layers=kv_layers)
+        for d in config.schedules
+    ]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
-    model.train().requires_grad_(True)
-    loss = ResponseLoss(model, distill=config.distill, recompute=config.recompute)
+    choose_trainable(model.train(), config.trainable)
+    loss = ResponseLoss(
+        model,
+        distill=config.distill,
+        temperature=config.temperature,
+        hidden=config.hidden,
+        teacher=teacher,
+        recompute=config.recompute,
+    )
     module = _wrap(loss, config)
     groups = _decay_groups(model, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
@@ -350,8 +380,9 @@ def _learning_rate(step: int, total: int, config: TrainConfig) -> float:
 
 
 def _decay_groups(model: OPT, weight_decay: float) -> list[dict[str, Any]]:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() > 1]
+    others = [p for p in trained if p.dim() == 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 

@@ -109,7 +109,10 @@ def _fit(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
     config = planned.config
     source = None if planned.source is None else worker_path(str(config.model.source), planned.source)
     pairs = ray.put((planned.pairs.tokens, planned.validation.tokens))
-    job = TrainingJob(planned.folder.root, source, planned.opt, planned.train, config.output.dtype, pool.threads, pairs)
+    teacher = None if planned.teacher is None else worker_path(str(config.model.teacher), planned.teacher)
+    job = TrainingJob(
+        planned.folder.root, source, planned.opt, teacher, planned.train, config.output.dtype, pool.threads, pairs
+    )
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths are relative to where the job was started
     # Ray Train gives up on a start after 60 s and tries again, for ever; the room for it was checked
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config import Auto, OutputConfig, Section, build_config, read_tree
+from pipeline.config import Auto, OutputConfig, Section, SwiftKVSection, build_config, read_tree
 
 
 class ModelShape(Section):
@@ -28,6 +28,10 @@ class FinetuneModel(Section):
     source: str | None = None
     """The checkpoint to start from, a folder or a hub id; null: from scratch, in `shape`."""
     shape: ModelShape = ModelShape()
+    swiftkv: SwiftKVSection | None = None
+    """Gives the model SwiftKV's weights, taken from its own, and trains it with its prompts under SwiftKV."""
+    teacher: str | None = None
+    """A frozen checkpoint with the same tokenizer that `train.distill` compares with; null: full depth of `source`."""
 
 
 class FinetuneData(Section):
@@ -72,7 +76,13 @@ class TrainSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     distill: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the loss that compares with full depth's own distribution instead of the data."""
+    """Share of the loss that is the divergence from the teacher at full depth instead of the data."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the distributions that are compared; the divergence counts times its square."""
+    hidden: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the mean squared difference from the teacher's last states, beside the above."""
+    trainable: Literal["all", "swiftkv"] = "all"
+    """swiftkv: the weights that SwiftKV adds; the model itself stays as it is."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16: autocast; weights and optimiser stay float32."""
     validate_every: Annotated[int, Field(ge=1)] = 500

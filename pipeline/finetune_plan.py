@@ -21,7 +21,7 @@ from pipeline.fingerprint import digest_files
 from pipeline.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
 from pipeline.run_folder import Note
 from pipeline.training_folder import TOKENIZER_FILES, TrainingFolder, check_apart
-from skipdecode.config import OPTConfig
+from skipdecode.config import OPTConfig, SwiftKVConfig
 from skipdecode.hub import resolve_source
 from skipdecode.schedule import make_schedule
 from skipdecode.weights import check_folder
@@ -54,7 +54,9 @@ class PlannedTraining:
     source: Path | None
     """The folder of the model to start from; None: from scratch."""
     opt: OPTConfig
-    """With the schedule that the result carries."""
+    """With the schedule and the SwiftKV shape that the result carries."""
+    teacher: Path | None
+    """The folder of the teacher; None: the model itself."""
     tokenizer: Files
     pairs: Corpus
     validation: Corpus
@@ -68,6 +70,8 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     folder, earlier = _check_output(config)
     source, opt = _check_model(config.model)
     opt = replace(opt, skip_decode=check_schedules(config.train, opt.num_hidden_layers), ffn_skip=None)
+    opt = replace(opt, swiftkv=_check_swiftkv(config, opt))
+    teacher = _check_teacher(config, source, opt)
     pairs, validation = _scan(config.data, "path"), _scan(config.data, "validation")
     pairs = replace(pairs, texts=list(vary_names(pairs.texts, config.data.made_names_share, config.train.seed)))
     files, tokenizer = _make_tokenizer(source, opt, pairs.texts, folder if earlier else None)
@@ -80,8 +84,8 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
         f"data: {len(train.tokens)} pairs in {steps} steps of {recipe.batch_size}, {len(held_out.tokens)} pairs for "
         f"validation; {len(train.problems) + len(held_out.problems)} bad rows left out"
     )
-    prints = _fingerprint(config, source, opt, train, held_out)
-    return PlannedTraining(config, recipe, folder, earlier, source, opt, files, train, held_out, steps, prints)
+    prints = _fingerprint(config, source, opt, teacher, train, held_out)
+    return PlannedTraining(config, recipe, folder, earlier, source, opt, teacher, files, train, held_out, steps, prints)
 
 
 def train_config(section: TrainSection) -> TrainConfig:
@@ -112,6 +116,52 @@ def _check_model(model: FinetuneModel) -> tuple[Path | None, OPTConfig]:
                 f"model.source: {model.source} carries SwiftKV's weights, which would no longer fit; give its teacher"
             )
     return folder, opt
+
+
+def _check_swiftkv(config: FinetuneConfig, opt: OPTConfig) -> SwiftKVConfig | None:
+    """The shape that the model is given; None: it gets none."""
+    wanted = config.model.swiftkv
+    if wanted is None:
+        if config.train.trainable == "swiftkv":
+            raise ConfigError("train.trainable: swiftkv needs model.swiftkv, the shape of what is to be trained")
+        return None
+    if config.model.source is None:
+        raise ConfigError("model.swiftkv: its weights are taken from a trained model's; give model.source")
+    with _blame("model."):
+        shape = wanted.shape(opt)
+    if config.train.parallel == "fsdp":
+        raise ConfigError("train.parallel: fsdp gathers whole layers, and SwiftKV runs parts of them; use ddp")
+    if shape.num_shared(opt) == 0:
+        raise ConfigError(f"model.swiftkv.kv_layers: all {shape.kv_layers} layers keep their own K/V: nothing to train")
+    return shape
+
+
+def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) -> Path | None:
+    if config.model.teacher is None:
+        return None
+    if not config.train.distill and not config.train.hidden:
+        raise ConfigError("model.teacher: is not asked with train.distill and train.hidden 0")
+    with _blame("model.teacher: "):
+        folder = resolve_source(config.model.teacher)
+        taught = OPTConfig.from_folder(folder)
+        check_folder(folder)
+        if taught.vocab_size != opt.vocab_size or (source is not None and _tokenizer(folder) != _tokenizer(source)):
+            raise ValueError(f"{config.model.teacher} has another tokenizer or vocabulary than model.source")
+        if source is None:
+            raise ValueError(
+                "a model from scratch gets a tokenizer of its own, which no teacher has; give model.source"
+            )
+        if taught.max_position_embeddings < opt.max_position_embeddings:
+            raise ValueError(f"{config.model.teacher} has {taught.max_position_embeddings} positions only")
+        if config.train.hidden and taught.hidden_size != opt.hidden_size:
+            raise ValueError(f"its states are {taught.hidden_size} wide, not {opt.hidden_size} as train.hidden needs")
+    return folder
+
+
+def _tokenizer(folder: Path) -> dict[str, bytes]:
+    """What decides the tokens of a text."""
+    names = ("tokenizer.json",) if (folder / "tokenizer.json").is_file() else ("vocab.json", "merges.txt")
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 @contextmanager
@@ -192,7 +242,7 @@ def _refuse(corpus: Corpus, key: str, data: FinetuneData) -> None:
 
 
 def _fingerprint(
-    config: FinetuneConfig, source: Path | None, opt: OPTConfig, train: Corpus, validation: Corpus
+    config: FinetuneConfig, source: Path | None, opt: OPTConfig, teacher: Path | None, train: Corpus, validation: Corpus
 ) -> dict[str, Any]:
     entries: dict[str, Any] = {"code_version": CODE_VERSION, "output.dtype": config.output.dtype}
     recipe = config.train.model_dump(mode="json", exclude=set(HOW))
@@ -202,6 +252,8 @@ def _fingerprint(
         entries |= {f"model.shape.{key}": value for key, value in config.model.shape.model_dump().items()}
     else:
         entries["model.files"] = digest_files(source)  # its tokenizer's too
+    entries["model.swiftkv"] = None if opt.swiftkv is None else vars(opt.swiftkv)
+    entries["model.teacher_files"] = None if teacher is None else digest_files(teacher)
     entries["data.pairs"], entries["data.validation_pairs"] = _digest(train.texts), _digest(validation.texts)
     return entries
 

@@ -33,6 +33,8 @@ class TrainingJob:
     """The checkpoint to start from, as the workers find it; None: from scratch."""
     config: OPTConfig
     """With the schedule that the result carries."""
+    teacher: str | None
+    """The checkpoint that distillation compares with; None: full depth of the model itself."""
     train: TrainConfig
     dtype: str
     """Of the stored weights."""
@@ -55,7 +57,8 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
         folder.rewind_log(step)
         folder.append_log({"step": step, "start": describe(device)})
     try:
-        return {"best": train(model, pairs, validation, job.train, _hooks(job, folder), state)}
+        teacher = None if job.teacher is None else load_opt(job.teacher, device=device)
+        return {"best": train(model, pairs, validation, job.train, _hooks(job, folder), state, teacher)}
     except FloatingPointError as error:
         return {"error": str(error)}
 
@@ -71,7 +74,8 @@ def _restore(folder: TrainingFolder) -> dict[str, Any] | None:
 
 def _initial(job: TrainingJob, device: torch.device) -> OPT:
     if job.source is not None:
-        return load_opt(job.source, device=device)
+        model, shape = load_opt(job.source, device=device), job.config.swiftkv
+        return model if shape is None else model.with_swiftkv(shape.kv_layers, shape.group_size)
     model = OPT(job.config)
     init_weights(model, job.train.seed)
     return model.to(device)

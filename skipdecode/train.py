@@ -67,6 +67,13 @@ def teacher_forced_logits(
     `recompute` keeps only the input of each layer for the backward pass (activation checkpointing). `ffns` decides on
     feed-forward blocks in the place of what `schedule` brings (FFN-SkipLLM, which is not trained).
     """
+    return model.head(_states(model, batch, schedule, recompute=recompute, ffns=ffns))
+
+
+def _states(
+    model: OPT, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: RowFFNs | None = None
+) -> Tensor:
+    """[B, T, D]: what enters the head for each response token."""
     columns = batch.tokens.shape[1]
     num_steps = columns - batch.prompt_columns
     device = batch.tokens.device
@@ -97,7 +104,7 @@ def teacher_forced_logits(
             run = partial(_attend_and_feed, attend=_attend, feed=feed)
         x = checkpoint(run, block, h[:, :n], seen, use_reentrant=False) if recompute else run(block, h[:, :n], seen)
         h = x if n == columns else torch.cat([x, h[:, n:]], dim=1)
-    return model.head(h[:, batch.prompt_columns - 1 :])
+    return h[:, batch.prompt_columns - 1 :]
 
 
 def _run(block: Block, h: Tensor, mask: Tensor | None) -> Tensor:
@@ -155,24 +162,47 @@ class ResponseLoss(nn.Module):
     """The loss as a module of its own, so that DDP and FSDP can wrap it: summed over the batch's response tokens.
 
     A sum, because the mean belongs to the whole step: its micro-batches and workers hold different numbers of tokens.
-    `distill` in 0..1 mixes in the cross-entropy to full depth's own distribution (no gradient through full depth).
+    `distill` in 0..1 is the share of the divergence from a teacher instead of the data: KL(teacher || model) of the
+    distributions at `temperature`, times its square (Hinton et al. 2015). `hidden` adds so much of the mean squared
+    difference of the states before the head. The teacher runs at full depth, without a gradient; none given: the model
+    itself, and without SwiftKV, so that a frozen base teaches the weights that were added to it.
     """
 
-    def __init__(self, model: OPT, *, distill: float = 0.0, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        model: OPT,
+        *,
+        distill: float = 0.0,
+        temperature: float = 1.0,
+        hidden: float = 0.0,
+        teacher: OPT | None = None,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
-        self.distill = distill
+        self.distill, self.temperature, self.hidden = distill, temperature, hidden
         self.recompute = recompute
         self.full = FullDepth(model.config.num_hidden_layers)
+        self._teacher = (
+            None if teacher is None else (teacher,)
+        )  # in a tuple: no submodule, so nobody trains or saves it
 
     def forward(self, batch: TeacherBatch, schedule: Schedule) -> Tensor:
-        logits = teacher_forced_logits(self.model, batch, schedule, recompute=self.recompute)
-        flat, targets = logits.flatten(0, 1), batch.targets.flatten()
-        loss = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="sum")
-        if not self.distill or not self.training or schedule == self.full:
+        states = _states(self.model, batch, schedule, recompute=self.recompute)
+        logits, targets = self.model.head(states).flatten(0, 1), batch.targets.flatten()
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        is_own = self._teacher is None and schedule == self.full
+        if not (self.distill or self.hidden) or not self.training or is_own:
             return loss
+        teacher = self.model if self._teacher is None else self._teacher[0]
         with torch.no_grad():
-            soft = teacher_forced_logits(self.model, batch, self.full).flatten(0, 1).softmax(-1)
+            taught = _states(teacher, batch, FullDepth(teacher.config.num_hidden_layers))
+            soft = teacher.head(taught).flatten(0, 1)
         kept = targets != IGNORE
-        distilled = F.cross_entropy(flat[kept], soft[kept], reduction="sum")
-        return (1 - self.distill) * loss + self.distill * distilled
+        t = self.temperature
+        own, goal = (logits[kept] / t).log_softmax(-1), (soft[kept] / t).log_softmax(-1)
+        loss = (1 - self.distill) * loss + self.distill * t**2 * F.kl_div(own, goal, reduction="sum", log_target=True)
+        if self.hidden:
+            squares = (states - taught).float().square().mean(-1).flatten()
+            loss = loss + self.hidden * squares[kept].sum()
+        return loss

@@ -188,6 +188,9 @@ def make_config(**changes: object) -> TrainConfig:
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
         "distill": 0.0,
+        "temperature": 1.0,
+        "hidden": 0.0,
+        "trainable": "all",
         "precision": "float32",
         "recompute": False,
         "parallel": "ddp",
@@ -245,20 +248,25 @@ def test_recomputation_changes_no_gradient(checkpoint_factory: Factory, style: s
         torch.testing.assert_close(grads[1][name], grad, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_distillation_by_hand(checkpoint_factory: Factory) -> None:
-    """(1 - a) * cross-entropy + a * (KL to full depth + its entropy), summed over the response tokens of each row."""
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_distillation_by_hand(checkpoint_factory: Factory, temperature: float, is_own: bool) -> None:
+    """(1 - a) * cross-entropy + a * T^2 * KL to the teacher's full depth, summed over the response tokens."""
     folder = checkpoint_factory("125m")
     schedule, share = SkipDecode(L, 5, 2, 1, 6), 0.3
     model = trainable(folder)
-    loss = ResponseLoss(model, distill=share).train()(teacher_batch(PAIRS, 1), schedule)
+    teacher = model if is_own else trainable(folder)
+    if not is_own:
+        init_weights(teacher, 5)
+    module = ResponseLoss(model, distill=share, temperature=temperature, teacher=None if is_own else teacher)
+    loss = module.train()(teacher_batch(PAIRS, 1), schedule)
     expected = torch.zeros(())
     for pair in PAIRS:  # each row alone, and masking after the fact
         logits = masked_logits(model, pair, schedule)[0]
-        full = masked_logits(model, pair, FullDepth(L))[0].detach().log_softmax(-1)
+        full = (masked_logits(teacher, pair, FullDepth(L))[0].detach() / temperature).softmax(-1)
         hard = F.cross_entropy(logits, torch.tensor(pair[1]), reduction="sum")
-        divergence = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="sum")
-        entropy = -(full.exp() * full).sum()
-        expected = expected + (1 - share) * hard + share * (divergence + entropy)
+        divergence = (full * (full.log() - (logits / temperature).log_softmax(-1))).sum()
+        expected = expected + (1 - share) * hard + share * temperature**2 * divergence
     torch.testing.assert_close(loss, expected, atol=1e-3, rtol=1e-5)
     grads = torch.autograd.grad(loss, list(model.parameters()))
     slow = torch.autograd.grad(expected, list(model.parameters()))
