@@ -44,14 +44,18 @@ class Sampler:
 
 
 def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF draw from [B, V] logits after top-k and top-p ([B, 1] each): [B] int64."""
+    """Inverse-CDF draw from [B, V] logits after top-k and top-p ([B, 1] each): [B] int64.
+
+    The CDF runs over token ids, not over ranks: logits that differ by rounding only, as they do from one batch shape to
+    another, may swap ranks, and would swap the tokens that a number stands for.
+    """
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     p = ordered.masked_fill(rank >= top_k, -torch.inf).softmax(dim=-1)
     before = p.cumsum(dim=-1) - p
     is_cut = (before >= top_p) & (rank > 0) & (top_p < 1)  # the token that crosses top_p stays, and the first always
-    p = p.masked_fill(is_cut, 0.0)
-    cdf = p.cumsum(dim=-1)
-    index = (cdf <= uniform * cdf[:, -1:]).sum(dim=-1, keepdim=True)
-    last = (p > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not step past what was kept
-    return tokens.gather(1, torch.minimum(index, last))[:, 0]
+    kept = torch.zeros_like(p).scatter(1, tokens, p.masked_fill(is_cut, 0.0))  # by token id
+    cdf = kept.cumsum(dim=-1)
+    index = (cdf <= uniform * cdf[:, -1:]).sum(dim=-1)
+    last = (cdf < cdf[:, -1:]).sum(dim=-1)  # rounding must not step past what was kept
+    return torch.minimum(index, last)
