@@ -16,7 +16,7 @@ from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
+from skipdecode.schedule import listed_schedule
 from skipdecode.train import ResponseLoss, teacher_batch
 
 
@@ -149,22 +149,10 @@ def bench_training(
     ]
 
 
-def bench_schedule(config: OPTConfig, given: dict[str, Any], new_tokens: int) -> Schedule:
-    """One entry of a benchmark: a `decode:` mapping, with `prefill` (full or swiftkv) beside its keys."""
-    decode = dict(given)
-    prefill = decode.pop("prefill", "full")
-    if prefill not in ("full", "swiftkv"):
-        raise ValueError(f"schedules: prefill {prefill!r} is not one of full, swiftkv")
-    if prefill == "swiftkv" and config.swiftkv is None:
-        raise ValueError("schedules: prefill swiftkv needs swiftkv={kv_layers: ...}, or a source that carries it")
-    layers, kv_layers = config.num_hidden_layers, config.kv_layers(prefill)
-    return make_schedule(decode, num_layers=layers, max_new_tokens=new_tokens, kv_layers=kv_layers)
-
-
 def _named_schedules(config: OPTConfig, case: BenchCase, schedules: list[dict[str, Any]]) -> list[tuple[str, Schedule]]:
     named: list[tuple[str, Schedule]] = [("full", FullDepth(config.num_hidden_layers))]
     for decode in schedules:
-        schedule = bench_schedule(config, decode, case.new_tokens)
+        schedule = listed_schedule(config, decode, case.new_tokens)
         if schedule in (known for _, known in named):
             continue
         name = " ".join(_words(decode))

@@ -87,10 +87,17 @@ class Generator:
         self._warm_up()
         self.load_s = time.perf_counter() - start
 
-    def with_decode(self, decode: dict[str, Any], batch_size: int | None = None) -> "Generator":
-        """The same loaded model under another `decode:` mapping (and batch size), counting its batches anew."""
+    def with_decode(
+        self, decode: dict[str, Any], batch_size: int | None = None, prefill: str | None = None
+    ) -> "Generator":
+        """The same loaded model under another `decode:` mapping (batch size, prefill), counting its batches anew."""
         other = copy.copy(self)
-        other.config = replace(self.config, decode=decode, batch_size=batch_size or self.config.batch_size)
+        other.config = replace(
+            self.config,
+            decode=decode,
+            batch_size=batch_size or self.config.batch_size,
+            prefill=prefill or self.config.prefill,
+        )
         other._num_batches = other._num_pairs = 0
         other._warm_up()
         return other

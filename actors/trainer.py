@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from skipdecode.config import OPTConfig
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule
-from skipdecode.schedule import make_schedule
+from skipdecode.schedule import listed_schedule
 from skipdecode.train import ResponseLoss, teacher_batch
 
 Pair = tuple[list[int], list[int]]
@@ -45,7 +45,7 @@ SORTED_BATCHES = 50  # rows are sorted by length within chunks of so many batche
 @dataclass(frozen=True)
 class TrainConfig:
     schedules: tuple[dict[str, Any], ...]
-    """`decode:` mappings; each step draws one."""
+    """`decode:` mappings, with `prefill` beside their keys; each step draws one."""
     horizon: int
     """Decode steps over which the depth falls in training."""
     epochs: float
@@ -57,6 +57,8 @@ class TrainConfig:
     """The peak, after `warmup_steps`; from there it falls linearly to `final_learning_rate`."""
     final_learning_rate: float
     warmup_steps: int
+    betas: tuple[float, float]
+    """Of AdamW."""
     weight_decay: float
     max_grad_norm: float
     distill: float
@@ -107,15 +109,6 @@ def init_weights(model: OPT, seed: int) -> None:
         torch.nn.init.normal_(parameter, 0.0, scale, generator=generator)
 
 
-def choose_trainable(model: OPT, which: Literal["all", "swiftkv"]) -> None:
-    """Which parameters get gradients. Under SwiftKV the upper layers' own projections to Q, K and V are not run."""
-    model.requires_grad_(which == "all")
-    if model.swift is not None:
-        model.swift.requires_grad_(True)
-        for block in model.layers[model.swift.first :]:
-            block.qkv.requires_grad_(False)
-
-
 def length_sorted_batches(pairs: Sequence[Pair], batch_size: int, seed: str) -> list[list[Pair]]:
     """All pairs once, in shuffled batches of similar lengths."""
     rng = random.Random(seed)
@@ -146,19 +139,16 @@ def train(
 ) -> dict[str, Any]:
     """Trains in place and gives back the record of the best validation. `resume`: from `load_state`.
 
-    A model with SwiftKV's weights is trained with its prompts under SwiftKV. `teacher`: frozen, whole on each worker;
-    None: the model's own full depth.
+    `teacher`: frozen, whole on each worker; None: the model's own full depth.
 
     FloatingPointError when the loss is no number any more.
     """
-    layers, device = model.config.num_hidden_layers, model.device
-    kv_layers = None if model.swift is None else model.swift.first
-    schedules = [
-        make_schedule(d, num_layers=layers, max_new_tokens=config.horizon + 1, kv_layers=kv_layers)
-        for d in config.schedules
-    ]
+    device = model.device
+    schedules = [listed_schedule(model.config, entry, config.horizon + 1) for entry in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
-    choose_trainable(model.train(), config.trainable)
+    model.train().requires_grad_(config.trainable == "all")
+    if model.swift is not None:
+        model.swift.requires_grad_(True)
     loss = ResponseLoss(
         model,
         distill=config.distill,
@@ -169,7 +159,7 @@ def train(
     )
     module = _wrap(loss, config)
     groups = _decay_groups(model, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     total, per_epoch = num_steps(len(pairs), config), -(-len(pairs) // config.batch_size)
     step, best, elapsed_s, since = 0, dict[str, Any](), 0.0, _Since()
     if resume is not None:
@@ -271,7 +261,8 @@ def _wrap(loss: ResponseLoss, config: TrainConfig) -> nn.Module:
     if _world()[1] == 1:
         return loss
     if config.parallel == "ddp":
-        return DistributedDataParallel(loss)
+        # under SwiftKV the upper layers' own K and V are not run, and without it its weights are not
+        return DistributedDataParallel(loss, find_unused_parameters=loss.model.swift is not None)
     for block in loss.model.layers:
         fully_shard(block)
     fully_shard(loss)

@@ -1,32 +1,46 @@
-"""`python -m jobs.distill --init-only`: a checkpoint with SwiftKV's weights, taken from the model itself.
+"""`python -m jobs.distill`: gives a model SwiftKV's weights and teaches them to stand for what they replace.
 
-`prefill.method=swiftkv` then runs it. Distillation, which makes its texts good, is to come; until then `--init-only`
-must be given. One JSON document on stdout. Exit codes: 0 done; 2 bad configuration or input; 1 anything else.
+The model itself is the teacher and stays as it is: only the new projections and their norm are trained (on Ray Train,
+as `python -m jobs.finetune`, with the same keys and another recipe for defaults), and `prefill.method=swiftkv` runs
+them. `--init-only` writes them as they are taken from the model: to time and to test, not to read. With
+`train.trainable=all` and several `train.schedules` everything is trained at once, and `model.teacher` teaches.
+Progress goes to stderr; the last line on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input,
+nothing was started; 1 anything else.
 """
 
 import argparse
 import traceback
+from typing import Any
 
 from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
+from jobs.finetune import read_arguments, train, training_parser
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = training_parser("jobs.distill", __doc__, "configs/distill-swiftkv-e2e.yaml", "model.swiftkv.kv_layers=12")
+    parser.add_argument("--init-only", action="store_true", help="write the weights that training starts from")
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file")
-    parser.add_argument("--init-only", action="store_true", required=True, help="the weights to start from")
-    parser.add_argument("-o", "--output", metavar="FOLDER", help="the checkpoint to write: output")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. swiftkv.kv_layers=12")
-    arguments = parser.parse_intermixed_args(argv)
-    from pipeline.config import ConfigError, build_config, read_tree, set_key
-    from pipeline.distill import DistillConfig, init_swiftkv
+    arguments = parse(argv)
+    from pipeline.config import ConfigError
+    from pipeline.distill import with_defaults
 
     try:
-        tree = read_tree(arguments.config, arguments.overrides)
-        if arguments.output is not None:
-            set_key(tree, "output", arguments.output)
-        document = init_swiftkv(build_config(DistillConfig, tree))
+        tree = with_defaults(read_arguments(arguments))
+    except ConfigError as error:
+        return fail(error, BAD_CONFIG)
+    return init(tree) if arguments.init_only else train(tree)
+
+
+def init(tree: dict[str, Any]) -> int:
+    from pipeline.config import ConfigError, build_config
+    from pipeline.distill import init_swiftkv
+    from pipeline.finetune_config import FinetuneConfig
+
+    try:
+        document = init_swiftkv(build_config(FinetuneConfig, tree))
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
     except KeyboardInterrupt:

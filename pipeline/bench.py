@@ -37,9 +37,10 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
     """All shapes; the document that goes to stdout and into `benchmarks/results/`."""
     import torch
 
-    from actors.bench import BenchCase, bench_case, bench_schedule, bench_training, random_model
+    from actors.bench import BenchCase, bench_case, bench_training, random_model
     from actors.generator import choose_device, choose_dtype
     from skipdecode.config import OPTConfig
+    from skipdecode.schedule import listed_schedule
     from skipdecode.weights import load_opt
 
     device = choose_device(config.device)
@@ -62,7 +63,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
             if config.work == "train" and any(decode.get(key) is not None for decode in config.schedules):
                 raise ValueError(f"schedules: {key} is not trained under; work=decode times it")
         for decode in config.schedules:
-            bench_schedule(model.config, decode, config.new_tokens)
+            listed_schedule(model.config, decode, config.new_tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     room = model.config.max_position_embeddings - config.new_tokens

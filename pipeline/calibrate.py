@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import time
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,14 +20,19 @@ from actors.calibrate import Candidate, Progress, Sample, propose_layers, propos
 from actors.generator import Generator, GeneratorConfig, RowFailure, choose_device
 from pipeline.checks import Model, check_model, new_folder, written_whole
 from pipeline.cluster import num_cores
-from pipeline.config import ConfigError, DecodeConfig, InputConfig, JobConfig, ModelConfig, SamplingConfig, Section
-from pipeline.input.files import list_input
-from pipeline.input.plan import plan_input
-from pipeline.input.read import read_file
-from pipeline.input.scan import scan_file
+from pipeline.config import (
+    ConfigError,
+    DecodeConfig,
+    InputConfig,
+    JobConfig,
+    ModelConfig,
+    PrefillConfig,
+    SamplingConfig,
+    Section,
+)
+from pipeline.input.prompts import read_prompts
 from pipeline.machine import provenance
 from pipeline.run_folder import Note
-from pipeline.schema import PROMPT
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
@@ -40,6 +44,7 @@ class CalibrateConfig(Section):
     model: ModelConfig = ModelConfig()
     decode: DecodeConfig = DecodeConfig(method="full")
     """The schedule beneath, without `ffn_skip`."""
+    prefill: PrefillConfig = PrefillConfig()
     input: InputConfig = InputConfig()
     """Sample prompts, as jobs.generate reads them; rows that it would fail are left out."""
     num_prompts: Annotated[int, Field(ge=1)] = 128
@@ -66,7 +71,9 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     try:
-        model = check_model(JobConfig(model=config.model, decode=config.decode, sampling=sampling), note)
+        model = check_model(
+            JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling), note
+        )
     except ConfigError as error:  # it speaks of a job's keys
         raise ConfigError(str(error).replace("sampling.max_new_tokens", "max_new_tokens")) from error
     prompts = read_prompts(config.input, config.num_prompts)
@@ -80,6 +87,7 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     document = provenance(device) | {
         "model": config.model.source,
         "decode": model.decode,
+        "prefill": config.prefill.method,
         "prompts": sample.num_prompts,
         "tokens": sample.num_tokens,
         "calibrated": _figures(layers),
@@ -92,22 +100,6 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     return document
 
 
-def read_prompts(config: InputConfig, count: int) -> list[str]:
-    """The first `count` distinct prompts that are fit to run."""
-    listing = list_input(config)
-    plan = plan_input(listing, [scan_file(listing, index, config)[0] for index in range(len(listing.files))], config)
-    found: dict[str, None] = {}
-    for index in range(len(listing.files)):
-        for block in read_file(plan, index, config):
-            texts, codes = block[PROMPT].to_pylist(), block["error_code"].to_pylist()
-            found |= dict.fromkeys(text for text, code in zip(texts, codes, strict=True) if text and not code)
-            if len(found) >= count:
-                return list(islice(found, count))
-    if not found:
-        raise ConfigError(f"input.path: no usable prompt in {', '.join(config.path)}")
-    return list(found)
-
-
 def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note: Note) -> Sample:
     """Decodes the prompts under the schedule beneath; those that do not fit are left out."""
     generator = Generator(
@@ -115,6 +107,7 @@ def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note
             source=str(model.folder),
             tokenizer=config.model.tokenizer,
             decode=model.decode,
+            prefill=config.prefill.method,
             dtype=config.model.dtype,
             device=config.device,
             num_threads=config.threads or num_cores(),

@@ -1,49 +1,68 @@
-"""`jobs.distill` as a library call. First form: a SwiftKV checkpoint whose new weights are the teacher's, not trained.
+"""`jobs.distill` as a library call: SwiftKV's weights for a model, taken from it and taught by it.
 
-Where distillation starts, and enough to run, to time and to test SwiftKV; its texts are far from the teacher's.
+The training is `pipeline.finetune`, with the recipe of the paper for defaults; `init_swiftkv` writes what it starts
+from, which is enough to run, to time and to test SwiftKV, while its texts are far from the teacher's.
 """
 
 import shutil
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from pipeline.checks import new_folder, written_whole
-from pipeline.config import ConfigError, Section, SwiftKVSection
+from pipeline.config import ConfigError
+from pipeline.finetune_config import FinetuneConfig
+from pipeline.finetune_plan import stored_dtype
 from pipeline.training_folder import TOKENIZER_FILES
 from skipdecode.config import OPTConfig
 from skipdecode.hub import resolve_source
 from skipdecode.weights import check_folder, load_opt, save_opt
 
+# arXiv 2410.03960, section 3.3, and its authors' training code: the model frozen, KL at temperature 2, Adam without
+# weight decay, learning rate 2e-4 falling linearly to 0, one epoch. (There the warm-up is 5 % of the steps.)
+DEFAULTS: dict[str, Any] = {
+    "model": {"source": "models/opt-e2e", "swiftkv": {}},
+    "train": {
+        "schedules": [{"method": "full", "prefill": "swiftkv"}],
+        "trainable": "swiftkv",
+        "distill": 1.0,
+        "temperature": 2.0,
+        "epochs": 1,
+        "learning_rate": 2e-4,
+        "final_learning_rate": 0.0,
+        "warmup_steps": 100,
+        "betas": [0.9, 0.999],
+        "weight_decay": 0.0,
+    },
+    "output": {"path": "outputs/swiftkv", "dtype": "auto"},
+}
 
-class TeacherConfig(Section):
-    source: str = "models/opt-e2e"
-    """A folder or a hub id in Hugging Face OPT layout; its tokenizer goes along."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights that are written; auto: as they are stored."""
+
+def with_defaults(tree: dict[str, Any], defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The keys of `tree`, and of the recipe what it does not say."""
+    merged = dict(DEFAULTS if defaults is None else defaults)
+    for key, value in tree.items():
+        under = merged.get(key)
+        merged[key] = with_defaults(value, under) if isinstance(value, dict) and isinstance(under, dict) else value
+    return merged
 
 
-class DistillConfig(Section):
-    model: TeacherConfig = TeacherConfig()
-    swiftkv: SwiftKVSection = SwiftKVSection()
-    output: Annotated[str, Field(min_length=1)] = "outputs/swiftkv"
-
-
-def init_swiftkv(config: DistillConfig) -> dict[str, Any]:
-    """Writes the teacher with SwiftKV's weights beside its own: queries copied, K and V the mean over each group."""
-    target = new_folder(config.output)
+def init_swiftkv(config: FinetuneConfig) -> dict[str, Any]:
+    """Writes the model with SwiftKV's weights beside its own: queries copied, K and V the mean over each group."""
+    try:
+        target = new_folder(config.output.path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("output: ", "output.path: ", 1)) from error
+    if config.model.source is None or config.model.swiftkv is None:
+        raise ConfigError("model: give source and swiftkv, the model and the shape of what it is given")
     try:
         folder = resolve_source(config.model.source)
         opt = OPTConfig.from_folder(folder)
         check_folder(folder)
-        if opt.swiftkv is not None:
-            raise ValueError(f"model.source: {config.model.source} has SwiftKV's weights already")
-        shape = config.swiftkv.shape(opt)
+        shape = config.model.swiftkv.shape(opt)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
-    stored = opt.torch_dtype if opt.torch_dtype in ("float32", "bfloat16", "float16") else "float32"
-    dtype = getattr(torch, stored if config.model.dtype == "auto" else config.model.dtype)
+        raise ConfigError(str(error).replace("swiftkv.", "model.swiftkv.", 1)) from error
+    dtype = getattr(torch, stored_dtype(config, opt))
     model = load_opt(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
     with written_whole(target) as staging:
         save_opt(model, staging)

@@ -22,7 +22,7 @@ from actors.trainer import num_steps
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError
 from pipeline.finetune_config import FinetuneConfig
-from pipeline.finetune_plan import PlannedTraining, plan_training
+from pipeline.finetune_plan import PlannedTraining, plan_training, stored_dtype
 from pipeline.fingerprint import refuse_differences
 from pipeline.loss_plot import plot_losses
 from pipeline.progress import LiveLine
@@ -111,7 +111,14 @@ def _fit(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
     pairs = ray.put((planned.pairs.tokens, planned.validation.tokens))
     teacher = None if planned.teacher is None else worker_path(str(config.model.teacher), planned.teacher)
     job = TrainingJob(
-        planned.folder.root, source, planned.opt, teacher, planned.train, config.output.dtype, pool.threads, pairs
+        planned.folder.root,
+        source,
+        planned.opt,
+        teacher,
+        planned.train,
+        stored_dtype(config, planned.opt),
+        pool.threads,
+        pairs,
     )
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths are relative to where the job was started
     # Ray Train gives up on a start after 60 s and tries again, for ever; the room for it was checked

@@ -29,7 +29,8 @@ class FinetuneModel(Section):
     """The checkpoint to start from, a folder or a hub id; null: from scratch, in `shape`."""
     shape: ModelShape = ModelShape()
     swiftkv: SwiftKVSection | None = None
-    """Gives the model SwiftKV's weights, taken from its own, and trains it with its prompts under SwiftKV."""
+    """Gives the model SwiftKV's weights, taken from its own, so that `train.schedules` may have `prefill: swiftkv`.
+    null: none, and those that `source` may have are left out, for they would no longer fit."""
     teacher: str | None = None
     """A frozen checkpoint with the same tokenizer that `train.distill` compares with; null: full depth of `source`."""
 
@@ -61,7 +62,7 @@ class TrainSection(Section):
         {"method": "skipdecode", "speedup": 4},
         {"method": "skipdecode", "speedup": 5},
     )
-    """`decode:` mappings; each step draws one."""
+    """`decode:` mappings; each step draws one. `prefill: swiftkv` beside their keys: with the prompt under SwiftKV."""
     default_schedule: dict[str, Any] | None = None
     """What `jobs.generate` takes when it is told nothing; null: skipdecode at speedup 2 if that is in `schedules`,
     else the first of them that skips, else full depth."""
@@ -73,6 +74,8 @@ class TrainSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     final_learning_rate: Annotated[float, Field(ge=0)] = 2e-5
     warmup_steps: Annotated[int, Field(ge=1)] = 300
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     distill: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -118,8 +121,8 @@ class WorkersSection(Section):
 class FinetuneOutput(OutputConfig):
     path: Annotated[str, Field(min_length=1)] = "outputs/finetuned"
     """A folder that every worker sees."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the stored weights."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the stored weights; auto: as `model.source` stores its own."""
 
 
 class FinetuneConfig(Section):

@@ -23,7 +23,7 @@ from pipeline.run_folder import Note
 from pipeline.training_folder import TOKENIZER_FILES, TrainingFolder, check_apart
 from skipdecode.config import OPTConfig, SwiftKVConfig
 from skipdecode.hub import resolve_source
-from skipdecode.schedule import make_schedule
+from skipdecode.schedule import listed_schedule
 from skipdecode.weights import check_folder
 
 CODE_VERSION = 1  # raise when a change alters the weights that the same configuration gives
@@ -69,8 +69,12 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
     source, opt = _check_model(config.model)
-    opt = replace(opt, skip_decode=check_schedules(config.train, opt.num_hidden_layers), ffn_skip=None)
-    opt = replace(opt, swiftkv=_check_swiftkv(config, opt))
+    before, opt = opt, replace(opt, swiftkv=_check_swiftkv(config, opt))
+    if before.swiftkv is not None:
+        note(f"model.source: SwiftKV's weights in {config.model.source} are left out: they would no longer fit")
+    default = check_schedules(config.train, opt)
+    if config.train.trainable == "all":  # else the model stays as it is, and what it carries holds
+        opt = replace(opt, skip_decode=default, ffn_skip=None)
     teacher = _check_teacher(config, source, opt)
     pairs, validation = _scan(config.data, "path"), _scan(config.data, "validation")
     pairs = replace(pairs, texts=list(vary_names(pairs.texts, config.data.made_names_share, config.train.seed)))
@@ -111,10 +115,6 @@ def _check_model(model: FinetuneModel) -> tuple[Path | None, OPTConfig]:
         folder = resolve_source(model.source)
         opt = OPTConfig.from_folder(folder)
         check_folder(folder)
-        if opt.swiftkv is not None:
-            raise ValueError(
-                f"model.source: {model.source} carries SwiftKV's weights, which would no longer fit; give its teacher"
-            )
     return folder, opt
 
 
@@ -141,8 +141,9 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) 
         return None
     if not config.train.distill and not config.train.hidden:
         raise ConfigError("model.teacher: is not asked with train.distill and train.hidden 0")
+    with _blame(""):
+        folder = resolve_source(config.model.teacher, "model.teacher")
     with _blame("model.teacher: "):
-        folder = resolve_source(config.model.teacher)
         taught = OPTConfig.from_folder(folder)
         check_folder(folder)
         if taught.vocab_size != opt.vocab_size or (source is not None and _tokenizer(folder) != _tokenizer(source)):
@@ -174,28 +175,36 @@ def _blame(prefix: str) -> Iterator[None]:
         raise ConfigError(f"{prefix}{error}") from error
 
 
-def check_schedules(train: TrainSection, num_layers: int) -> dict[str, Any]:
+def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
     """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
     for index, decode in enumerate(train.schedules):
+        key, is_swift = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
         if decode in train.schedules[:index]:
-            raise ConfigError(f"train.schedules[{index}]: {decode} is there twice")
-        _check_schedule(f"train.schedules[{index}]", decode, train.horizon, num_layers)
+            raise ConfigError(f"{key}: {decode} is there twice")
+        _check_schedule(key, decode, train.horizon, opt)
+        if train.trainable == "swiftkv" and not is_swift:
+            raise ConfigError(f"{key}: without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
+    if opt.swiftkv is not None and not any(decode.get("prefill") == "swiftkv" for decode in train.schedules):
+        raise ConfigError("train.schedules: none has prefill: swiftkv, which model.swiftkv is for")
     default = train.default_schedule
     if default is None:
-        skipping = [decode for decode in train.schedules if decode.get("method", "skipdecode") != "full"]
+        plain = [{key: value for key, value in given.items() if key != "prefill"} for given in train.schedules]
+        skipping = [decode for decode in plain if decode.get("method", "skipdecode") != "full"]
         wanted = {"method": "skipdecode", "speedup": 2}
         default = wanted if wanted in skipping else skipping[0] if skipping else {"method": "full"}
-    _check_schedule("train.default_schedule", default, train.horizon, num_layers)
+    if "prefill" in default:
+        raise ConfigError("train.default_schedule.prefill: a checkpoint carries no prefill; jobs.generate is told it")
+    _check_schedule("train.default_schedule", default, train.horizon, opt)
     default = {"method": "skipdecode"} | {key: value for key, value in default.items() if value is not None}
     falls = default["method"] in ("skipdecode", "early_exit")
     return default | ({"horizon": default.get("horizon", train.horizon)} if falls else {})
 
 
-def _check_schedule(key: str, decode: dict[str, Any], horizon: int, num_layers: int) -> None:
+def _check_schedule(key: str, decode: dict[str, Any], horizon: int, opt: OPTConfig) -> None:
     if decode.get("ffn_skip") is not None:
         raise ConfigError(f"{key}.ffn_skip: FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate")
     try:
-        make_schedule(decode, num_layers=num_layers, max_new_tokens=horizon + 1)
+        listed_schedule(opt, decode, horizon + 1)
     except ValueError as error:
         raise ConfigError(str(error).replace("decode.", f"{key}.").replace("decode: ", f"{key}: ")) from error
 
@@ -244,7 +253,7 @@ def _refuse(corpus: Corpus, key: str, data: FinetuneData) -> None:
 def _fingerprint(
     config: FinetuneConfig, source: Path | None, opt: OPTConfig, teacher: Path | None, train: Corpus, validation: Corpus
 ) -> dict[str, Any]:
-    entries: dict[str, Any] = {"code_version": CODE_VERSION, "output.dtype": config.output.dtype}
+    entries: dict[str, Any] = {"code_version": CODE_VERSION, "output.dtype": stored_dtype(config, opt)}
     recipe = config.train.model_dump(mode="json", exclude=set(HOW))
     recipe["default_schedule"] = opt.skip_decode
     entries |= {f"train.{key}": value for key, value in recipe.items()}
@@ -256,6 +265,13 @@ def _fingerprint(
     entries["model.teacher_files"] = None if teacher is None else digest_files(teacher)
     entries["data.pairs"], entries["data.validation_pairs"] = _digest(train.texts), _digest(validation.texts)
     return entries
+
+
+def stored_dtype(config: FinetuneConfig, opt: OPTConfig) -> str:
+    """Of the weights in the output, `auto` settled."""
+    if config.output.dtype != "auto":
+        return config.output.dtype
+    return opt.torch_dtype if opt.torch_dtype in ("float32", "bfloat16", "float16") else "float32"
 
 
 def _digest(texts: Sequence[tuple[str, str]]) -> str:

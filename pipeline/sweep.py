@@ -5,6 +5,7 @@ Ray. Every batch is decoded at full depth of the same model too, so speedup and 
 The metrics are `pipeline.quality`; table and plot are `pipeline.sweep_report`.
 """
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResul
 from actors.trainer import mean_loss
 from pipeline.checks import check_model, resolve_decode
 from pipeline.cluster import num_cores
-from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section
+from pipeline.config import ConfigError, DecodeConfig, InputConfig, JobConfig, Section
 from pipeline.demo_corpus import make_prompts
 from pipeline.evaluate import VERSIONS, ReferenceData, draw_pairs, group_references, loss_figures
+from pipeline.input.prompts import read_prompts
 from pipeline.machine import provenance
 from pipeline.metrics import BATCH_SCHEMA
 from pipeline.pairs import encode_pairs, read_pairs
@@ -31,7 +33,7 @@ from pipeline.run_folder import Note
 from pipeline.sweep_report import headline, write_json, write_report
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
+from skipdecode.schedule import listed_schedule
 
 MADE_PROMPTS = 500  # without references
 SPEED_BATCHES = 4  # for each of `speed_at`, both ways
@@ -44,6 +46,8 @@ E2E_DATA = (
 class SweepData(ReferenceData):
     path: str | None = "data/devset.csv"
     """null: prompts made by `pipeline.demo_corpus`, and no references."""
+    has_references: bool = True
+    """false: `path` holds prompts alone, in any form that jobs.generate reads."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Only the first distinct prompts."""
 
@@ -51,6 +55,7 @@ class SweepData(ReferenceData):
 class SweepDecode(DecodeConfig):
     name: str | None = None
     """Beside the label in table and plot; null: from the schedule."""
+    prefill: Literal["full", "swiftkv"] = "full"
 
 
 class SweepRun(Section):
@@ -71,6 +76,8 @@ class SweepConfig(Section):
     batch_size: Annotated[int, Field(ge=1)] = 64
     speed_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Batch sizes to measure the speed at too, on as many prompts as it takes for SPEED_BATCHES batches."""
+    ignore_eos: bool = False
+    """Every row gets `max_new_tokens`: for random weights, of which speed is all there is to measure."""
     plot_against: Literal["speedup", "ffn_skip_share"] = "speedup"
     output: str = "outputs/quality"
 
@@ -81,6 +88,7 @@ class Setting:
 
     name: str
     decode: dict[str, Any]
+    prefill: str
 
 
 @dataclass(frozen=True)
@@ -140,10 +148,12 @@ def measure_all(
                 "name": setting.name,
                 "model": run.model,
                 "decode": setting.decode,
+                "prefill": setting.prefill,
             }
-            row |= measure(generator.with_decode(setting.decode), corpus, pairs, config)
+            tuned = generator.with_decode(setting.decode, prefill=setting.prefill)
+            row |= measure(tuned, corpus, pairs, config)
             row["speed_at"] = {
-                str(size): speed(generator.with_decode(setting.decode, size), corpus, config)["speedup"]
+                str(size): speed(tuned.with_decode(setting.decode, size), corpus, config)["speedup"]
                 for size in config.speed_at
             }
             row["elapsed_s"] = time.monotonic() - started
@@ -162,14 +172,16 @@ def check_run(config: SweepConfig, index: int, note: Note) -> list[Setting]:
         raise ConfigError(f"runs.{index}.model ({run.label}): {error}") from error
     settings = []
     for number, given in enumerate(run.decode):
-        own = given.model_dump(exclude={"name"})
+        own = given.model_dump(exclude={"name", "prefill"})
         try:
             decode = resolve_decode(JobConfig.model_validate(base | {"decode": own}), model.config, note)
-            make_schedule(decode, num_layers=model.config.num_hidden_layers, max_new_tokens=config.max_new_tokens)
+            listed_schedule(model.config, decode | {"prefill": given.prefill}, config.max_new_tokens)
         except ValueError as error:
             raise ConfigError(f"runs.{index}.decode.{number} ({run.label}): {error}") from error
-        name = schedule_name(decode) if given.name is None else given.name
-        settings.append(Setting(f"{run.label} {name}".strip(), decode))
+        name = given.name
+        if name is None:
+            name = schedule_name(decode) + ", SwiftKV" * (given.prefill == "swiftkv")
+        settings.append(Setting(f"{run.label} {name}".strip(), decode, given.prefill))
     return settings
 
 
@@ -193,6 +205,9 @@ def load_corpus(data: SweepData, note: Note) -> Corpus:
         return Corpus([row["prompt"] for row in make_prompts(data.limit or MADE_PROMPTS)], None, [])
     if not Path(data.path).is_file():
         raise ConfigError(f"data.path: no file {data.path}; {E2E_DATA}; data.path=null does without references")
+    if not data.has_references:
+        source = InputConfig(path=(data.path,), prompt_column=data.prompt_column)
+        return Corpus(read_prompts(source, data.limit or sys.maxsize), None, [])
     keys = ("data.path", "data.prompt_column", "data.reference_column")
     pairs = read_pairs(data.path, data.prompt_column, data.reference_column, keys)
     grouped = dict(list(group_references(pairs).items())[: data.limit])
@@ -229,7 +244,7 @@ def measure(
 
 def decode(generator: Generator, prompts: Sequence[str], config: SweepConfig) -> WindowResult:
     """All prompts in one window: sorted by length, every batch at full depth too."""
-    sampling = Sampling(max_new_tokens=config.max_new_tokens)
+    sampling = Sampling(max_new_tokens=config.max_new_tokens, ignore_eos=config.ignore_eos)
     tokens = generator.tokenizer.encode(prompts)
     return generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])
 
@@ -242,6 +257,16 @@ def speed(generator: Generator, corpus: Corpus, config: SweepConfig) -> dict[str
     return speed_figures(result, is_full=generator.schedule(config.max_new_tokens) == generator.full)
 
 
+def prefill_speedup(batches: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Time for the prompts at full depth over time for them, over the batches decoded both ways; and as predicted."""
+    pairs = [b for b in batches if b["full_prefill_s"] is not None]
+    found: dict[str, float | None] = {"measured": None, "predicted": None}
+    for name, infix in (("measured", ""), ("predicted", "predicted_")):
+        own = sum(b[f"{infix}prefill_s"] for b in pairs)
+        found[name] = sum(b[f"full_{infix}prefill_s"] for b in pairs) / own if own else None
+    return found
+
+
 def speed_figures(result: WindowResult, *, is_full: bool) -> dict[str, Any]:
     """Layers per decode step as run, tokens per second, speedup and agreement; full depth is 1 by definition."""
     batches = pa.Table.from_pylist(result.batches, schema=BATCH_SCHEMA).to_pylist()
@@ -252,7 +277,13 @@ def speed_figures(result: WindowResult, *, is_full: bool) -> dict[str, Any]:
         measured |= {"measured": 1.0, "measured_decode": 1.0, "predicted": 1.0}
         agrees |= {"exact_rows": 1.0, "token_match": 1.0}
     layers, ffns = sum(b["layers_run"] for b in batches), sum(b["ffns_run"] for b in batches)
+    rows = sum(b["rows"] for b in batches)
     return {
+        "rows_per_s": rows / seconds if seconds else None,
+        "prefill_ms_per_row": 1e3 * sum(b["prefill_s"] for b in batches) / rows if rows else None,
+        "decode_ms_per_row": 1e3 * sum(b["decode_s"] for b in batches) / rows if rows else None,
+        "cache_bytes_per_row": sum(b["cache_bytes"] for b in batches) / rows if rows else None,
+        "speedup_prefill": prefill_speedup(batches),
         "layers_per_token": layers / steps if steps else None,
         "ffn_skip_share": 1 - ffns / layers if layers else None,
         "output_tokens_per_s": sum(b["output_tokens"] for b in batches) / seconds if seconds else None,

@@ -23,10 +23,16 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("loss, nats", lambda row: row["loss"], ".3f"),
     ("perplexity", lambda row: row["perplexity"], ".3f"),
     ("as full depth, %", lambda row: _times(row["agreement"]["token_match"], 100), ".1f"),
+    ("prefill, ms/row", lambda row: row.get("prefill_ms_per_row"), ".2f"),
+    ("decode, ms/row", lambda row: row.get("decode_ms_per_row"), ".2f"),
+    ("KV, kB/row", lambda row: _times(row.get("cache_bytes_per_row"), 1e-3), ".1f"),
     ("by layers", lambda row: row["speedup"]["layers"], ".2f"),
     ("predicted", lambda row: row["speedup"]["predicted"], ".2f"),
 )
 """Heading, value, format. A column that no row has a value for is left out."""
+
+PHASES = ("prefill, ms/row", "decode, ms/row", "KV, kB/row")
+"""Shown where a setting has its prompt under SwiftKV."""
 
 COMPARED = (
     "ROUGE-L against `{}`, and for other methods against the setting of the first one that runs about as much, prompt "
@@ -54,9 +60,17 @@ def write_json(document: dict[str, Any], folder: Path) -> None:
 
 def headline(row: Row) -> str:
     """What one setting came to, for the progress on stderr."""
-    cells = [f"{name} {format(value, spec)}" for name, get, spec in COLUMNS if (value := get(row)) is not None]
+    columns = _columns([row])
+    cells = [f"{name} {format(value, spec)}" for name, get, spec in columns if (value := get(row)) is not None]
     failed = [f"{row['failed']} FAILED"] * bool(row["failed"])
     return f"{row['name']}: {measured(row)}, {', '.join(cells + failed)} ({row['elapsed_s']:.0f} s)"
+
+
+def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], float | None], str]]:
+    """Those of COLUMNS that say something about these rows."""
+    has_swift = any(row.get("prefill") == "swiftkv" for row in rows)
+    shown = [column for column in COLUMNS if has_swift or column[0] not in PHASES]
+    return [column for column in shown if any(column[1](row) is not None for row in rows)]
 
 
 def measured(row: Row) -> str:
@@ -70,7 +84,7 @@ def measured(row: Row) -> str:
 def markdown(document: dict[str, Any]) -> str:
     """The table, and below it what it was measured with."""
     rows = document["rows"]
-    columns = [column for column in COLUMNS if any(column[1](row) is not None for row in rows)]
+    columns = _columns(rows)
     lines = [
         ["", "speedup, measured (95 %)", *(name for name, _, _ in columns)],
         ["---", *["---:"] * (len(columns) + 1)],

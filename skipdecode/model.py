@@ -98,13 +98,22 @@ class OPT(nn.Module):
 
     def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> "OPT":
         """A model that shares these weights and has those of SwiftKV beside them, taken from these (`copy_teacher`)."""
-        config = replace(self.config, swiftkv=SwiftKVConfig(kv_layers, group_size))
-        with torch.device("meta"):
-            other = OPT(config)
-        other.load_state_dict(self.state_dict(), strict=False, assign=True)
+        other = self._with(SwiftKVConfig(kv_layers, group_size))
         if other.swift is not None:
             other.swift.to(dtype=self.dtype).to_empty(device=self.device)
             other.swift.copy_teacher(self.layers)
+        return other
+
+    def without_swiftkv(self) -> "OPT":
+        """A model that shares these weights, but for those of SwiftKV."""
+        return self._with(None)
+
+    def _with(self, shape: SwiftKVConfig | None) -> "OPT":
+        """This model with room for SwiftKV's weights of that shape, and none of its own."""
+        with torch.device("meta"):
+            other = OPT(replace(self.config, swiftkv=shape))
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("swift.")}
+        other.load_state_dict(own, strict=False, assign=True)
         return other.eval().requires_grad_(False)
 
     @property

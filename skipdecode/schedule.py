@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from skipdecode.config import OPTConfig
 from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 
@@ -45,6 +46,19 @@ def make_schedule(
     if kv_layers is not None and kv_layers < num_layers:
         base = SwiftPrefill(base, kv_layers)
     return base if skip is None else _with_ffn_skip(base, skip)
+
+
+def listed_schedule(config: OPTConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:
+    """One entry of a list of schedules for that model: a `decode:` mapping with `prefill` (full or swiftkv) beside its
+    keys. ValueError names the key at fault."""
+    decode = dict(entry)
+    prefill = decode.pop("prefill", None) or "full"
+    if prefill not in ("full", "swiftkv"):
+        raise ValueError(f"decode.prefill: {prefill!r} is not one of full, swiftkv")
+    if prefill == "swiftkv" and config.swiftkv is None:
+        raise ValueError("decode.prefill: swiftkv needs a model with SwiftKV's weights, and this one has none")
+    layers, kv_layers = config.num_hidden_layers, config.kv_layers(prefill)
+    return make_schedule(decode, num_layers=layers, max_new_tokens=max_new_tokens, kv_layers=kv_layers)
 
 
 def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:

@@ -305,4 +305,4 @@ def test_which_schedule_the_checkpoint_carries(schedules: list[dict], default: d
     expected = {"method": "skipdecode"} | stored
     if expected["method"] != "full":
         expected["horizon"] = 9
-    assert check_schedules(section, 24) == expected
+    assert check_schedules(section, OPTConfig(num_hidden_layers=24)) == expected

@@ -254,7 +254,7 @@ def test_the_verb_writes_a_checkpoint_that_a_job_may_run(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "swift"
-    assert main(["--init-only", f"model.source={tiny_checkpoint}", "swiftkv.group_size=3", "-o", str(out)]) == 0
+    assert main(["--init-only", f"model.source={tiny_checkpoint}", "model.swiftkv.group_size=3", "-o", str(out)]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["swiftkv"] == {"kv_layers": 3, "group_size": 3}
     model = load_opt(out)
@@ -270,9 +270,12 @@ def test_the_verb_writes_a_checkpoint_that_a_job_may_run(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["swiftkv.kv_layers=7"], "swiftkv.kv_layers is 7, and the model has 6 layers"),
-        (["swiftkv.kv_layers=2", "swiftkv.group_size=3"], "swiftkv.group_size is 3, which does not divide"),
-        (["swiftkv.kv_layer=2"], "swiftkv.kv_layer: unknown key; did you mean 'kv_layers'?"),
+        (["model.swiftkv.kv_layers=7"], "model.swiftkv.kv_layers is 7, and the model has 6 layers"),
+        (
+            ["model.swiftkv.kv_layers=2", "model.swiftkv.group_size=3"],
+            "model.swiftkv.group_size is 3, which does not divide",
+        ),
+        (["model.swiftkv.kv_layer=2"], "model.swiftkv.kv_layer: unknown key; did you mean 'kv_layers'?"),
         (["model.source=/nowhere"], "model.source: "),
     ],
 )
@@ -295,4 +298,4 @@ def test_the_bench_times_it(swift_checkpoint: Swift, tiny_checkpoint: Path, caps
     assert swift["speedup_prefill_measured"] > 0
     assert swift["cache_mb"] == full["cache_mb"]
     assert bench([f"source={tiny_checkpoint}", *small]) == 2
-    assert "schedules: prefill swiftkv needs swiftkv=" in capsys.readouterr().err
+    assert "decode.prefill: swiftkv needs a model with SwiftKV's weights" in capsys.readouterr().err

@@ -185,6 +185,7 @@ def make_config(**changes: object) -> TrainConfig:
         "learning_rate": 4e-3,
         "final_learning_rate": 1e-4,
         "warmup_steps": 5,
+        "betas": (0.9, 0.95),
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
         "distill": 0.0,
@@ -272,6 +273,22 @@ def test_distillation_by_hand(checkpoint_factory: Factory, temperature: float, i
     slow = torch.autograd.grad(expected, list(model.parameters()))
     for grad, other in zip(grads, slow, strict=True):  # and no gradient through full depth
         torch.testing.assert_close(grad, other, atol=2e-5 * max(float(other.abs().max()), 1.0), rtol=1e-3)
+
+
+def test_hidden_states_by_hand(checkpoint_factory: Factory) -> None:
+    """Beside the rest, so many times the squared difference of what enters the head, meaned over the width."""
+    model = trainable(checkpoint_factory("125m"))
+    batch, schedule = teacher_batch(PAIRS, 1), SkipDecode(L, 5, 2, 1, 6)
+    plain = ResponseLoss(model, distill=0.3).train()(batch, schedule)
+    loss = ResponseLoss(model, distill=0.3, hidden=0.7).train()(batch, schedule)
+    seen: list[Tensor] = []
+    hook = model.final_norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))  # type: ignore[union-attr]
+    for chosen in (schedule, FullDepth(L)):
+        teacher_forced_logits(model, batch, chosen)
+    hook.remove()
+    kept = batch.targets != IGNORE
+    expected = ((seen[0] - seen[1]) ** 2).mean(-1)[kept].sum()
+    torch.testing.assert_close(loss - plain, 0.7 * expected, atol=1e-4, rtol=1e-4)
 
 
 def test_full_depth_and_validation_are_not_distilled(checkpoint_factory: Factory) -> None:

@@ -25,6 +25,7 @@ RECIPE: dict[str, Any] = {
     "learning_rate": 4e-3,
     "final_learning_rate": 1e-4,
     "warmup_steps": 5,
+    "betas": (0.9, 0.95),
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "distill": 0.0,
@@ -52,11 +53,24 @@ def make_pairs() -> list[Pair]:
 Curve = list[tuple[int, float]]
 
 
+# what is added to a model for SwiftKV, taught by the model; and everything at once, taught by a frozen copy
+SWIFT = {"trainable": "swiftkv", "schedules": ({"method": "full", "prefill": "swiftkv"},)}
+JOINT = {"trainable": "all", "schedules": (*RECIPE["schedules"], {"speedup": 2, "prefill": "swiftkv"})}
+
+
 def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = None) -> Curve:
-    """One worker's part of a training; checkpoints and the best weights go to `folder`."""
+    """One worker's part of a training; checkpoints and the best weights go to `folder`.
+
+    With `schedules` under SwiftKV the model gets its weights, and a teacher if all is trained.
+    """
     torch.set_num_threads(1)
-    model = OPT(SHAPE)
+    model, teacher = OPT(SHAPE), None
     init_weights(model, 0)
+    if any("prefill" in entry for entry in changes.get("schedules", ())):
+        teacher = OPT(SHAPE).requires_grad_(False)
+        init_weights(teacher, 3)
+        model, teacher = model.with_swiftkv(2, 1), teacher if changes["trainable"] == "all" else None
+    shape = model.config
     found: Curve = []
 
     def write(state: dict[str, Any], record: dict[str, Any]) -> None:
@@ -65,11 +79,11 @@ def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = N
 
     def keep(weights: dict[str, Any], record: dict[str, Any]) -> None:
         if weights:
-            torch.save(model_of(weights, SHAPE).state_dict(), folder / "best.pt")
+            torch.save(model_of(weights, shape).state_dict(), folder / "best.pt")
 
     hooks = Hooks(lambda r: found.append((r["step"], r.get("train_loss", r.get("mean")))), keep, write)
     pairs = make_pairs()
-    train(model, pairs, pairs[:16], TrainConfig(**(RECIPE | changes)), hooks, resume)
+    train(model, pairs, pairs[:16], TrainConfig(**(RECIPE | changes)), hooks, resume, teacher)
     return found
 
 
@@ -143,6 +157,28 @@ def test_two_workers_change_nothing(alone: tuple[Path, Curve], tmp_path: Path, p
     again = run_two(changes, tmp_path / "again", tmp_path / "two/5.pt")
     assert_close(again, [point for point in alone[1] if point[0] > 5])
     assert_close(run({}, tmp_path, load_state(tmp_path / "two/5.pt")), [point for point in alone[1] if point[0] > 5])
+
+
+@pytest.mark.parametrize(
+    "changes", [SWIFT | {"distill": 1.0, "hidden": 0.5}, JOINT | {"distill": 0.5}], ids=["swift", "joint"]
+)
+def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Weights that some steps, or all, leave out have no gradient then, and no optimiser state."""
+    alone = run(changes, tmp_path)
+    two = run_two(changes | {"accumulate": 2}, tmp_path / "two")
+    assert_close(two, alone)
+    left = [point for point in alone if point[0] > 5]
+    (tmp_path / "again").mkdir()
+    assert run(changes, tmp_path / "again", load_state(tmp_path / "5.pt")) == left
+    assert_close(run_two(changes, tmp_path / "two again", tmp_path / "two/5.pt"), left)
+    best, start = torch.load(tmp_path / "best.pt"), OPT(SHAPE)
+    init_weights(start, 0)
+    same = {name for name, value in start.state_dict().items() if torch.equal(best[name], value)}
+    if changes["trainable"] == "swiftkv":
+        assert same == set(start.state_dict()), "the model itself is frozen"
+        assert any(name.startswith("swift.") for name in best.keys() - same)
+    else:
+        assert not same
 
 
 def test_fsdp_with_everything_on(tmp_path: Path) -> None:

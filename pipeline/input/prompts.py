@@ -1,0 +1,26 @@
+"""A few prompts of an input, for whoever measures on a sample: the first distinct ones that are fit to run."""
+
+from itertools import islice
+
+from pipeline.config import ConfigError, InputConfig
+from pipeline.input.files import list_input
+from pipeline.input.plan import plan_input
+from pipeline.input.read import read_file
+from pipeline.input.scan import scan_file
+from pipeline.schema import PROMPT
+
+
+def read_prompts(config: InputConfig, count: int) -> list[str]:
+    """The first `count` distinct prompts that are fit to run."""
+    listing = list_input(config)
+    plan = plan_input(listing, [scan_file(listing, index, config)[0] for index in range(len(listing.files))], config)
+    found: dict[str, None] = {}
+    for index in range(len(listing.files)):
+        for block in read_file(plan, index, config):
+            texts, codes = block[PROMPT].to_pylist(), block["error_code"].to_pylist()
+            found |= dict.fromkeys(text for text, code in zip(texts, codes, strict=True) if text and not code)
+            if len(found) >= count:
+                return list(islice(found, count))
+    if not found:
+        raise ConfigError(f"input.path: no usable prompt in {', '.join(config.path)}")
+    return list(found)
