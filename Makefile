@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test test-all check bench quality clean
+.PHONY: demo test test-all check bench quality swiftkv-shapes clean
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
@@ -35,6 +35,15 @@ bench: .venv/installed  ## the decoder alone, on this CPU
 E2E ?= $(wildcard data/devset.csv)
 quality: .venv/installed  ## quality against speed: make quality E2E=path/to/devset.csv; without it, without references
 	$(BIN)/python -m jobs.evaluate --sweep --config configs/quality-e2e.yaml data.path=$(or $(E2E),null)
+
+SHAPES := 18-1 18-2 12-1 12-2 12-4 9-1
+swiftkv-shapes: .venv/installed  ## what configs/quality-swiftkv.yaml compares: make swiftkv-shapes TRAIN=trainset.csv E2E=devset.csv
+	for shape in $(SHAPES); do \
+	  $(BIN)/python -m jobs.distill --init-only --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/init-$$shape \
+	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" && \
+	  $(BIN)/python -m jobs.distill --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/$$shape \
+	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" \
+	    data.path=$(TRAIN) data.validation=$(E2E) || exit 1; done
 
 clean:
 	rm -rf .venv outputs build *.egg-info

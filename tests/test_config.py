@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from pipeline.bench import load_bench_config
 from pipeline.calibrate import CalibrateConfig
 from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
-from pipeline.finetune_config import load_finetune_config
+from pipeline.distill import with_defaults
+from pipeline.finetune_config import FinetuneConfig, load_finetune_config
 from pipeline.sweep import SweepConfig
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -25,8 +26,10 @@ def loader(path: Path) -> Callable[[str, list[str]], object]:
     loaders: dict[str, Callable[[str, list[str]], object]] = {
         "bench": load_bench_config,
         "calibrate": lambda path, overrides: build_config(CalibrateConfig, read_tree(path, overrides)),
+        "distill": lambda path, overrides: build_config(FinetuneConfig, with_defaults(read_tree(path, overrides))),
         "finetune": load_finetune_config,
         "quality": load_sweep_config,
+        "speed": load_sweep_config,
     }
     return loaders.get(path.stem.split("-")[0], load_config)
 
