@@ -38,10 +38,12 @@ quality: .venv/installed  ## quality against speed: make quality E2E=path/to/dev
 
 SHAPES := 18-1 18-2 12-1 12-2 12-4 9-1
 swiftkv-shapes: .venv/installed  ## what configs/quality-swiftkv.yaml compares: make swiftkv-shapes TRAIN=trainset.csv E2E=devset.csv
+	@test -f "$(TRAIN)" -a -f "$(E2E)" || { echo "give TRAIN=trainset.csv E2E=devset.csv"; exit 1; }
 	for shape in $(SHAPES); do \
+	  test -d outputs/swiftkv/init-$$shape || \
 	  $(BIN)/python -m jobs.distill --init-only --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/init-$$shape \
-	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" && \
-	  $(BIN)/python -m jobs.distill --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/$$shape \
+	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" || exit 1; \
+	  $(BIN)/python -m jobs.distill --resume --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/$$shape \
 	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" \
 	    data.path=$(TRAIN) data.validation=$(E2E) || exit 1; done
 

@@ -396,4 +396,9 @@ def _state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, progress: dict[
 
 def _restore(loss: ResponseLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     set_model_state_dict(loss, state["model"], options=StateDictOptions(full_state_dict=True))
-    set_optimizer_state_dict(loss, optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True))
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_optimizer_state_dict(loss, optimizer, state["optimizer"], options=options)
+    # weights that no step had used yet have no state, and must not be given one that counts a step
+    for name, parameter in loss.named_parameters():
+        if name not in state["optimizer"]["state"]:
+            optimizer.state.pop(parameter, None)

@@ -19,7 +19,10 @@ from jobs.finetune import read_arguments, train, training_parser
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = training_parser("jobs.distill", __doc__, "configs/distill-swiftkv-e2e.yaml", "model.swiftkv.kv_layers=12")
     parser.add_argument("--init-only", action="store_true", help="write the weights that training starts from")
-    return parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.init_only and (arguments.resume or arguments.overwrite):
+        parser.error("--init-only writes a new folder; it takes neither --resume nor --overwrite")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,7 +43,7 @@ def init(tree: dict[str, Any]) -> int:
     from pipeline.finetune_config import FinetuneConfig
 
     try:
-        document = init_swiftkv(build_config(FinetuneConfig, tree))
+        document = init_swiftkv(build_config(FinetuneConfig, tree), note)
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
     except KeyboardInterrupt:

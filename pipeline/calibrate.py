@@ -147,6 +147,7 @@ def write_checkpoint(staging: Path, model: Model, layers: Candidate, sample: Sam
         "warmup_tokens": layers.schedule.warmup_tokens,
         "skip_share": layers.skip_share,
         "decode": model.decode,
+        "prefill": document["prefill"],
     }
     (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     folder = staging / "calibration"

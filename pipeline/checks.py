@@ -68,13 +68,17 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
     given = config.decode.model_dump(exclude_none=True)
     skip = given.pop("ffn_skip", None)
     decode = {"method": "skipdecode"} | given if given else default_decode(opt, note)
-    return decode if skip is None else decode | {"ffn_skip": resolve_ffn_skip(skip, decode, opt, note)}
+    if skip is None:
+        return decode
+    return decode | {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, opt, note)}
 
 
-def resolve_ffn_skip(skip: dict[str, Any], decode: dict[str, Any], opt: OPTConfig, note: Note) -> dict[str, Any]:
+def resolve_ffn_skip(
+    skip: dict[str, Any], decode: dict[str, Any], prefill: str, opt: OPTConfig, note: Note
+) -> dict[str, Any]:
     """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers where `calibrated` asks for them.
 
-    `decode`: the schedule beneath.
+    `decode`, `prefill`: what lies beneath.
     """
     if skip["mode"] != "calibrated":
         return settle_ffn_skip(skip)
@@ -95,9 +99,11 @@ def resolve_ffn_skip(skip: dict[str, Any], decode: dict[str, Any], opt: OPTConfi
             f"decode.ffn_skip.mode: the layers in ffn_skip of the checkpoint's config.json were calibrated for "
             f"{band['num_layers']} layers, and this model has {opt.num_hidden_layers}"
         )
-    if band.get("decode", decode) != decode:
+    before, now = (band.get("decode", decode), band.get("prefill", "full")), (decode, prefill)
+    if before != now:
+        names = [f"{decode} with prefill {prefill}" for decode, prefill in (before, now)]
         note(
-            f"decode.ffn_skip: the layers were calibrated on top of {band['decode']}; on top of {decode} their share "
+            f"decode.ffn_skip: the layers were calibrated on top of {names[0]}; on top of {names[1]} their share "
             "and what they cost are others"
         )
     return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)

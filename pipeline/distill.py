@@ -13,6 +13,7 @@ from pipeline.checks import new_folder, written_whole
 from pipeline.config import ConfigError
 from pipeline.finetune_config import FinetuneConfig
 from pipeline.finetune_plan import stored_dtype
+from pipeline.run_folder import Note
 from pipeline.training_folder import TOKENIZER_FILES
 from skipdecode.config import OPTConfig
 from skipdecode.hub import resolve_source
@@ -34,12 +35,14 @@ DEFAULTS: dict[str, Any] = {
         "betas": [0.9, 0.999],
         "weight_decay": 0.0,
     },
-    "output": {"path": "outputs/swiftkv", "dtype": "auto"},
+    "output": {"path": "outputs/swiftkv"},
 }
 
 
 def with_defaults(tree: dict[str, Any], defaults: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The keys of `tree`, and of the recipe what it does not say."""
+    """The keys of `tree`, and of the recipe what it does not say. An empty section says nothing."""
+    if defaults is None:
+        tree = {key: value for key, value in tree.items() if value is not None}
     merged = dict(DEFAULTS if defaults is None else defaults)
     for key, value in tree.items():
         under = merged.get(key)
@@ -47,7 +50,7 @@ def with_defaults(tree: dict[str, Any], defaults: dict[str, Any] | None = None) 
     return merged
 
 
-def init_swiftkv(config: FinetuneConfig) -> dict[str, Any]:
+def init_swiftkv(config: FinetuneConfig, note: Note) -> dict[str, Any]:
     """Writes the model with SwiftKV's weights beside its own: queries copied, K and V the mean over each group."""
     try:
         target = new_folder(config.output.path)
@@ -59,9 +62,14 @@ def init_swiftkv(config: FinetuneConfig) -> dict[str, Any]:
         folder = resolve_source(config.model.source)
         opt = OPTConfig.from_folder(folder)
         check_folder(folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    try:
         shape = config.model.swiftkv.shape(opt)
     except ValueError as error:
-        raise ConfigError(str(error).replace("swiftkv.", "model.swiftkv.", 1)) from error
+        raise ConfigError(f"model.{error}") from error
+    if opt.swiftkv is not None:
+        note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
     dtype = getattr(torch, stored_dtype(config, opt))
     model = load_opt(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
     with written_whole(target) as staging:

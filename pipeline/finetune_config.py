@@ -29,10 +29,11 @@ class FinetuneModel(Section):
     """The checkpoint to start from, a folder or a hub id; null: from scratch, in `shape`."""
     shape: ModelShape = ModelShape()
     swiftkv: SwiftKVSection | None = None
-    """Gives the model SwiftKV's weights, taken from its own, so that `train.schedules` may have `prefill: swiftkv`.
-    null: none, and those that `source` may have are left out, for they would no longer fit."""
+    """Gives the model SwiftKV's weights, so that `train.schedules` may have `prefill: swiftkv`: those of `source` if
+    they have that shape, else taken from its own. null: none, not even those that `source` may have."""
     teacher: str | None = None
-    """A frozen checkpoint with the same tokenizer that `train.distill` compares with; null: full depth of `source`."""
+    """A frozen checkpoint with the same tokenizer that `train.distill` compares with; null: with `swiftkv` it is
+    `source`, else full depth of what is trained, as it is at that step."""
 
 
 class FinetuneData(Section):
@@ -80,9 +81,9 @@ class TrainSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     distill: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the loss that is the divergence from the teacher at full depth instead of the data."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Of the distributions that are compared; the divergence counts times its square."""
-    hidden: Annotated[float, Field(ge=0)] = 0.0
+    hidden: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the mean squared difference from the teacher's last states, beside the above."""
     trainable: Literal["all", "swiftkv"] = "all"
     """swiftkv: the weights that SwiftKV adds; the model itself stays as it is."""
@@ -121,8 +122,8 @@ class WorkersSection(Section):
 class FinetuneOutput(OutputConfig):
     path: Annotated[str, Field(min_length=1)] = "outputs/finetuned"
     """A folder that every worker sees."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the stored weights; auto: as `model.source` stores its own."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Type of the stored weights; null: bfloat16, or with `train.trainable=swiftkv` that of `model.source`."""
 
 
 class FinetuneConfig(Section):

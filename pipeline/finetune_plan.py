@@ -23,10 +23,13 @@ from pipeline.run_folder import Note
 from pipeline.training_folder import TOKENIZER_FILES, TrainingFolder, check_apart
 from skipdecode.config import OPTConfig, SwiftKVConfig
 from skipdecode.hub import resolve_source
+from skipdecode.plan import Schedule
 from skipdecode.schedule import listed_schedule
 from skipdecode.weights import check_folder
 
-CODE_VERSION = 1  # raise when a change alters the weights that the same configuration gives
+CODE_VERSION = 2  # raise when a change alters the weights that the same configuration gives
+
+TOKENS_COMPARED = 256  # pairs
 
 Texts = list[tuple[str, str]]
 Files = dict[str, bytes]
@@ -69,16 +72,23 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
     source, opt = _check_model(config.model)
-    before, opt = opt, replace(opt, swiftkv=_check_swiftkv(config, opt))
-    if before.swiftkv is not None:
-        note(f"model.source: SwiftKV's weights in {config.model.source} are left out: they would no longer fit")
+    before, opt = opt.swiftkv, replace(opt, swiftkv=_check_swiftkv(config, opt))
+    if before is not None:
+        done = "are where training starts" if before == opt.swiftkv else "do not have the shape asked for: left out"
+        note(f"model.source: SwiftKV's weights in {config.model.source} {done}")
     default = check_schedules(config.train, opt)
-    if config.train.trainable == "all":  # else the model stays as it is, and what it carries holds
+    if config.train.trainable == "all":
         opt = replace(opt, skip_decode=default, ffn_skip=None)
+        if opt.swiftkv and all(entry.get("prefill") == "swiftkv" for entry in config.train.schedules):
+            note("train.schedules: all have prefill: swiftkv, so the model will need prefill.method=swiftkv")
+    elif config.train.default_schedule is not None:  # the model stays as it is, and so does what it carries
+        opt = replace(opt, skip_decode=default)
     teacher = _check_teacher(config, source, opt)
     pairs, validation = _scan(config.data, "path"), _scan(config.data, "validation")
     pairs = replace(pairs, texts=list(vary_names(pairs.texts, config.data.made_names_share, config.train.seed)))
     files, tokenizer = _make_tokenizer(source, opt, pairs.texts, folder if earlier else None)
+    if teacher is not None:
+        _check_same_tokens(teacher, tokenizer, opt, pairs.texts)
     train, held_out = (_encode(found, tokenizer, opt) for found in (pairs, validation))
     for corpus, name in ((train, "path"), (held_out, "validation")):
         _refuse(corpus, f"data.{name}", config.data)
@@ -99,7 +109,8 @@ def train_config(section: TrainSection) -> TrainConfig:
 def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, dict[str, Any] | None]:
     folder = TrainingFolder.open(config.output.path)
     others = [(f"data.{name}", path) for name in ("path", "validation") for path in getattr(config.data, name)]
-    check_apart(folder, others + ([] if config.model.source is None else [("model.source", config.model.source)]))
+    models = [(f"model.{name}", getattr(config.model, name)) for name in ("source", "teacher")]
+    check_apart(folder, others + [(key, path) for key, path in models if path is not None])
     existing = next(path for path in (folder.root, *folder.root.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(f"output.path: {folder.root} cannot be created: {existing} is no folder that we may write to")
@@ -138,7 +149,8 @@ def _check_swiftkv(config: FinetuneConfig, opt: OPTConfig) -> SwiftKVConfig | No
 
 def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) -> Path | None:
     if config.model.teacher is None:
-        return None
+        is_moving = config.train.trainable == "all" and (config.train.distill or config.train.hidden)
+        return source if opt.swiftkv is not None and is_moving else None
     if not config.train.distill and not config.train.hidden:
         raise ConfigError("model.teacher: is not asked with train.distill and train.hidden 0")
     with _blame(""):
@@ -146,12 +158,8 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) 
     with _blame("model.teacher: "):
         taught = OPTConfig.from_folder(folder)
         check_folder(folder)
-        if taught.vocab_size != opt.vocab_size or (source is not None and _tokenizer(folder) != _tokenizer(source)):
-            raise ValueError(f"{config.model.teacher} has another tokenizer or vocabulary than model.source")
-        if source is None:
-            raise ValueError(
-                "a model from scratch gets a tokenizer of its own, which no teacher has; give model.source"
-            )
+        if taught.vocab_size != opt.vocab_size:
+            raise ValueError(f"{config.model.teacher} has {taught.vocab_size} token ids, the model {opt.vocab_size}")
         if taught.max_position_embeddings < opt.max_position_embeddings:
             raise ValueError(f"{config.model.teacher} has {taught.max_position_embeddings} positions only")
         if config.train.hidden and taught.hidden_size != opt.hidden_size:
@@ -159,10 +167,12 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) 
     return folder
 
 
-def _tokenizer(folder: Path) -> dict[str, bytes]:
-    """What decides the tokens of a text."""
-    names = ("tokenizer.json",) if (folder / "tokenizer.json").is_file() else ("vocab.json", "merges.txt")
-    return {name: (folder / name).read_bytes() for name in names}
+def _check_same_tokens(teacher: Path, tokenizer: OPTTokenizer, opt: OPTConfig, texts: Texts) -> None:
+    """ConfigError when the teacher would read the first pairs as other tokens."""
+    with _blame("model.teacher: "):
+        sample = [text for pair in texts[:TOKENS_COMPARED] for text in pair]
+        if OPTTokenizer(teacher, opt).encode(sample) != tokenizer.encode(sample):
+            raise ValueError(f"{teacher} has another tokenizer than the model")
 
 
 @contextmanager
@@ -177,18 +187,20 @@ def _blame(prefix: str) -> Iterator[None]:
 
 def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
     """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
+    found: list[Schedule] = []
     for index, decode in enumerate(train.schedules):
         key, is_swift = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
-        if decode in train.schedules[:index]:
+        found.append(_check_schedule(key, decode, train.horizon, opt))
+        if found[-1] in found[:-1]:
             raise ConfigError(f"{key}: {decode} is there twice")
-        _check_schedule(key, decode, train.horizon, opt)
         if train.trainable == "swiftkv" and not is_swift:
             raise ConfigError(f"{key}: without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
     if opt.swiftkv is not None and not any(decode.get("prefill") == "swiftkv" for decode in train.schedules):
         raise ConfigError("train.schedules: none has prefill: swiftkv, which model.swiftkv is for")
     default = train.default_schedule
     if default is None:
-        plain = [{key: value for key, value in given.items() if key != "prefill"} for given in train.schedules]
+        whole = [given for given in train.schedules if given.get("prefill") != "swiftkv"] or train.schedules
+        plain = [{key: value for key, value in given.items() if key != "prefill"} for given in whole]
         skipping = [decode for decode in plain if decode.get("method", "skipdecode") != "full"]
         wanted = {"method": "skipdecode", "speedup": 2}
         default = wanted if wanted in skipping else skipping[0] if skipping else {"method": "full"}
@@ -200,11 +212,11 @@ def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
     return default | ({"horizon": default.get("horizon", train.horizon)} if falls else {})
 
 
-def _check_schedule(key: str, decode: dict[str, Any], horizon: int, opt: OPTConfig) -> None:
+def _check_schedule(key: str, decode: dict[str, Any], horizon: int, opt: OPTConfig) -> Schedule:
     if decode.get("ffn_skip") is not None:
         raise ConfigError(f"{key}.ffn_skip: FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate")
     try:
-        listed_schedule(opt, decode, horizon + 1)
+        return listed_schedule(opt, decode, horizon + 1)
     except ValueError as error:
         raise ConfigError(str(error).replace("decode.", f"{key}.").replace("decode: ", f"{key}: ")) from error
 
@@ -268,9 +280,9 @@ def _fingerprint(
 
 
 def stored_dtype(config: FinetuneConfig, opt: OPTConfig) -> str:
-    """Of the weights in the output, `auto` settled."""
-    if config.output.dtype != "auto":
-        return config.output.dtype
+    """Of the weights in the output, the default settled."""
+    if config.output.dtype is not None or config.train.trainable == "all":
+        return config.output.dtype or "bfloat16"
     return opt.torch_dtype if opt.torch_dtype in ("float32", "bfloat16", "float16") else "float32"
 
 

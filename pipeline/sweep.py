@@ -172,9 +172,9 @@ def check_run(config: SweepConfig, index: int, note: Note) -> list[Setting]:
         raise ConfigError(f"runs.{index}.model ({run.label}): {error}") from error
     settings = []
     for number, given in enumerate(run.decode):
-        own = given.model_dump(exclude={"name", "prefill"})
+        own = {"decode": given.model_dump(exclude={"name", "prefill"}), "prefill": {"method": given.prefill}}
         try:
-            decode = resolve_decode(JobConfig.model_validate(base | {"decode": own}), model.config, note)
+            decode = resolve_decode(JobConfig.model_validate(base | own), model.config, note)
             listed_schedule(model.config, decode | {"prefill": given.prefill}, config.max_new_tokens)
         except ValueError as error:
             raise ConfigError(f"runs.{index}.decode.{number} ({run.label}): {error}") from error
@@ -203,11 +203,14 @@ def load_corpus(data: SweepData, note: Note) -> Corpus:
     if data.path is None:
         note(f"data.path is null, so no references, no BLEU, ROUGE or loss: {E2E_DATA}")
         return Corpus([row["prompt"] for row in make_prompts(data.limit or MADE_PROMPTS)], None, [])
-    if not Path(data.path).is_file():
-        raise ConfigError(f"data.path: no file {data.path}; {E2E_DATA}; data.path=null does without references")
     if not data.has_references:
         source = InputConfig(path=(data.path,), prompt_column=data.prompt_column)
-        return Corpus(read_prompts(source, data.limit or sys.maxsize), None, [])
+        try:
+            return Corpus(read_prompts(source, data.limit or sys.maxsize), None, [])
+        except ConfigError as error:  # it speaks of a job's keys
+            raise ConfigError(str(error).replace("input.", "data.")) from error
+    if not Path(data.path).is_file():
+        raise ConfigError(f"data.path: no file {data.path}; {E2E_DATA}; data.path=null does without references")
     keys = ("data.path", "data.prompt_column", "data.reference_column")
     pairs = read_pairs(data.path, data.prompt_column, data.reference_column, keys)
     grouped = dict(list(group_references(pairs).items())[: data.limit])
@@ -272,10 +275,11 @@ def speed_figures(result: WindowResult, *, is_full: bool) -> dict[str, Any]:
     batches = pa.Table.from_pylist(result.batches, schema=BATCH_SCHEMA).to_pylist()
     steps = sum(b["output_tokens"] - b["rows"] for b in batches)
     seconds = sum(b["prefill_s"] + b["decode_s"] for b in batches)
-    measured, agrees = speedup(batches), agreement(batches)
+    measured, agrees, prefill = speedup(batches), agreement(batches), prefill_speedup(batches)
     if is_full:
         measured |= {"measured": 1.0, "measured_decode": 1.0, "predicted": 1.0}
         agrees |= {"exact_rows": 1.0, "token_match": 1.0}
+        prefill = {"measured": 1.0, "predicted": 1.0}
     layers, ffns = sum(b["layers_run"] for b in batches), sum(b["ffns_run"] for b in batches)
     rows = sum(b["rows"] for b in batches)
     return {
@@ -283,7 +287,7 @@ def speed_figures(result: WindowResult, *, is_full: bool) -> dict[str, Any]:
         "prefill_ms_per_row": 1e3 * sum(b["prefill_s"] for b in batches) / rows if rows else None,
         "decode_ms_per_row": 1e3 * sum(b["decode_s"] for b in batches) / rows if rows else None,
         "cache_bytes_per_row": sum(b["cache_bytes"] for b in batches) / rows if rows else None,
-        "speedup_prefill": prefill_speedup(batches),
+        "speedup_prefill": prefill,
         "layers_per_token": layers / steps if steps else None,
         "ffn_skip_share": 1 - ffns / layers if layers else None,
         "output_tokens_per_s": sum(b["output_tokens"] for b in batches) / seconds if seconds else None,

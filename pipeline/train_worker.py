@@ -75,6 +75,8 @@ def _restore(folder: TrainingFolder) -> dict[str, Any] | None:
 def _initial(job: TrainingJob, device: torch.device) -> OPT:
     if job.source is not None:
         model, shape = load_opt(job.source, device=device), job.config.swiftkv
+        if model.config.swiftkv == shape:
+            return model
         return model.without_swiftkv() if shape is None else model.with_swiftkv(shape.kv_layers, shape.group_size)
     model = OPT(job.config)
     init_weights(model, job.train.seed)

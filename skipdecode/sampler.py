@@ -56,6 +56,7 @@ def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tenso
     is_cut = (before >= top_p) & (rank > 0) & (top_p < 1)  # the token that crosses top_p stays, and the first always
     kept = torch.zeros_like(p).scatter(1, tokens, p.masked_fill(is_cut, 0.0))  # by token id
     cdf = kept.cumsum(dim=-1)
-    index = (cdf <= uniform * cdf[:, -1:]).sum(dim=-1)
-    last = (cdf < cdf[:, -1:]).sum(dim=-1)  # rounding must not step past what was kept
-    return torch.minimum(index, last)
+    # what was cut is no hit, even where a parallel sum is not flat across it; rounding may leave no hit at all
+    hit = (cdf > uniform * cdf[:, -1:]) & (kept > 0)
+    last = kept.shape[-1] - 1 - (kept > 0).flip(-1).int().argmax(dim=-1)
+    return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), last)

@@ -56,7 +56,10 @@ def listed_schedule(config: OPTConfig, entry: dict[str, Any], max_new_tokens: in
     if prefill not in ("full", "swiftkv"):
         raise ValueError(f"decode.prefill: {prefill!r} is not one of full, swiftkv")
     if prefill == "swiftkv" and config.swiftkv is None:
-        raise ValueError("decode.prefill: swiftkv needs a model with SwiftKV's weights, and this one has none")
+        raise ValueError(
+            "decode.prefill: swiftkv needs a model with SwiftKV's weights, and this one has none; they are given by "
+            "model.swiftkv in a training, by swiftkv in a benchmark, and by jobs.distill to a checkpoint"
+        )
     layers, kv_layers = config.num_hidden_layers, config.kv_layers(prefill)
     return make_schedule(decode, num_layers=layers, max_new_tokens=max_new_tokens, kv_layers=kv_layers)
 

@@ -56,6 +56,7 @@ Curve = list[tuple[int, float]]
 # what is added to a model for SwiftKV, taught by the model; and everything at once, taught by a frozen copy
 SWIFT = {"trainable": "swiftkv", "schedules": ({"method": "full", "prefill": "swiftkv"},)}
 JOINT = {"trainable": "all", "schedules": (*RECIPE["schedules"], {"speedup": 2, "prefill": "swiftkv"})}
+NEVER = {"trainable": "all", "schedules": SWIFT["schedules"]}  # the upper layers' own K and V have no gradient, ever
 
 
 def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = None) -> Curve:
@@ -160,16 +161,23 @@ def test_two_workers_change_nothing(alone: tuple[Path, Curve], tmp_path: Path, p
 
 
 @pytest.mark.parametrize(
-    "changes", [SWIFT | {"distill": 1.0, "hidden": 0.5}, JOINT | {"distill": 0.5}], ids=["swift", "joint"]
+    "changes",
+    [SWIFT | {"distill": 1.0, "hidden": 0.5}, JOINT | {"distill": 0.5}, NEVER],
+    ids=["swift", "joint", "never"],
 )
 def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
     """Weights that some steps, or all, leave out have no gradient then, and no optimiser state."""
+    early = tmp_path / "early"
+    early.mkdir()
     alone = run(changes, tmp_path)
+    assert run(changes | {"checkpoint_every": 1}, early) == alone
     two = run_two(changes | {"accumulate": 2}, tmp_path / "two")
     assert_close(two, alone)
     left = [point for point in alone if point[0] > 5]
     (tmp_path / "again").mkdir()
-    assert run(changes, tmp_path / "again", load_state(tmp_path / "5.pt")) == left
+    for step in (1, 5):  # behind the first, most schedules have not been drawn
+        resumed = run(changes | {"checkpoint_every": 1}, tmp_path / "again", load_state(early / f"{step}.pt"))
+        assert resumed == [point for point in alone if point[0] > step]
     assert_close(run_two(changes, tmp_path / "two again", tmp_path / "two/5.pt"), left)
     best, start = torch.load(tmp_path / "best.pt"), OPT(SHAPE)
     init_weights(start, 0)
@@ -177,7 +185,7 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
     if changes["trainable"] == "swiftkv":
         assert same == set(start.state_dict()), "the model itself is frozen"
         assert any(name.startswith("swift.") for name in best.keys() - same)
-    else:
+    elif changes is not NEVER:
         assert not same
 
 
