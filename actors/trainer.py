@@ -8,36 +8,21 @@ Several workers speak `torch.distributed`, which whoever starts them sets up (Ra
 import math
 import random
 import time
-import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from skipdecode.config import OPTConfig
+from actors.train_state import Weights, collect_state, full_state, restore_state
+from actors.train_workers import Pair, inner, no_sync, parts_of, rank_and_size, wrap
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule
 from skipdecode.schedule import listed_schedule
 from skipdecode.train import ResponseLoss, teacher_batch
-
-Pair = tuple[list[int], list[int]]
-"""(prompt tokens with BOS, response tokens with EOS)"""
-
-Weights = dict[str, torch.Tensor]
 
 SORTED_BATCHES = 50  # rows are sorted by length within chunks of so many batches: little padding, still shuffled
 
@@ -157,17 +142,17 @@ def train(
         teacher=teacher,
         recompute=config.recompute,
     )
-    module = _wrap(loss, config)
+    module = wrap(loss, config.parallel)
     groups = _decay_groups(model, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     total, per_epoch = num_steps(len(pairs), config), -(-len(pairs) // config.batch_size)
     step, best, elapsed_s, since = 0, dict[str, Any](), 0.0, _Since()
     if resume is not None:
-        _restore(loss, optimizer, resume)
+        restore_state(loss, optimizer, resume)
         step, best, elapsed_s = resume["step"], resume["best"], resume["elapsed_s"]
         since = _Since(resume["losses_since_log"])
         if best and best["step"] == step:
-            hooks.keep_best(_full_state(get_model_state_dict, loss), best)
+            hooks.keep_best(full_state(get_model_state_dict, loss), best)
     started, epoch, batches = time.monotonic() - elapsed_s, -1, list[list[Pair]]()
     while step < total:
         if step // per_epoch != epoch:
@@ -196,9 +181,9 @@ def train(
             best = record if is_best else best
         if step % config.checkpoint_every == 0 or is_last or is_best:
             progress = {"step": step, "best": best, "elapsed_s": time.monotonic() - started}
-            hooks.checkpoint(_state(loss, optimizer, progress | {"losses_since_log": since.losses}), record)
+            hooks.checkpoint(collect_state(loss, optimizer, progress | {"losses_since_log": since.losses}), record)
         if is_best:
-            hooks.keep_best(_full_state(get_model_state_dict, loss), best)
+            hooks.keep_best(full_state(get_model_state_dict, loss), best)
     model.eval().requires_grad_(False)
     return best
 
@@ -206,31 +191,6 @@ def train(
 def mean_loss(model: OPT, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:
     """Nats per response token under `schedule`, teacher-forced, over all pairs; perplexity is its exp."""
     return _mean_loss(ResponseLoss(model).eval(), pairs, schedule, batch_rows, model.device)
-
-
-def save_state(state: dict[str, Any], path: str | Path) -> None:
-    """Writes what `Hooks.checkpoint` was given."""
-    torch.save(state, path)
-
-
-def load_state(path: str | Path) -> dict[str, Any]:
-    """ValueError when the file is not whole; what else may go wrong with reading says nothing against the file.
-
-    Mapped into memory: the workers of a node share its pages.
-    """
-    with Path(path).open("rb") as file:
-        if not zipfile.is_zipfile(file):  # its directory is at the end
-            raise ValueError(f"{path}: not a whole checkpoint")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return state
-
-
-def model_of(weights: Weights, config: OPTConfig) -> OPT:
-    """The weights that `Hooks.keep_best` was given, as a model on the CPU."""
-    with torch.device("meta"):
-        model = OPT(config)
-    model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()}, assign=True)
-    return model
 
 
 class _Since:
@@ -252,23 +212,6 @@ class _Since:
         return record
 
 
-def _world() -> tuple[int, int]:
-    """(rank, number of workers)."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _wrap(loss: ResponseLoss, config: TrainConfig) -> nn.Module:
-    if _world()[1] == 1:
-        return loss
-    if config.parallel == "ddp":
-        # under SwiftKV the upper layers' own K and V are not run, and without it its weights are not
-        return DistributedDataParallel(loss, find_unused_parameters=loss.model.swift is not None)
-    for block in loss.model.layers:
-        fully_shard(block)
-    fully_shard(loss)
-    return loss
-
-
 def _step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -278,13 +221,13 @@ def _step(
     device: torch.device,
 ) -> float:
     """One update; the mean loss per response token before it, over all workers."""
-    rank, world = _world()
+    rank, world = rank_and_size()
     num_tokens = sum(len(response) for _, response in batch)
-    parts = _parts(batch, world * config.accumulate)[rank::world]
+    parts = parts_of(batch, world * config.accumulate)[rank::world]
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=device)
     for i, (part, weight) in enumerate(parts):
-        with _no_sync(module, is_last=i == len(parts) - 1):
+        with no_sync(module, is_last=i == len(parts) - 1):
             loss = weight * _loss(module, part, schedule, config, device)
             torch.autograd.backward(loss * (world / num_tokens))  # DDP and FSDP average over workers
         total += loss.detach()
@@ -295,29 +238,10 @@ def _step(
     return total.item() / num_tokens
 
 
-def _parts(batch: Sequence[Pair], count: int) -> list[tuple[Sequence[Pair], float]]:
-    """The batch in `count` parts; where rows run out, a row that weighs nothing: every worker makes the same calls."""
-    return [(batch[i::count], 1.0) if i < len(batch) else (batch[:1], 0.0) for i in range(count)]
-
-
-def _inner(module: nn.Module) -> ResponseLoss:
-    """What `_wrap` wrapped."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    assert isinstance(inner, ResponseLoss)
-    return inner
-
-
-def _no_sync(module: nn.Module, is_last: bool) -> Any:
-    """Gradients are exchanged with the last micro-batch of a step only."""
-    if isinstance(module, DistributedDataParallel) and not is_last:
-        return module.no_sync()
-    return nullcontext()
-
-
 def _loss(
     module: nn.Module, part: Sequence[Pair], schedule: Schedule, config: TrainConfig, device: torch.device
 ) -> torch.Tensor:
-    batch = teacher_batch(part, _inner(module).model.config.pad_token_id, device)
+    batch = teacher_batch(part, inner(module).model.config.pad_token_id, device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
         loss: torch.Tensor = module(batch, schedule)
     return loss
@@ -327,11 +251,11 @@ def _loss(
 def _mean_loss(
     module: nn.Module, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int, device: torch.device
 ) -> float:
-    rank, world = _world()
-    pad = _inner(module).model.config.pad_token_id
+    rank, world = rank_and_size()
+    pad = inner(module).model.config.pad_token_id
     total = torch.zeros((), device=device, dtype=torch.float64)
     for batch in length_sorted_batches(pairs, batch_rows * world, "validation"):
-        part, weight = _parts(batch, world)[rank]
+        part, weight = parts_of(batch, world)[rank]
         total += weight * module(teacher_batch(part, pad, device), schedule)
     if world > 1:
         dist.all_reduce(total)
@@ -354,7 +278,7 @@ def _validate(
 ) -> dict[str, float]:
     """Mean loss per response token in nats, per schedule."""
     module.eval()
-    rows = max(1, config.batch_size // _world()[1])
+    rows = max(1, config.batch_size // rank_and_size()[1])
     names = schedule_names(config.schedules)
     losses = {
         name: _mean_loss(module, pairs, schedule, rows, device) for name, schedule in zip(names, schedules, strict=True)
@@ -375,30 +299,3 @@ def _decay_groups(model: OPT, weight_decay: float) -> list[dict[str, Any]]:
     matrices = [p for p in trained if p.dim() > 1]
     others = [p for p in trained if p.dim() == 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def _full_state(get: Callable[..., Any], *of: Any) -> dict[str, Any]:
-    """A whole state dict on the CPU of rank 0; a collective call under FSDP."""
-    state: dict[str, Any] = get(*of, options=FULL)
-    return state if _world()[0] == 0 else {}
-
-
-def _state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> dict[str, Any]:
-    state = {
-        "model": _full_state(get_model_state_dict, loss),
-        "optimizer": _full_state(get_optimizer_state_dict, loss, optimizer),
-    }
-    return state | progress if _world()[0] == 0 else {}
-
-
-def _restore(loss: ResponseLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    set_model_state_dict(loss, state["model"], options=StateDictOptions(full_state_dict=True))
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    set_optimizer_state_dict(loss, optimizer, state["optimizer"], options=options)
-    # weights that no step had used yet have no state, and must not be given one that counts a step
-    for name, parameter in loss.named_parameters():
-        if name not in state["optimizer"]["state"]:
-            optimizer.state.pop(parameter, None)

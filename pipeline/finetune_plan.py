@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.tokenizer import OPTTokenizer, train_tokenizer
-from actors.trainer import Pair, TrainConfig, num_steps
+from actors.train_workers import Pair
+from actors.trainer import TrainConfig, num_steps
 from pipeline.config import ConfigError
 from pipeline.demo_corpus import vary_names
 from pipeline.finetune_config import HOW, FinetuneConfig, FinetuneData, FinetuneModel, TrainSection

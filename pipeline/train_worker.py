@@ -16,7 +16,8 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from actors.trainer import Hooks, TrainConfig, Weights, init_weights, load_state, model_of, save_state, train
+from actors.train_state import Weights, load_state, model_of, save_state
+from actors.trainer import Hooks, TrainConfig, init_weights, train
 from pipeline.machine import provenance
 from pipeline.training_folder import TrainingFolder
 from skipdecode.config import OPTConfig

@@ -15,16 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import OPTForCausalLM
 
+from actors.train_state import load_state, model_of, save_state
+from actors.train_workers import Pair, parts_of
 from actors.trainer import (
     Hooks,
     TrainConfig,
-    _parts,
     init_weights,
     length_sorted_batches,
-    load_state,
     mean_loss,
-    model_of,
-    save_state,
     schedule_names,
     train,
 )
@@ -40,7 +38,6 @@ STYLES = ["125m", "350m", "1.3b"]
 L = 6
 SCHEDULES: list[Schedule] = [FullDepth(L), SkipDecode(L, 5, 2, 1, 6), EarlyExit(L, 4, 1, 1, 3), Unified(L, 2)]
 Factory = Callable[..., Path]
-Pair = tuple[list[int], list[int]]
 
 
 def random_pairs(lengths: Sequence[tuple[int, int]], seed: int = 0) -> list[Pair]:
@@ -319,7 +316,7 @@ def test_autocast_is_near_float32(checkpoint_factory: Factory, distill: float) -
 def test_parts_hold_every_row_once_and_none_is_empty(rows: int, count: int) -> None:
     """Every worker makes the same number of calls, however few rows there are."""
     batch: list[Pair] = [([2], [i]) for i in range(rows)]
-    parts = _parts(batch, count)
+    parts = parts_of(batch, count)
     assert len(parts) == count
     assert all(part for part, _ in parts)
     weighed = [response[0] for part, weight in parts if weight for _, response in part]

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from actors.trainer import Hooks, Pair, TrainConfig, init_weights, load_state, model_of, save_state, train
+from actors.train_state import load_state, model_of, save_state
+from actors.train_workers import Pair
+from actors.trainer import Hooks, TrainConfig, init_weights, train
 from skipdecode.config import OPTConfig
 from skipdecode.model import OPT
 
