@@ -173,14 +173,12 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
     early.mkdir()
     alone = run(changes, tmp_path)
     assert run(changes | {"checkpoint_every": 1}, early) == alone
-    two = run_two(changes | {"accumulate": 2}, tmp_path / "two")
-    assert_close(two, alone)
-    left = [point for point in alone if point[0] > 5]
     (tmp_path / "again").mkdir()
     for step in (1, 5):  # behind the first, most schedules have not been drawn
         resumed = run(changes | {"checkpoint_every": 1}, tmp_path / "again", load_state(early / f"{step}.pt"))
         assert resumed == [point for point in alone if point[0] > step]
-    assert_close(run_two(changes, tmp_path / "two again", tmp_path / "two/5.pt"), left)
+    if changes is not NEVER:  # a second of work, and many of starting processes
+        assert_close(run_two(changes | {"accumulate": 2}, tmp_path / "two", early / "5.pt"), alone[-len(resumed) :])
     best, start = torch.load(tmp_path / "best.pt"), OPT(SHAPE)
     init_weights(start, 0)
     same = {name for name, value in start.state_dict().items() if torch.equal(best[name], value)}
