@@ -22,7 +22,7 @@ from skipdecode.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.generate import generate
 from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, Unified
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_opt, save_opt
 from tests.naive import FFNRule, NaiveRow, greedy, random_prompts, requests_for
 
 L = 6
@@ -159,6 +159,26 @@ def test_threshold_for_a_share(loaded: OPT) -> None:
     for propose in (propose_rule, propose_layers):
         with pytest.raises(ValueError, match=r"^skip_share: 0\.9 is out of reach: with warmup_tokens=9"):
             propose(sample, 0.9, 9, silent)
+
+
+def test_what_was_found_under_swiftkv_is_for_swiftkv(
+    verb: Verb, prompts: Path, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    save_opt(load_opt(tiny_checkpoint).with_swiftkv(3, 1), tmp_path / "swift")
+    shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "swift")
+    settings = ["skip_share=0.3", "warmup_tokens=1", "max_new_tokens=8", "prefill.method=swiftkv"]
+    out = tmp_path / "calibrated"
+    code, document, err = verb("-i", prompts, "-o", out, f"model.source={tmp_path / 'swift'}", *settings)
+    assert code == 0, err
+    assert document["prefill"] == "swiftkv"
+    for method, is_told in (("full", True), ("swiftkv", False)):
+        notes: list[str] = []
+        wanted = {"decode": {"method": "full", "ffn_skip": {"mode": "calibrated"}}, "prefill": {"method": method}}
+        check_model(build_config(JobConfig, {"model": {"source": str(out)}} | wanted), notes.append)
+        assert any("with prefill swiftkv; on top of" in note for note in notes) == is_told
+    code, _, err = verb("-i", prompts, "-o", tmp_path / "x", f"model.source={tiny_checkpoint}", *settings)
+    assert code == 2
+    assert "prefill.method: 'swiftkv' needs a checkpoint" in err
 
 
 @pytest.fixture

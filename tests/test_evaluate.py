@@ -304,9 +304,42 @@ def test_a_sweep_without_references(job: Job, sweep: list[str], tmp_path: Path) 
     assert "BLEU" not in table
 
 
+def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
+    """Prompts alone, every row to its limit: time split in prompt and decoding, and a SwiftKV column set."""
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps({"text": prompt * 3}) + "\n" for prompt in PROMPTS))
+    decode = "[{method: full}, {method: full, prefill: swiftkv}, {speedup: 2, horizon: 7, prefill: swiftkv}]"
+    runs = f"runs=[{{label: both, model: {MODEL}, decode: {decode}}}]"
+    data = f"data={{path: {source}, prompt_column: text, has_references: false}}"
+    fixed = ["max_new_tokens=8", "batch_size=4", "ignore_eos=true", f"output={tmp_path / 'quality'}"]
+    code, document, err = job("--sweep", data, runs, *fixed)
+    assert code == 0, err
+    assert (document["prompts"], document["references"]) == (6, 0)
+    full, swift, both = document["rows"]
+    assert [row["name"] for row in document["rows"]] == [
+        "both full depth",
+        "both full depth, SwiftKV",
+        "both 2x, SwiftKV",
+    ]
+    assert full["speedup_prefill"] == {"measured": 1.0, "predicted": 1.0}
+    assert swift["speedup_prefill"]["predicted"] > 1
+    assert swift["agreement"]["token_match"] < 1, "full depth without SwiftKV is what it is compared with"
+    assert swift["cache_bytes_per_row"] == full["cache_bytes_per_row"] > both["cache_bytes_per_row"]
+    for row in document["rows"]:
+        ms = row["prefill_ms_per_row"] + row["decode_ms_per_row"]
+        assert row["rows_per_s"] == pytest.approx(1e3 / ms)
+        assert row["output_tokens_per_s"] == pytest.approx(8 * row["rows_per_s"]), "end-of-text ends no row"
+    head = (tmp_path / "quality/quality.md").read_text().splitlines()[0]
+    assert "| prefill, ms/row | decode, ms/row | KV, kB/row |" in head
+    code, _, err = job("--sweep", data.replace("text", "prompt"), runs, *fixed)
+    assert code == 2
+    assert "data.prompt_column: " in err
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("runs=[{label: a, model: {model}, decode: [{prefill: swiftkv}]}]", "runs.0.decode.0 (a): decode.prefill: "),
         ("data.path=/nowhere.csv", "data.path: no file /nowhere.csv; the E2E NLG challenge data (github.com/"),
         ("data.reference_column=no", "data.reference_column: "),
         ("runs=[{label: a, model: /nowhere, decode: [{method: full}]}]", "runs.0.model (a): "),
