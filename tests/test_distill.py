@@ -85,6 +85,7 @@ def test_it_recovers_the_teacher_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     assert config["skip_decode"] == own["skip_decode"], "the model is what it was, and so is what it carries"
 
 
+@pytest.mark.slow  # test_train_distributed resumes the same loop, test_finetune the same job
 def test_resume_goes_on_from_the_last_checkpoint(pairs: Path, teacher: Path, tmp_path: Path) -> None:
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     for output in (whole, halved):
@@ -101,6 +102,7 @@ def test_resume_goes_on_from_the_last_checkpoint(pairs: Path, teacher: Path, tmp
     assert validations(halved)[40] == pytest.approx(validations(whole)[40], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, teacher: Path, tmp_path: Path) -> None:
     """All weights, both ways for the prompt, under skipping, taught by the frozen model; old SwiftKV weights go."""
     assert distill(given(pairs, teacher, tmp_path / "start", "--init-only", "model.swiftkv={kv_layers: 3}")) == 0
