@@ -44,8 +44,8 @@ swiftkv-shapes: .venv/installed  ## what configs/quality-swiftkv.yaml compares: 
 	  $(BIN)/python -m jobs.distill --init-only --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/init-$$shape \
 	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" || exit 1; \
 	  $(BIN)/python -m jobs.distill --resume --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/$$shape \
-	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" \
-	    data.path=$(TRAIN) data.validation=$(E2E) || exit 1; done
+	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" model.source=outputs/swiftkv/init-$$shape \
+	    train.epochs=0.3 data.path=$(TRAIN) data.validation=$(E2E) || exit 1; done
 
 clean:
 	rm -rf .venv outputs build *.egg-info

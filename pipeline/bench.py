@@ -61,7 +61,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
             model = random_model(opt, device=str(device), dtype=kept)
         for key in ("ffn_skip", "prefill"):
             if config.work == "train" and any(decode.get(key) is not None for decode in config.schedules):
-                raise ValueError(f"schedules: {key} is not trained under; work=decode times it")
+                raise ValueError(f"schedules: {key} is not timed with work=train; work=decode times it")
         for decode in config.schedules:
             listed_schedule(model.config, decode, config.new_tokens)
     except ValueError as error:

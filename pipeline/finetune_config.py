@@ -66,7 +66,7 @@ class TrainSection(Section):
     """`decode:` mappings; each step draws one. `prefill: swiftkv` beside their keys: with the prompt under SwiftKV."""
     default_schedule: dict[str, Any] | None = None
     """What `jobs.generate` takes when it is told nothing; null: skipdecode at speedup 2 if that is in `schedules`,
-    else the first of them that skips, else full depth."""
+    else the first of them that skips, else full depth; of those without `prefill: swiftkv`, if there are any."""
     horizon: Annotated[int, Field(ge=1)] = 63
     """Decode steps over which the depth falls."""
     epochs: Annotated[float, Field(gt=0)] = 3

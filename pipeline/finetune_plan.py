@@ -75,7 +75,8 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     source, opt = _check_model(config.model)
     before, opt = opt.swiftkv, replace(opt, swiftkv=_check_swiftkv(config, opt))
     if before is not None:
-        done = "are where training starts" if before == opt.swiftkv else "do not have the shape asked for: left out"
+        wanted = "none are asked for (model.swiftkv)" if opt.swiftkv is None else "another shape is asked for"
+        done = "are where training starts" if before == opt.swiftkv else f"are left out: {wanted}"
         note(f"model.source: SwiftKV's weights in {config.model.source} {done}")
     default = check_schedules(config.train, opt)
     if config.train.trainable == "all":
