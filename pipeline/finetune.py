@@ -109,7 +109,8 @@ def _fit(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
     config = planned.config
     source = None if planned.source is None else worker_path(str(config.model.source), planned.source)
     pairs = ray.put((planned.pairs.tokens, planned.validation.tokens))
-    teacher = None if planned.teacher is None else worker_path(str(config.model.teacher or config.model.source), planned.teacher)
+    named = str(config.model.teacher or config.model.source)
+    teacher = None if planned.teacher is None else worker_path(named, planned.teacher)
     job = TrainingJob(
         planned.folder.root,
         source,
