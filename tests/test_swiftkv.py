@@ -250,6 +250,18 @@ def test_rows_of_any_length(
         assert tokens_of(generate(model, requests, schedule)) == wanted
 
 
+def test_taking_it_off_leaves_the_model(swift_checkpoint: Swift, tiny_checkpoint: Path) -> None:
+    """What a fine-tuning without `model.swiftkv` starts from, and what another shape starts from."""
+    model, plain = load_opt(swift_checkpoint(3, 1)), load_opt(tiny_checkpoint)
+    bare = model.without_swiftkv()
+    assert (bare.config, bare.swift) == (replace(model.config, swiftkv=None), None)
+    assert bare.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in bare.state_dict().items())
+    assert model.swift is not None, "the model itself keeps it"
+    other, wanted = model.with_swiftkv(2, 2).state_dict(), plain.with_swiftkv(2, 2).state_dict()
+    assert all(torch.equal(other[name], value) for name, value in wanted.items())
+
+
 def test_the_verb_writes_a_checkpoint_that_a_job_may_run(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
