@@ -24,7 +24,6 @@ from pipeline.run_folder import Note
 from pipeline.training_folder import TOKENIZER_FILES, TrainingFolder, check_apart
 from skipdecode.config import OPTConfig, SwiftKVConfig
 from skipdecode.hub import resolve_source
-from skipdecode.plan import Schedule
 from skipdecode.schedule import listed_schedule
 from skipdecode.weights import check_folder
 
@@ -189,11 +188,13 @@ def _blame(prefix: str) -> Iterator[None]:
 
 def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
     """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
-    found: list[Schedule] = []
+    found: list[dict[str, Any]] = []
     for index, decode in enumerate(train.schedules):
         key, is_swift = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
-        found.append(_check_schedule(key, decode, train.horizon, opt))
-        if found[-1] in found[:-1]:
+        _check_schedule(key, decode, train.horizon, opt)
+        defaults = {"method": "skipdecode", "prefill": "full"}
+        found.append(defaults | {name: value for name, value in decode.items() if value is not None})
+        if found[-1] in found[:-1]:  # of a shallow model two different ones may come to the same layers
             raise ConfigError(f"{key}: {decode} is there twice")
         if train.trainable == "swiftkv" and not is_swift:
             raise ConfigError(f"{key}: without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
@@ -214,11 +215,11 @@ def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
     return default | ({"horizon": default.get("horizon", train.horizon)} if falls else {})
 
 
-def _check_schedule(key: str, decode: dict[str, Any], horizon: int, opt: OPTConfig) -> Schedule:
+def _check_schedule(key: str, decode: dict[str, Any], horizon: int, opt: OPTConfig) -> None:
     if decode.get("ffn_skip") is not None:
         raise ConfigError(f"{key}.ffn_skip: FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate")
     try:
-        return listed_schedule(opt, decode, horizon + 1)
+        listed_schedule(opt, decode, horizon + 1)
     except ValueError as error:
         raise ConfigError(str(error).replace("decode.", f"{key}.").replace("decode: ", f"{key}: ")) from error
 

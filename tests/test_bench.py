@@ -46,7 +46,7 @@ def test_schedules_of_any_kind_have_names_of_their_own(
                          "full ffn_skip cold_end=2 cold_start=1"]  # fmt: skip
     assert [row["ffns_per_token"] for row in rows] == [6, 6, 6, 6], "25 warm-up tokens are the default"
     assert main(["work=train", f"source={tiny_checkpoint}", *SMALL, given]) == 2
-    assert "schedules: ffn_skip is not trained under" in capsys.readouterr().err
+    assert "schedules: ffn_skip is not timed with work=train" in capsys.readouterr().err
 
 
 def test_training_flops_by_hand() -> None:

@@ -134,8 +134,8 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
         (["train.betas=[0.9]"], "train.betas"),
         (["train.temperature=.inf"], "train.temperature"),
         (
-            ["train.schedules=[{method: full, prefill: swiftkv}, {prefill: swiftkv, method: full, speedup: 1}]"],
-            "train.schedules[1]: {'prefill': 'swiftkv', 'method': 'full', 'speedup': 1} is there twice",
+            ["train.schedules=[{speedup: 2, prefill: swiftkv}, {prefill: swiftkv, method: skipdecode, speedup: 2}]"],
+            "train.schedules[1]: {'prefill': 'swiftkv', 'method': 'skipdecode', 'speedup': 2} is there twice",
         ),
     ],
 )

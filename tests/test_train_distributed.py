@@ -177,7 +177,7 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
     for step in (1, 5):  # behind the first, most schedules have not been drawn
         resumed = run(changes | {"checkpoint_every": 1}, tmp_path / "again", load_state(early / f"{step}.pt"))
         assert resumed == [point for point in alone if point[0] > step]
-    if changes is not NEVER:  # a second of work, and many of starting processes
+    if "distill" in changes and changes["trainable"] == "all":  # a second of work, and many of starting processes
         assert_close(run_two(changes | {"accumulate": 2}, tmp_path / "two", early / "5.pt"), alone[-len(resumed) :])
     best, start = torch.load(tmp_path / "best.pt"), OPT(SHAPE)
     init_weights(start, 0)
@@ -189,6 +189,7 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
         assert not same
 
 
+@pytest.mark.slow
 def test_fsdp_with_everything_on(tmp_path: Path) -> None:
     """Distillation, recomputation and autocast under FSDP: near the same on one worker."""
     changes = {"distill": 0.5, "recompute": True, "precision": "bfloat16", "accumulate": 2}
