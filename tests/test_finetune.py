@@ -146,7 +146,6 @@ def test_a_finished_run_is_left_alone(pairs: Path, copied: Path, capsys: Capture
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_overwrite_starts_anew_and_deletes_only_what_a_run_wrote(
     pairs: Path, copied: Path, tmp_path: Path, capsys: Capture
 ) -> None:
