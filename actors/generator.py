@@ -77,7 +77,7 @@ class Generator:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        self.model = load_opt(config.source, device=self.device, dtype=self.dtype)
+        self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack()
         self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None

@@ -71,6 +71,8 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
         raise ConfigError(f"prompt_tokens: {max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+    if config.work == "decode":
+        model.pack()
     rows: list[dict[str, Any]] = []
     schedules, precision = list(config.schedules), str(dtype).removeprefix("torch.")
     for prompt_tokens in config.prompt_tokens:
