@@ -14,6 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jobs.bench", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="YAML file, e.g. configs/bench-cpu.yaml")
     parser.add_argument("--output-json", metavar="FILE", help="write the document there too")
+    parser.add_argument("--profile", action="store_true", help="instead: the share of each stage of a decode step")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. shape=opt-1.3b batch_sizes=[16]")
     arguments = parser.parse_intermixed_args(argv)
     from pipeline.bench import load_bench_config, run_bench
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     if target and (target.is_dir() or not target.parent.is_dir()):  # not after an hour of measuring
         return fail(f"--output-json {target}: not a file in an existing folder", BAD_CONFIG)
     try:
-        document = run_bench(load_bench_config(arguments.config, arguments.overrides), note)
+        document = run_bench(load_bench_config(arguments.config, arguments.overrides), note, profile=arguments.profile)
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
     if target:
