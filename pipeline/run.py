@@ -4,7 +4,6 @@ Reads from top to bottom. Everything that can be known before the start is check
 code 2). After the start a bad row is a failed row.
 """
 
-import json
 import math
 import time
 import uuid
@@ -37,8 +36,7 @@ from pipeline.lease import Lease
 from pipeline.metrics import start_collector
 from pipeline.openai_batch import write_batch_files
 from pipeline.progress import Progress
-from pipeline.report import last_sign_of_life, make_report
-from pipeline.report_html import render_report
+from pipeline.report import last_sign_of_life, make_report, write_report
 from pipeline.row_index import index_outputs, mark_rows, match_rows, scan_input
 from pipeline.run_folder import STATUSES, Note, RunFolder
 from pipeline.schema import OUTPUT_SCHEMA, list_columns
@@ -239,8 +237,7 @@ def finish_run(planned: PlannedRun, state: dict[str, Any]) -> RunResult:
     if planned.input.listing.format == "openai_batch":
         write_batch_files(folder, planned.model.source)
     report = make_report(folder, state)
-    folder.write_text("report.html", render_report(report, state))
-    folder.write_text("report.json", json.dumps(report, indent=2) + "\n")
+    write_report(folder, report, state)
     folder.remove("checkpoint")
     folder.write_state(state | {"state": "finished", "report": report})  # last: a finished run has everything
     return _result(planned, report)
