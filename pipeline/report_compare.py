@@ -7,9 +7,10 @@ from typing import Any
 
 from pipeline.config import ConfigError
 from pipeline.report import make_report, open_run
-from pipeline.report_html import duration, interval, number, page, percent, table, times
+from pipeline.report_html import interval, number, page, percent, table, times
 from pipeline.report_plots import C1, FG, MUTED, plot
 from pipeline.run_folder import Note
+from pipeline.units import duration
 
 Run = tuple[str, dict[str, Any], dict[str, Any]]
 """Name, report, run.json."""

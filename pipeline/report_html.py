@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipeline import report_plots as plots
+from pipeline.units import duration
 
 STYLE = """
 :root { color-scheme: light dark; --bg: #fbfbfd; --panel: #ffffff; --fg: #1b1f27; --muted: #667085; --grid: #e3e6ec;
@@ -135,14 +136,6 @@ def percent(value: float | None) -> str:
 def interval(report: dict[str, Any]) -> str:
     ci95 = report["speedup"]["ci95"]
     return f"95 %: {ci95[0]:.2f} to {ci95[1]:.2f}" if ci95 else ""
-
-
-def duration(seconds: float) -> str:
-    """As one says it: 42 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _header(report: dict[str, Any], state: dict[str, Any]) -> str:

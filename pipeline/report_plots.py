@@ -6,6 +6,7 @@ as stand-ins and replaced by CSS variables, so that one drawing serves light, da
 
 import html
 import io
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def plot(name: str, label: str, draw: Draw, height: float = 2.5) -> str:
 
 
 def _inline(svg: str, kind: str, label: str) -> str:
-    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])  # ids of groups are the same in every drawing
     for stand_in, variable in COLOURS.items():
         svg = svg.replace(stand_in, f"var({variable})")
     return svg.replace("<svg", f'<svg class="{kind}" role="img" aria-label="{html.escape(label)}"', 1)

@@ -35,7 +35,7 @@ from pipeline.input.plan import InputPlan, plan_input
 from pipeline.lease import Lease
 from pipeline.metrics import start_collector
 from pipeline.openai_batch import write_batch_files
-from pipeline.progress import Progress
+from pipeline.progress import live_progress
 from pipeline.report import last_sign_of_life, make_report, write_report
 from pipeline.row_index import index_outputs, mark_rows, match_rows, scan_input
 from pipeline.run_folder import STATUSES, Note, RunFolder
@@ -201,7 +201,7 @@ def stream_rows(
         f"{planned.model.decode}; {plan.num_rows - num_done} rows to do" + (f", {num_done} done" if num_done else "")
     )
     limits = planned.config.limits
-    collector = start_collector(folder.filesystem, folder.root, session["id"])
+    collector = start_collector(folder.filesystem, folder.root, session["id"], plan.num_rows - num_done)
     is_retry = place != "data"  # of rows that have failed already: there cannot be more of them
     ends_at = math.inf if is_retry else early_limit(limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
@@ -237,7 +237,7 @@ def finish_run(planned: PlannedRun, state: dict[str, Any]) -> RunResult:
     if planned.input.listing.format == "openai_batch":
         write_batch_files(folder, planned.model.source)
     report = make_report(folder, state)
-    write_report(folder, report, state)
+    write_report(folder, report, state | {"state": "finished"})
     folder.remove("checkpoint")
     folder.write_state(state | {"state": "finished", "report": report})  # last: a finished run has everything
     return _result(planned, report)
@@ -290,7 +290,7 @@ def _stream(
     context.print_on_execution_start = False
     context.target_max_block_size = BLOCK_BYTES
     context.execution_no_progress_timeout_s = no_progress_timeout_s
-    with Progress(collector, left), warnings.catch_warnings():
+    with live_progress(collector, left), warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
         build_pipeline(spec, collector, ledger).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
