@@ -33,6 +33,7 @@ from pipeline.input.files import list_input
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.lease import Lease
+from pipeline.leftovers import KeepWorkers, start_leftovers
 from pipeline.metrics import start_collector
 from pipeline.openai_batch import write_batch_files
 from pipeline.progress import live_progress
@@ -206,10 +207,13 @@ def stream_rows(
     ends_at = math.inf if is_retry else early_limit(limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
     ledger = start_ledger(limits.max_row_attempts, spec.window_rows, ends_at, failed)
+    shares = planned.config.actors.share_leftovers and high > 1
+    leftovers = start_leftovers() if shares else None
     try:
         check_budget(failed, ends_at)
         sink = _make_sink(spec, folder, session["id"], plan.num_rows - num_done, place)
-        _stream(spec, sink, collector, ledger, plan.num_rows - num_done, limits.no_progress_timeout_s)
+        helpers = (collector, ledger, leftovers)
+        _stream(spec, sink, helpers, plan.num_rows - num_done, limits.no_progress_timeout_s)
     except BaseException as error:
         lease.check()  # whoever has taken the folder over writes its run.json
         state["state"] = "interrupted"
@@ -282,18 +286,19 @@ def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, left: int, p
 
 
 def _stream(
-    spec: PipelineSpec, sink: RunSink, collector: Any, ledger: Any, left: int, no_progress_timeout_s: float
+    spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], left: int, no_progress_timeout_s: float
 ) -> None:
-    """Decodes and writes all rows that are left."""
+    """Decodes and writes all rows that are left. `helpers`: collector, ledger, leftovers (or None)."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.target_max_block_size = BLOCK_BYTES
+    context.custom_execution_callback_classes = [KeepWorkers] if helpers[2] is not None else []
     context.execution_no_progress_timeout_s = no_progress_timeout_s
-    with live_progress(collector, left), warnings.catch_warnings():
+    with live_progress(helpers[0], left), warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
-        build_pipeline(spec, collector, ledger).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        build_pipeline(spec, *helpers).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
 
 
 def close_books(folder: RunFolder, state: dict[str, Any]) -> None:
