@@ -2,7 +2,7 @@
 
 `python benchmarks/tail.py OUT.json [--repeats 3]` runs `jobs.generate` on the demo model in turn without
 (`actors.share_leftovers=false`: whoever is done stands still) and with. The last tenth of the prompts is six times as
-long, as in a corpus sorted by length. One line per run on stderr.
+long, as in a corpus sorted by length. One line per run on stderr; a file that is there gets the new runs too.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
     from pipeline.demo_corpus import make_prompts
     from pipeline.machine import provenance
 
-    runs = []
+    runs = json.loads(arguments.target.read_text())["runs"] if arguments.target.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "skewed.jsonl"
         rows = list(make_prompts(arguments.rows))

@@ -46,6 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     with log.open("w") as out:
         head = subprocess.Popen(start, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
+            wait_for(lambda: subprocess.run(["ray", "job", "list"], env=env, capture_output=True).returncode == 0, head)
             yield env
         finally:
             head.terminate()
@@ -179,7 +180,7 @@ def test_a_job_tells_its_progress_and_is_stopped_and_resumed(
         ".",
     ]
     ray_job(cluster, *submit_it, "--", *generate)
-    told = wait_for(lambda: job_info(cluster, job)["metadata"] if list(output.glob("data/*/*")) else None)
+    wait_for(lambda: list(output.glob("data/*/*")))
     told = wait_for(lambda: (m := job_info(cluster, job)["metadata"]).get("rows_done", "0") != "0" and m, timeout_s=120)
     assert told["owner"] == "me", "what was given at the submission stays"
     assert told["rows_total"] == "6000"
