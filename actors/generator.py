@@ -116,18 +116,21 @@ class Generator:
         """One answer per request, in order; a row that cannot be decoded is a `RowFailure`, never an exception."""
         answers: dict[int, Answer] = {}
         result = WindowResult([])
-        schedules = [self.schedule(request.sampling.max_new_tokens) for request in requests]
-        batches = cut_batches(
-            [len(request.prompt_tokens) for request in requests],
-            schedules,
-            self.config.length_buckets,
-            lambda bucket: self.batch_size(bucket, max((r.sampling.max_new_tokens for r in requests), default=1)),
-        )
-        for batch in batches:
-            answers |= self._decode(batch, requests, schedules[batch.rows[0]], result.batches)
+        for batch in self.cut(requests):
+            schedule = self.schedule(requests[batch.rows[0]].sampling.max_new_tokens)
+            answers |= self._decode(batch, requests, schedule, result.batches)
         assert sorted(answers) == list(range(len(requests))), "rows in are not rows out"
         result.answers = [answers[row] for row in range(len(requests))]
         return result
+
+    def cut(self, requests: Sequence[Request]) -> list[Batch]:
+        """The batches that a window is decoded in; a batch by itself is cut no further."""
+        return cut_batches(
+            [len(request.prompt_tokens) for request in requests],
+            [self.schedule(request.sampling.max_new_tokens) for request in requests],
+            self.config.length_buckets,
+            lambda bucket: self.batch_size(bucket, max((r.sampling.max_new_tokens for r in requests), default=1)),
+        )
 
     def batch_size(self, bucket: int, max_new_tokens: int) -> int:
         """Rows per batch for prompts of up to `bucket` tokens."""

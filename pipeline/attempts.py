@@ -81,6 +81,8 @@ class Plan:
     """Of rows that need no decoding: an earlier attempt did it."""
     parked: dict[str, str] = field(default_factory=dict)
     """Rows that must not be decoded again, and why."""
+    is_clear: bool = True
+    """No row is suspected of anything."""
 
 
 class StopRun(RuntimeError):
@@ -139,7 +141,7 @@ class Ledger:
         clear = tuple(row for row in left if row not in self._parts)
         if clear:
             parts.insert(0, clear)
-        plan = Plan(self._with_controls(parts, answers), answers, parked)
+        plan = Plan(self._with_controls(parts, answers), answers, parked, is_clear=not suspects)
         if plan.parts:
             self.take(name, plan.parts[0])
         return plan

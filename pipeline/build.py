@@ -37,7 +37,7 @@ class PipelineSpec:
     """Rows that an actor takes at a time."""
 
 
-def build_pipeline(spec: PipelineSpec, metrics: Any, ledger: Any) -> Dataset:
+def build_pipeline(spec: PipelineSpec, metrics: Any, ledger: Any, leftovers: Any) -> Dataset:
     """Rows in, rows out: every row of the plan that is not done comes out once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
@@ -49,7 +49,7 @@ def build_pipeline(spec: PipelineSpec, metrics: Any, ledger: Any) -> Dataset:
     rows = rows.map_batches(tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, **light)
     rows = rows.map_batches(
         DecodeStage,
-        fn_constructor_args=(spec.generator, spec.tokenize.sampling, metrics, ledger),
+        fn_constructor_args=(spec.generator, spec.tokenize.sampling, metrics, ledger, leftovers),
         batch_size=spec.window_rows,
         batch_format="pyarrow",
         zero_copy_batch=True,

@@ -143,6 +143,8 @@ class ActorsConfig(Section):
     )
     window_batches: Annotated[int, Field(ge=1)] = 4
     """Batches' worth of rows an actor takes at a time and sorts by length."""
+    share_leftovers: bool = True
+    """Whether actors that have nothing left to do take over parts of other actors' windows."""
 
     @field_validator("length_buckets")
     @classmethod

@@ -5,7 +5,9 @@ The model work is `actors.generator`; which rows are tried together after a deat
 
 import os
 import socket
+import threading
 import time
+import uuid
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -15,18 +17,26 @@ import ray
 from actors.generator import DEVICE_LOST, Answer, Generator, GeneratorConfig, RowFailure, WindowResult
 from pipeline.attempts import Process, StopRun
 from pipeline.faults import fault_point
+from pipeline.leftovers import split_parts
 from pipeline.schema import POISON_ROW, PROMPT_TOKENS, SAMPLING
 from pipeline.stages import TOKENS, row_sampling, with_columns
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
+
+ASK_S = 0.05, 0.5  # an idle worker asks for work as often as this, at first and after a while
+MIN_SHARED_ROWS = 4  # a part is not cut into smaller ones than this
+HELP_TIMEOUT_S = 20.0  # beside three times its own longest part: how long an owner waits for a helper
 
 
 class DecodeStage:
     """One actor of the pool: a `Generator` behind Arrow tables. `ledger` knows what it has in hand and how to go about
     a window (`pipeline.attempts`); `metrics` hears what each batch cost."""
 
-    def __init__(self, config: GeneratorConfig, sampling: Sampling, metrics: Any, ledger: Any) -> None:
-        self.sampling, self.metrics, self.ledger = sampling, metrics, ledger
+    def __init__(
+        self, config: GeneratorConfig, sampling: Sampling, metrics: Any, ledger: Any, leftovers: Any = None
+    ) -> None:
+        self.sampling, self.metrics, self.ledger, self.leftovers = sampling, metrics, ledger, leftovers
+        self._hand = threading.Lock()  # a window, or rows of another worker's: one of them at a time
         context = ray.get_runtime_context()
         self.worker = context.get_actor_id()[:12]  # the same after a restart on another host
         process = Process(context.get_node_id(), socket.gethostname(), os.getpid())
@@ -51,12 +61,21 @@ class DecodeStage:
                 "ready_at": time.time(),
             },
         )
+        if leftovers is not None:
+            leftovers.started.remote(self.worker)
+            threading.Thread(target=self._help, daemon=True, name="help").start()
 
     def __call__(self, table: pa.Table) -> pa.Table:
+        with self._hand:
+            return self._window(table)
+
+    def _window(self, table: pa.Table) -> pa.Table:
         codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
         ids, tokens = table["id"].to_pylist(), table[PROMPT_TOKENS].to_pylist()
         samplings = table[SAMPLING].to_pylist()
         window = f"{ids[0]} {messages[0]}"
+        if self.leftovers is not None:
+            self.leftovers.began.remote(self.worker)
         rows = [row for row, code in enumerate(codes) if not code]
         requests = [Request(ids[row], tokens[row], row_sampling(self.sampling, samplings[row])) for row in rows]
         self._count(time.time(), len(codes) - len(rows), len(codes) - len(rows), [])
@@ -90,6 +109,9 @@ class DecodeStage:
         parked: dict[str, Answer] = {row: RowFailure(POISON_ROW, why) for row, why in plan.parked.items()}
         self._count(time.time(), len(parked), len(parked), [])
         answers = dict(plan.answers)
+        if self.leftovers is not None and plan.is_clear and plan.parts:
+            answers |= self._batches([by_id[row] for row in plan.parts[0]]) | parked
+            return [answers[request.id] for request in requests]
         for number, part in enumerate(plan.parts):
             if number:
                 ray.get(self.ledger.take.remote(self.worker, part))
@@ -98,6 +120,67 @@ class DecodeStage:
             answers |= made
         answers |= parked
         return [answers[request.id] for request in requests]
+
+    def _batches(self, requests: Sequence[Request]) -> dict[str, Answer]:
+        """Answers by row id, decoded batch by batch, those that take longest first; with help when others are idle."""
+        batches = [[requests[row] for row in batch.rows] for batch in self.generator.cut(requests)]
+        left = sorted(batches, key=_length, reverse=True)
+        answers: dict[str, Answer] = {}
+        while left:
+            num_idle = ray.get(self.leftovers.num_idle.remote())
+            parts = split_parts(left, 1 + num_idle, MIN_SHARED_ROWS)
+            if num_idle and len(parts) > 1:
+                return answers | self._with_help(parts)
+            answers |= self._taken(left.pop(0))
+        return answers
+
+    def _with_help(self, parts: Sequence[Sequence[Request]]) -> dict[str, Answer]:
+        """The same, of parts that others may take; waits for theirs, and does itself what does not come."""
+        key, answers, longest_s = uuid.uuid4().hex, dict[str, Answer](), 0.0
+        ray.get(self.leftovers.offer.remote(key, self.worker, parts))
+        while (mine := ray.get(self.leftovers.take.remote(key))) is not None:
+            started = time.monotonic()
+            answers |= self._taken(parts[mine])
+            longest_s = max(longest_s, time.monotonic() - started)
+        ends_at = time.monotonic() + HELP_TIMEOUT_S + 3 * longest_s
+        again: list[int] = []
+        while (found := ray.get(self.leftovers.collect.remote(key))).num_lent and time.monotonic() < ends_at:
+            answers |= found.answers
+            again += found.lost
+            time.sleep(ASK_S[0])
+        answers |= found.answers
+        again += [*found.lost, *ray.get(self.leftovers.close.remote(key))]
+        for number in again:  # a helper may have died of them: the ledger knows
+            rows = parts[number]
+            answers |= zip((request.id for request in rows), self._answers(rows), strict=True)
+        return answers
+
+    def _help(self) -> None:
+        """Takes parts of other workers' windows whenever there is none of its own; ends with the run."""
+        wait_s = ASK_S[0]
+        while True:
+            time.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, ASK_S[1])
+            if not self._hand.acquire(blocking=False):
+                wait_s = ASK_S[0]
+                continue
+            try:
+                while (loan := ray.get(self.leftovers.ask.remote(self.worker))) is not None:
+                    fault_point("help")
+                    self.leftovers.give.remote(loan, self._taken(loan.requests))
+                    self.ledger.finished.remote(self.worker, "", (), 0)
+                    wait_s = ASK_S[0]
+            except ray.exceptions.RayError:  # the driver's end of the run is gone
+                return
+            finally:
+                self._hand.release()
+
+    def _taken(self, requests: Sequence[Request]) -> dict[str, Answer]:
+        """Answers by row id; the ledger knows meanwhile who has these rows in hand."""
+        ray.get(self.ledger.take.remote(self.worker, tuple(request.id for request in requests)))
+        made = self._part(requests, frozenset())
+        self.ledger.decoded.remote(self.worker, None)
+        return made
 
     def _part(self, requests: Sequence[Request], known: Set[str]) -> dict[str, Answer]:
         """Answers by row id; rows `known` from before are not counted again."""
@@ -128,3 +211,8 @@ class DecodeStage:
         if rows or batches:
             window = {"started_at": started_at, "ended_at": time.time(), "rows": rows, "failed": failed}
             self.metrics.window_done.remote(self.worker, window, batches)
+
+
+def _length(batch: Sequence[Request]) -> int:
+    """Of the longest row, prompt and answer: what decides how long a batch takes, as far as one can know before."""
+    return max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in batch)

@@ -1,4 +1,5 @@
-"""The collector: an actor that hears of every batch, counts for the progress line, and writes metrics files.
+"""The collector: an actor that hears of every batch, counts for the progress line, writes metrics files, and tells
+Ray's Prometheus endpoint (`live_metrics`).
 
 Workers send and never wait. Losing the collector loses figures, never rows.
 """
@@ -11,6 +12,7 @@ import pyarrow.fs as pafs
 import ray
 
 from pipeline.cluster import on_this_node
+from pipeline.live_metrics import LiveMetrics
 from pipeline.sink import write_whole
 
 FLUSH_S = 15.0
@@ -81,16 +83,21 @@ SCHEMAS = {"batches": BATCH_SCHEMA, "windows": WINDOW_SCHEMA, "workers": WORKER_
 class MetricsCollector:
     """Wrapped as a Ray actor by `start_collector`; plain otherwise."""
 
-    def __init__(self, filesystem: pafs.FileSystem, root: str, run_id: str) -> None:
+    def __init__(self, filesystem: pafs.FileSystem, root: str, run_id: str, rows_planned: int) -> None:
         self._filesystem, self._root, self._run_id = filesystem, root, run_id
         self._pending: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
         self._num_files = 0
         self._flushed_at = time.monotonic()
-        self._counts = {"rows": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "workers": 0}
+        self._counts = {"rows": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "workers": 0, "restarts": 0}
+        self._workers: set[str] = set()
+        self._live = LiveMetrics(run_id, rows_planned)
 
     def worker_started(self, worker: str, record: dict[str, Any]) -> None:
         self._pending["workers"].append(record | {"worker": worker})
-        self._counts["workers"] += 1
+        self._counts["restarts"] += worker in self._workers
+        self._workers.add(worker)
+        self._counts["workers"] = len(self._workers)
+        self._live.worker_started(worker, record["load_s"])
 
     def window_done(self, worker: str, window: dict[str, Any], batches: list[dict[str, Any]]) -> None:
         self._pending["windows"].append(window | {"worker": worker})
@@ -100,11 +107,13 @@ class MetricsCollector:
         for batch in batches:
             self._counts["input_tokens"] += batch["input_tokens"]
             self._counts["output_tokens"] += batch["output_tokens"]
+        self._live.window_done(window, batches)
         if time.monotonic() - self._flushed_at > FLUSH_S:
             self.flush()
 
     def counts(self) -> dict[str, int]:
-        """What has been decoded so far in this run: rows, failed, tokens; workers started."""
+        """What has been decoded so far in this session: rows, failed, tokens; workers, and their restarts."""
+        self._live.refresh()
         return dict(self._counts)
 
     def flush(self) -> None:
@@ -119,6 +128,7 @@ class MetricsCollector:
         self._flushed_at = time.monotonic()
 
 
-def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str) -> Any:
+def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_planned: int) -> Any:
     """The collector as an actor on this node; it takes no CPU from the pool."""
-    return ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(MetricsCollector).remote(filesystem, root, run_id)
+    actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(MetricsCollector)
+    return actor.remote(filesystem, root, run_id, rows_planned)

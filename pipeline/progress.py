@@ -1,5 +1,8 @@
-"""Live progress on stderr: rows, tokens per second, failures, time to go. One line, redrawn on a terminal; else a line
-every few seconds, so that a job log stays readable."""
+"""Live progress on stderr: rows, tokens per second, failures, actors, time to go.
+
+A bar (rich) on a terminal; else a line every few seconds, so that a job log stays readable.
+Under `ray job submit` the job's metadata says it too.
+"""
 
 import sys
 import threading
@@ -8,27 +11,43 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import ray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from pipeline.job_metadata import tell_job
+from pipeline.units import count, duration
 
 LINE_S, REDRAW_S = 5.0, 1.0
 
 
 def describe(counts: dict[str, int], total: int, elapsed_s: float) -> str:
     """The progress line for `counts` (of `MetricsCollector`) after `elapsed_s` seconds."""
-    rows = min(counts["rows"], total)  # rows decoded again after a worker's death count twice
-    share = f"{rows}/{total} rows ({100 * rows / max(total, 1):.0f} %)"
     if not counts["workers"]:
-        return f"loading model   {elapsed_s:.0f} s"
+        return f"loading model   {duration(elapsed_s)}"
+    rows = rows_done(counts, total)
+    return f"{rows}/{total} rows ({100 * rows / max(total, 1):.0f} %)   {details(counts, total, elapsed_s)}"
+
+
+def rows_done(counts: dict[str, int], total: int) -> int:
+    return min(counts["rows"], total)  # rows decoded again after a worker's death count twice
+
+
+def details(counts: dict[str, int], total: int, elapsed_s: float) -> str:
+    """What stands behind the bar."""
+    rows = rows_done(counts, total)
     rate = counts["output_tokens"] / elapsed_s if elapsed_s > 0 else 0.0
-    eta = f"{elapsed_s * (total - rows) / rows:.0f} s" if rows else "?"
-    return f"{share}   {rate:.0f} output tokens/s   {counts['failed']} failed   {elapsed_s:.0f} s   ETA {eta}"
+    eta = duration(elapsed_s * (total - rows) / rows) if rows else "?"
+    actors = count(counts["workers"], "actor")
+    if counts["restarts"]:
+        actors += f" ({count(counts['restarts'], 'restart')})"
+    return f"{rate:.0f} output tokens/s   {counts['failed']} failed   {actors}   {duration(elapsed_s)}   ETA {eta}"
 
 
-class LiveLine:
-    """`with LiveLine(line):` shows what `line()` says now and then, and at the end; None: nothing new."""
+class Ticker:
+    """`with Ticker(tick, period_s):` calls `tick(False)` now and then, and `tick(True)` at the end."""
 
-    def __init__(self, line: Callable[[], str | None]) -> None:
-        self._line = line
-        self._is_terminal = sys.stderr.isatty()
+    def __init__(self, tick: Callable[[bool], None], period_s: float) -> None:
+        self._tick, self._period_s = tick, period_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="progress")
 
@@ -39,11 +58,19 @@ class LiveLine:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._show(last=True)
+        self._tick(True)
 
     def _loop(self) -> None:
-        while not self._stop.wait(REDRAW_S if self._is_terminal else LINE_S):
-            self._show(last=False)
+        while not self._stop.wait(self._period_s):
+            self._tick(False)
+
+
+class LiveLine(Ticker):
+    """Shows what `line()` says now and then, and at the end; None: nothing new. Redrawn on a terminal."""
+
+    def __init__(self, line: Callable[[], str | None]) -> None:
+        self._line, self._is_terminal = line, sys.stderr.isatty()
+        super().__init__(self._show, REDRAW_S if self._is_terminal else LINE_S)
 
     def _show(self, last: bool) -> None:
         line = self._line()
@@ -56,17 +83,55 @@ class LiveLine:
         sys.stderr.flush()
 
 
-class Progress(LiveLine):
-    """`with Progress(collector, total):` while the pipeline runs."""
+Counts = Callable[[], dict[str, int] | None]
+"""What has been decoded so far; None: not known now."""
 
-    def __init__(self, collector: Any, total: int) -> None:
-        super().__init__(self._describe)
-        self._collector, self._total = collector, total
-        self._started = time.monotonic()
 
-    def _describe(self) -> str | None:
+class LiveBar(Ticker):
+    """The same as a bar, on a terminal."""
+
+    def __init__(self, counts: Counts, total: int) -> None:
+        super().__init__(self._show, REDRAW_S)
+        self._counts, self._total, self._started = counts, total, time.monotonic()
+        columns = (TextColumn("{task.percentage:>3.0f} %"), BarColumn(24), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        self._task = self._bar.add_task("loading model", total=self._total)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._bar.stop()
+
+    def _show(self, last: bool) -> None:
+        counts, elapsed_s = self._counts(), time.monotonic() - self._started
+        if counts is None or self._task is None:
+            return
+        rows = rows_done(counts, self._total)
+        text = f"loading model   {duration(elapsed_s)}"
+        if counts["workers"]:
+            text = f"{rows}/{self._total} rows   {details(counts, self._total, elapsed_s)}"
+        self._bar.update(self._task, completed=rows, description=text)
+        self._bar.refresh()
+
+
+def live_progress(collector: Any, total: int) -> Ticker:
+    """`with live_progress(collector, total):` while the pipeline runs."""
+    started = time.monotonic()
+
+    def counts() -> dict[str, int] | None:
         try:
-            counts = ray.get(self._collector.counts.remote(), timeout=10)
+            found: dict[str, int] = ray.get(collector.counts.remote(), timeout=10)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             return None  # figures only; the run itself says when something is wrong
-        return describe(counts, self._total, time.monotonic() - self._started)
+        tell_job({"rows_done": rows_done(found, total), "rows_total": total} | found, time.monotonic() - started)
+        return found
+
+    def line() -> str | None:
+        found = counts()
+        return None if found is None else describe(found, total, time.monotonic() - started)
+
+    return LiveBar(counts, total) if sys.stderr.isatty() else LiveLine(line)

@@ -4,6 +4,7 @@ Row and token totals come from the data files, times and layers from `metrics/`.
 they exist.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -13,7 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.config import ConfigError
 from pipeline.metrics import SCHEMAS
+from pipeline.report_data import count_data, layers_by_step, lengths
+from pipeline.report_html import render_report
+from pipeline.report_time import Clock, actors, lanes, tail, throughput
 from pipeline.run_folder import RunFolder
 
 # Student's t, 97.5 % quantile for 1..30 degrees of freedom (any table of the distribution); 1.96 beyond.
@@ -23,27 +28,30 @@ T_975 = (
 )  # fmt: skip
 
 
-def make_report(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
-    """`report.json`; `state` is `run.json`."""
-    totals = data_totals(folder)
+def make_report(folder: RunFolder, state: dict[str, Any], price_per_hour: float | None = None) -> dict[str, Any]:
+    """`report.json`; `state` is `run.json`, `price_per_hour` that of all machines of the run together."""
+    totals = count_data(folder)
     batches = read_metrics(folder, "batches").to_pylist()
-    sessions = state["sessions"]
-    duration_s = sum(s["ended_at"] - s["started_at"] for s in sessions)
+    windows = read_metrics(folder, "windows").to_pylist()
+    clock = Clock.of(state["sessions"])
+    duration_s = clock.duration_s
+    all_tokens = totals.input_tokens + totals.output_tokens
     split = [b["split_error"] for b in batches if b["split_error"] is not None]
     decoded = {
         "rows": sum(b["rows"] for b in batches),
         "input": sum(b["input_tokens"] for b in batches),
         "output": sum(b["output_tokens"] for b in batches),
     }
+    decode, num_layers = state["decode"], state["model"]["layers"]
     return {
         "duration_s": duration_s,
-        "completed": totals["ok"],
-        "failed": totals["failed"],
-        "total_input_tokens": totals["input_tokens"],
-        "total_output_tokens": totals["output_tokens"],
-        "request_throughput": totals["ok"] / duration_s,
-        "output_throughput": totals["output_tokens"] / duration_s,
-        "total_token_throughput": (totals["input_tokens"] + totals["output_tokens"]) / duration_s,
+        "completed": totals.ok,
+        "failed": totals.failed,
+        "total_input_tokens": totals.input_tokens,
+        "total_output_tokens": totals.output_tokens,
+        "request_throughput": totals.ok / duration_s,
+        "output_throughput": totals.output_tokens / duration_s,
+        "total_token_throughput": all_tokens / duration_s,
         "decode_output_throughput": _ratio(decoded["output"], sum(b["prefill_s"] + b["decode_s"] for b in batches)),
         "speedup": speedup(batches),
         "agreement": agreement(batches),
@@ -54,38 +62,70 @@ def make_report(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
         "prefill_s": sum(b["prefill_s"] for b in batches),
         "decode_s": sum(b["decode_s"] for b in batches),
         "baseline_s": sum(b["full_prefill_s"] + b["full_decode_s"] for b in _paired(batches)),
-        "actors": actors(folder, sessions),
-        "errors": totals["errors"],
+        "cost": None if price_per_hour is None else cost(price_per_hour, duration_s, totals.output_tokens, all_tokens),
+        "actors": actors(read_metrics(folder, "workers").to_pylist(), windows, clock),
+        "tail": tail(windows, clock),
+        "throughput": throughput(batches, clock),
+        "lengths": {"input": lengths(totals.input_lengths), "output": lengths(totals.output_lengths)},
+        "layers_by_step": layers_by_step(totals, decode, num_layers, state["config"]["sampling"]["max_new_tokens"]),
+        "errors": totals.errors,
+        "error_examples": totals.examples,
         "split_batches": {"count": len(split), "first": split[0] if split else None},
         "books": state["books"],
         "model": state["model"],
-        "decode": state["decode"],
+        "decode": decode,
         "prefill": state["config"]["prefill"]["method"],
     }
 
 
-def data_totals(folder: RunFolder) -> dict[str, Any]:
-    """Rows, tokens and errors, counted in the data files."""
-    totals: dict[str, Any] = {"ok": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "errors": {}}
-    columns = ["num_input_tokens", "num_generated_tokens", "error_code"]
-    for status in ("ok", "failed"):
-        for path in folder.data_files(status):
-            table = pq.read_table(path, columns=columns, filesystem=folder.filesystem, partitioning=None)
-            totals[status] += table.num_rows
-            if status == "ok":
-                totals["input_tokens"] += pc.sum(table["num_input_tokens"]).as_py() or 0
-                totals["output_tokens"] += pc.sum(table["num_generated_tokens"]).as_py() or 0
-            else:
-                for item in table["error_code"].value_counts().to_pylist():
-                    totals["errors"][item["values"]] = totals["errors"].get(item["values"], 0) + item["counts"]
-    return totals
+def rebuild_report(path: str, price_per_hour: float | None = None) -> tuple[RunFolder, dict[str, Any]]:
+    """Writes `report.json` and `report.html` of a run folder anew; ConfigError where there is none.
+
+    Of a run that is not finished the figures so far. Only these two files change.
+    """
+    folder, state = open_run(path)
+    report = make_report(folder, state, price_per_hour)
+    write_report(folder, report, state)
+    return folder, report
+
+
+def open_run(path: str) -> tuple[RunFolder, dict[str, Any]]:
+    """A run folder and its `run.json`, where sessions that have no end yet end with their last sign of life."""
+    folder = RunFolder.open(path)
+    state = folder.read_state()
+    if state is None or not {"state", "sessions", "books", "config", "decode", "model"} <= state.keys():
+        raise ConfigError(f"{path}: no run.json of a run, so not a run folder (-o of jobs.generate)")
+    for session in state["sessions"]:
+        session["ended_at"] = session["ended_at"] or last_sign_of_life(folder, session)
+    if not Clock.of(state["sessions"]).duration_s:
+        raise ConfigError(f"{path}: the run has written nothing yet, so there is nothing to report")
+    return folder, state
+
+
+def write_report(folder: RunFolder, report: dict[str, Any], state: dict[str, Any]) -> None:
+    windows, starts = (read_metrics(folder, kind).to_pylist() for kind in ("windows", "workers"))
+    workers = lanes(starts, windows, Clock.of(state["sessions"]))
+    folder.write_text("report.html", render_report(report, state, workers))
+    folder.write_text("report.json", json.dumps(report, indent=2) + "\n")
+
+
+def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_tokens: int) -> dict[str, Any]:
+    """In the currency of the price; `per_million_output_tokens` is what a corpus costs, null without tokens."""
+    total = price_per_hour * duration_s / 3600
+    return {
+        "price_per_hour": price_per_hour,
+        "total": total,
+        "per_million_output_tokens": _ratio(1e6 * total, output_tokens),
+        "per_million_tokens": _ratio(1e6 * total, all_tokens),
+    }
 
 
 def read_metrics(folder: RunFolder, kind: str) -> pa.Table:
     """All records of one kind (`batches`, `windows`, `workers`)."""
     paths = [path for path in folder.files("metrics") if path.rpartition("/")[2].startswith(f"{kind}-")]
     tables = [pq.read_table(path, filesystem=folder.filesystem, partitioning=None) for path in paths]
-    return pa.concat_tables(tables) if tables else SCHEMAS[kind].empty_table()
+    # a run of an earlier version may lack a column
+    return pa.concat_tables([SCHEMAS[kind].empty_table(), *tables], promote_options="default")
 
 
 def last_sign_of_life(folder: RunFolder, session: dict[str, Any]) -> float:
@@ -131,33 +171,6 @@ def agreement(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "token_match": _ratio(sum(b["matched_tokens"] for b in pairs), sum(b["compared_tokens"] for b in pairs)),
         "rows": sum(b["rows"] for b in pairs),
     }
-
-
-def actors(folder: RunFolder, sessions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per worker: load, busy and idle seconds, rows, restarts. Idle: from ready to the end of its session, not busy."""
-    starts: dict[str, list[dict[str, Any]]] = {}
-    for start in read_metrics(folder, "workers").sort_by("ready_at").to_pylist():
-        starts.setdefault(start["worker"], []).append(start)
-    windows = read_metrics(folder, "windows").to_pylist()
-    result = []
-    for worker, own in sorted(starts.items()):
-        mine = [w for w in windows if w["worker"] == worker]
-        busy_s = sum(w["ended_at"] - w["started_at"] for w in mine)
-        session_end = min((s["ended_at"] for s in sessions if s["ended_at"] >= own[0]["ready_at"]), default=0.0)
-        result.append(
-            {
-                "worker": worker,
-                "host": own[-1]["host"],
-                "device": own[0]["device"],
-                "dtype": own[0]["dtype"],
-                "load_s": sum(start["load_s"] for start in own),
-                "busy_s": busy_s,
-                "idle_s": max(0.0, session_end - own[0]["ready_at"] - busy_s),
-                "restarts": len(own) - 1,
-                "rows": sum(w["rows"] for w in mine),
-            }
-        )
-    return result
 
 
 def _paired(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ Reads from top to bottom. Everything that can be known before the start is check
 code 2). After the start a bad row is a failed row.
 """
 
-import json
 import math
 import time
 import uuid
@@ -34,11 +33,11 @@ from pipeline.input.files import list_input
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.lease import Lease
+from pipeline.leftovers import KeepWorkers, start_leftovers
 from pipeline.metrics import start_collector
 from pipeline.openai_batch import write_batch_files
-from pipeline.progress import Progress
-from pipeline.report import last_sign_of_life, make_report
-from pipeline.report_html import render_report
+from pipeline.progress import live_progress
+from pipeline.report import last_sign_of_life, make_report, write_report
 from pipeline.row_index import index_outputs, mark_rows, match_rows, scan_input
 from pipeline.run_folder import STATUSES, Note, RunFolder
 from pipeline.schema import OUTPUT_SCHEMA, list_columns
@@ -203,15 +202,18 @@ def stream_rows(
         f"{planned.model.decode}; {plan.num_rows - num_done} rows to do" + (f", {num_done} done" if num_done else "")
     )
     limits = planned.config.limits
-    collector = start_collector(folder.filesystem, folder.root, session["id"])
+    collector = start_collector(folder.filesystem, folder.root, session["id"], plan.num_rows - num_done)
     is_retry = place != "data"  # of rows that have failed already: there cannot be more of them
     ends_at = math.inf if is_retry else early_limit(limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
     ledger = start_ledger(limits.max_row_attempts, spec.window_rows, ends_at, failed)
+    shares = planned.config.actors.share_leftovers and high > 1
+    leftovers = start_leftovers() if shares else None
     try:
         check_budget(failed, ends_at)
         sink = _make_sink(spec, folder, session["id"], plan.num_rows - num_done, place)
-        _stream(spec, sink, collector, ledger, plan.num_rows - num_done, limits.no_progress_timeout_s)
+        helpers = (collector, ledger, leftovers)
+        _stream(spec, sink, helpers, plan.num_rows - num_done, limits.no_progress_timeout_s)
     except BaseException as error:
         lease.check()  # whoever has taken the folder over writes its run.json
         state["state"] = "interrupted"
@@ -239,8 +241,7 @@ def finish_run(planned: PlannedRun, state: dict[str, Any]) -> RunResult:
     if planned.input.listing.format == "openai_batch":
         write_batch_files(folder, planned.model.source)
     report = make_report(folder, state)
-    folder.write_text("report.html", render_report(report, state))
-    folder.write_text("report.json", json.dumps(report, indent=2) + "\n")
+    write_report(folder, report, state | {"state": "finished"})
     folder.remove("checkpoint")
     folder.write_state(state | {"state": "finished", "report": report})  # last: a finished run has everything
     return _result(planned, report)
@@ -285,18 +286,19 @@ def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, left: int, p
 
 
 def _stream(
-    spec: PipelineSpec, sink: RunSink, collector: Any, ledger: Any, left: int, no_progress_timeout_s: float
+    spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], left: int, no_progress_timeout_s: float
 ) -> None:
-    """Decodes and writes all rows that are left."""
+    """Decodes and writes all rows that are left. `helpers`: collector, ledger, leftovers (or None)."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.target_max_block_size = BLOCK_BYTES
+    context.custom_execution_callback_classes = [KeepWorkers] if helpers[2] is not None else []
     context.execution_no_progress_timeout_s = no_progress_timeout_s
-    with Progress(collector, left), warnings.catch_warnings():
+    with live_progress(helpers[0], left), warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
-        build_pipeline(spec, collector, ledger).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        build_pipeline(spec, *helpers).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
 
 
 def close_books(folder: RunFolder, state: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ def test_agreement_counts_paired_rows_only() -> None:
 
 
 def test_the_progress_line() -> None:
-    counts = {"rows": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "workers": 0}
+    counts = {"rows": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "workers": 0, "restarts": 0}
     assert "loading model" in describe(counts, 100, 3.0)
     line = describe(counts | {"workers": 1, "rows": 25, "failed": 2, "output_tokens": 500}, 100, 10.0)
-    assert "25/100 rows (25 %)   50 output tokens/s   2 failed   10 s   ETA 30 s" in line
+    assert "25/100 rows (25 %)   50 output tokens/s   2 failed   1 actor   10 s   ETA 30 s" in line
+    assert "2 actors (1 restart)" in describe(counts | {"workers": 2, "restarts": 1}, 100, 10.0)

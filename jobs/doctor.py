@@ -1,0 +1,75 @@
+"""`python -m jobs.doctor`: versions, devices, free memory, what a run would choose here, and what is wrong.
+
+Takes the configuration of a run (`--config`, `-i`, `-o`, `key=value`), loads its model once, and starts nothing else.
+The last line on stdout is one JSON document. Exit codes: 0 nothing is wrong; 1 something is (the list is on stderr);
+2 bad configuration.
+"""
+
+import argparse
+import traceback
+from typing import Any
+
+from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of a run; configs/ has examples")
+    parser.add_argument("-i", "--input", action="append", metavar="PATH", help="prompts to look at too: input.path")
+    parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. model.source=my-model")
+    arguments = parser.parse_intermixed_args(argv)
+    from pipeline.config import ConfigError, JobConfig, build_config, read_tree, set_key
+    from pipeline.doctor import examine
+
+    try:
+        tree = read_tree(arguments.config, arguments.overrides)
+        for key, value in (("input.path", arguments.input), ("output.path", arguments.output)):
+            if value is not None:
+                set_key(tree, key, value)
+        document = examine(build_config(JobConfig, tree), bool((tree.get("input") or {}).get("path")), note)
+    except ConfigError as error:
+        return fail(error, BAD_CONFIG)
+    except Exception as error:
+        traceback.print_exc()
+        return fail(error, ERROR)
+    show(document)
+    result(document)
+    return ERROR if document["problems"] else OK
+
+
+def show(document: dict[str, Any]) -> None:
+    """For a human, on stderr."""
+    machine, choice, ray = document["machine"], document["choice"], document["ray"]
+    note(", ".join(f"{name} {machine[name]}" for name in ("torch", "ray", "pyarrow", "numpy", "tokenizers")))
+    amx = ", bfloat16 in AMX tiles" if machine["has_amx_bf16"] else ""
+    note(
+        f"machine: {machine['device']}, {machine['usable_cores']} cores{amx}, "
+        f"{gib(machine['free_memory_bytes'])} of {gib(machine['memory_bytes'])} memory free"
+    )
+    for gpu in document["gpus"]:
+        memory = f"{gib(gpu['free_memory_bytes'])} of {gib(gpu['memory_bytes'])} free"
+        note(f"GPU: {gpu['name']}, compute capability {gpu['capability']}, {memory}")
+    if not document["gpus"]:
+        note("GPU: none")
+    if ray:
+        where = f"cluster {ray['address']}" if ray["address"] else "would be started in the run's own process"
+        note(f"Ray: {where}, {ray['num_cpus']:g} CPUs, {ray['num_gpus']:g} GPUs, {ray['nodes']} nodes")
+    if choice:
+        sizes = ", ".join(f"{size} (up to {bucket} tokens)" for bucket, size in choice["batch_size"].items())
+        note(f"model: {choice['model']}, {choice['layers']} layers, loaded in {choice['load_s']:.1f} s")
+        note(f"would decode in {choice['dtype']} on {choice['device']} with {choice['decode']}")
+        note(f"batch size by prompt length: {sizes}")
+    for problem in document["problems"]:
+        note(f"WRONG: {problem}")
+    note(f"{len(document['problems'])} problems" if document["problems"] else "nothing is wrong")
+
+
+def gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+if __name__ == "__main__":
+    start(main)

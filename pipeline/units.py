@@ -1,0 +1,14 @@
+"""Figures as one says them. Pure functions."""
+
+
+def duration(seconds: float) -> str:
+    """42 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def count(number: int, noun: str) -> str:
+    """1 actor, 2 actors, 1,200 actors."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

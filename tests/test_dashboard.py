@@ -1,0 +1,43 @@
+"""The Grafana dashboard asks for the names that a run exports: all of them, and no others."""
+
+import json
+import re
+from pathlib import Path
+
+from pipeline.live_metrics import METRICS
+
+DASHBOARD = Path(__file__).parent.parent / "deploy/grafana-dashboard.json"
+
+
+def test_the_dashboard_uses_exactly_the_names_of_a_run() -> None:
+    text = DASHBOARD.read_text(encoding="utf-8")
+    used = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"ray_skipdecode_\w+", text)}
+    assert used == {metric.exported for metric in METRICS}
+
+
+def test_a_histogram_is_asked_for_its_parts_and_a_counter_for_a_total() -> None:
+    text = DASHBOARD.read_text(encoding="utf-8")
+    names = set(re.findall(r"ray_skipdecode_\w+", text))
+    for metric in METRICS:
+        own = {name for name in names if name.startswith(metric.exported)}
+        suffixes = {name.removeprefix(metric.exported) for name in own}
+        assert suffixes <= ({"_bucket", "_sum", "_count"} if metric.kind == "histogram" else {""}), metric.name
+
+
+def test_the_labels_of_the_dashboard_are_tags_of_its_metrics() -> None:
+    by_name = {metric.exported: metric for metric in METRICS}
+    for expression in [t["expr"] for p in json.loads(DASHBOARD.read_text())["panels"] for t in p["targets"]]:
+        assert expression.count("(") == expression.count(")")
+        for name, labels in re.findall(r"(ray_skipdecode_\w+)\{([^}]*)\}", expression):
+            metric = by_name[re.sub(r"_(bucket|sum|count)$", "", name)]
+            assert set(re.findall(r"(\w+)=", labels)) <= {"run", *metric.tags}
+
+
+def test_panels_do_not_overlap() -> None:
+    cells: set[tuple[int, int]] = set()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        at = panel["gridPos"]
+        own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not own & cells
+        assert at["x"] + at["w"] <= 24
+        cells |= own

@@ -1,0 +1,74 @@
+"""The simulator of large runs: its books close, and it says what is known where the answer is known."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.simulate import RESULT, Plan, Simulation, StepTimes, simulate
+
+TIMES = StepTimes(step_s=0.01, step_row_s=0.0, prompt_token_s=0.0)
+CALM = Plan(
+    rows=64_000, sigma=0.0, mean_new_tokens=50, load_s=0.0, write_s=0.0, driver_s=0.0, straggler_share=0.0,
+    speed_sigma=0.0, failures_per_worker_hour=0.0,
+)  # fmt: skip
+
+
+def test_a_batch_shrinks_by_halves() -> None:
+    times = StepTimes(step_s=1.0, step_row_s=0.1, prompt_token_s=0.01)
+    assert times.batch_s([10, 10], 5) == pytest.approx(0.1 + 10 * 1.2)
+    assert times.batch_s([4, 10], 5) == pytest.approx(0.1 + 4 * 1.2 + 6 * 1.1)
+    assert times.batch_s([4, 10, 10], 5) == pytest.approx(0.15 + 10 * 1.3), "a third has ended: carried along"
+
+
+def test_step_times_are_fitted_to_what_was_measured() -> None:
+    import json
+
+    times = StepTimes.from_result(RESULT, "skipdecode 2")
+    for row in json.loads(RESULT.read_text())["rows"]:
+        if row["schedule"] == "skipdecode 2":
+            predicted = times.step_s + times.step_row_s * row["batch_size"]
+            assert predicted == pytest.approx(row["ms_per_step"] / 1e3, rel=1e-6), (
+                "two sizes: the line goes through both"
+            )
+    with pytest.raises(SystemExit, match="two batch sizes"):
+        StepTimes.from_result(RESULT, "no such schedule")
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_calm_run_takes_the_time_of_its_batches(workers: int) -> None:
+    found = simulate(CALM, TIMES, workers)
+    assert found.hours * 3600 == pytest.approx(2000 * 50 * 0.01 / workers)
+    assert found.efficiency == pytest.approx(1.0)
+    assert found.cost == pytest.approx(found.hours * workers * CALM.price_per_hour)
+    assert (found.tail, found.driver, found.restarts, found.load) == pytest.approx((0, 0, 0, 0))
+
+
+def test_the_driver_bounds_a_large_run() -> None:
+    found = simulate(replace(CALM, driver_s=0.1), TIMES, 200)
+    assert found.hours * 3600 > 500 * 0.1, "500 windows, one after the other"
+    assert found.driver > 0.5
+
+
+def test_every_batch_is_decoded_however_many_die() -> None:
+    plan = replace(CALM, sigma=0.5, failures_per_worker_hour=60.0, restart_s=5.0, load_s=5.0, straggler_share=0.2)
+    run = Simulation(plan, TIMES, 16)
+    found = run.run()
+    assert run.starts > 20
+    assert not run.windows
+    assert not any(worker.left for worker in run.workers)
+    assert run.decoded_s >= run.needed_s
+    assert 0 < found.restarts < 1
+    assert found.efficiency < 0.9
+
+
+def test_sharing_shortens_the_tail() -> None:
+    plan = replace(CALM, sigma=0.8, mean_new_tokens=60, straggler_share=0.1, straggler_factor=3.0, window_batches=8)
+    naive, shared = (simulate(replace(plan, shares=shares), TIMES, 16) for shares in (False, True))
+    assert shared.tail < 0.5 * naive.tail
+    assert shared.hours < naive.hours
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    plan = replace(Plan(), rows=50_000)
+    times = StepTimes.from_result(RESULT, "skipdecode 2")
+    assert simulate(plan, times, 8) == simulate(plan, times, 8)
