@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from actors.batches import Batches, EngineConfig, Ticket, make_batches
 from actors.generator import DEVICE_LOST, Generator
+from skipdecode.logprobs import score_prompt
 from skipdecode.request import Request, TokenLogprobs, refuse_too_long
 
 
@@ -67,6 +68,10 @@ class Engine:
     def num_running(self) -> int:
         return len(self.running_tickets())
 
+    @property
+    def cache_bytes(self) -> int:
+        return sum(batch.cache_bytes for batch in self._batches.running)
+
     def running_tickets(self) -> list[Ticket]:
         return [ticket for batch in self._batches.running for ticket in batch.tickets]
 
@@ -98,7 +103,7 @@ class Engine:
             for ticket in newcomers:
                 self.waiting.remove(ticket)
                 self.counts.input_tokens += len(ticket.request.prompt_tokens)
-            made += self._guarded(newcomers, lambda: self._batches.start(newcomers))
+            made += self._guarded(newcomers, lambda: self._start(newcomers))
         batch = self._batches.next()
         if batch is not None:
             tickets = batch.tickets
@@ -107,6 +112,13 @@ class Engine:
             made += self._guarded(tickets, batch.step)
         self._batches.clear_done()
         return made
+
+    def _start(self, newcomers: list[Ticket]) -> None:
+        self._batches.start(newcomers)
+        for ticket in newcomers:
+            if ticket.request.score_prompt and ticket.row is not None:
+                top = ticket.request.top_logprobs or 0
+                ticket.row.prompt_logprobs = score_prompt(self.generator.model, ticket.request.prompt_tokens, top)
 
     def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> list[Progress]:
         """Does the work for these tickets and says what it made; what they cannot do together they do in halves."""

@@ -41,6 +41,9 @@ class EngineThread:
         self._inbox: deque[tuple[Callable[[Ticket], None], Ticket]] = deque()
         self._wake = threading.Condition()
         self._num_waiting = 0  # in the inbox or in the engine's queue, as of the last turn
+        self.num_running = 0
+        """Requests in a batch, as of the last turn."""
+        self.cache_bytes = 0
         self._done_at: deque[float] = deque(maxlen=4096)
         self._error: str | None = None
         self._is_stopping = False
@@ -105,6 +108,7 @@ class EngineThread:
                 self._turn_began = None
                 with self._wake:
                     self._num_waiting = len(self._inbox) + len(self.engine.waiting)
+                self.num_running, self.cache_bytes = self.engine.num_running, self.engine.cache_bytes
                 ended = sum(progress.finish_reason is not None for progress in made)
                 self._done_at.extend([time.monotonic()] * ended)
                 if made:

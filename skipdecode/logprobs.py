@@ -8,7 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from skipdecode.model import OPT
+from skipdecode.plan import FullDepth
 from skipdecode.request import Row, TokenLogprobs
+from skipdecode.train import teacher_batch, teacher_forced_states
+
+SCORED_COLUMNS = 256  # at a time: logits of a whole long prompt would take hundreds of megabytes
 
 
 class LogprobRecorder:
@@ -50,3 +55,17 @@ def listed(own: Tensor, values: Tensor, tokens: Tensor) -> list[TokenLogprobs]:
     """What `top_logprobs` gives, on the host: one per row."""
     columns = zip(own.tolist(), values.tolist(), tokens.tolist(), strict=True)
     return [TokenLogprobs(logprob, list(zip(ids, likeliest, strict=True))) for logprob, likeliest, ids in columns]
+
+
+@torch.inference_mode()
+def score_prompt(model: OPT, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """What the model at full depth thinks of each of `tokens` but the first, given those before it."""
+    if len(tokens) < 2:
+        return []
+    batch = teacher_batch([(list(tokens[:1]), list(tokens[1:]))], model.config.pad_token_id, model.device)
+    states = teacher_forced_states(model, batch, FullDepth(model.config.num_hidden_layers))[0]  # [P - 1, D]
+    scored: list[TokenLogprobs] = []
+    for start in range(0, len(states), SCORED_COLUMNS):
+        part = slice(start, start + SCORED_COLUMNS)
+        scored += listed(*top_logprobs(model.head(states[part]), batch.targets[0, part], max(1, num_top)))
+    return [TokenLogprobs(one.logprob, one.top[:num_top]) for one in scored]

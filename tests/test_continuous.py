@@ -122,10 +122,15 @@ def test_layers_run_on_the_rows_that_are_young_enough(loaded: OPT) -> None:
     pool = [Request(str(i), p, greedy(9, ignore_eos=True)) for i, p in enumerate(random_prompts([4] * 5, seed=1))]
     batch = ContinuousBatch(loaded, schedule)
     sizes: list[list[int]] = [[] for _ in range(L)]
+
+    def count(own: list[int], columns: torch.Tensor) -> None:
+        if columns.shape[1] == 1:  # no prompt
+            own.append(len(columns))
+
     hooks = [
-        block.fc1.register_forward_hook(lambda _m, args, _o, own=own: own.append(len(args[0])) if args[0].shape[1] == 1 else None)
+        block.fc1.register_forward_hook(lambda _m, args, _out, own=own: count(own, args[0]))
         for block, own in zip(loaded.layers, sizes, strict=True)
-    ]  # fmt: skip
+    ]
     try:
         rows = run(batch, {2 * i: [request] for i, request in enumerate(pool)}, {})
     finally:
