@@ -15,6 +15,7 @@ ONLY_IN = {  # third party -> the packages that may import it
     "ray": {"pipeline", "jobs"},
     "pyarrow": {"pipeline"},
     "pydantic": {"pipeline"},
+    "aiohttp": {"pipeline"},
     "fastapi": {"pipeline"},
     "starlette": {"pipeline"},
     "yaml": {"pipeline"},
