@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from actors.batches import Batches, EngineConfig, Ticket, make_batches
+from actors.batches import Batches, EngineConfig, Ticket
+from actors.cohort_batches import CohortBatches
+from actors.continuous_batches import ContinuousBatches
 from actors.generator import DEVICE_LOST, Generator
 from skipdecode.logprobs import score_prompt
 from skipdecode.request import Request, TokenLogprobs, refuse_too_long
@@ -58,7 +60,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.waiting: deque[Ticket] = deque()
-        self._batches: Batches = make_batches(self.generator, self.config)
+        kind = ContinuousBatches if self.config.scheduler == "continuous" else CohortBatches
+        self._batches: Batches = kind(self.generator, self.config)
 
     @property
     def is_idle(self) -> bool:

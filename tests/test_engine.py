@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.batches import CohortBatches, EngineConfig, Ticket
+from actors.batches import EngineConfig, Ticket
+from actors.cohort_batches import CohortBatches
 from actors.engine import Engine, Progress
 from actors.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.generator import Generator, GeneratorConfig
