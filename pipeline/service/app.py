@@ -81,7 +81,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=config.model.dtype,
-        num_threads=config.engine.num_threads or num_cores(),
+        num_threads=config.engine.num_threads or max(1, num_cores() - 1),
         batch_size=config.engine.batch_size,
         length_buckets=config.engine.length_buckets,
         deterministic=config.sampling.deterministic,

@@ -33,7 +33,7 @@ class EngineSection(Section):
     """Prompt tokens that newcomers may bring in one turn."""
     length_buckets: Annotated[tuple[Positive, ...], Field(min_length=1)] = (32, 64, 128, 256, 512, 1024, 2048)
     num_threads: Positive | None = None
-    """torch threads of a replica; null: the cores of its node, or its num_cpus beside a GPU."""
+    """torch threads of a replica; null: the cores of its node but one, which HTTP needs."""
 
     @field_validator("length_buckets")
     @classmethod
@@ -51,6 +51,9 @@ class LimitsSection(Section):
     max_body_bytes: Positive = 4 << 20
     request_timeout_s: Annotated[float, Field(gt=0)] = 120
     """From arrival to the last token; then 408."""
+    stream_events_per_s: Annotated[float, Field(gt=0)] = 300
+    """Events of all streams of a replica together; with more streams, each event carries more tokens. The first token
+    of a stream never waits."""
     stall_s: Annotated[float, Field(gt=0)] = 60
     """A step that takes longer counts as a dead engine."""
 

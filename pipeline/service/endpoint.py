@@ -6,8 +6,9 @@ progress of its prompts, and takes its rows out of the engine when it is left, h
 
 import asyncio
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -22,6 +23,8 @@ from pipeline.service.errors import ApiError
 from pipeline.service.parse import CompletionRequest
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
+
+SWITCH_S = 0.0005  # the engine's thread asks for the interpreter after every operator; 5 ms each is a slow step
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Answering:
         self._arrived: asyncio.Queue[Progress] = asyncio.Queue()
         self._numbers: dict[Ticket, int] = {}
         self._num_open = len(requests)
+        self._num_running = len(requests)
+        self._all_ended = asyncio.Event()
 
     def begin(self, tickets: list[Ticket]) -> None:
         self.tickets = tickets
@@ -50,6 +55,16 @@ class Answering:
 
     def put(self, progress: Progress) -> None:
         self._arrived.put_nowait(progress)
+        self._num_running -= progress.finish_reason is not None
+        if self._num_running == 0 or progress.error is not None:
+            self._all_ended.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Lets more progress gather; not beyond the end."""
+        if not self._all_ended.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._all_ended.wait()
 
     def __aiter__(self) -> Self:
         return self
@@ -75,6 +90,7 @@ class Answering:
 class Endpoint:
     def __init__(self, spec: EndpointSpec, *, generator: Generator | None = None) -> None:
         """Loads the model, unless `generator` has it."""
+        sys.setswitchinterval(SWITCH_S)
         config = spec.config
         self.spec, self.config = spec, config
         self.generator = generator or Generator(spec.generator)
@@ -88,6 +104,8 @@ class Endpoint:
         limits = config.limits
         self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=limits.stall_s)
         self.is_draining = False
+        self.num_answering = 0
+        """HTTP requests being answered."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Ticket, Answering] = {}
 
@@ -147,9 +165,11 @@ class Endpoint:
             raise errors.unavailable(f"the engine has ended: {error}", "engine_dead") from error
         except ValueError as error:  # what only the schedule can know, e.g. max_tokens under its layers
             raise ApiError(400, str(error), code="invalid_value") from error
+        self.num_answering += 1
         try:
             yield answering
         finally:
+            self.num_answering -= 1
             left = [ticket for ticket in answering.tickets if self._waiting.pop(ticket, None) is not None]
             if left:
                 self.thread.cancel(left)

@@ -177,19 +177,25 @@ async def streamed(
 ) -> AsyncIterator[bytes]:
     """Server-sent events. An ApiError before the first token is raised, a later one is the last event."""
     choices = [Choice(n, r, asked, endpoint.tokenizer_decode) for n, r in enumerate(requests)]
-    envelope = Envelope(endpoint.config.served_name)
-    limit_s, has_begun = endpoint.config.limits.request_timeout_s, False
+    config = endpoint.config
+    envelope = Envelope(config.served_name)
+    limit_s, has_begun = config.limits.request_timeout_s, False
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + limit_s
     try:
         async with endpoint.answering(requests) as answering:
             while (made := await _next(answering, ends_at - loop.time(), limit_s)) is not None:
                 watch.token()
-                number, progress = made
-                entry = choices[number].take(progress)
-                if entry["text"] or entry["finish_reason"] or asked.return_token_ids or not has_begun:
+                entries: dict[int, list[dict[str, Any]]] = {}
+                while made is not None:  # what has gathered goes in one event
+                    number, progress = made
+                    entries.setdefault(number, []).append(choices[number].take(progress))
+                    made = await anext(answering, None) if answering.has_more else None
+                news = [entry for entry in map(merged, entries.values()) if is_news(entry) or not has_begun]
+                if news:
                     has_begun = True
-                    yield event(envelope.body([entry], None))
+                    yield event(envelope.body(news))
+                await answering.pause(endpoint.num_answering / config.limits.stream_events_per_s)
     except ApiError as error:
         watch.end(error.status)
         if not has_begun:
@@ -200,6 +206,11 @@ async def streamed(
     if asked.include_usage:
         yield event(envelope.body([], usage(choices)))
     yield DONE
+
+
+def is_news(entry: dict[str, Any]) -> bool:
+    """Whether a stream should show it: half a character is none."""
+    return bool(entry["text"] or entry["finish_reason"] or entry.get("token_ids"))
 
 
 async def _next(answering: Answering, left_s: float, limit_s: float) -> Any:
