@@ -77,7 +77,7 @@ def test_health(server: Served) -> None:
 def test_page(server: Served) -> None:
     answer = server.get("/")
     assert answer.headers["content-type"].startswith("text/html")
-    assert "/v1/completions" in answer.text
+    assert "v1/completions" in answer.text
 
 
 # Prompts
@@ -264,7 +264,7 @@ def test_layers(client: openai.OpenAI, offline: Offline) -> None:
 def test_a_stream_is_the_text(client: openai.OpenAI, offline: Offline) -> None:
     chunks = list(client.completions.create(model="opt-e2e", prompt=PROMPTS[1], max_tokens=40, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == offline.text(offline(PROMPTS[1], 40))
-    assert len(chunks) > 10
+    assert len(chunks) > 3
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices[0].finish_reason == offline(PROMPTS[1], 40).finish_reason
     assert len({chunk.id for chunk in chunks}) == 1

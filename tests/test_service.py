@@ -206,7 +206,7 @@ def test_streams_of_arbitrary_bytes_split_no_character(url: str) -> None:
             lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
         parts = [line["choices"][0]["text"] for line in lines]
         assert "".join(parts) == whole
-        assert len(parts) > 5
+        assert len(parts) > 2
 
 
 # The configuration

@@ -51,7 +51,7 @@ class LimitsSection(Section):
     max_body_bytes: Positive = 4 << 20
     request_timeout_s: Annotated[float, Field(gt=0)] = 120
     """From arrival to the last token; then 408."""
-    stream_events_per_s: Annotated[float, Field(gt=0)] = 300
+    stream_events_per_s: Annotated[float, Field(gt=0)] = 150
     """Events of all streams of a replica together; with more streams, each event carries more tokens. The first token
     of a stream never waits."""
     stall_s: Annotated[float, Field(gt=0)] = 60
