@@ -17,9 +17,10 @@ from torch import Tensor
 
 from skipdecode.cache import KVCache
 from skipdecode.ffn_rows import RowFFNs, row_ffns
+from skipdecode.logprobs import LogprobRecorder
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule, kv_columns, kv_owners
-from skipdecode.request import DecodeText, Request, Row, TokenLogprobs, refuse_too_long
+from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling
 
@@ -88,7 +89,7 @@ class Cohort:
         self._ffns = _row_ffns(schedule, requests, len(num_pad), self.num_new, model.device, has_fixed_shape)
         self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
         self._made: list[Tensor] = []  # [B] each, not yet seen by the host
-        self._logprobs = _LogprobRecorder(requests, model.device)
+        self._logprobs = LogprobRecorder(self.rows, model.device)
         self._num_made = 0
         num_input = sum(len(r.prompt_tokens) for r in requests)
         self.stats = BatchStats(len(self.rows), columns, num_input, cache_bytes=self._cache.nbytes)
@@ -147,7 +148,7 @@ class Cohort:
         """Looks at the tokens made since the last time; drops ended rows when enough have ended."""
         rows, live = self.rows, self._live
         counts = itertools.repeat([]) if self._ffns is None else self._ffns.history()
-        self._logprobs.give(rows)
+        self._logprobs.give()
         for index, new, ran in zip(live, torch.stack(self._made, dim=1).tolist(), counts, strict=False):
             row = rows[index]
             row.ffns += ran
@@ -167,40 +168,7 @@ class Cohort:
             self._ffns.keep(keep)
         self._live = [self._live[at] for at in running]
         self._newest, self._cache = self._newest[keep], self._cache.keep(keep)
-        self._logprobs.keep(self._live)
-
-
-class _LogprobRecorder:
-    """Log-probabilities of the new tokens of those rows that want them; costs nothing where none does."""
-
-    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
-        self._wanted = {index: r.top_logprobs for index, r in enumerate(requests) if r.top_logprobs is not None}
-        self._device = device
-        self.keep(range(len(requests)))
-
-    def keep(self, live: Sequence[int]) -> None:
-        """`live`: batch row -> index into the requests."""
-        places = [(at, index) for at, index in enumerate(live) if index in self._wanted]
-        self._indices = [index for _, index in places]
-        self._at = torch.tensor([at for at, _ in places], dtype=torch.int64, device=self._device)
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def see(self, logits: Tensor, chosen: Tensor) -> None:
-        """Logits [B, V] and the tokens chosen from them [B]."""
-        if self._indices:
-            logprobs = logits[self._at].float().log_softmax(dim=-1)
-            top = logprobs.topk(max(1, *(self._wanted[index] for index in self._indices)), dim=-1)
-            own = logprobs.gather(1, chosen[self._at, None])[:, 0]
-            self._seen.append((own, top.values, top.indices))
-
-    def give(self, rows: Sequence[Row]) -> None:
-        """Hands what was seen since the last time to the rows. Waits for the device."""
-        for own, values, tokens in self._seen:
-            columns = zip(self._indices, own.tolist(), values.tolist(), tokens.tolist(), strict=True)
-            for index, logprob, likeliest, ids in columns:
-                pairs = list(zip(ids, likeliest, strict=True))[: self._wanted[index]]
-                rows[index].logprobs.append(TokenLogprobs(logprob, pairs))
-        self._seen = []
+        self._logprobs.keep([self.rows[index] for index in self._live])
 
 
 def pad_prompts(

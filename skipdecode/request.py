@@ -21,6 +21,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     top_logprobs: int | None = None
     """Log-probabilities of each new token and of this many likeliest ones; None: not wanted."""
+    score_prompt: bool = False
+    """Those of the prompt's tokens too."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Row:
         """Blocks in question that ran, per decode step; longer than needed once the row has ended."""
         self.logprobs: list[TokenLogprobs] = []
         """One per token where the request asks for them; longer than needed once the row has ended."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of the prompt's tokens but the first, where the request asks for them."""
         self.finish_reason: str | None = None
 
     @property

@@ -37,17 +37,20 @@ class Sampler:
         """Token y_k from [B, V] logits: [B] int64. Ties go to the lower token id."""
         if self.is_greedy:
             return likeliest(logits)
-        logits = logits.float()
-        greedy = self._temperature == 0
-        # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
-        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / self._temperature.masked_fill(greedy, 1.0)
-        drawn = draw(scaled, self._top_k, self._top_p, self._uniforms[:, k : k + 1])
-        return torch.where(greedy[:, 0], likeliest(logits), drawn)
+        return pick(logits.float(), self._temperature, self._top_k, self._top_p, self._uniforms[:, k : k + 1])
 
 
 def likeliest(logits: Tensor) -> Tensor:
     """[B, V] -> [B] int64; the lower token id where two are equal."""
     return cpu_kernels.argmax(logits) if cpu_kernels.is_available(logits) else logits.argmax(dim=-1)
+
+
+def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row from [B, V] float32 logits and [B, 1] parameters; greedy at temperature 0: [B] int64."""
+    greedy = temperature == 0
+    # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
+    return torch.where(greedy[:, 0], likeliest(logits), draw(scaled, top_k, top_p, uniform))
 
 
 def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:

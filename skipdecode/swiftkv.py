@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig
 from skipdecode.linear import Linear, pack, packed_linear
 
@@ -24,6 +23,12 @@ class Teacher(Protocol):
 
     attn_norm: nn.LayerNorm
     qkv: Linear
+
+
+class Columns(Protocol):
+    """Where K and V go (`skipdecode.cache.KVCache`)."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> object: ...
 
 
 class SwiftKV(nn.Module):
@@ -86,7 +91,7 @@ class SwiftKV(nn.Module):
         kv = kv.view(B, T, -1, 2, self.num_heads, D // self.num_heads)
         return [tuple(group.permute(2, 0, 3, 1, 4).unbind(0)) for group in kv.unbind(2)]  # type: ignore[misc]
 
-    def write(self, h: Tensor, cache: KVCache, attn: Sequence[bool]) -> None:
+    def write(self, h: Tensor, cache: Columns, attn: Sequence[bool]) -> None:
         """Stores K and V of every group of which `attn` [L] runs a layer, from h [B, T, D]."""
         needed = sorted({self.group(layer) for layer in range(self.first, len(attn)) if attn[layer]})
         starts = [group for group in needed if group - 1 not in needed]
