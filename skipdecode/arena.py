@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from skipdecode import cpu_kernels
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig
 
@@ -71,6 +72,7 @@ class Arena:
     def begin(self, positions: Sequence[int]) -> None:
         """Before a step that writes column `positions[i]` of row i and reads up to it."""
         self._at = torch.tensor(positions, device=self._device)  # [B]
+        self._zeros = torch.zeros_like(self._at)
         self._rows = torch.arange(self.first, self.first + len(positions), device=self._device)
         self._visible = list(positions)
         for row in reversed(range(len(positions) - 1)):
@@ -126,6 +128,18 @@ class ArenaSlice:
 
     def __init__(self, arena: Arena, start: int, end: int) -> None:
         self._arena, self._start, self._end = arena, start, end
+
+    @property
+    def can_attend(self) -> bool:
+        return cpu_kernels.is_available(self._arena._k[0])
+
+    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """As `KVCache.attend`: every row over its own columns, [n, D] -> [n, D]."""
+        arena, span = self._arena, slice(self._start, self._end)
+        owner, rows = arena._owners[layer], slice(arena.first + self._start, arena.first + self._end)
+        return cpu_kernels.attend(
+            q, arena._k[owner][rows], arena._v[owner][rows], arena._zeros[span], arena._at[span], new
+        )
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [n, H, 1, K] in each row's own column; gives back `read`."""

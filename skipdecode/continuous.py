@@ -152,8 +152,13 @@ class ContinuousBatch:
                         youngest: LayerPlan = self.schedule.step(-minus_ages[entered - 1])
                         self.model.swift.write(h[start:entered], arena.slice(start, entered), youngest.attn)
                         entered = start
-                    keys, values = arena.slice(start).read(i, 1)
-                    part = block.attend_to(part, self.model.swift.query(i), keys, values, arena.mask(start))
+                    query, rows = self.model.swift.query(i), arena.slice(start)
+                    if rows.can_attend:
+                        part = block.attend_to_cached(part, query, rows, i)
+                    else:
+                        part = block.attend_to(part, query, *rows.read(i, 1), arena.mask(start))
+                elif arena.slice(start).can_attend:
+                    part = block.attend_cached(part, arena.slice(start), i)
                 else:
                     part = block.attend(part, partial(arena.slice(start).append, i), arena.mask(start))
                 h = part if start == 0 else _with_tail(h, part, start)

@@ -9,7 +9,7 @@ B rows, T new columns, S columns visible, H heads, K head dim, D width, E embedd
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,12 @@ from skipdecode.swiftkv import SwiftKV
 
 Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the new K and V [B, H, T, K], gives all that may be attended to [B, H, S, K]."""
+
+
+class CanAttend(Protocol):
+    """A cache with an attention of its own for one new column per row (`KVCache.attend`)."""
+
+    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tensor: ...
 
 
 class Block(nn.Module):
@@ -50,8 +56,8 @@ class Block(nn.Module):
         keys, values = store(k, v)
         return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
 
-    def attend_cached(self, h: Tensor, cache: KVCache, layer: int) -> Tensor:
-        """As `attend` for the one column behind those in `cache`, by `KVCache.attend`: h [B, 1, D] -> [B, 1, D]."""
+    def attend_cached(self, h: Tensor, cache: CanAttend, layer: int) -> Tensor:
+        """As `attend` for the one column behind those in `cache`, by its `attend`: h [B, 1, D] -> [B, 1, D]."""
         q, k, v = self.qkv(self.attn_norm(h) if self.is_pre_norm else h)[:, 0].chunk(3, dim=-1)  # each [B, D]
         return self._add_attention(h, cache.attend(layer, q, (k, v))[:, None])
 
@@ -61,7 +67,7 @@ class Block(nn.Module):
         q = query(self.attn_norm(h)).view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2)  # [B, H, T, K]
         return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
 
-    def attend_to_cached(self, h: Tensor, query: nn.Module, cache: KVCache, layer: int) -> Tensor:
+    def attend_to_cached(self, h: Tensor, query: nn.Module, cache: CanAttend, layer: int) -> Tensor:
         """As `attend_to` for the one column whose K and V lie in `cache` already: h [B, 1, D] -> [B, 1, D]."""
         return self._add_attention(h, cache.attend(layer, query(self.attn_norm(h))[:, 0])[:, None])
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import cohort, cpu_kernels
+from skipdecode.continuous import generate_continuous
 from skipdecode.generate import Request, generate
 from skipdecode.linear import Linear
 from skipdecode.model import OPT
@@ -187,6 +188,23 @@ def test_swiftkv_too(plain: Callable[[str], OPT], group_size: int) -> None:
         patch.setattr(cpu_kernels, "is_available", lambda _: False)
         wanted = tokens_of(model, [3, 9, 1, 14, 6], 11, schedule)
     assert tokens_of(model.pack(), [3, 9, 1, 14, 6], 11, schedule) == wanted
+
+
+def test_rows_of_different_ages_too(plain: Callable[[str], OPT]) -> None:
+    model, schedule = copy.deepcopy(plain("125m")).pack(), SkipDecode(6, 5, 2, 1, 9)
+    prompts = [[2, *range(5, 5 + n)] for n in (3, 9, 1, 14, 6, 2, 8)]
+    requests = [
+        Request(str(i), prompt, Sampling(max_new_tokens=4 + 3 * (i % 3), ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
+    made = []
+    for is_available in (lambda _: False, cpu_kernels.is_available):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu_kernels, "is_available", is_available)
+            rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
+            made.append([row.tokens for row in rows])
+    assert made[0] == made[1]
+    assert made[0] == [c.tokens for c in generate(model, requests, schedule).completions]
 
 
 def test_a_packed_model_is_neither_saved_nor_shared(plain: Callable[[str], OPT], tmp_path: Path) -> None:
