@@ -14,10 +14,19 @@ from jobs.cli import BAD_CONFIG, ERROR, OK, TOO_MANY_FAILED, fail, note, result,
 if TYPE_CHECKING:
     from pipeline.run import RunResult
 
+EPILOG = """\
+example: python -m jobs.generate --config configs/generate-cpu.yaml -i prompts/ -o outputs/run decode.speedup=3
+sections of keys: model decode prefill sampling input output actors baseline limits; a wrong key is answered with the
+known ones. `python -m jobs.doctor` with the same arguments says what would be chosen here, and what is wrong.
+"""
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m jobs.generate",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; configs/ has examples")
     parser.add_argument(

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import yaml
+
 from pipeline import report_plots as plots
 from pipeline.units import duration
 
@@ -96,7 +98,10 @@ def render_report(report: dict[str, Any], state: dict[str, Any], lanes: Sequence
         _workers(report, lanes),
         _errors(report),
         _section("All figures", "", table(("", "in report.json", ""), _figures(report), [2])),
-        _details("Configuration", f"<pre>{html.escape(json.dumps(state['config'], indent=2))}</pre>"),
+        _details(
+            "Configuration",
+            f"<pre>{html.escape(yaml.safe_dump(state['config'], sort_keys=False, default_flow_style=None))}</pre>",
+        ),
         _details("Fingerprint", table(("key", "value"), [(k, _code(v)) for k, v in state["fingerprint"].items()])),
         "<footer>Made from the files of the run alone. <code>python -m jobs.report OUT</code> makes this page again, "
         "<code>python -m jobs.verify OUT</code> proves the books.</footer>",

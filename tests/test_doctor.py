@@ -67,3 +67,16 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ray.init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
     with pytest.raises(doctor.ConfigError, match=r"RAY_ADDRESS: 127\.0\.0\.1:1 does not answer \(refused\)"):
         doctor.ray_facts()
+
+
+def test_the_list_of_verbs_names_every_one_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from jobs.__main__ import main as list_verbs
+    from jobs.__main__ import verbs
+
+    jobs = Path(__file__).parent.parent / "jobs"
+    assert set(verbs()) == {path.stem for path in jobs.glob("*.py")} - {"__init__", "__main__", "cli"}
+    assert list_verbs() == 0
+    lines = capsys.readouterr().err.splitlines()
+    for verb in verbs():
+        (line,) = [line for line in lines if line.startswith(f"  {verb} ")]
+        assert len(line.split(maxsplit=1)[1]) > 20

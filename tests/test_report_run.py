@@ -216,7 +216,7 @@ def test_the_page_stands_alone_and_shows_the_figures(finished: Finished) -> None
     for shown in (
         f"{report['completed']:,}", f"{report['output_throughput']:,.0f}", f"{report['speedup']['measured']:.2f}x",
         f"{100 * report['agreement']['token_match']:.1f} %", "books closed", "prompt_too_long", "duplicate_id",
-        report["actors"][0]["worker"], finished.state["fingerprint"]["model.files"], '"max_layers": 5',
+        report["actors"][0]["worker"], finished.state["fingerprint"]["model.files"], "max_layers: 5",
     ):  # fmt: skip
         assert shown in page.text, shown
     assert text.count("<svg") == 2 * 6, "six plots, each wide and narrow"

@@ -1,0 +1,61 @@
+"""What is shown while a run runs: a bar on a terminal (a pseudo-terminal here), lines in a log, a job's metadata."""
+
+import json
+import os
+import re
+import sys
+import time
+
+import pytest
+
+from pipeline.job_metadata import JOB_CONFIG, submission_id, tell_job
+from pipeline.progress import LiveBar, LiveLine
+from pipeline.units import count, duration
+
+HALF = {"rows": 50, "failed": 2, "input_tokens": 0, "output_tokens": 500, "workers": 2, "restarts": 1}
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("COLUMNS", "160")
+        monkeypatch.setenv("TERM", "xterm")
+        with LiveBar(lambda: HALF, 100):
+            time.sleep(0.01)
+        terminal.flush()
+        text = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "50 %" in shown
+    assert "━" in shown
+    assert re.search(r"50/100 rows   \d+ output tokens/s   2 failed   2 actors \(1 restart\)   0 s   ETA 0 s", shown)
+
+
+def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = iter(["one", None, "two"])
+    live = LiveLine(lambda: next(lines))
+    for last in (False, False, True):
+        live._tick(last)
+    assert capsys.readouterr().err == "progress: one\nprogress: two\n"
+
+
+def test_outside_a_job_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(JOB_CONFIG, raising=False)
+    assert submission_id() is None
+    tell_job(HALF, 1.0)
+    monkeypatch.setenv(JOB_CONFIG, json.dumps({"metadata": {"job_submission_id": "raysubmit_1"}}))
+    assert submission_id() == "raysubmit_1"
+    tell_job(HALF, 1.0)  # Ray is not running here: no error
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (119.4, "119 s"), (200, "3 min 20 s"), (7199, "119 min 59 s"), (7500, "2 h 5 min")],
+)
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_counts_in_words() -> None:
+    assert [count(n, "actor") for n in (0, 1, 1200)] == ["0 actors", "1 actor", "1,200 actors"]
