@@ -23,7 +23,7 @@ from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.weights import load_opt
 
-ROWS, BATCH, REPEATS, MODEL = 256, 32, 5, "models/opt-e2e"
+ROWS, BATCH, REPEATS, MODEL = 256, 32, 3, "models/opt-e2e"
 LENGTHS = {"even": ([64], [1.0]), "skewed": ([16, 32, 256], [0.6, 0.3, 0.1])}  # new tokens, shares
 
 
