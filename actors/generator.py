@@ -6,6 +6,7 @@ until the row at fault is alone. It knows nothing of files, tables or clusters.
 """
 
 import copy
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -16,12 +17,15 @@ import torch
 
 from actors.batching import Batch, cut_batches
 from actors.tokenizer import OPTTokenizer
+from skipdecode import cpu_kernels
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.weights import load_opt
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
 CACHE_SHARE = 0.25  # of the free memory, for the cache of one batch (host memory is shared with Ray)
@@ -78,6 +82,8 @@ class Generator:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack()
+        if self.device.type == "cpu" and cpu_kernels.status() != "compiled":
+            logger.warning("the CPU kernels are not used, decoding is slower: %s", cpu_kernels.status())
         self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None

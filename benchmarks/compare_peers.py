@@ -1,7 +1,7 @@
 """Decoding the same prompts with this project and with what people use today, side by side.
 
 Needs an environment of its own (`requirements-peers.txt`); each engine lives in a process of its own, all stay loaded,
-and one runs at a time, in turns (A B C, C B A, ...), so that a drift of the machine meets all alike. Same checkpoint,
+and one runs at a time, in turns (A B C, B C A, ...), so that a drift of the machine meets all alike. Same checkpoint,
 same token ids in, the same number of tokens out. Figures are medians, ratios are taken within a round.
 
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --output-json benchmarks/results/...json
@@ -90,6 +90,9 @@ def hugging_face(folder: Path, dtype: Any, device: str, *, is_static: bool) -> E
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     model.generation_config.eos_token_id = None  # as many tokens as asked for
     if is_static and device == "cpu":  # on CUDA transformers compiles by itself
+        import torch._inductor.config
+
+        torch._inductor.config.freezing = True  # weights packed, as ours are
         model.forward = torch.compile(model.forward, dynamic=False)
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
@@ -197,11 +200,20 @@ class Contestant:
         self.name = name
         self._pipe, other = mp.get_context("spawn").Pipe()
         mp.get_context("spawn").Process(target=serve, args=(other, name, *args), daemon=True).start()
-        self.error = None if (answer := self._pipe.recv()) == "ready" else answer
+        other.close()  # so that a process that dies is the end of the pipe
+        answer = self._receive()
+        self.error = None if answer == "ready" else answer
+
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            return "its process died"
 
     def run(self, prompts: Prompts, num_new: int) -> tuple[float, list[list[int]]]:
+        time.sleep(0.3)  # threads of the one before may still spin
         self._pipe.send((prompts, num_new))
-        answer = self._pipe.recv()
+        answer = self._receive()
         if isinstance(answer, str):
             raise RuntimeError(f"{self.name}: {answer}")
         assert [len(row) for row in answer[1]] == [num_new] * len(prompts), f"{self.name}: not {num_new} tokens each"
@@ -217,7 +229,8 @@ def compare(args: argparse.Namespace, contestants: list[Contestant], vocabulary:
             contestant.run(prompts, args.new_tokens)  # warms up, compiles
         seconds: dict[str, list[float]] = {c.name: [] for c in contestants}
         for turn in range(args.rounds):
-            for contestant in contestants if turn % 2 == 0 else reversed(contestants):
+            turned = contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]
+            for contestant in turned:
                 seconds[contestant.name].append(contestant.run(prompts, args.new_tokens)[0])
         for contestant in contestants:
             own = seconds[contestant.name]

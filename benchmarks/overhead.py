@@ -134,6 +134,7 @@ def corpus(num_rows: int) -> dict[str, Any]:
         first = spans[0]
         steady_s = spans[-1]["ended_at"] - first["ended_at"]
         later = num_rows - first["rows"]
+        assert later > 0, f"{num_rows} rows are one window, give more"
         decoding = sum(row["ended_at"] - row["started_at"] for row in spans[1:])
     finally:
         shutil.rmtree(root)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
@@ -28,7 +29,7 @@ from pipeline.input.prompts import read_prompts
 from pipeline.machine import provenance
 from pipeline.metrics import BATCH_SCHEMA
 from pipeline.pairs import encode_pairs, read_pairs
-from pipeline.quality import rouge, rouge_rows, scores, slot_share
+from pipeline.quality import rouge_rows, scores, slot_share
 from pipeline.report import agreement, speedup
 from pipeline.run_folder import Note
 from pipeline.sweep_report import headline, write_json, write_report
@@ -251,7 +252,8 @@ def measure(
     if corpus.references:
         row |= scores(texts, corpus.references)
         row["rougeL_rows"] = [round(value, 3) for value in rouge_rows(texts, corpus.references)["rougeL"]]
-    row["rougeL_to_full"] = rouge(texts, [[text] for text in full_texts])["rougeL"]
+    kept = rouge_rows(texts, [[text] for text in full_texts])["rougeL"]  # 0 for two empty texts
+    row["rougeL_to_full"] = fmean(100.0 if a == b else r for a, b, r in zip(texts, full_texts, kept, strict=True))
     row |= loss_figures(mean_loss(generator.model, pairs, schedule, config.batch_size) if pairs else None)
     return row | slot_share(corpus.prompts, texts)
 

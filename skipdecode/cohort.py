@@ -84,6 +84,7 @@ class Cohort:
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
         self._prompt, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
         columns, has_fixed_shape = self._prompt.shape[1], batch_rows is not None
+        self._has_fixed_shape = has_fixed_shape
         self._cache = allocate_cache(model, num_pad, columns, schedule, self.num_new, is_masked=has_fixed_shape)
         self._sampler = _sampler(requests, len(num_pad), self.num_new, model.device)
         self._ffns = _row_ffns(schedule, requests, len(num_pad), self.num_new, model.device, has_fixed_shape)
@@ -107,6 +108,8 @@ class Cohort:
         positions = (torch.arange(tokens.shape[1], device=self.model.device) - num_pad[:, None]).clamp(min=-1)
         plan, whole = self.schedule.prefill(), len(tokens)
         rows = max(1, PREFILL_TOKENS[self.model.device.type] // tokens.shape[1])
+        if self._has_fixed_shape:  # parts of one size: a row's bits must not depend on its place in the batch
+            rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
         parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]
         logits = [
             self.model(tokens[part], positions[part], self._cache.view(part.start, part.stop), plan) for part in parts

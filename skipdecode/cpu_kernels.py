@@ -5,10 +5,12 @@ as long as the matrix product before it. Where there is no compiler, `is_availab
 the same work: `status` says why. SKIPDECODE_KERNELS=off turns the kernels off.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -49,7 +51,8 @@ def attend(
     """Attention of one query per row over its columns first..last: q [B, D] -> [B, D], heads side by side.
 
     k, v [B, H, S, K], contiguous: the cache. `first`, `last` [B] int64, both included. `new`: key and value [B, D] of
-    column `last`, stored before it is attended to. q and `new` may be columns of one tensor [B, 3 D].
+    column `last`, stored before it is attended to; q and `new` may be columns of one tensor [B, 3 D]. Finite numbers
+    only: what becomes of NaN and infinities is not defined.
     """
     B, H, S, K = k.shape
     new_k, new_v = (None, None) if new is None else new
@@ -86,7 +89,7 @@ def attend(
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The index of each row's largest value, the lowest one where several are equal: [B, V] -> [B] int64."""
+    """The index of each row's largest value, the lowest where several are equal (NaN aside): [B, V] -> [B] int64."""
     logits = logits.contiguous()
     out = torch.empty(len(logits), dtype=torch.int64)
     function = _function("argmax", logits.dtype)
@@ -111,50 +114,66 @@ def _function(name: str, dtype: torch.dtype) -> Any:
 def _library() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("SKIPDECODE_KERNELS", "").lower() in ("off", "0"):
         return None, "turned off by SKIPDECODE_KERNELS"
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
-    if compiler is None:
-        return None, "no C++ compiler: install g++ for a faster decode step"
-    command = [compiler, *FLAGS, str(SOURCE)]
-    path = _cache_folder() / f"cpu-{_digest(command)}.so"
+    name = "the compiler"
     try:
-        if not path.is_file():
-            _compile(command, path)
-        return ctypes.CDLL(str(path)), "compiled"
+        kept = _cache_folder() / f"cpu-{_digest()}.so"
+        if _is_whole(kept):
+            return ctypes.CDLL(str(kept)), "compiled"
+        command = shlex.split(os.environ.get("CXX", "")) or _compiler()
+        if not command:
+            return None, "no C++ compiler: install g++ for a faster decode step"
+        name = command[0]
+        with tempfile.TemporaryDirectory(prefix="skipdecode-ray-") as folder:
+            made = Path(folder) / kept.name
+            # torch's own OpenMP by its file, so that there is one pool of threads, not two that wait for each other
+            openmp = map(str, sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")))
+            command += [*FLAGS, str(SOURCE), *openmp, "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            with contextlib.suppress(OSError):  # a folder that cannot be written to: compiled anew by each process
+                _keep(made, kept)
+            return ctypes.CDLL(str(made)), "compiled"
     except subprocess.CalledProcessError as error:
-        return None, f"{compiler} failed: {error.stderr.strip()[-500:]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"{compiler}: {error}"
+        return None, f"{name} failed: {error.stderr.strip()[-500:]}"
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        return None, f"{name}: {error}"
 
 
-def _compile(command: list[str], path: Path) -> None:
-    """Whole or not at all: several workers of a machine may start at once."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        # torch's own OpenMP by its file, so that there is one pool of threads, not two that wait for each other
-        openmp = [str(p) for p in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))]
-        subprocess.run([*command, *openmp, "-o", str(made)], check=True, capture_output=True, text=True, timeout=120)
-        made.replace(path)
+def _compiler() -> list[str]:
+    return [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
+
+
+def _keep(made: Path, kept: Path) -> None:
+    """Whole or not at all, since several workers of a machine may start at once; with its hash beside it."""
+    kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    content = made.read_bytes()
+    for path, data in ((_hash_of(kept), hashlib.sha256(content).hexdigest().encode()), (kept, content)):
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+
+
+def _is_whole(kept: Path) -> bool:
+    """A library cut short, by a full disk or a machine that went down, would end the process that loads it."""
+    try:
+        return hashlib.sha256(kept.read_bytes()).hexdigest() == _hash_of(kept).read_text()
+    except OSError:
+        return False
+
+
+def _hash_of(kept: Path) -> Path:
+    return kept.with_suffix(".sha256")
 
 
 def _cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "skipdecode-ray"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):
-        pass
-    return Path(tempfile.mkdtemp(prefix="skipdecode-ray-"))  # never a name that others could have taken
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode-ray"
 
 
-def _digest(command: list[str]) -> str:
+def _digest() -> str:
     """Of all that the machine code depends on; a home folder may be shared by machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
         cpu = next(line for line in lines if line.startswith(("flags", "Features")))
     except (OSError, StopIteration):
         cpu = platform.processor()
-    parts = [*command, torch.__version__, platform.machine(), cpu, SOURCE.read_text(encoding="utf-8")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    system = [platform.machine(), *platform.libc_ver(), torch.__version__, cpu]
+    return hashlib.sha256("\0".join([*FLAGS, *system, SOURCE.read_text(encoding="utf-8")]).encode()).hexdigest()[:16]

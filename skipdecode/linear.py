@@ -17,6 +17,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
         if self.packed is not None:
+            assert not (torch.is_grad_enabled() and x.requires_grad), "a packed layer has no gradient"
             return packed_linear(x, self.packed, self.bias, relu=relu, residual=residual)
         y = F.linear(x, self.weight, self.bias)
         if relu:

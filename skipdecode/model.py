@@ -116,10 +116,13 @@ class OPT(nn.Module):
     def pack(self) -> "OPT":
         """For decoding on a CPU: weights as its matrix units read them (`skipdecode.linear`). Gives back itself.
 
-        From then on the model cannot be trained, saved or moved. Elsewhere nothing happens.
+        From then on the model is for decoding: it cannot be trained, saved, copied or converted. The head is a packed
+        copy of the embedding, which stays. Elsewhere nothing happens.
         """
+        if self.is_packed:
+            return self
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | SwiftKV):
                 module.pack()
         self._packed_head = pack(self.embed_tokens.weight)
         return self
@@ -189,7 +192,7 @@ class OPT(nn.Module):
         """
         T = tokens.shape[1]
         h = self.embed(tokens, positions)
-        is_cached = T == 1 and cache.can_attend
+        is_cached = T == 1 and cache.can_attend and not torch.is_grad_enabled()  # the kernel has no gradient
         mask = None if is_cached else attention_mask(cache, T)
         has_shared = False  # K/V of the layers from plan.kv_layers on are written
         for i, block in enumerate(self.layers):

@@ -41,7 +41,8 @@ class SwiftKV(nn.Module):
         self.num_heads, self.first, self.group_size = config.num_attention_heads, shape.kv_layers, shape.group_size
         self.norm = nn.LayerNorm(width, elementwise_affine=config.layer_norm_elementwise_affine)
         self.q = nn.ModuleList(Linear(width, width, bias=bias) for _ in range(shape.num_shared(config)))
-        self._packed: dict[tuple[int, int], Tensor] = {}  # weights of groups that are projected together
+        self._num_groups = shape.num_groups(config)
+        self._packed: list[Tensor] = []  # the parts of `kv.weight`, one per group
         self.kv = nn.Linear(width, 2 * width * shape.num_groups(config), bias=bias)  # [group][K, V] along its rows
 
     @torch.no_grad()
@@ -57,9 +58,12 @@ class SwiftKV(nn.Module):
             groups = [parts[at : at + self.group_size] for at in range(0, len(parts), self.group_size)]
             own.copy_(torch.cat([torch.stack(group).mean(dim=0) for group in groups]))
 
-    @property
-    def is_packed(self) -> bool:
-        return any(isinstance(query, Linear) and query.packed is not None for query in self.q)
+    def pack(self) -> None:
+        """As `Linear.pack`, for K/V by group, since a step needs those of the layers it runs only."""
+        packed = [pack(part) for part in self.kv.weight.chunk(self._num_groups)]
+        if None not in packed:
+            self._packed = [part for part in packed if part is not None]
+            self.kv.register_parameter("weight", None)
 
     def query(self, layer: int) -> nn.Module:
         """The query projection of `layer` >= first."""
@@ -79,15 +83,12 @@ class SwiftKV(nn.Module):
         rows = slice(start * width, None if end is None else end * width)
         bias = None if self.kv.bias is None else self.kv.bias[rows]
         x = self.norm(h)
-        if not self.is_packed:
-            kv = F.linear(x, self.kv.weight[rows], bias)
+        if self._packed:
+            groups = range(start, len(self._packed) if end is None else end)
+            biases = [None] * len(self._packed) if self.kv.bias is None else self.kv.bias.chunk(len(self._packed))
+            kv = torch.cat([packed_linear(x, self._packed[group], biases[group]) for group in groups], dim=-1)
         else:
-            part = (start, -1 if end is None else end)
-            if part not in self._packed:
-                packed = pack(self.kv.weight[rows])
-                assert packed is not None, "its neighbours are packed"
-                self._packed[part] = packed
-            kv = packed_linear(x, self._packed[part], bias)
+            kv = F.linear(x, self.kv.weight[rows], bias)
         kv = kv.view(B, T, -1, 2, self.num_heads, D // self.num_heads)
         return [tuple(group.permute(2, 0, 3, 1, 4).unbind(0)) for group in kv.unbind(2)]  # type: ignore[misc]
 

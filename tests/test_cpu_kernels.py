@@ -101,6 +101,25 @@ def test_argmax_of_strange_numbers(dtype: torch.dtype) -> None:
 
 
 @compiled
+@compiled
+def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token() -> None:
+    for value in ("nan", "-inf"):
+        assert cpu_kernels.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
+
+
+@compiled
+def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
+    code = "from skipdecode import cpu_kernels as c; assert c.status() == 'compiled', c.status()"
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    (library,) = tmp_path.glob("*/*.so")
+    whole = library.read_bytes()
+    library.write_bytes(whole[: len(whole) // 2])  # loading this would be a bus error
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    assert len(library.read_bytes()) == len(whole)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env | {"PATH": "", "CXX": ""}, check=True)  # kept
+
+
 def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     """Some flags of a compiler flush subnormal numbers to zero in every library of the process."""
     code = (
@@ -139,6 +158,7 @@ def test_a_packed_layer_is_the_layer(dtype: torch.dtype, rows: int, width: int, 
         x, residual = torch.randn(rows, 1, width).to(dtype), torch.randn(rows, 1, out).to(dtype)
         wanted = [layer(x), layer(x, relu=True), layer(x, residual=residual)]
         layer.pack()
+        assert layer.packed is not None or not torch.backends.mkldnn.is_available() or dtype == torch.bfloat16
         for one, other in zip(wanted, [layer(x), layer(x, relu=True), layer(x, residual=residual)], strict=True):
             assert one.dtype == other.dtype
             assert (one.float() - other.float()).abs().max() <= TOLERANCE[dtype] * max(1, float(one.abs().max()))
@@ -178,6 +198,25 @@ def test_every_fast_path_gives_the_tokens_of_the_plain_one(
         patch.setitem(cohort.PREFILL_TOKENS, "cpu", at_once)  # prompts in several parts
         assert tokens_of(packed, lengths, num_new, schedule) == wanted
     assert tokens_of(packed, lengths, num_new, schedule) == wanted
+
+
+@pytest.mark.parametrize("place", [0, 7, 19])
+def test_a_fixed_shape_gives_the_same_bits_at_every_place(plain: Callable[[str], OPT], place: int) -> None:
+    """20 rows of 128 columns go through the model in parts, which must be of one size."""
+    model = copy.deepcopy(plain("125m")).to(torch.bfloat16).pack()
+    prompt, other = [2, *range(4, 100)], [2, 9, 8, 7]
+    seen: list[torch.Tensor] = []
+    hook = model.register_forward_hook(lambda _module, _args, out: seen.append(out.clone()))
+    sampling = Sampling(max_new_tokens=2, ignore_eos=True)
+    for at in (0, place):
+        rows = [Request(str(i), prompt if i == at else other, sampling) for i in range(20)]
+        seen.clear()
+        generate(model, rows, FullDepth(6), prompt_columns=128, batch_rows=20, compact=False)
+        logits = torch.cat(seen[:-1])[at], seen[-1][at]
+        wanted = logits if at == 0 else wanted  # noqa: F821
+        assert len({len(part) for part in seen[:-1]}) == 1, "parts of several sizes"
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(logits, wanted, strict=True))
 
 
 @pytest.mark.parametrize("group_size", [1, 2])

@@ -39,7 +39,8 @@ QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
 PORT = fields(["containerPort"], containerPort={"type": "integer", "minimum": 1, "maximum": 65535}, name=TEXT)
 SECRET = fields(["secretKeyRef"], secretKeyRef=fields(["name", "key"], name=TEXT, key=TEXT))
 CONTAINER = fields(
-    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT), env=items(fields(["name"], name=TEXT, valueFrom=SECRET)),
+    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT),
+    env=items(fields(["name"], name=TEXT, valueFrom=SECRET)),
     resources=fields([], requests=QUANTITIES, limits=QUANTITIES),
 )  # fmt: skip
 TOLERATION = fields([], key=TEXT, operator={"enum": ["Exists", "Equal"]}, value=TEXT, effect=TEXT)
