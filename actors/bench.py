@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from actors.profile import profile_step
 from skipdecode.config import OPTConfig
 from skipdecode.cost import measure_ceilings, predict_s, training_flops
 from skipdecode.generate import Request, generate
@@ -39,16 +40,30 @@ def random_model(config: OPTConfig, *, device: str, dtype: torch.dtype, seed: in
     return model.eval().requires_grad_(False)
 
 
+def profile_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stages of a decode step under every schedule (`actors.profile`)."""
+    shape = {"batch_size": case.batch_size, "prompt_tokens": case.prompt_tokens}
+    requests, rows = _requests(model.config, case), []
+    for name, schedule in _named_schedules(model.config, case, schedules):
+        generate(model, requests, schedule)  # warm up
+        rows += [{"schedule": name} | shape | row for row in profile_step(model, requests, schedule)]
+    return rows
+
+
+def _requests(config: OPTConfig, case: BenchCase) -> list[Request]:
+    rng = random.Random(0)
+    sampling = Sampling(max_new_tokens=case.new_tokens, ignore_eos=True)
+    return [
+        Request(str(row), [rng.randrange(4, config.vocab_size) for _ in range(case.prompt_tokens)], sampling)
+        for row in range(case.batch_size)
+    ]
+
+
 def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
     """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat."""
     config = model.config
     named = _named_schedules(config, case, schedules)
-    rng = random.Random(0)
-    sampling = Sampling(max_new_tokens=case.new_tokens, ignore_eos=True)
-    requests = [
-        Request(str(row), [rng.randrange(4, config.vocab_size) for _ in range(case.prompt_tokens)], sampling)
-        for row in range(case.batch_size)
-    ]
+    requests = _requests(config, case)
     for _, schedule in named:
         generate(model, requests, schedule)  # warm up
     runs: dict[str, list[Any]] = {name: [] for name, _ in named}

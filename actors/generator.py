@@ -77,7 +77,7 @@ class Generator:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        self.model = load_opt(config.source, device=self.device, dtype=self.dtype)
+        self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack()
         self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
@@ -145,7 +145,7 @@ class Generator:
         per_row = max(
             weight * cache_bytes_per_row(self.model.config, schedule, **shape) for schedule, weight in schedules.items()
         )
-        fits = int(CACHE_SHARE * _free_bytes(self.device) / per_row)
+        fits = int(CACHE_SHARE * free_bytes(self.device) / per_row)
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
 
     def _decode(
@@ -277,7 +277,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free for caches."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

@@ -33,18 +33,21 @@ def load_bench_config(path: str | None, overrides: list[str]) -> BenchConfig:
     return build_config(BenchConfig, read_tree(path, overrides))
 
 
-def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any]:
-    """All shapes; the document that goes to stdout and into `benchmarks/results/`."""
+def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool = False) -> dict[str, Any]:
+    """All shapes; the document for stdout and `benchmarks/results/`. `profile`: the stages of a step, not speed."""
     import torch
 
-    from actors.bench import BenchCase, bench_case, bench_training, random_model
+    from actors.bench import BenchCase, bench_case, bench_training, profile_case, random_model
     from actors.generator import choose_device, choose_dtype
+    from skipdecode import cpu_kernels
     from skipdecode.config import OPTConfig
     from skipdecode.schedule import listed_schedule
     from skipdecode.weights import load_opt
 
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    if profile and config.work == "train":
+        raise ConfigError("work: --profile is for work=decode")
     if config.work == "train" and dtype == torch.float16:
         raise ConfigError("dtype: float16 is not trained in; use bfloat16 or float32")
     kept = torch.float32 if config.work == "train" else dtype
@@ -71,12 +74,16 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
         raise ConfigError(f"prompt_tokens: {max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+    if config.work == "decode":
+        model.pack()
     rows: list[dict[str, Any]] = []
     schedules, precision = list(config.schedules), str(dtype).removeprefix("torch.")
     for prompt_tokens in config.prompt_tokens:
         for batch_size in config.batch_sizes:
             case = BenchCase(batch_size, prompt_tokens, config.new_tokens)
-            if config.work == "train":
+            if profile:
+                measured = profile_case(model, case, schedules)
+            elif config.work == "train":
                 measured = bench_training(model, case, schedules, config.repeats, precision)
             else:
                 measured = bench_case(model, case, schedules, config.repeats)
@@ -87,6 +94,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None]) -> dict[str, Any
             rows += measured
     return provenance(device) | {
         "dtype": precision,
+        "cpu_kernels": cpu_kernels.status() if device.type == "cpu" else None,
         "config": config.model_dump(mode="json"),
         "rows": rows,
     }

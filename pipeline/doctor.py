@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from actors.generator import Generator, GeneratorConfig, _free_bytes, choose_device
+from actors.generator import Generator, GeneratorConfig, choose_device, free_bytes
 from pipeline.checks import check_model, resolve_dtype
 from pipeline.cluster import OBJECT_STORE_BYTES, Cluster, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any]:
     return {
         "usable_cores": num_cores(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * page,
-        "free_memory_bytes": _free_bytes(torch.device("cpu")),
+        "free_memory_bytes": free_bytes(torch.device("cpu")),
         "has_amx_bf16": torch.cpu._is_amx_tile_supported(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
     }

@@ -5,10 +5,11 @@ Ray. Every batch is decoded at full depth of the same model too, so speedup and 
 The metrics are `pipeline.quality`; table and plot are `pipeline.sweep_report`.
 """
 
+import copy
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,7 @@ from pipeline.input.prompts import read_prompts
 from pipeline.machine import provenance
 from pipeline.metrics import BATCH_SCHEMA
 from pipeline.pairs import encode_pairs, read_pairs
-from pipeline.quality import rouge_rows, scores, slot_share
+from pipeline.quality import rouge, rouge_rows, scores, slot_share
 from pipeline.report import agreement, speedup
 from pipeline.run_folder import Note
 from pipeline.sweep_report import headline, write_json, write_report
@@ -141,6 +142,7 @@ def measure_all(
         generator = Generator(generator_config(config, run.model))
         encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_id)
         pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
+        full_texts = texts_of(generator.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
         for setting in own:
             started = time.monotonic()
             row: dict[str, Any] = {
@@ -151,7 +153,7 @@ def measure_all(
                 "prefill": setting.prefill,
             }
             tuned = generator.with_decode(setting.decode, prefill=setting.prefill)
-            row |= measure(tuned, corpus, pairs, config)
+            row |= measure(tuned, corpus, full_texts, pairs, config)
             row["speed_at"] = {
                 str(size): speed(tuned.with_decode(setting.decode, size), corpus, config)["speedup"]
                 for size in config.speed_at
@@ -230,19 +232,39 @@ def generator_config(config: SweepConfig, source: str) -> GeneratorConfig:
 
 
 def measure(
-    generator: Generator, corpus: Corpus, pairs: Sequence[tuple[list[int], list[int]]], config: SweepConfig
+    generator: Generator,
+    corpus: Corpus,
+    full_texts: Sequence[str],
+    pairs: Sequence[tuple[list[int], list[int]]],
+    config: SweepConfig,
 ) -> dict[str, Any]:
-    """One line of the table: texts scored, loss of the references, layers and speedup."""
+    """One line of the table: texts scored, loss of the references, layers and speedup.
+
+    `rougeL_to_full`: against the texts of the same model at full depth, `full_texts`. It says what was kept, where
+    references reward a plainer text than the model's own.
+    """
     result = decode(generator, corpus.prompts, config)
-    texts = ["" if isinstance(a, RowFailure) else generator.tokenizer.decode(a.tokens) for a in result.answers]
+    texts = texts_in(generator, result)
     schedule = generator.schedule(config.max_new_tokens)
     row: dict[str, Any] = {"failed": sum(isinstance(answer, RowFailure) for answer in result.answers)}
     row |= speed_figures(result, is_full=schedule == generator.full)
     if corpus.references:
         row |= scores(texts, corpus.references)
         row["rougeL_rows"] = [round(value, 3) for value in rouge_rows(texts, corpus.references)["rougeL"]]
+    row["rougeL_to_full"] = rouge(texts, [[text] for text in full_texts])["rougeL"]
     row |= loss_figures(mean_loss(generator.model, pairs, schedule, config.batch_size) if pairs else None)
     return row | slot_share(corpus.prompts, texts)
+
+
+def texts_of(generator: Generator, prompts: Sequence[str], config: SweepConfig) -> list[str]:
+    """What the generator makes of the prompts, without a measurement."""
+    alone = copy.copy(generator)
+    alone.config = replace(generator.config, baseline_fraction=0.0)
+    return texts_in(alone, decode(alone, prompts, config))
+
+
+def texts_in(generator: Generator, result: WindowResult) -> list[str]:
+    return ["" if isinstance(a, RowFailure) else generator.tokenizer.decode(a.tokens) for a in result.answers]
 
 
 def decode(generator: Generator, prompts: Sequence[str], config: SweepConfig) -> WindowResult:

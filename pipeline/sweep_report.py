@@ -19,6 +19,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("ROUGE-1", lambda row: row.get("rouge1"), ".1f"),
     ("ROUGE-2", lambda row: row.get("rouge2"), ".1f"),
     ("ROUGE-L", lambda row: row.get("rougeL"), ".1f"),
+    ("ROUGE-L to full depth's text", lambda row: row.get("rougeL_to_full"), ".1f"),
     ("slots, %", lambda row: row["slot_share"], ".1f"),
     ("loss, nats", lambda row: row["loss"], ".3f"),
     ("perplexity", lambda row: row["perplexity"], ".3f"),

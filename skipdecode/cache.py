@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from skipdecode import cpu_kernels
 from skipdecode.config import OPTConfig
 
 
@@ -27,6 +28,7 @@ class KVCache:
         self.k, self.v, self.owners, self.is_masked = k, v, owners, is_masked
         self.num_pad = num_pad  # [B] int64, columns of left padding
         self.length = 0
+        self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
         # None when no row is padded: attention then needs no mask. `is_masked` asks for one all the same, so that the
         # choice of a kernel, and with it the last bit, does not depend on the company a row is in.
@@ -65,6 +67,21 @@ class KVCache:
         own = [t for owner in set(self.owners) for t in (self.k[owner], self.v[owner])]
         return sum(t.numel() * t.element_size() for t in own)
 
+    @property
+    def can_attend(self) -> bool:
+        """Whether `attend` is there for this device and type."""
+        return cpu_kernels.is_available(self.k[0])
+
+    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Attention of one new column per row, q [B, D], over its row's columns up to itself: [B, D].
+
+        `new`: its key and value [B, D], stored first; None when they lie in the cache already.
+        """
+        assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
+        if self._last is None or self._last[0] != self.length:  # once per step, not once per layer
+            self._last = (self.length, torch.full_like(self.num_pad, self.length))
+        return cpu_kernels.attend(q, self.k[layer], self.v[layer], self.num_pad, self._last[1], new)
+
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [B, H, T, K] behind the filled columns; gives back all of the layer's K and V, [B, H, S, K]."""
         start, end = self.length, self.length + k.shape[2]
@@ -77,6 +94,14 @@ class KVCache:
         """The layer's K and V with `num_new` columns stored behind the filled ones: [B, H, S, K] each."""
         end = self.length + num_new
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+    def view(self, start: int, end: int) -> "KVCache":
+        """The rows start..end-1, in the same memory, with a `length` of its own."""
+        own = {owner: (self.k[owner][start:end], self.v[owner][start:end]) for owner in set(self.owners)}
+        k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
+        cache = KVCache(k, v, self.num_pad[start:end], self.owners, is_masked=self.is_masked)
+        cache.length = self.length
+        return cache
 
     def keep(self, rows: Tensor) -> "KVCache":
         """A smaller cache of `rows` [R] int64 (indices, in the new order)."""

@@ -9,7 +9,7 @@ B rows, T new columns, S columns visible, H heads, K head dim, D width, E embedd
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,18 @@ from torch import Tensor, nn
 from skipdecode.cache import KVCache
 from skipdecode.config import POSITION_OFFSET, OPTConfig, SwiftKVConfig
 from skipdecode.ffn_rows import RowFFNs
+from skipdecode.linear import Linear, pack, packed_linear
 from skipdecode.plan import LayerPlan
 from skipdecode.swiftkv import SwiftKV
 
 Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the new K and V [B, H, T, K], gives all that may be attended to [B, H, S, K]."""
+
+
+class CanAttend(Protocol):
+    """A cache with an attention of its own for one new column per row (`KVCache.attend`)."""
+
+    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tensor: ...
 
 
 class Block(nn.Module):
@@ -34,11 +41,11 @@ class Block(nn.Module):
         self.num_heads = config.num_attention_heads
         self.is_pre_norm = config.do_layer_norm_before
         self.attn_norm = nn.LayerNorm(width, elementwise_affine=affine)
-        self.qkv = nn.Linear(width, 3 * width, bias=bias)
-        self.out_proj = nn.Linear(width, width, bias=bias)
+        self.qkv = Linear(width, 3 * width, bias=bias)
+        self.out_proj = Linear(width, width, bias=bias)
         self.ffn_norm = nn.LayerNorm(width, elementwise_affine=affine)
-        self.fc1 = nn.Linear(width, config.ffn_dim, bias=bias)
-        self.fc2 = nn.Linear(config.ffn_dim, width, bias=bias)
+        self.fc1 = Linear(width, config.ffn_dim, bias=bias)
+        self.fc2 = Linear(config.ffn_dim, width, bias=bias)
 
     def attend(self, h: Tensor, store: Store, mask: Tensor | None) -> Tensor:
         """h [B, T, D] -> [B, T, D]. `mask` [B, 1, T, S] bool, True = may attend; None: causal, no padding."""
@@ -47,16 +54,25 @@ class Block(nn.Module):
         qkv = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, K]
         keys, values = store(k, v)
-        return self._add_attention(h, attention(q, keys, values, mask))
+        return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
+
+    def attend_cached(self, h: Tensor, cache: CanAttend, layer: int) -> Tensor:
+        """As `attend` for the one column behind those in `cache`, by its `attend`: h [B, 1, D] -> [B, 1, D]."""
+        q, k, v = self.qkv(self.attn_norm(h) if self.is_pre_norm else h)[:, 0].chunk(3, dim=-1)  # each [B, D]
+        return self._add_attention(h, cache.attend(layer, q, (k, v))[:, None])
 
     def attend_to(self, h: Tensor, query: nn.Module, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention over K and V [B, H, S, K] from elsewhere, with a query projection from elsewhere (SwiftKV)."""
         B, T, D = h.shape
         q = query(self.attn_norm(h)).view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2)  # [B, H, T, K]
-        return self._add_attention(h, attention(q, keys, values, mask))
+        return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
+
+    def attend_to_cached(self, h: Tensor, query: nn.Module, cache: CanAttend, layer: int) -> Tensor:
+        """As `attend_to` for the one column whose K and V lie in `cache` already: h [B, 1, D] -> [B, 1, D]."""
+        return self._add_attention(h, cache.attend(layer, query(self.attn_norm(h))[:, 0])[:, None])
 
     def _add_attention(self, h: Tensor, out: Tensor) -> Tensor:
-        h = h + self.out_proj(out.transpose(1, 2).reshape(h.shape))
+        h = self.out_proj(out, residual=h)
         return h if self.is_pre_norm else self.attn_norm(h)
 
     def feed(self, h: Tensor) -> Tensor:
@@ -66,7 +82,7 @@ class Block(nn.Module):
     def add_feed(self, h: Tensor) -> Tensor:
         """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_rows`)."""
         x = self.ffn_norm(h) if self.is_pre_norm else h
-        added: Tensor = h + self.fc2(F.relu(self.fc1(x)))
+        added: Tensor = self.fc2(self.fc1(x, relu=True), residual=h)
         return added
 
     def settle(self, h: Tensor) -> Tensor:
@@ -95,6 +111,18 @@ class OPT(nn.Module):
         )
         has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
         self.swift = SwiftKV(config) if has_shared else None
+        self._packed_head: Tensor | None = None
+
+    def pack(self) -> "OPT":
+        """For decoding on a CPU: weights as its matrix units read them (`skipdecode.linear`). Gives back itself.
+
+        From then on the model cannot be trained, saved or moved. Elsewhere nothing happens.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        self._packed_head = pack(self.embed_tokens.weight)
+        return self
 
     def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> "OPT":
         """A model that shares these weights and has those of SwiftKV beside them, taken from these (`copy_teacher`)."""
@@ -110,11 +138,16 @@ class OPT(nn.Module):
 
     def _with(self, shape: SwiftKVConfig | None) -> "OPT":
         """This model with room for SwiftKV's weights of that shape, and none of its own."""
+        assert not self.is_packed, "packed weights cannot be shared"
         with torch.device("meta"):
             other = OPT(replace(self.config, swiftkv=shape))
         own = {name: value for name, value in self.state_dict().items() if not name.startswith("swift.")}
         other.load_state_dict(own, strict=False, assign=True)
         return other.eval().requires_grad_(False)
+
+    @property
+    def is_packed(self) -> bool:
+        return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
 
     @property
     def layers(self) -> list[Block]:
@@ -137,24 +170,27 @@ class OPT(nn.Module):
         return positioned
 
     def head(self, h: Tensor) -> Tensor:
-        """Final norm and tied head: [..., D] -> [..., V] float32."""
+        """Final norm and tied head: [..., D] -> logits [..., V]."""
         if self.final_norm is not None:
             h = self.final_norm(h)
         if self.project_out is not None:
             h = self.project_out(h)
+        if self._packed_head is not None:
+            return packed_linear(h, self._packed_head, None)
         logits: Tensor = F.linear(h, self.embed_tokens.weight)
-        return logits.float()
+        return logits
 
     def forward(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, plan: LayerPlan, rows: RowFFNs | None = None
     ) -> Tensor:
-        """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V] float32.
+        """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V].
 
         `rows` decides on the blocks in `plan.by_row`.
         """
         T = tokens.shape[1]
         h = self.embed(tokens, positions)
-        mask = attention_mask(cache, T)
+        is_cached = T == 1 and cache.can_attend
+        mask = None if is_cached else attention_mask(cache, T)
         has_shared = False  # K/V of the layers from plan.kv_layers on are written
         for i, block in enumerate(self.layers):
             if plan.attn[i] and plan.kv_layers is not None and i >= plan.kv_layers:
@@ -162,8 +198,12 @@ class OPT(nn.Module):
                 if not has_shared:
                     self.swift.write(h, cache, plan.attn)
                     h, mask, has_shared = h[:, -1:], mask if mask is None else mask[:, :, -1:], True
-                keys, values = cache.read(i, T)
-                h = block.attend_to(h, self.swift.query(i), keys, values, mask)
+                if is_cached:
+                    h = block.attend_to_cached(h, self.swift.query(i), cache, i)
+                else:
+                    h = block.attend_to(h, self.swift.query(i), *cache.read(i, T), mask)
+            elif plan.attn[i] and is_cached:
+                h = block.attend_cached(h, cache, i)
             elif plan.attn[i]:
                 h = block.attend(h, partial(cache.append, i), mask)
             if plan.by_row and plan.by_row[i]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skipdecode import cpu_kernels
 from skipdecode.sampling import Sampling, row_uniforms
 
 
@@ -33,14 +34,23 @@ class Sampler:
                 setattr(self, name, getattr(self, name)[rows])
 
     def __call__(self, logits: Tensor, k: int) -> Tensor:
-        """Token y_k from [B, V] float32 logits: [B] int64. Ties go to the lower token id."""
+        """Token y_k from [B, V] logits: [B] int64. Ties go to the lower token id."""
         if self.is_greedy:
-            return logits.argmax(dim=-1)
-        greedy = self._temperature == 0
-        # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
-        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / self._temperature.masked_fill(greedy, 1.0)
-        drawn = draw(scaled, self._top_k, self._top_p, self._uniforms[:, k : k + 1])
-        return torch.where(greedy[:, 0], logits.argmax(dim=-1), drawn)
+            return likeliest(logits)
+        return pick(logits.float(), self._temperature, self._top_k, self._top_p, self._uniforms[:, k : k + 1])
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """[B, V] -> [B] int64; the lower token id where two are equal."""
+    return cpu_kernels.argmax(logits) if cpu_kernels.is_available(logits) else logits.argmax(dim=-1)
+
+
+def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row from [B, V] float32 logits and [B, 1] parameters; greedy at temperature 0: [B] int64."""
+    greedy = temperature == 0
+    # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
+    return torch.where(greedy[:, 0], likeliest(logits), draw(scaled, top_k, top_p, uniform))
 
 
 def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:

@@ -14,15 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig
+from skipdecode.linear import Linear, pack, packed_linear
 
 
 class Teacher(Protocol):
     """What is copied from a decoder layer (`skipdecode.model.Block`)."""
 
     attn_norm: nn.LayerNorm
-    qkv: nn.Linear
+    qkv: Linear
+
+
+class Columns(Protocol):
+    """Where K and V go (`skipdecode.cache.KVCache`)."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> object: ...
 
 
 class SwiftKV(nn.Module):
@@ -34,7 +40,8 @@ class SwiftKV(nn.Module):
         shape, width, bias = config.swiftkv, config.hidden_size, config.enable_bias
         self.num_heads, self.first, self.group_size = config.num_attention_heads, shape.kv_layers, shape.group_size
         self.norm = nn.LayerNorm(width, elementwise_affine=config.layer_norm_elementwise_affine)
-        self.q = nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(shape.num_shared(config)))
+        self.q = nn.ModuleList(Linear(width, width, bias=bias) for _ in range(shape.num_shared(config)))
+        self._packed: dict[tuple[int, int], Tensor] = {}  # weights of groups that are projected together
         self.kv = nn.Linear(width, 2 * width * shape.num_groups(config), bias=bias)  # [group][K, V] along its rows
 
     @torch.no_grad()
@@ -49,6 +56,10 @@ class SwiftKV(nn.Module):
             parts = [torch.cat(getattr(block.qkv, name).chunk(3)[1:]) for block in shared]  # K above V, as in `kv`
             groups = [parts[at : at + self.group_size] for at in range(0, len(parts), self.group_size)]
             own.copy_(torch.cat([torch.stack(group).mean(dim=0) for group in groups]))
+
+    @property
+    def is_packed(self) -> bool:
+        return any(isinstance(query, Linear) and query.packed is not None for query in self.q)
 
     def query(self, layer: int) -> nn.Module:
         """The query projection of `layer` >= first."""
@@ -67,11 +78,20 @@ class SwiftKV(nn.Module):
         width = 2 * D
         rows = slice(start * width, None if end is None else end * width)
         bias = None if self.kv.bias is None else self.kv.bias[rows]
-        kv = F.linear(self.norm(h), self.kv.weight[rows], bias)
+        x = self.norm(h)
+        if not self.is_packed:
+            kv = F.linear(x, self.kv.weight[rows], bias)
+        else:
+            part = (start, -1 if end is None else end)
+            if part not in self._packed:
+                packed = pack(self.kv.weight[rows])
+                assert packed is not None, "its neighbours are packed"
+                self._packed[part] = packed
+            kv = packed_linear(x, self._packed[part], bias)
         kv = kv.view(B, T, -1, 2, self.num_heads, D // self.num_heads)
         return [tuple(group.permute(2, 0, 3, 1, 4).unbind(0)) for group in kv.unbind(2)]  # type: ignore[misc]
 
-    def write(self, h: Tensor, cache: KVCache, attn: Sequence[bool]) -> None:
+    def write(self, h: Tensor, cache: Columns, attn: Sequence[bool]) -> None:
         """Stores K and V of every group of which `attn` [L] runs a layer, from h [B, T, D]."""
         needed = sorted({self.group(layer) for layer in range(self.first, len(attn)) if attn[layer]})
         starts = [group for group in needed if group - 1 not in needed]

@@ -67,10 +67,10 @@ def teacher_forced_logits(
     `recompute` keeps only the input of each layer for the backward pass (activation checkpointing). `ffns` decides on
     feed-forward blocks in the place of what `schedule` brings (FFN-SkipLLM, which is not trained).
     """
-    return model.head(_states(model, batch, schedule, recompute=recompute, ffns=ffns))
+    return model.head(teacher_forced_states(model, batch, schedule, recompute=recompute, ffns=ffns)).float()
 
 
-def _states(
+def teacher_forced_states(
     model: OPT, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: RowFFNs | None = None
 ) -> Tensor:
     """[B, T, D]: what enters the head for each response token."""
@@ -188,16 +188,16 @@ class ResponseLoss(nn.Module):
         )  # in a tuple: no submodule, so nobody trains or saves it
 
     def forward(self, batch: TeacherBatch, schedule: Schedule) -> Tensor:
-        states = _states(self.model, batch, schedule, recompute=self.recompute)
-        logits, targets = self.model.head(states).flatten(0, 1), batch.targets.flatten()
+        states = teacher_forced_states(self.model, batch, schedule, recompute=self.recompute)
+        logits, targets = self.model.head(states).flatten(0, 1).float(), batch.targets.flatten()
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
         is_own = self._teacher is None and schedule == self.full
         if not (self.distill or self.hidden) or not self.training or is_own:
             return loss
         teacher = self.model if self._teacher is None else self._teacher[0]
         with torch.no_grad():
-            taught = _states(teacher, batch, FullDepth(teacher.config.num_hidden_layers))
-            soft = teacher.head(taught).flatten(0, 1)
+            taught = teacher_forced_states(teacher, batch, FullDepth(teacher.config.num_hidden_layers))
+            soft = teacher.head(taught).flatten(0, 1).float()
         kept = targets != IGNORE
         t = self.temperature
         own, goal = (logits[kept] / t).log_softmax(-1), (soft[kept] / t).log_softmax(-1)

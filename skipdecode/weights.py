@@ -189,6 +189,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def save_opt(model: OPT, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Writes config.json and model.safetensors in Hugging Face layout; the tokenizer's files are the caller's."""
+    assert not model.is_packed, "a packed model cannot be saved"
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+import skipdecode.model
 from jobs.bench import main
+from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig
 from skipdecode.cost import training_flops
 from skipdecode.plan import FullDepth, SkipDecode
+from skipdecode.sampler import Sampler
 
 SMALL = ["batch_sizes=[2]", "prompt_tokens=[6]", "new_tokens=5", "repeats=2", "dtype=float32", "threads=1"]
 SKIP = "schedules=[{method: skipdecode, max_layers: 3, min_layers: 2}]"
@@ -47,6 +50,22 @@ def test_schedules_of_any_kind_have_names_of_their_own(
     assert [row["ffns_per_token"] for row in rows] == [6, 6, 6, 6], "25 warm-up tokens are the default"
     assert main(["work=train", f"source={tiny_checkpoint}", *SMALL, given]) == 2
     assert "schedules: ffn_skip is not timed with work=train" in capsys.readouterr().err
+
+
+def test_a_profile_adds_up_and_leaves_the_decoder_alone(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (KVCache.attend, KVCache.append, Sampler.__call__, skipdecode.model.attention)
+    assert main([f"source={tiny_checkpoint}", *SMALL, SKIP, "--profile"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    for schedule in ("full", "skipdecode 3 2"):
+        shares = {row["stage"]: row["share"] for row in rows if row["schedule"] == schedule}
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert min(shares.values()) > 0
+        assert {"feed-forward", "attention", "head", "norms", "embedding", "query, key, value"} < set(shares)
+    assert (KVCache.attend, KVCache.append, Sampler.__call__, skipdecode.model.attention) == before
+    assert main(["work=train", f"source={tiny_checkpoint}", *SMALL, "--profile"]) == 2
+    assert "--profile is for work=decode" in capsys.readouterr().err
 
 
 def test_training_flops_by_hand() -> None:

@@ -27,6 +27,7 @@ from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
 from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, steps_per_layer
 from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
 
 TINY = OPTConfig(vocab_size=10, hidden_size=4, num_hidden_layers=2, ffn_dim=8, num_attention_heads=2)
 
@@ -149,6 +150,24 @@ def test_cache_bytes_are_what_a_batch_holds(loaded: OPT) -> None:
         requests = [Request(str(i), [2] * n, Sampling(max_new_tokens=12)) for i, n in enumerate((3, 9, 5))]
         per_row = cache_bytes_per_row(loaded.config, schedule, prompt_columns=9, num_new=12, itemsize=4)
         assert generate(loaded, requests, schedule).stats.cache_bytes == 3 * per_row
+
+
+def test_a_budget_of_bytes_holds_a_third_more_rows_at_2x() -> None:
+    """Prompts as long as their continuation: half of the cache is there at every depth."""
+    config = OPTConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=24)
+    budget, rows = 40 << 20, {}
+    for speedup in (1, 2):
+        schedule = make_schedule({"method": "skipdecode", "speedup": speedup}, num_layers=24, max_new_tokens=64)
+        capacities = [64 + steps for steps in steps_per_layer(schedule, 63)]
+
+        def held(count: int, capacities: list[int] = capacities) -> int:
+            pads = torch.zeros(count, dtype=torch.int64)
+            return KVCache.allocate(config, num_pad=pads, capacities=capacities, dtype=torch.bfloat16).nbytes
+
+        per_row = cache_bytes_per_row(config, schedule, prompt_columns=64, num_new=64, itemsize=2)
+        rows[speedup] = budget // per_row
+        assert held(rows[speedup]) <= budget < held(rows[speedup] + 1)
+    assert rows[2] >= 1.3 * rows[1]
 
 
 def test_ceilings_are_measured() -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
+from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 from transformers import OPTForCausalLM
 
@@ -269,7 +270,11 @@ def test_a_sweep_measures_every_setting(
     made = {}
     for name, decode in (("full", {"method": "full"}), ("skip", {"max_layers": 4, "min_layers": 2, "horizon": 11})):
         made[name] = generate(model, requests, make_schedule(decode, num_layers=6, max_new_tokens=12)).completions
-    texts = [tokenizer.decode(completion.tokens) for completion in made["skip"]]
+    texts, full_texts = ([tokenizer.decode(c.tokens) for c in made[name]] for name in ("skip", "full"))
+    scorer = RougeScorer(["rougeL"])
+    kept = [100 * scorer.score(*pair)["rougeL"].fmeasure for pair in zip(full_texts, texts, strict=True)]
+    assert skip["rougeL_to_full"] == pytest.approx(fmean(kept))
+    assert skip["rougeL_to_full"] < full["rougeL_to_full"] == 100
     streams = [[f"The Otter, near Willow {i}{end}" for i in range(12)] for end in ".!"]
     assert skip["bleu"] == pytest.approx(BLEU(lowercase=True).corpus_score(texts, streams).score)
     same = sum(a == b for f, s in zip(*made.values(), strict=True) for a, b in zip(f.tokens, s.tokens, strict=False))

@@ -15,6 +15,9 @@ ONLY_IN = {  # third party -> the packages that may import it
     "ray": {"pipeline", "jobs"},
     "pyarrow": {"pipeline"},
     "pydantic": {"pipeline"},
+    "aiohttp": {"pipeline"},
+    "fastapi": {"pipeline"},
+    "starlette": {"pipeline"},
     "yaml": {"pipeline"},
     "matplotlib": {"pipeline"},
     "sacrebleu": {"pipeline"},
@@ -24,7 +27,12 @@ ONLY_IN = {  # third party -> the packages that may import it
     "huggingface_hub": {"skipdecode"},
     "transformers": set(),  # the reference of the tests, never part of the product
 }
-PYPI_NAMES = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "rouge_score": "rouge-score"}
+PYPI_NAMES = {
+    "yaml": "pyyaml",
+    "huggingface_hub": "huggingface-hub",
+    "starlette": "fastapi",
+    "rouge_score": "rouge-score",
+}
 
 
 def imports(path: Path) -> set[str]:

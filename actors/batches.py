@@ -1,0 +1,129 @@
+"""What the schedulers of the engine have in common: tickets, and who may start now.
+
+A scheduler says which requests decode together and whose turn it is: `cohort_batches` and `continuous_batches`.
+Nothing here looks at tokens.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, Protocol
+
+from actors.batching import bucket_of
+from actors.generator import Generator, free_bytes
+from skipdecode.config import OPTConfig
+from skipdecode.cost import cache_bytes_per_row
+from skipdecode.plan import Schedule
+from skipdecode.request import Request, Row
+
+CACHE_SHARE = 0.5  # of the memory that is free at the start, for the caches of all batches
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    scheduler: Literal["cohort", "continuous"] = "cohort"
+    batch_size: int = 32
+    """Rows of a cohort, or of a continuous batch."""
+    max_cohorts: int = 8
+    """Cohorts, or continuous batches (one per schedule), that take turns."""
+    max_prefill_tokens: int = 4096
+    """Prompt tokens, padding included, that newcomers may bring in one turn; one row always may."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way through the engine."""
+
+    request: Request
+    schedule: Schedule
+    bucket: int
+    arrived_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+    row: Row | None = None
+    """Once it runs."""
+    num_sent: int = 0
+    """Tokens that were given out."""
+    max_company: int | None = None
+    """Rows, itself included, that it may share a batch with, after a batch with it could not be decoded."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.row is not None and not self.row.is_running
+
+
+class Batch(Protocol):
+    """Rows that decode together."""
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Those that had not ended before the last step."""
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    def step(self) -> None: ...
+
+
+class Batches(Protocol):
+    """A scheduler."""
+
+    @property
+    def running(self) -> Sequence[Batch]: ...
+
+    def ticket(self, request: Request) -> Ticket: ...
+
+    def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
+        """Those of `waiting` that are to start in this turn, together; without taking them out."""
+
+    def start(self, tickets: list[Ticket]) -> None:
+        """Their prompts, and their first tokens."""
+
+    def next(self) -> Batch | None:
+        """The batch whose turn it is."""
+
+    def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Forgets the batch of these tickets, of which work failed; gives back all that run in it."""
+
+    def clear_done(self) -> None:
+        """Forgets batches without running rows."""
+
+
+class Admission:
+    """What both schedulers ask before they take rows in: company, prompt tokens of a turn, memory."""
+
+    def __init__(self, generator: Generator, config: EngineConfig) -> None:
+        self.generator, self.config = generator, config
+        self.cache_budget = CACHE_SHARE * free_bytes(generator.device)
+
+    def ticket(self, request: Request) -> Ticket:
+        schedule = self.generator.schedule(request.sampling.max_new_tokens)
+        return Ticket(request, schedule, bucket_of(len(request.prompt_tokens), self.generator.config.length_buckets))
+
+    def row_bytes(self, ticket: Ticket) -> int:
+        num_new, itemsize = ticket.request.sampling.max_new_tokens, self.generator.dtype.itemsize
+        return _row_bytes(self.generator.model.config, ticket.schedule, ticket.bucket, num_new, itemsize)
+
+    def together(self, waiting: deque[Ticket], room: int, used_bytes: int) -> list[Ticket]:
+        """Of those in line with the first one (schedule and bucket), as many as may start now; at most `room`."""
+        if room < 1 or not waiting:
+            return []
+        first = waiting[0]
+        chosen: list[Ticket] = []
+        for ticket in waiting:
+            if ticket.bucket != first.bucket or ticket.schedule != first.schedule:
+                continue
+            used_bytes += self.row_bytes(ticket)
+            company = min(t.max_company or room for t in (*chosen, ticket))
+            columns = (len(chosen) + 1) * ticket.bucket
+            is_full = columns > self.config.max_prefill_tokens or used_bytes > self.cache_budget
+            if len(chosen) >= min(room, company) or (chosen and is_full):
+                break
+            chosen.append(ticket)
+        return chosen
+
+
+@lru_cache(maxsize=4096)
+def _row_bytes(config: OPTConfig, schedule: Schedule, columns: int, num_new: int, itemsize: int) -> int:
+    return cache_bytes_per_row(config, schedule, prompt_columns=columns, num_new=num_new, itemsize=itemsize)

@@ -1,0 +1,94 @@
+"""The scheduler `cohort`: requests that wait together, with one schedule and one length bucket, form a cohort that
+shares positions; up to `max_cohorts` take turns step by step."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from actors.batches import Admission, EngineConfig, Ticket
+from actors.generator import Generator
+from skipdecode.cohort import Cohort
+
+LIFE_WEIGHT = 0.2  # of the newest cohort in the mean life of cohorts
+
+
+class CohortBatch:
+    def __init__(self, cohort: Cohort, tickets: list[Ticket]) -> None:
+        self.cohort, self.all_tickets = cohort, tickets
+        self.started_at = time.monotonic()
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [ticket for ticket in self.all_tickets if not ticket.has_ended]
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cohort.stats.cache_bytes
+
+    def step(self) -> None:
+        self.cohort.step()
+
+
+class CohortBatches(Admission):
+    def __init__(self, generator: Generator, config: EngineConfig) -> None:
+        super().__init__(generator, config)
+        self._running: deque[CohortBatch] = deque()
+        self._mean_life_s = 0.0
+        self._last_start = float("-inf")
+
+    @property
+    def running(self) -> Sequence[CohortBatch]:
+        return self._running
+
+    def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
+        num_running, num_max = len(self._running), self.config.max_cohorts
+        if not waiting or num_running >= num_max:
+            return []
+        # The second half of the places is given out at even intervals: else a burst of small cohorts takes them all,
+        # and whoever comes next waits for a whole life of a cohort.
+        since = time.monotonic() - self._last_start
+        if num_running >= num_max / 2 and since < self._mean_life_s / num_max:
+            return []
+        used = sum(batch.cache_bytes for batch in self._running)
+        if self._running and used + self.row_bytes(waiting[0]) > self.cache_budget:
+            return []
+        return self.together(waiting, self.config.batch_size, used)
+
+    def start(self, tickets: list[Ticket]) -> None:
+        generator, is_fixed, bucket = self.generator, self.generator.config.deterministic, tickets[0].bucket
+        longest = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
+        cohort = Cohort(
+            generator.model,
+            [ticket.request for ticket in tickets],
+            tickets[0].schedule,
+            decode_text=generator.tokenizer.decode,
+            prompt_columns=bucket if is_fixed else None,
+            batch_rows=generator.batch_size(bucket, longest) if is_fixed else None,
+            compact_at=0.0 if is_fixed else 1.0,
+            check_every=1,
+        )
+        for ticket, row in zip(tickets, cohort.rows, strict=True):
+            ticket.row = row
+        self._running.append(CohortBatch(cohort, tickets))
+        self._last_start = time.monotonic()
+        cohort.prefill()
+
+    def next(self) -> CohortBatch | None:
+        self.clear_done()  # a cohort may end with its first tokens, or be cancelled
+        if not self._running:
+            return None
+        self._running.rotate(-1)
+        return self._running[-1]
+
+    def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        for batch in self._running:
+            if batch.all_tickets[0] is tickets[0] or tickets[0] in batch.all_tickets:
+                self._running.remove(batch)
+                break
+        return [ticket for ticket in tickets if not ticket.has_ended]
+
+    def clear_done(self) -> None:
+        for batch in [batch for batch in self._running if batch.cohort.is_done]:
+            self._running.remove(batch)
+            life = time.monotonic() - batch.started_at
+            self._mean_life_s += (LIFE_WEIGHT if self._mean_life_s else 1.0) * (life - self._mean_life_s)

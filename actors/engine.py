@@ -1,0 +1,167 @@
+"""The engine of a server: requests come at any time, each turn decodes one step of one batch, tokens go out at once.
+
+Owned by one thread (`engine_thread`); no Ray, no HTTP, no text. Which rows decode together is the scheduler's choice
+(`batches`). A batch that cannot be decoded is tried again in halves until the request at fault is alone, so that no
+request can hurt another; what a row has given out already is not given out twice.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from actors.batches import Batches, EngineConfig, Ticket
+from actors.cohort_batches import CohortBatches
+from actors.continuous_batches import ContinuousBatches
+from actors.generator import DEVICE_LOST, Generator
+from skipdecode.logprobs import score_prompt
+from skipdecode.request import Request, TokenLogprobs, refuse_too_long
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one turn made for one request."""
+
+    ticket: Ticket
+    tokens: list[int]
+    layers: list[int]
+    """Layers that each of `tokens` ran; all of them for the first one, which comes from the prompt."""
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+    """`stop` or `length`, with the last tokens."""
+    error: str | None = None
+    """Why there will be no more of it."""
+    is_dead: bool = False
+    """The error is the engine's end, not the request's own."""
+
+
+@dataclass
+class EngineCounts:
+    """Since the start; for metrics."""
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    layers_run: int = 0
+    """Summed over decode steps of rows that were wanted."""
+    steps: int = 0
+    row_steps: int = 0
+
+
+@dataclass
+class Engine:
+    """`add` and `cancel` at any time between turns; `turn` while not `is_idle`."""
+
+    generator: Generator
+    config: EngineConfig
+    counts: EngineCounts = field(default_factory=EngineCounts)
+
+    def __post_init__(self) -> None:
+        self.waiting: deque[Ticket] = deque()
+        kind = ContinuousBatches if self.config.scheduler == "continuous" else CohortBatches
+        self._batches: Batches = kind(self.generator, self.config)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self._batches.running
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running_tickets())
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(batch.cache_bytes for batch in self._batches.running)
+
+    def running_tickets(self) -> list[Ticket]:
+        return [ticket for batch in self._batches.running for ticket in batch.tickets]
+
+    def add(self, request: Request) -> Ticket:
+        """Queues a request; ValueError when it can never run."""
+        ticket = self.ticket(request)
+        self.waiting.append(ticket)
+        return ticket
+
+    def ticket(self, request: Request) -> Ticket:
+        """A request as the engine knows it; ValueError when it can never run. Safe from any thread."""
+        refuse_too_long([request], self.generator.model.config.max_position_embeddings)
+        return self._batches.ticket(request)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more: it leaves the queue now, or its batch at the next step."""
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+            self.counts.cancelled += 1
+        elif ticket.row is not None and ticket.row.is_running:
+            ticket.row.cancel()
+            self.counts.cancelled += 1
+
+    def turn(self) -> list[Progress]:
+        """Takes in at most one group of newcomers, then lets the next batch do a step."""
+        made: list[Progress] = []
+        newcomers = self._batches.choose(self.waiting)
+        if newcomers:
+            for ticket in newcomers:
+                self.waiting.remove(ticket)
+                self.counts.input_tokens += len(ticket.request.prompt_tokens)
+            made += self._guarded(newcomers, lambda: self._start(newcomers))
+        batch = self._batches.next()
+        if batch is not None:
+            tickets = batch.tickets
+            self.counts.steps += 1
+            self.counts.row_steps += len(tickets)
+            made += self._guarded(tickets, batch.step)
+        self._batches.clear_done()
+        return made
+
+    def _start(self, newcomers: list[Ticket]) -> None:
+        self._batches.start(newcomers)
+        for ticket in newcomers:
+            if ticket.request.score_prompt and ticket.row is not None:
+                top = ticket.request.top_logprobs or 0
+                ticket.row.prompt_logprobs = score_prompt(self.generator.model, ticket.request.prompt_tokens, top)
+
+    def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> list[Progress]:
+        """Does the work for these tickets and says what it made; what they cannot do together they do in halves."""
+        try:
+            work()
+        except Exception as error:  # whatever a batch dies of must not take its neighbours along
+            if isinstance(error, DEVICE_LOST):
+                raise  # every later batch would fail too; a new process may not
+            reason = f"{type(error).__name__}: {error}"[:2000]
+        else:
+            return self._progress(tickets)
+        # outside `except`: the traceback holds the dead batch's cache
+        together = self._batches.drop(tickets)
+        if len(together) == 1:
+            self.counts.failed += 1
+            return [Progress(together[0], [], [], [], error=reason)]
+        for ticket in reversed(together):
+            ticket.row, ticket.max_company = None, max(1, len(together) // 2)
+            self.waiting.appendleft(ticket)
+        return []
+
+    def _progress(self, tickets: Sequence[Ticket]) -> list[Progress]:
+        made = []
+        for ticket in tickets:
+            row = ticket.row
+            assert row is not None
+            new = row.tokens[ticket.num_sent :]
+            if not new or row.finish_reason == "cancelled":
+                continue
+            layers = [self._layers(ticket, n) for n in range(ticket.num_sent, len(row.tokens))]
+            logprobs = row.logprobs[ticket.num_sent : len(row.tokens)]
+            self.counts.output_tokens += len(new)
+            self.counts.layers_run += sum(layers) - (layers[0] if ticket.num_sent == 0 else 0)
+            self.counts.finished += row.finish_reason is not None
+            ticket.num_sent = len(row.tokens)
+            ticket.first_token_at = ticket.first_token_at or time.monotonic()
+            made.append(Progress(ticket, new, layers, logprobs, row.finish_reason))
+        return made
+
+    def _layers(self, ticket: Ticket, n: int) -> int:
+        """Layers that token y_n ran."""
+        schedule = ticket.schedule
+        return schedule.num_layers if n == 0 else schedule.step(n - 1).num_layers_run

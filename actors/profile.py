@@ -1,0 +1,89 @@
+"""Where the time of a decode step goes: the stages of a model, timed one by one while it decodes as always.
+
+Module hooks and wrapped calls, put on for one run and taken off again, so that the decoder itself knows nothing of it.
+On CUDA every stage waits for the device, which makes steps longer: read the shares, not the sum.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import skipdecode.model
+from skipdecode.cache import KVCache
+from skipdecode.cohort import Cohort
+from skipdecode.generate import Request
+from skipdecode.model import OPT
+from skipdecode.plan import Schedule
+from skipdecode.sampler import Sampler
+
+REST = "rest (host, views, adds)"
+
+
+def profile_step(model: OPT, requests: list[Request], schedule: Schedule) -> list[dict[str, Any]]:
+    """One row per stage of an average decode step, the longest first: `stage`, `ms_per_step`, `share`."""
+    cohort = Cohort(model, requests, schedule, compact_at=0.0)
+    cohort.prefill()
+    with _timed(model) as seconds:
+        start = time.perf_counter()
+        while not cohort.is_done:
+            cohort.step()
+        _wait(model.device)
+        whole = time.perf_counter() - start
+    seconds[REST] = whole - sum(seconds.values())
+    steps = max(cohort.stats.decode_steps, 1)
+    rows = [{"stage": k, "ms_per_step": 1e3 * s / steps, "share": s / whole} for k, s in seconds.items()]
+    return sorted(rows, key=lambda row: -row["share"])
+
+
+@contextmanager
+def _timed(model: OPT) -> Iterator[dict[str, float]]:
+    """Seconds by stage of all that `model` does in the block; a stage inside another counts once, inside."""
+    seconds: dict[str, float] = {}
+    inside: list[float] = []  # of the stages that are open: the time of stages within them
+
+    def timed(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **keys: Any) -> Any:
+            _wait(model.device)
+            start = time.perf_counter()
+            inside.append(0.0)
+            try:
+                return call(*args, **keys)
+            finally:
+                _wait(model.device)
+                took = time.perf_counter() - start
+                seconds[stage] = seconds.get(stage, 0.0) + took - inside.pop()
+                if inside:
+                    inside[-1] += took
+
+        return run
+
+    places: list[tuple[Any, str, str]] = [
+        (model, "embed", "embedding"),
+        (model, "head", "head"),
+        (Sampler, "__call__", "choice of tokens"),
+        (KVCache, "attend", "attention"),
+        (KVCache, "append", "cache write"),
+        (skipdecode.model, "attention", "attention"),
+    ]
+    for block in model.layers:
+        places += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]
+        places += [(block.qkv, "forward", "query, key, value"), (block.out_proj, "forward", "attention output")]
+        places += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
+    if model.swift is not None:
+        places += [(model.swift, "write", "swiftkv"), *((q, "forward", "query, key, value") for q in model.swift.q)]
+    had = [vars(owner).get(name) for owner, name, _ in places]  # None: it comes from the class
+    try:
+        for owner, name, stage in places:
+            setattr(owner, name, timed(stage, getattr(owner, name)))
+        yield seconds
+    finally:
+        for (owner, name, _), before in zip(places, had, strict=True):
+            delattr(owner, name) if before is None else setattr(owner, name, before)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

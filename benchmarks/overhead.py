@@ -1,0 +1,171 @@
+"""What the pipeline costs beside the decoder, and what a row costs in a corpus of ten thousand or a million.
+
+    python -m benchmarks.overhead --rounds 3 --corpus 10000,100000,1000000 --output benchmarks/results/x.json
+
+`steady`: output tokens per second of a real `jobs.generate` between its first decoded window and its last one, over
+those of the same `Generator` called in this process with the same windows, in turns. `corpus`: a checkpoint of one
+layer of width 16 and one new token per row, so that decoding costs next to nothing; seconds per row between the first
+window and the last one, and the peak of the driver's memory. The last line on stdout is one JSON document.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from actors.bench import random_model
+from actors.generator import Generator, GeneratorConfig
+from pipeline.cluster import num_cores
+from pipeline.demo_corpus import make_prompts
+from pipeline.machine import provenance
+from skipdecode.config import OPTConfig
+from skipdecode.generate import Request
+from skipdecode.sampling import Sampling
+from skipdecode.weights import save_opt
+
+MODEL = "models/opt-e2e"
+WINDOW = 4 * 128  # rows, as the workers take them on a CPU
+STEADY = ["decode.speedup=3", "sampling.max_new_tokens=64", "actors.num_actors=1", "actors.batch_size=128"]
+
+
+def generate(root: Path, *overrides: str) -> tuple[Path, float]:
+    """A whole job of its own; its run folder, and the peak of the driver's memory in MiB."""
+    target = root / "run"
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, "-m", "jobs.generate", "-i", str(root / "in"), "-o", str(target), "baseline.fraction=0"]
+    with (root / "log").open("w") as log:
+        driver = subprocess.Popen([*command, *overrides], stdout=log, stderr=log)
+        peak = 0.0
+        while driver.poll() is None:
+            peak = max(peak, peak_mib(driver.pid))
+            time.sleep(0.2)
+    assert driver.returncode == 0, (root / "log").read_text()[-3000:]
+    return target, peak
+
+
+def peak_mib(pid: int) -> float:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+    except (OSError, StopIteration):
+        return 0.0
+
+
+def windows(run: Path) -> list[dict[str, Any]]:
+    rows = [row for path in run.glob("metrics/windows-*.parquet") for row in pq.read_table(path).to_pylist()]
+    return sorted(rows, key=lambda row: row["ended_at"])
+
+
+def pipeline_rate(run: Path) -> float:
+    """Output tokens per second between the start of the first window and the end of the last one."""
+    tokens = sum(
+        sum(pq.read_table(path, columns=["num_generated_tokens"])["num_generated_tokens"].to_pylist())
+        for path in run.glob("data/status=ok/*.parquet")
+    )
+    spans = windows(run)
+    return tokens / (spans[-1]["ended_at"] - min(row["started_at"] for row in spans))
+
+
+def steady(rounds: int, num_rows: int) -> dict[str, Any]:
+    rows = list(make_prompts(num_rows))
+    root = Path(tempfile.mkdtemp(prefix="overhead-"))
+    rates: dict[str, list[float]] = {"pipeline": [], "decoder": []}
+    try:
+        (root / "in").mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), root / "in/rows.parquet")
+        for turn in range(rounds):
+            for what in ("pipeline", "decoder") if turn % 2 == 0 else ("decoder", "pipeline"):
+                if what == "pipeline":
+                    rate = pipeline_rate(generate(root, f"model.source={MODEL}", *STEADY)[0])
+                else:
+                    rate = decoder_rate(rows)
+                rates[what].append(rate)
+                print(f"{what}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
+    finally:
+        shutil.rmtree(root)
+    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
+    return {"rows": num_rows, "tokens_per_s": rates, "ratios": ratios, "pipeline_over_decoder": median(ratios)}
+
+
+def decoder_rate(rows: list[dict[str, str]]) -> float:
+    decode = {"method": "skipdecode", "speedup": 3.0}
+    generator = Generator(GeneratorConfig(source=MODEL, decode=decode, batch_size=128, num_threads=num_cores()))
+    tokens = generator.tokenizer.encode([row["prompt"] for row in rows])
+    sampling = Sampling(max_new_tokens=64)
+    requests = [Request(row["id"], ids, sampling) for row, ids in zip(rows, tokens, strict=True)]
+    made, start = 0, time.perf_counter()
+    for at in range(0, len(requests), WINDOW):
+        made += sum(len(answer.tokens) for answer in generator(requests[at : at + WINDOW]).answers)  # type: ignore[union-attr]
+    return made / (time.perf_counter() - start)
+
+
+def corpus(num_rows: int) -> dict[str, Any]:
+    root = Path(tempfile.mkdtemp(prefix="overhead-"))
+    try:
+        (root / "in").mkdir()
+        for first in range(0, num_rows, 100_000):
+            numbers = range(first, min(first + 100_000, num_rows))
+            columns = {"id": [f"row-{n:09d}" for n in numbers], "prompt": [f"name[{n}]" for n in numbers]}
+            pq.write_table(pa.table(columns), root / f"in/{first:09d}.parquet")
+        config = OPTConfig.from_folder(Path(MODEL))
+        small = {"hidden_size": 16, "num_hidden_layers": 1, "ffn_dim": 16, "num_attention_heads": 1}
+        shape = {key: value for key, value in config.to_dict().items() if key in ("vocab_size", "bos_token_id")}
+        tiny = OPTConfig(**(shape | small))
+        save_opt(random_model(tiny, device="cpu", dtype=torch.float32), root / "model")
+        for name in ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"):
+            if (Path(MODEL) / name).is_file():
+                shutil.copy(Path(MODEL) / name, root / "model" / name)
+        more = ["decode.method=full", "sampling.max_new_tokens=1", "actors.num_actors=1"]
+        start = time.perf_counter()
+        run, peak = generate(root, f"model.source={root / 'model'}", *more)
+        whole_s, spans = time.perf_counter() - start, windows(run)
+        first = spans[0]
+        steady_s = spans[-1]["ended_at"] - first["ended_at"]
+        later = num_rows - first["rows"]
+        decoding = sum(row["ended_at"] - row["started_at"] for row in spans[1:])
+    finally:
+        shutil.rmtree(root)
+    row = {
+        "rows": num_rows,
+        "whole_s": whole_s,
+        "us_per_row": 1e6 * steady_s / later,
+        "decoding_us_per_row": 1e6 * decoding / later,
+        "driver_peak_mib": peak,
+    }
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=4000, help="of the steady state")
+    parser.add_argument("--corpus", default="10000,100000,1000000")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    document = provenance(torch.device("cpu")) | {
+        "command": "python -m benchmarks.overhead " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "steady": steady(arguments.rounds, arguments.rows) if arguments.rounds else None,
+        "corpus": [corpus(int(n)) for n in arguments.corpus.split(",") if n],
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

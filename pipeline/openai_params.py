@@ -1,0 +1,94 @@
+"""The parameters of an OpenAI completion that this program has, under its own names: for batch lines and for HTTP.
+
+A parameter that it does not have is refused, unless its value asks for nothing; null is absent, as in the API. The
+ranges are those of `pipeline.config.SamplingConfig`.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping, Set
+from typing import Any, Final
+
+MAX_STOPS: Final = 16
+MAX_TOKEN_ID: Final = 2**31 - 1  # int32
+
+
+class BadParameter(ValueError):
+    """`name` is the parameter at fault; `reason` says what is wrong, without the name."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason}")
+        self.name, self.reason = name, reason
+
+
+def is_int(low: int, high: int = 2**63 - 1) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_stop(value: Any) -> bool:
+    stops = [value] if isinstance(value, str) else value
+    return isinstance(stops, list) and len(stops) <= MAX_STOPS and all(isinstance(s, str) and s for s in stops)
+
+
+# OpenAI name -> (our name, check, what is allowed)
+_SAMPLING_KEYS: Final[Mapping[str, tuple[str, Callable[[Any], bool], str]]] = {
+    "max_tokens": ("max_new_tokens", is_int(1), "an integer of at least 1"),
+    "temperature": ("temperature", lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
+    "top_p": ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
+    "top_k": ("top_k", is_int(-1), "an integer of at least 1, or -1 or 0 for no limit"),
+    "seed": ("seed", is_int(-(2**63)), "a 64-bit integer"),
+    "stop": ("stop", _is_stop, f"a non-empty string or a list of up to {MAX_STOPS} of them"),
+    "ignore_eos": ("ignore_eos", lambda v: isinstance(v, bool), "true or false"),
+}
+# What a completion may ask for and this program does not do: only the value that asks for nothing.
+_NEUTRAL_KEYS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "n": (is_int(1, 1), "1"),
+    "best_of": (is_int(1, 1), "1"),
+    "echo": (lambda v: v is False, "false"),
+    "stream": (lambda v: v is False, "false"),
+    "presence_penalty": (lambda v: _is_number(v) and v == 0, "0"),
+    "frequency_penalty": (lambda v: _is_number(v) and v == 0, "0"),
+    "logit_bias": (lambda v: v == {}, "empty"),
+    "logprobs": (lambda v: False, "null"),
+    "suffix": (lambda v: False, "null"),
+    "stream_options": (lambda v: False, "null"),
+}
+
+
+def sampling_parameters(body: Mapping[str, Any], others: Set[str]) -> dict[str, Any]:
+    """What `body` says of sampling, as keys of `Sampling`; BadParameter. `others`: keys that the caller looks after."""
+    own: dict[str, Any] = {}
+    for key, value in body.items():
+        if value is None or key in others:
+            continue
+        if key in _SAMPLING_KEYS:
+            name, check, allowed = _SAMPLING_KEYS[key]
+            own[name] = value
+        elif key in _NEUTRAL_KEYS:
+            check, allowed = _NEUTRAL_KEYS[key]
+        else:
+            close = difflib.get_close_matches(key, [*_SAMPLING_KEYS, *others], n=1)
+            raise BadParameter(key, "is not supported; remove it" + (f" (or is it {close[0]}?)" if close else ""))
+        if not check(value):
+            raise BadParameter(key, f"must be {allowed}, got {shown(value)}")
+    if isinstance(own.get("stop"), str):
+        own["stop"] = [own["stop"]]
+    if "top_k" in own:
+        own["top_k"] = max(own["top_k"], 0)
+    return own
+
+
+def is_token_list(value: Any) -> bool:
+    """A non-empty list of token ids."""
+    return isinstance(value, list) and bool(value) and all(type(t) is int and 0 <= t <= MAX_TOKEN_ID for t in value)
+
+
+def shown(value: Any) -> str:
+    """A value in an error message."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,1 @@
+"""The online endpoint: Ray Serve with the OpenAI completions API on the same decoder."""

@@ -1,0 +1,89 @@
+"""The Ray Serve application: `import_path: pipeline.service.app:build_app`, its `args` a `ServeConfig`.
+
+One deployment: FastAPI ingress, and in the same process the engine thread that owns the model. Requests of one replica
+share its batches.
+"""
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from actors.generator import GeneratorConfig
+from pipeline.checks import check_model
+from pipeline.cluster import num_cores
+from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
+from pipeline.service.config import ServeConfig
+from pipeline.service.endpoint import Endpoint, EndpointSpec
+from pipeline.service.keys import read_keys
+from pipeline.service.metrics import RayMetrics, scrape
+from pipeline.service.routes import create_app
+from pipeline.spec import worker_path
+from skipdecode.continuous import check_continuous
+from skipdecode.schedule import make_schedule
+
+DEPLOYMENT = "Completions"
+
+
+@serve.deployment(
+    name=DEPLOYMENT,
+    max_ongoing_requests=4096,  # the engine's own queue says when it is full, and when there will be room
+    health_check_period_s=2,
+    health_check_timeout_s=30,
+    graceful_shutdown_timeout_s=30,
+    logging_config={"enable_access_log": False},
+)
+@serve.ingress()
+class Completions:
+    def __init__(self, spec: EndpointSpec) -> None:
+        self.endpoint = Endpoint(spec)
+        self.metrics = RayMetrics(self.endpoint)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self.endpoint, self.metrics, scrape)
+
+    def check_health(self) -> None:
+        """Called by Ray every two seconds; a replica whose engine is dead is replaced."""
+        self.metrics.update()
+        self.endpoint.check()
+
+    def drain(self) -> tuple[str, int]:
+        """From now on new requests get 503; the replica's id, and how many prompts it is answering still."""
+        self.endpoint.is_draining = True
+        return serve.get_replica_context().replica_id.unique_id, self.endpoint.num_open
+
+
+def build_app(args: dict[str, Any]) -> serve.Application:
+    """What `serve deploy`, `serve run` and `jobs.serve` call; ConfigError names the key at fault."""
+    return Completions.bind(make_spec(build_config(ServeConfig, args)))  # type: ignore[attr-defined]
+
+
+def make_spec(config: ServeConfig) -> EndpointSpec:
+    """Checks the checkpoint, the schedule and the keys, here and not in a replica that would be started for ever."""
+    sampling = SamplingConfig(max_new_tokens=config.sampling.max_new_tokens)
+    job = JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling)
+    model = check_model(job, logging.getLogger("ray.serve").warning)
+    if config.engine.scheduler == "continuous":
+        if config.sampling.deterministic:
+            raise ConfigError(
+                "sampling.deterministic: needs fixed batch shapes, which engine.scheduler=continuous does not have; "
+                "use engine.scheduler=cohort"
+            )
+        try:
+            check_continuous(make_schedule(model.decode, num_layers=model.config.num_hidden_layers, max_new_tokens=16))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    tokenizer = config.model.tokenizer
+    generator = GeneratorConfig(
+        source=worker_path(model.source, model.folder),
+        tokenizer=tokenizer and str(tokenizer),
+        decode=model.decode,
+        prefill=config.prefill.method,
+        dtype=config.model.dtype,
+        num_threads=config.engine.num_threads or max(1, num_cores() - 1),
+        batch_size=config.engine.batch_size,
+        length_buckets=config.engine.length_buckets,
+        deterministic=config.sampling.deterministic,
+    )
+    return EndpointSpec(config, generator, read_keys(config.auth))

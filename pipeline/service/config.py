@@ -1,0 +1,139 @@
+"""What an endpoint can be told: `args` of the application in a Serve configuration file."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from pipeline.config import DecodeConfig, ModelConfig, PrefillConfig, Section, build_config, set_key
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class DefaultSampling(Section):
+    """What a request gets that does not say; as OpenAI has them."""
+
+    max_new_tokens: Positive = 16
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0: no limit."""
+    deterministic: bool = False
+    """Fixed batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
+
+
+class EngineSection(Section):
+    scheduler: Literal["cohort", "continuous"] = "cohort"
+    batch_size: Positive = 32
+    """Rows of a cohort, or of a continuous batch."""
+    max_cohorts: Positive = 8
+    """Cohorts that take turns; under `continuous`, batches (one per schedule)."""
+    max_prefill_tokens: Positive = 4096
+    """Prompt tokens that newcomers may bring in one turn."""
+    length_buckets: Annotated[tuple[Positive, ...], Field(min_length=1)] = (32, 64, 128, 256, 512, 1024, 2048)
+    num_threads: Positive | None = None
+    """torch threads of a replica; null: the cores of its node but one, which HTTP needs."""
+
+    @field_validator("length_buckets")
+    @classmethod
+    def _sorted(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value)):
+            raise ValueError(f"must be strictly increasing, got {list(value)}")
+        return value
+
+
+class LimitsSection(Section):
+    max_waiting: Positive = 256
+    """Requests that may wait to start; beyond, 429."""
+    max_prompts: Positive = 128
+    """Prompts of one request."""
+    max_body_bytes: Positive = 4 << 20
+    request_timeout_s: Annotated[float, Field(gt=0)] = 120
+    """From arrival to the last token; then 408."""
+    stream_events_per_s: Annotated[float, Field(gt=0)] = 150
+    """Events of all streams of a replica together; with more streams, each event carries more tokens. The first token
+    of a stream never waits."""
+    stall_s: Annotated[float, Field(gt=0)] = 60
+    """A step that takes longer counts as a dead engine."""
+
+
+class AuthSection(Section):
+    api_keys_env: Annotated[str, Field(min_length=1)] = "SKIPDECODE_API_KEYS"
+    """Environment variable with the keys that are let in, separated by commas; read where the application is built."""
+    api_keys_file: str | None = None
+    """Or a file with one key per line."""
+
+
+class ServeConfig(Section):
+    """`args` of the application."""
+
+    model: ModelConfig = ModelConfig()
+    model_name: Annotated[str, Field(min_length=1)] | None = None
+    """The name clients use; null: the last part of model.source."""
+    decode: DecodeConfig = DecodeConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    sampling: DefaultSampling = DefaultSampling()
+    engine: EngineSection = EngineSection()
+    limits: LimitsSection = LimitsSection()
+    auth: AuthSection = AuthSection()
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or self.model.source.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class ServeFile:
+    """A Serve configuration file with one application."""
+
+    args: ServeConfig
+    name: str
+    route_prefix: str
+    http: Mapping[str, Any]
+    """`http_options`."""
+    proxy_location: str | None
+    deployment: Mapping[str, Any]
+    """Options of the deployment, without its name."""
+
+
+class ServeApplication(Section):
+    name: str = "skipdecode"
+    route_prefix: str = "/"
+    import_path: Literal["pipeline.service.app:build_app"] = "pipeline.service.app:build_app"
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    args: ServeConfig = ServeConfig()
+    deployments: tuple[dict[str, Any], ...] = ()
+
+
+class ServeTree(Section):
+    """As much of Ray's own schema as `jobs.serve` applies; `serve deploy` knows the rest."""
+
+    proxy_location: str | None = None
+    http_options: dict[str, Any] = Field(default_factory=dict)
+    logging_config: dict[str, Any] = Field(default_factory=dict)
+    applications: Annotated[tuple[ServeApplication, ...], Field(min_length=1, max_length=1)] = (ServeApplication(),)
+
+
+def load_serve_file(tree: dict[str, Any], overrides: Sequence[tuple[str, Any]] = ()) -> ServeFile:
+    """Checks a parsed Serve configuration, with dotted `overrides` of the application's `args`; ConfigError."""
+    applications = tree.get("applications") or [{}]
+    if isinstance(applications, list) and isinstance(applications[0], dict):
+        args = applications[0].get("args") or {}
+        for key, value in overrides:
+            set_key(args, key, value)
+        # checked by itself first, so that an error names `engine.batch_size`, not `applications.0.args.engine...`
+        build_config(ServeConfig, args)
+        tree = tree | {"applications": [applications[0] | {"args": args}, *applications[1:]]}
+    checked = build_config(ServeTree, tree)
+    application = checked.applications[0]
+    deployment = dict(application.deployments[0]) if application.deployments else {}
+    deployment.pop("name", None)
+    return ServeFile(
+        application.args,
+        application.name,
+        application.route_prefix,
+        checked.http_options,
+        checked.proxy_location,
+        deployment,
+    )

@@ -1,0 +1,219 @@
+"""A replica without its HTTP: prompts to engine requests, progress back to whoever waits, limits, and health.
+
+One engine thread decodes; all else runs in the event loop. Each HTTP request has an `Answering` that collects the
+progress of its prompts, and takes its rows out of the engine when it is left, however that happens. No Ray.
+"""
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from actors.batches import EngineConfig, Ticket
+from actors.engine import Engine, Progress
+from actors.engine_thread import EngineDead, EngineThread, Overloaded
+from actors.generator import Generator, GeneratorConfig
+from pipeline.openai_params import BadParameter
+from pipeline.service import errors
+from pipeline.service.config import ServeConfig
+from pipeline.service.errors import ApiError
+from pipeline.service.parse import CompletionRequest
+from skipdecode.request import Request
+from skipdecode.sampling import Sampling
+
+SWITCH_S = 0.0005  # the engine's thread asks for the interpreter after every operator; 5 ms each is a slow step
+
+
+@dataclass(frozen=True)
+class EndpointSpec:
+    """What a replica is told: a checked configuration, and what was settled where the application was built."""
+
+    config: ServeConfig
+    generator: GeneratorConfig
+    key_digests: tuple[bytes, ...]
+    """SHA-256 of the keys that are let in; none: loopback only."""
+
+
+class Answering:
+    """The progress of one HTTP request: `async for` gives (prompt number, progress) until every prompt has ended."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.tickets: list[Ticket] = []
+        self._arrived: asyncio.Queue[Progress] = asyncio.Queue()
+        self._numbers: dict[Ticket, int] = {}
+        self._num_open = len(requests)
+        self._num_running = len(requests)
+        self._all_ended = asyncio.Event()
+
+    def begin(self, tickets: list[Ticket]) -> None:
+        self.tickets = tickets
+        self._numbers = {ticket: number for number, ticket in enumerate(tickets)}
+
+    def put(self, progress: Progress) -> None:
+        self._arrived.put_nowait(progress)
+        self._num_running -= progress.finish_reason is not None
+        if self._num_running == 0 or progress.error is not None:
+            self._all_ended.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Lets more progress gather; not beyond the end."""
+        if not self._all_ended.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._all_ended.wait()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Progress]:
+        """ApiError when a prompt could not be decoded, or nothing can be any more."""
+        if self._num_open == 0:
+            raise StopAsyncIteration
+        progress = await self._arrived.get()
+        if progress.is_dead:
+            raise errors.unavailable(f"the engine has ended: {progress.error}", "engine_dead")
+        if progress.error is not None:
+            raise errors.engine_error(f"the request could not be decoded: {progress.error}")
+        self._num_open -= progress.finish_reason is not None
+        return self._numbers[progress.ticket], progress
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the next progress is there already."""
+        return not self._arrived.empty()
+
+
+class Endpoint:
+    def __init__(self, spec: EndpointSpec, *, generator: Generator | None = None) -> None:
+        """Loads the model, unless `generator` has it."""
+        sys.setswitchinterval(SWITCH_S)
+        config = spec.config
+        self.spec, self.config = spec, config
+        self.generator = generator or Generator(spec.generator)
+        engine = EngineConfig(
+            scheduler=config.engine.scheduler,
+            batch_size=config.engine.batch_size,
+            max_cohorts=config.engine.max_cohorts,
+            max_prefill_tokens=config.engine.max_prefill_tokens,
+        )
+        self.engine = Engine(self.generator, engine)
+        limits = config.limits
+        self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=limits.stall_s)
+        self.is_draining = False
+        self.num_answering = 0
+        """HTTP requests being answered."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[Ticket, Answering] = {}
+
+    @property
+    def tokenizer_decode(self) -> Callable[[Sequence[int]], str]:
+        return self.generator.tokenizer.decode
+
+    @property
+    def num_open(self) -> int:
+        """Prompts that are being answered, or wait for it."""
+        return len(self._waiting)
+
+    def check(self) -> None:
+        """`EngineDead` when the replica is of no use any more."""
+        self.thread.check()
+
+    def close(self) -> None:
+        self.thread.stop()
+
+    def requests(self, asked: CompletionRequest) -> list[Request]:
+        """What the engine is to decode, one per prompt; ApiError for what this model cannot."""
+        if asked.model is not None and asked.model not in (self.config.served_name, self.config.model.source):
+            raise ApiError(
+                404,
+                f"the model {asked.model!r} does not exist here; there is {self.config.served_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        try:
+            prompts = [self._tokens(prompt) for prompt in asked.prompts]
+            sampling = self._sampling(asked)
+            for tokens in prompts:
+                self._check_fit(tokens, sampling.max_new_tokens)
+        except BadParameter as error:
+            raise errors.bad_parameter(error) from error
+        ids = [asked.row_id] if len(prompts) == 1 else [f"{asked.row_id}-{n}" for n in range(len(prompts))]
+        scores = asked.echo and asked.logprobs is not None
+        return [Request(i, p, sampling, asked.logprobs, scores) for i, p in zip(ids, prompts, strict=True)]
+
+    @asynccontextmanager
+    async def answering(self, requests: Sequence[Request]) -> AsyncIterator[Answering]:
+        """Queues the requests; on leaving, whatever of them still runs is cancelled. ApiError when there is no room."""
+        if self.is_draining:
+            raise errors.unavailable("the server is shutting down", "draining")
+        self._loop = asyncio.get_running_loop()
+        answering = Answering(requests)
+
+        def begin(tickets: list[Ticket]) -> None:
+            answering.begin(tickets)
+            self._waiting |= dict.fromkeys(tickets, answering)
+
+        try:
+            self.thread.submit(requests, begin)
+        except Overloaded as error:
+            raise errors.overloaded(str(error), error.retry_after_s) from error
+        except EngineDead as error:
+            raise errors.unavailable(f"the engine has ended: {error}", "engine_dead") from error
+        except ValueError as error:  # what only the schedule can know, e.g. max_tokens under its layers
+            raise ApiError(400, str(error), code="invalid_value") from error
+        self.num_answering += 1
+        try:
+            yield answering
+        finally:
+            self.num_answering -= 1
+            left = [ticket for ticket in answering.tickets if self._waiting.pop(ticket, None) is not None]
+            if left:
+                self.thread.cancel(left)
+
+    def _deliver(self, made: Sequence[Progress]) -> None:
+        """In the engine's thread: hands a turn's progress to the event loop, once for all."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed() and made:
+            loop.call_soon_threadsafe(self._hand_out, made)
+
+    def _hand_out(self, made: Sequence[Progress]) -> None:
+        for progress in made:
+            is_over = progress.finish_reason is not None or progress.error is not None
+            answering = self._waiting.get(progress.ticket)
+            if is_over:
+                self._waiting.pop(progress.ticket, None)
+            if answering is not None:
+                answering.put(progress)
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            limit = 2 * self.generator.tokenizer.max_token_chars * self.generator.model.config.max_position_embeddings
+            if len(prompt) > limit:  # more than could fit, whatever it says
+                raise BadParameter("prompt", f"has {len(prompt)} characters, more than could fit the model's context")
+            return self.generator.tokenizer.encode([prompt])[0]
+        vocabulary = self.generator.model.config.vocab_size
+        if max(prompt) >= vocabulary:
+            raise BadParameter("prompt", f"holds token {max(prompt)}, the vocabulary has {vocabulary} tokens")
+        return prompt
+
+    def _sampling(self, asked: CompletionRequest) -> Sampling:
+        default = self.config.sampling
+        max_new_tokens = default.max_new_tokens if asked.max_tokens is None else max(asked.max_tokens, 1)
+        base = Sampling(max_new_tokens, default.temperature, default.top_p, default.top_k)
+        own: dict[str, Any] = {key: tuple(v) if key == "stop" else v for key, v in asked.sampling.items()}
+        # without a seed every answer is another one, as in the API
+        own.setdefault("seed", secrets.randbits(63))
+        return replace(base, **own)
+
+    def _check_fit(self, tokens: Sequence[int], max_new_tokens: int) -> None:
+        limit = self.generator.model.config.max_position_embeddings
+        if len(tokens) + max_new_tokens > limit:
+            raise BadParameter(
+                "max_tokens" if len(tokens) < limit else "prompt",
+                f"does not fit: the model has {limit} positions, the prompt has {len(tokens)} tokens and max_tokens is "
+                f"{max_new_tokens}; shorten either",
+            )

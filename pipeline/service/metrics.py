@@ -1,0 +1,88 @@
+"""What a replica tells Ray's Prometheus endpoint, and that endpoint's answer for `GET /metrics`."""
+
+import asyncio
+import urllib.request
+from collections.abc import Iterable
+
+import ray
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from pipeline.service.endpoint import Endpoint
+
+PREFIX = "skipdecode_"
+SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
+SCRAPE_S = 3.0
+
+
+class RayMetrics:
+    """`Observer` of the requests; `update` for the state of the engine, from time to time."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._requests = Counter(PREFIX + "requests", "Completions by status", tag_keys=("status",))
+        self._ttft = Histogram(PREFIX + "ttft_s", "Time to the first token", boundaries=SECONDS)
+        self._e2e = Histogram(PREFIX + "e2e_s", "Time to the last token", boundaries=SECONDS)
+        self._gauges = {
+            name: Gauge(PREFIX + name, text)
+            for name, text in (
+                ("waiting", "Prompts that have not started"),
+                ("running", "Prompts in a batch"),
+                ("cache_bytes", "K and V of all batches"),
+            )
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, text)
+            for name, text in (
+                ("input_tokens", "Prompt tokens"),
+                ("output_tokens", "New tokens"),
+                ("layers_run", "Layers, summed over new tokens"),
+                ("cancelled", "Prompts that nobody waited for any more"),
+                ("failed", "Prompts that could not be decoded"),
+            )
+        }
+        self._told = dict.fromkeys(self._counters, 0)
+
+    def answered(self, status: int, ttft_s: float | None, total_s: float) -> None:
+        self._requests.inc(tags={"status": str(status)})
+        if ttft_s is not None:
+            self._ttft.observe(max(ttft_s, 1e-6))
+        if status == 200:
+            self._e2e.observe(max(total_s, 1e-6))
+
+    def update(self) -> None:
+        thread = self._endpoint.thread
+        self._gauges["waiting"].set(thread.num_waiting)
+        self._gauges["running"].set(thread.num_running)
+        self._gauges["cache_bytes"].set(thread.cache_bytes)
+        for name, counter in self._counters.items():
+            now: int = getattr(self._endpoint.engine.counts, name)
+            if now > self._told[name]:
+                counter.inc(now - self._told[name])
+                self._told[name] = now
+
+
+async def scrape() -> str:
+    """Our figures as Ray's nodes export them, Prometheus text."""
+    loop = asyncio.get_running_loop()
+    pages = await asyncio.gather(*(loop.run_in_executor(None, _read, url) for url in _urls()))
+    return "\n".join(ours(line for page in pages for line in page.splitlines())) + "\n"
+
+
+def ours(lines: Iterable[str]) -> list[str]:
+    """The lines on this project's figures; headers once."""
+    kept = [line for line in lines if PREFIX in line.partition("{")[0].partition(" 0")[0]]
+    return list(dict.fromkeys(kept))
+
+
+def _urls() -> list[str]:
+    nodes = [node for node in ray.nodes() if node["Alive"] and node.get("MetricsExportPort")]
+    return [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
+
+
+def _read(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=SCRAPE_S) as page:
+            text: str = page.read().decode()
+            return text
+    except OSError as error:
+        return f"# {PREFIX}scrape {url}: {error}"

@@ -1,0 +1,138 @@
+"""The body of `POST /v1/completions` to checked prompts and parameters. No tokenizer and no model here."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pipeline.openai_params import BadParameter, is_int, is_token_list, sampling_parameters, shown
+from pipeline.service.errors import ApiError, bad_parameter
+
+MAX_LOGPROBS: Final = 5  # OpenAI
+MAX_ID_CHARS: Final = 512
+_FLAGS: Final = ("echo", "stream", "return_token_ids", "return_layers")
+OWN_KEYS: Final = frozenset({"model", "prompt", "user", "logprobs", "stream_options", "row_id", "max_tokens", *_FLAGS})
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    prompts: list[str | list[int]]
+    """At least one; text, or token ids."""
+    model: str | None
+    sampling: Mapping[str, Any]
+    """Keys of `Sampling` that the request sets."""
+    max_tokens: int | None
+    """0: the prompt alone, with `echo`."""
+    row_id: str
+    """Decides the random numbers together with the seed: a row's `id` offline. "" unless given."""
+    logprobs: int | None
+    echo: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    """Extension (as in vLLM): token ids beside the text."""
+    return_layers: bool
+    """Extension: the layers that each token ran."""
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request; ApiError 400."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {shown(value)}", code="invalid_json")
+    return value
+
+
+def parse_completion(body: Mapping[str, Any], max_prompts: int) -> CompletionRequest:
+    """ApiError 400 names the parameter at fault."""
+    try:
+        return _parse(body, max_prompts)
+    except BadParameter as error:
+        raise bad_parameter(error) from error
+
+
+def _parse(body: Mapping[str, Any], max_prompts: int) -> CompletionRequest:
+    sampling = sampling_parameters(body, OWN_KEYS)
+    flags = {name: _flag(body, name) for name in _FLAGS}
+    max_tokens = _int(body, "max_tokens", 0)
+    if max_tokens == 0 and not flags["echo"]:
+        raise BadParameter("max_tokens", "must be at least 1; 0 goes with echo=true only")
+    for text in sampling.get("stop", []):
+        _check_text("stop", text)
+    row_id = _text(body, "row_id") or ""
+    if len(row_id) > MAX_ID_CHARS:
+        raise BadParameter("row_id", f"must have at most {MAX_ID_CHARS} characters, got {len(row_id)}")
+    return CompletionRequest(
+        prompts=_prompts(body.get("prompt"), max_prompts),
+        model=_text(body, "model"),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        row_id=row_id,
+        logprobs=_int(body, "logprobs", 0, MAX_LOGPROBS),
+        include_usage=_include_usage(body, flags["stream"]),
+        **flags,
+    )
+
+
+def _prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
+    wanted = "must be a string, a list of strings, a list of token ids or a list of such lists"
+    if value is None:
+        raise BadParameter("prompt", f"is missing; it {wanted}")
+    if isinstance(value, str) or is_token_list(value):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise BadParameter("prompt", f"{wanted}, got {shown(value)}")
+    if len(value) > max_prompts:
+        raise BadParameter("prompt", f"holds {len(value)} prompts, at most {max_prompts} may come in one request")
+    for prompt in value:
+        if isinstance(prompt, str):
+            _check_text("prompt", prompt)
+        elif not is_token_list(prompt):
+            raise BadParameter("prompt", f"{wanted}, got {shown(value)}")
+    if len({type(prompt) for prompt in value}) > 1:
+        raise BadParameter("prompt", "mixes texts and token ids; send them in two requests")
+    return value
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadParameter(name, f"holds half of a surrogate pair at character {error.start}") from error
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadParameter(name, f"must be true or false, got {shown(value)}")
+    return bool(value)
+
+
+def _int(body: Mapping[str, Any], name: str, low: int, high: int = 2**63 - 1) -> int | None:
+    value: int | None = body.get(name)
+    if value is not None and not is_int(low, high)(value):
+        allowed = f"an integer from {low} to {high}" if high < 2**63 - 1 else f"an integer of at least {low}"
+        raise BadParameter(name, f"must be {allowed}, got {shown(value)}")
+    return value
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    value: str | None = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadParameter(name, f"must be a string, got {shown(value)}")
+    return value
+
+
+def _include_usage(body: Mapping[str, Any], is_stream: bool) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not is_stream:
+        raise BadParameter("stream_options", "goes with stream=true only")
+    allowed = {"include_usage", "include_obfuscation"}
+    if not isinstance(options, dict) or options.keys() - allowed or not all(type(v) is bool for v in options.values()):
+        raise BadParameter("stream_options", f'must be {{"include_usage": true or false}}, got {shown(options)}')
+    return bool(options.get("include_usage"))

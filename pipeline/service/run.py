@@ -1,0 +1,122 @@
+"""Starting the application from a Serve file with Ray's public calls, and ending it without dropping an answer."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+
+from pipeline.cluster import start_ray
+from pipeline.config import ConfigError, read_tree
+from pipeline.service.app import Completions, make_spec
+from pipeline.service.config import ServeFile, load_serve_file
+from pipeline.service.keys import is_loopback, read_keys
+
+Note = Callable[[str], None]
+DRAIN_POLL_S = 0.2
+HOST, PORT = "127.0.0.1", 8000
+
+
+def load(path: str | None, overrides: Sequence[str], host: str | None, port: int | None) -> ServeFile:
+    """The checked file; ConfigError."""
+    pairs = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r}: expected key=value, e.g. engine.batch_size=16")
+        try:
+            pairs.append((key, yaml.safe_load(text)))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: not a YAML value: {text!r}") from error
+    tree = read_tree(path)
+    options = {"host": HOST, "port": PORT} | (tree.get("http_options") or {})
+    options |= {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    return load_serve_file(tree | {"http_options": options}, pairs)
+
+
+def serve_until_stopped(
+    path: str | None, overrides: Sequence[str], *, host: str | None, port: int | None, note: Note
+) -> dict[str, Any]:
+    """Serves until SIGTERM or SIGINT, then drains; what `jobs.serve` prints at the end."""
+    file = load(path, overrides, host, port)
+    stop = threading.Event()
+    with running(file) as url:
+        for name in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own by now
+            signal.signal(name, lambda *_: stop.set())
+        began = time.time()
+        note(
+            f"serving {file.args.served_name} at {url} (page), {url}v1 (API), {url}health; stop with Ctrl-C or SIGTERM"
+        )
+        stop.wait()
+        note("stopping: new requests get 503, what is being answered is answered")
+        left = drain(file.name, file.deployment.get("graceful_shutdown_timeout_s", 30))
+        if left:
+            note(f"{left} prompts were not answered in time")
+    return {"served_s": round(time.time() - began, 1), "unanswered": left}
+
+
+@contextmanager
+def running(file: ServeFile) -> Iterator[str]:
+    """The application, up and healthy: its URL. Taken down on leaving; an embedded Ray with it."""
+    host, port = str(file.http["host"]), int(file.http["port"])
+    if not read_keys(file.args.auth) and not is_loopback(host):
+        raise ConfigError(
+            f"http_options.host: {host} is not loopback, and no API keys are configured; set "
+            f"{file.args.auth.api_keys_env}=KEY (or auth.api_keys_file), or bind to 127.0.0.1"
+        )
+    if not os.environ.get("RAY_ADDRESS"):
+        _check_free(host, port)
+    was_running = ray.is_initialized()
+    start_ray()
+    try:
+        application = _application(file)  # before Serve: a bad configuration starts nothing of it
+        serve.start(proxy_location=file.proxy_location, http_options={**file.http, "host": host, "port": port})
+        serve.run(application, name=file.name, route_prefix=file.route_prefix)
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        yield f"http://{shown}:{port}{file.route_prefix.rstrip('/')}/"
+    finally:
+        serve.shutdown()
+        if not was_running:
+            ray.shutdown()
+
+
+def drain(name: str, timeout_s: float) -> int:
+    """Lets no new request in and waits for those inside; how many prompts were left at the end.
+
+    Handles pick a replica by load, so each is asked until all have answered.
+    """
+    application = serve.status().applications[name]
+    num_replicas = sum(sum(deployment.replica_states.values()) for deployment in application.deployments.values())
+    handle = serve.get_app_handle(name)
+    left: dict[str, int] = {}
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        replica, num_open = handle.drain.remote().result(timeout_s=timeout_s)
+        left[replica] = num_open
+        if len(left) >= num_replicas and not any(left.values()):
+            break
+        time.sleep(DRAIN_POLL_S)
+    return sum(left.values())
+
+
+def _application(file: ServeFile) -> serve.Application:
+    return Completions.options(**file.deployment).bind(make_spec(file.args))  # type: ignore[attr-defined]
+
+
+def _check_free(host: str, port: int) -> None:
+    """Serve itself would say nothing and answer from the other program's port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"http_options.port: {host}:{port} cannot be had: {error.strerror}; set --port"
+            ) from error

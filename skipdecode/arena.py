@@ -1,0 +1,158 @@
+"""The cache of a continuous batch: rows in order, appended behind and falling off in front, each with its own length.
+
+Column `c` of a row holds position `c`. A layer has columns for the longest prompt and for the steps that run it, as in
+`cache`; memory grows when a longer or one more row comes, and moves to the front when the end is reached, so that a row
+is copied about once in its life. Slices of rows read and write like a `KVCache`.
+
+B rows, R rows with memory, S columns visible, H heads, K head dim.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from skipdecode import cpu_kernels
+from skipdecode.cache import KVCache
+from skipdecode.config import OPTConfig
+
+ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
+
+
+class Arena:
+    """k[l], v[l]: [R, H, columns of layer l, K]; the batch is rows `first` to `first + B - 1` of it."""
+
+    def __init__(
+        self, config: OPTConfig, owners: Sequence[int], ends: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`owners` as in `KVCache`; `ends` [L]: the decode step from which on a layer does not run."""
+        self._config, self._owners, self._dtype, self._device = config, list(owners), dtype, device
+        # what layers share is as long as the longest of them needs
+        self._ends = {owner: max(e for e, o in zip(ends, owners, strict=True) if o == owner) for owner in set(owners)}
+        self.first = 0
+        self.prompts: list[int] = []
+        """Prompt tokens of each row of the batch."""
+        self._limits: list[int] = []  # max_new_tokens
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+        self._allocate(0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for own in (self._k, self._v) for t in own.values())
+
+    def add(self, cache: KVCache, keep: Tensor, prompts: Sequence[int], limits: Sequence[int]) -> None:
+        """Appends the rows `keep` [n] of a filled prompt cache, without their padding."""
+        end = self.first + len(self.prompts)
+        self.prompts += prompts
+        self._limits += limits
+        if end + len(prompts) > self._num_rows or not self._has_columns():
+            self._move(list(range(len(self.prompts) - len(prompts))))
+            end = self.first + len(self.prompts) - len(prompts)
+        longest = max(prompts)
+        # column c of a row lies at c + its padding; columns behind its prompt are rubbish until they are written
+        columns = (torch.arange(longest, device=self._device) + cache.num_pad[keep, None]).clamp(max=cache.length - 1)
+        heads, dim = self._config.num_attention_heads, self._config.head_dim
+        at = columns[:, None, :, None].expand(-1, heads, -1, dim)
+        for owner in self._ends:
+            for own, new in zip((self._k, self._v), cache.read(owner, 0), strict=True):
+                own[owner][end : end + len(prompts), :, :longest] = new[keep].gather(2, at)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drops all rows but these (rising). What falls off at the ends costs nothing."""
+        if rows and list(rows) == list(range(rows[0], rows[-1] + 1)):
+            self.first += rows[0]
+        else:
+            self._move(rows)
+        self.prompts = [self.prompts[row] for row in rows]
+        self._limits = [self._limits[row] for row in rows]
+        if not rows:
+            self._allocate(0)  # a burst of long rows leaves nothing behind
+
+    def begin(self, positions: Sequence[int]) -> None:
+        """Before a step that writes column `positions[i]` of row i and reads up to it."""
+        self._at = torch.tensor(positions, device=self._device)  # [B]
+        self._zeros = torch.zeros_like(self._at)
+        self._rows = torch.arange(self.first, self.first + len(positions), device=self._device)
+        self._visible = list(positions)
+        for row in reversed(range(len(positions) - 1)):
+            self._visible[row] = max(self._visible[row], self._visible[row + 1])  # of the rows from here on
+        columns = torch.arange(self._visible[0] + 1, device=self._device)
+        self._mask = (columns <= self._at[:, None])[:, None, None]  # [B, 1, 1, S]
+
+    def mask(self, start: int) -> Tensor:
+        """[n, 1, 1, S] bool of the rows from `start` on: True = may attend."""
+        return self._mask[start:, :, :, : self._visible[start] + 1]
+
+    def slice(self, start: int, end: int | None = None) -> "ArenaSlice":
+        """Rows `start` to `end` - 1 of the batch, in the step begun."""
+        return ArenaSlice(self, start, len(self._visible) if end is None else end)
+
+    def _has_columns(self) -> bool:
+        return all(self._columns(owner) <= self._k[owner].shape[2] for owner in self._ends)
+
+    def _columns(self, owner: int) -> int:
+        """Columns that the rows of the batch need in a layer: the last new token is not fed."""
+        end = self._ends[owner]
+        return max((p + min(n - 1, end) for p, n in zip(self.prompts, self._limits, strict=True)), default=0)
+
+    def _allocate(self, num_rows: int) -> None:
+        heads, dim = self._config.num_attention_heads, self._config.head_dim
+        self._num_rows, self.first = num_rows, 0
+
+        def make(owner: int) -> Tensor:
+            columns = -(-self._columns(owner) // COLUMN_STEP) * COLUMN_STEP
+            return torch.zeros(num_rows, heads, columns, dim, dtype=self._dtype, device=self._device)
+
+        self._k = {owner: make(owner) for owner in self._ends}
+        self._v = {owner: make(owner) for owner in self._ends}
+
+    def _move(self, rows: Sequence[int]) -> None:
+        """Rows of the batch to the front, in memory that has room for the batch and half as much again."""
+        needed = len(self.prompts)
+        old_k, old_v, first = self._k, self._v, self.first
+        keep = torch.tensor(rows, dtype=torch.int64, device=self._device) + first
+        room = self._num_rows
+        if needed > room or not self._has_columns() or room > 4 * max(needed, ROW_STEP):
+            room = -(-(needed + needed // 2) // ROW_STEP) * ROW_STEP
+            self._allocate(room)
+        self.first = 0
+        for owner in self._ends:
+            for old, new in ((old_k, self._k), (old_v, self._v)):
+                columns = min(old[owner].shape[2], new[owner].shape[2])
+                new[owner][: len(rows), :, :columns] = old[owner][keep, :, :columns]  # indexing copies first
+
+
+class ArenaSlice:
+    """Rows of an arena in one step, as `KVCache` has it: append one column, read all up to it."""
+
+    def __init__(self, arena: Arena, start: int, end: int) -> None:
+        self._arena, self._start, self._end = arena, start, end
+
+    @property
+    def can_attend(self) -> bool:
+        return cpu_kernels.is_available(self._arena._k[0])
+
+    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """As `KVCache.attend`: every row over its own columns, [n, D] -> [n, D]."""
+        arena, span = self._arena, slice(self._start, self._end)
+        owner, rows = arena._owners[layer], slice(arena.first + self._start, arena.first + self._end)
+        return cpu_kernels.attend(
+            q, arena._k[owner][rows], arena._v[owner][rows], arena._zeros[span], arena._at[span], new
+        )
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores [n, H, 1, K] in each row's own column; gives back `read`."""
+        arena = self._arena
+        owner, span = arena._owners[layer], slice(self._start, self._end)
+        rows, at = arena._rows[span], arena._at[span]
+        arena._k[owner][rows, :, at] = k[:, :, 0]
+        arena._v[owner][rows, :, at] = v[:, :, 0]
+        return self.read(layer, 1)
+
+    def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
+        """K and V [n, H, S, K] of the rows; what lies behind a row's own column is masked."""
+        arena = self._arena
+        owner = arena._owners[layer]
+        rows, columns = slice(arena.first + self._start, arena.first + self._end), arena._visible[self._start] + 1
+        return arena._k[owner][rows, :, :columns], arena._v[owner][rows, :, :columns]

@@ -1,0 +1,229 @@
+"""A cohort: rows that start together, share positions and therefore plans; prefill, then one decode step at a time.
+
+The host decides (plans, who has ended), the device runs; tokens are looked at on the host every `check_every` steps,
+and what a row made past its end is cut, so looking late is exact. `generate` runs one cohort to its end; a server lets
+several take turns. Who is in a cohort is the caller's choice.
+
+B rows, P prompt columns, N new tokens, V vocabulary.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from skipdecode.cache import KVCache
+from skipdecode.ffn_rows import RowFFNs, row_ffns
+from skipdecode.logprobs import LogprobRecorder
+from skipdecode.model import OPT
+from skipdecode.plan import Schedule, kv_columns, kv_owners
+from skipdecode.request import DecodeText, Request, Row, refuse_too_long
+from skipdecode.sampler import Sampler
+from skipdecode.sampling import Sampling
+
+COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
+# Tokens of the prompts that go through the model at once: on a CPU few enough that their states stay in its caches, and
+# enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's width)
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 1 << 16}
+CHECK_EVERY = {"cpu": 1, "cuda": 8}  # steps between looks at the tokens; a look waits for the device
+
+
+@dataclass
+class BatchStats:
+    """What one batch cost. Token counts are real tokens; `row_steps` also count ended rows that were carried along."""
+
+    rows: int = 0
+    prompt_columns: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
+    """Decode steps times rows in the batch at that time."""
+    layers_run: int = 0
+    """Layers of the steps that rows needed: the sum of the rows' `layers_run`."""
+    ffns_run: int = 0
+    """Feed-forward blocks, likewise."""
+    layer_row_steps: int = 0
+    """Layers of all `row_steps`, wasted ones included."""
+    cache_bytes: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    batch_rows: list[int] = field(default_factory=list)
+    """Rows in the batch at each decode step."""
+    ffn_rows: list[list[int]] = field(default_factory=list)
+    """At each decode step, the rows that each block in the plan's `by_row` ran on."""
+
+
+class Cohort:
+    """`rows` are in the order of the requests, ended ones included; `step` until `is_done`."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: OPT,
+        requests: Sequence[Request],
+        schedule: Schedule,
+        *,
+        decode_text: DecodeText | None = None,
+        prompt_columns: int | None = None,
+        batch_rows: int | None = None,
+        compact_at: float = COMPACT_AT,
+        check_every: int | None = None,
+    ) -> None:
+        """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
+        `check_every`: None, as the device wants it. The others as in `generate`."""
+        assert requests, "an empty batch"
+        refuse_too_long(requests, model.config.max_position_embeddings)
+        self.model, self.schedule = model, schedule
+        self.rows = [Row(request) for request in requests]
+        self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
+        self._decode_text = decode_text
+        self.num_new = max(request.sampling.max_new_tokens for request in requests)
+        self._prompt, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
+        columns, has_fixed_shape = self._prompt.shape[1], batch_rows is not None
+        self._cache = allocate_cache(model, num_pad, columns, schedule, self.num_new, is_masked=has_fixed_shape)
+        self._sampler = _sampler(requests, len(num_pad), self.num_new, model.device)
+        self._ffns = _row_ffns(schedule, requests, len(num_pad), self.num_new, model.device, has_fixed_shape)
+        self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
+        self._made: list[Tensor] = []  # [B] each, not yet seen by the host
+        self._logprobs = LogprobRecorder(self.rows, model.device)
+        self._num_made = 0
+        num_input = sum(len(r.prompt_tokens) for r in requests)
+        self.stats = BatchStats(len(self.rows), columns, num_input, cache_bytes=self._cache.nbytes)
+
+    @property
+    def is_done(self) -> bool:
+        """No row runs any more."""
+        return not any(row.is_running for row in self.rows)
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Feeds the prompts and makes y_0."""
+        start = now(self.model.device)
+        tokens, num_pad = self._prompt, self._cache.num_pad
+        positions = (torch.arange(tokens.shape[1], device=self.model.device) - num_pad[:, None]).clamp(min=-1)
+        plan, whole = self.schedule.prefill(), len(tokens)
+        rows = max(1, PREFILL_TOKENS[self.model.device.type] // tokens.shape[1])
+        parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]
+        logits = [
+            self.model(tokens[part], positions[part], self._cache.view(part.start, part.stop), plan) for part in parts
+        ]
+        self._cache.length += tokens.shape[1]
+        self._choose(torch.cat(logits))
+        self.stats.prefill_s = now(self.model.device) - start
+        self._look_if_due()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Feeds the newest token of every row and makes the next one."""
+        k, newest, cache, ffns = self._num_made - 1, self._newest, self._cache, self._ffns
+        plan, stats = self.schedule.step(k), self.stats
+        stats.decode_steps += 1
+        stats.row_steps += len(newest)
+        stats.layer_row_steps += len(newest) * plan.num_layers_run
+        stats.batch_rows.append(len(newest))
+        if ffns is not None:
+            ffns.start(k) if plan.by_row else ffns.rest()
+        last = self.model.config.max_position_embeddings - 1
+        positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
+        self._choose(self.model(newest[:, None], positions, cache, plan, ffns))
+        stats.ffn_rows.append([] if ffns is None else ffns.rows_run)
+        self._look_if_due()
+
+    def _choose(self, logits: Tensor) -> None:
+        """The next token of every row from [B, V] logits."""
+        self._newest = self._sampler(logits, self._num_made)  # [B]
+        self._made.append(self._newest)
+        self._num_made += 1
+        self._logprobs.see(logits, self._newest)
+
+    def _look_if_due(self) -> None:
+        if len(self._made) == self.check_every or self._num_made == self.num_new:
+            self._look()
+
+    def _look(self) -> None:
+        """Looks at the tokens made since the last time; drops ended rows when enough have ended."""
+        rows, live = self.rows, self._live
+        counts = itertools.repeat([]) if self._ffns is None else self._ffns.history()
+        self._logprobs.give()
+        for index, new, ran in zip(live, torch.stack(self._made, dim=1).tolist(), counts, strict=False):
+            row = rows[index]
+            row.ffns += ran
+            if row.is_running:
+                row.take(new, self.model.config.eos_token_id, self._decode_text)
+        self._made = []
+        running = [at for at, index in enumerate(live) if rows[index].is_running]
+        size = len(self._newest)
+        if running and len(running) < size and len(running) <= self.compact_at * size:
+            self._keep(running)
+
+    def _keep(self, running: list[int]) -> None:
+        """Drops all batch rows but `running`."""
+        keep = torch.tensor(running, device=self.model.device)
+        self._sampler.keep(keep)
+        if self._ffns is not None:
+            self._ffns.keep(keep)
+        self._live = [self._live[at] for at in running]
+        self._newest, self._cache = self._newest[keep], self._cache.keep(keep)
+        self._logprobs.keep([self.rows[index] for index in self._live])
+
+
+def pad_prompts(
+    model: OPT, requests: Sequence[Request], prompt_columns: int | None, batch_rows: int | None
+) -> tuple[Tensor, Tensor]:
+    """Left-padded prompts [B, P] int64 and the padding of each row [B] int64, on the model's device."""
+    columns = prompt_columns or max(len(r.prompt_tokens) for r in requests)
+    config = model.config
+    lines = [r.prompt_tokens for r in requests]
+    lines += [[config.bos_token_id]] * ((batch_rows or len(lines)) - len(lines))
+    longest = max(len(line) for line in lines)
+    assert min(len(line) for line in lines) > 0, "a prompt without a token"
+    assert longest <= columns, (longest, columns)
+    padded = [[config.pad_token_id] * (columns - len(line)) + line for line in lines]
+    num_pad = torch.tensor([columns - len(line) for line in lines])
+    return torch.tensor(padded).to(model.device), num_pad.to(model.device)
+
+
+def allocate_cache(
+    model: OPT, num_pad: Tensor, columns: int, schedule: Schedule, num_new: int, *, is_masked: bool = False
+) -> KVCache:
+    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with."""
+    owners = kv_owners(schedule, model.config.kv_group_size)
+    capacities = kv_columns(owners, schedule, columns, num_new)
+    return KVCache.allocate(
+        model.config,
+        num_pad=num_pad,
+        capacities=[capacities[owner] for owner in owners],
+        owners=owners,
+        dtype=model.dtype,
+        is_masked=is_masked,
+    )
+
+
+def _sampler(requests: Sequence[Request], batch_rows: int, num_new: int, device: torch.device) -> Sampler:
+    empty = batch_rows - len(requests)
+    ids = [r.id for r in requests] + [""] * empty
+    return Sampler(ids, [r.sampling for r in requests] + [Sampling()] * empty, num_new, device)
+
+
+def _row_ffns(
+    schedule: Schedule,
+    requests: Sequence[Request],
+    batch_rows: int,
+    num_new: int,
+    device: torch.device,
+    has_fixed_shape: bool,
+) -> RowFFNs | None:
+    ids = [r.id for r in requests] + [""] * (batch_rows - len(requests))
+    gather = device.type == "cpu" and not has_fixed_shape  # elsewhere finding the rows would wait for the device
+    return row_ffns(schedule, ids, num_new - 1, device, gather=gather)
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, when the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,260 @@
+"""Rows of different ages in one batch: depth is known from each row's own position, so rows join and leave at any step.
+
+Rows lie in order of age, oldest first. Layer sets are nested over the steps, so the rows that run a layer are the
+youngest ones: layer `l` runs on a contiguous slice `h[a_l:]` of the batch and of its cache: SkipDecode's prefix trick
+along rows. A row's tokens are those it makes alone or in a cohort (`cohort`).
+
+Newcomers are appended, ended rows at either end fall off, and those in between are carried along until there are enough
+of them to be worth moving the others. Looks at the tokens after every step. Not here: blocks that rows decide on
+themselves (FFN-SkipLLM `row` and `random`), and fixed batch shapes; cohorts have both.
+
+B rows, R rows with memory, C columns of a layer, S columns visible, H heads, K head dim, D width.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from skipdecode.arena import Arena
+from skipdecode.cohort import allocate_cache, pad_prompts
+from skipdecode.ffn_skip import SkipByRow
+from skipdecode.logprobs import LogprobRecorder
+from skipdecode.model import OPT
+from skipdecode.plan import LayerPlan, Schedule, has_no_kv_holes, kv_owners
+from skipdecode.request import DecodeText, Request, Row, refuse_too_long
+from skipdecode.sampler import likeliest, pick
+from skipdecode.sampling import row_uniforms
+
+CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
+NEVER = 1 << 30
+
+
+class _Member:
+    """A row in the batch: when it joined, and its random numbers."""
+
+    def __init__(self, row: Row, joined_at: int) -> None:
+        self.row, self.joined_at = row, joined_at
+        sampling = row.request.sampling
+        self.is_greedy = sampling.temperature == 0
+        self.uniforms = (
+            [0.0] if self.is_greedy else row_uniforms(sampling.seed, row.request.id, sampling.max_new_tokens).tolist()
+        )
+
+    def uniform(self, k: int) -> float:
+        return self.uniforms[min(k, len(self.uniforms) - 1)]  # only ended rows get that far
+
+
+class ContinuousBatch:
+    """`join` and `step` in any order; `rows` are those in the batch, oldest first."""
+
+    @torch.inference_mode()
+    def __init__(self, model: OPT, schedule: Schedule, *, decode_text: DecodeText | None = None) -> None:
+        check_continuous(schedule)
+        self.model, self.schedule = model, schedule
+        self._decode_text = decode_text
+        limit = model.config.max_position_embeddings
+        plans = [schedule.step(k) for k in range(limit)]
+        assert has_no_kv_holes(plans), f"{schedule} is not nested over its steps"
+        self._attn_ends = _ends([plan.attn for plan in plans])
+        self._ffn_ends = _ends([plan.ffn for plan in plans])
+        self._kv_layers = plans[0].kv_layers
+        owners = kv_owners(schedule, model.config.kv_group_size)
+        # under SwiftKV a layer's K/V are written for rows that do not run it
+        ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
+        self._arena = Arena(model.config, owners, ends, dtype=model.dtype, device=model.device)
+        self._members: list[_Member] = []
+        self._newest = torch.empty(0, dtype=torch.int64, device=model.device)
+        self._num_steps = 0
+        self._params: tuple[Tensor, Tensor, Tensor] | None = None
+        self._logprobs = LogprobRecorder([], model.device)
+        self.row_steps = 0
+        """Rows that took part in steps, ended ones included."""
+
+    @property
+    def rows(self) -> list[Row]:
+        return [member.row for member in self._members if member.row.is_running]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.rows
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._arena.nbytes
+
+    @torch.inference_mode()
+    def join(self, requests: Sequence[Request]) -> list[Row]:
+        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests."""
+        refuse_too_long(requests, self.model.config.max_position_embeddings)
+        rows = [Row(request) for request in requests]
+        tokens, num_pad = pad_prompts(self.model, requests, None, None)
+        cache = allocate_cache(self.model, num_pad, tokens.shape[1], self.schedule, 1)
+        positions = (torch.arange(tokens.shape[1], device=self.model.device) - num_pad[:, None]).clamp(min=-1)
+        logits = self.model(tokens, positions, cache, self.schedule.prefill())
+        members = [_Member(row, self._num_steps) for row in rows]
+        first = _choose(logits, members, _params(members, self.model.device), self._num_steps)
+        recorder = LogprobRecorder(rows, self.model.device)
+        recorder.see(logits, first)
+        recorder.give()
+        for row, token in zip(rows, first.tolist(), strict=True):
+            row.take([token], self.model.config.eos_token_id, self._decode_text)
+        stay = [at for at, row in enumerate(rows) if row.is_running]
+        if stay:
+            self._drop_ended(carry=0.0)
+            requests = [requests[at] for at in stay]
+            keep = torch.tensor(stay, device=self.model.device)
+            limits = [r.sampling.max_new_tokens for r in requests]
+            self._arena.add(cache, keep, [len(r.prompt_tokens) for r in requests], limits)
+            self._members += [members[at] for at in stay]
+            self._newest = torch.cat([self._newest, first[keep]])
+            self._changed()
+        return rows
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Feeds the newest token of every row and makes the next one."""
+        self._drop_ended(carry=CARRY)
+        members = self._members
+        if not members:
+            return
+        ages = [self._num_steps - member.joined_at for member in members]  # k of each row, falling
+        positions = [p + k if m.row.is_running else 0
+                     for p, k, m in zip(self._arena.prompts, ages, members, strict=True)]  # fmt: skip
+        self._arena.begin(positions)
+        at = torch.tensor(positions, device=self.model.device)[:, None]
+        h = self._run_layers(self.model.embed(self._newest[:, None], at), [-k for k in ages])
+        logits = self.model.head(h[:, -1])
+        self._num_steps += 1
+        self.row_steps += len(members)
+        self._newest = _choose(logits, members, self._params, self._num_steps)
+        self._logprobs.see(logits, self._newest)
+        self._logprobs.give()
+        for member, token in zip(members, self._newest.tolist(), strict=True):
+            if member.row.is_running:
+                member.row.take([token], self.model.config.eos_token_id, self._decode_text)
+
+    def _run_layers(self, h: Tensor, minus_ages: list[int]) -> Tensor:
+        """[B, 1, D] through each layer, on the rows that run it. `minus_ages`: -k of each row, rising."""
+        first_kv, num_rows, arena = self._kv_layers, len(minus_ages), self._arena
+        entered = num_rows  # under SwiftKV: the first row whose K/V of the upper layers are written
+        for i, block in enumerate(self.model.layers):
+            # rows with k < end, i.e. -k > -end
+            start = bisect_left(minus_ages, 1 - self._attn_ends[i])
+            if start < num_rows:
+                part = h[start:]
+                if first_kv is not None and i >= first_kv:
+                    assert self.model.swift is not None, "a plan for SwiftKV, and a model without"
+                    if start < entered:
+                        youngest: LayerPlan = self.schedule.step(-minus_ages[entered - 1])
+                        self.model.swift.write(h[start:entered], arena.slice(start, entered), youngest.attn)
+                        entered = start
+                    query, rows = self.model.swift.query(i), arena.slice(start)
+                    if rows.can_attend:
+                        part = block.attend_to_cached(part, query, rows, i)
+                    else:
+                        part = block.attend_to(part, query, *rows.read(i, 1), arena.mask(start))
+                elif arena.slice(start).can_attend:
+                    part = block.attend_cached(part, arena.slice(start), i)
+                else:
+                    part = block.attend(part, partial(arena.slice(start).append, i), arena.mask(start))
+                h = part if start == 0 else _with_tail(h, part, start)
+            start = bisect_left(minus_ages, 1 - self._ffn_ends[i])
+            if start < num_rows:
+                part = block.feed(h[start:])
+                h = part if start == 0 else _with_tail(h, part, start)
+        return h
+
+    def _drop_ended(self, carry: float) -> None:
+        """Ended rows fall off at both ends, and from between when they are more than `carry` of the batch."""
+        live = [at for at, member in enumerate(self._members) if member.row.is_running]
+        num_rows = len(self._members)
+        if len(live) == num_rows:
+            return
+        if not live:
+            keep: list[int] = []
+        elif len(live) < (1 - carry) * (live[-1] + 1 - live[0]):
+            keep = live
+        else:
+            keep = list(range(live[0], live[-1] + 1))
+        if len(keep) == num_rows:
+            return
+        self._arena.keep(keep)
+        self._members = [self._members[at] for at in keep]
+        self._newest = self._newest[torch.tensor(keep, dtype=torch.int64, device=self.model.device)]
+        self._changed()
+
+    def _changed(self) -> None:
+        self._params = _params(self._members, self.model.device)
+        self._logprobs.keep([member.row for member in self._members])
+
+
+def check_continuous(schedule: Schedule) -> None:
+    """ValueError when rows of that schedule cannot share a step at different ages."""
+    if isinstance(schedule, SkipByRow):
+        raise ValueError(
+            "decode.ffn_skip.mode: the continuous scheduler runs modes calibrated and fixed, where the blocks left out "
+            "are known in advance; use one of them, or scheduler cohort"
+        )
+
+
+@torch.inference_mode()
+def generate_continuous(
+    model: OPT,
+    requests: Sequence[Request],
+    schedule: Schedule,
+    *,
+    max_rows: int,
+    decode_text: DecodeText | None = None,
+) -> tuple[list[Row], ContinuousBatch]:
+    """Continues every request, at most `max_rows` at a time, a newcomer for every row that ends."""
+    batch = ContinuousBatch(model, schedule, decode_text=decode_text)
+    waiting, rows = deque(requests), []
+    while waiting or not batch.is_done:
+        room = max_rows - len(batch.rows)
+        # a prompt alone costs nearly as much as several: wait until a few places are free
+        if waiting and (room >= max(1, max_rows // 8) or batch.is_done):
+            rows += batch.join([waiting.popleft() for _ in range(min(room, len(waiting)))])
+        batch.step()
+    return rows, batch
+
+
+def _ends(runs: Sequence[Sequence[bool]]) -> list[int]:
+    """[L] the decode step from which on a sublayer is left out; NEVER for one that always runs."""
+    ends = []
+    for layer in range(len(runs[0])):
+        count = sum(step[layer] for step in runs)
+        assert all(step[layer] == (k < count) for k, step in enumerate(runs)), f"layer {layer} is skipped and run again"
+        ends.append(NEVER if count == len(runs) else count)
+    return ends
+
+
+def _with_tail(h: Tensor, part: Tensor, start: int) -> Tensor:
+    """h with its rows from `start` on replaced, in place: h is ours from the second layer on."""
+    h[start:] = part
+    return h
+
+
+def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Temperature, top_k, top_p [B, 1] of the rows; None when all are greedy."""
+    if all(member.is_greedy for member in members):
+        return None
+    samplings = [member.row.request.sampling for member in members]
+    return (
+        torch.tensor([[s.temperature] for s in samplings], device=device),
+        torch.tensor([[s.top_k or 2**62] for s in samplings], device=device),
+        torch.tensor([[s.top_p] for s in samplings], device=device),
+    )
+
+
+def _choose(
+    logits: Tensor, members: Sequence[_Member], params: tuple[Tensor, Tensor, Tensor] | None, num_steps: int
+) -> Tensor:
+    """The next token of every row from [B, V] logits: y_k, k being the steps since it joined."""
+    if params is None:
+        return likeliest(logits)
+    uniforms = [[member.uniform(num_steps - member.joined_at)] for member in members]
+    return pick(logits.float(), *params, torch.tensor(uniforms, dtype=torch.float32, device=logits.device))

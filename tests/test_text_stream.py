@@ -1,0 +1,48 @@
+"""Text as it comes, joined, is the text at once; no half characters, no stop string. Against the real tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.text_stream import TextStream
+from actors.tokenizer import OPTTokenizer
+from skipdecode.model import OPT
+from skipdecode.sampling import cut_at_stop
+from tests.conftest import VOCAB
+
+
+def streamed(stream: TextStream, tokens: Sequence[int]) -> list[str]:
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+@settings(max_examples=300)
+@given(
+    tokens=st.lists(st.integers(0, VOCAB - 1), max_size=40),
+    stop=st.lists(st.text(st.sampled_from("aeno é🙂"), min_size=1, max_size=4), max_size=3),
+)
+def test_joined_it_is_the_text(loaded: OPT, tiny_checkpoint: Path, tokens: list[int], stop: list[str]) -> None:
+    """Arbitrary tokens: bytes that are no character at all among them."""
+    decode = OPTTokenizer(tiny_checkpoint, loaded.config).decode
+    parts = streamed(TextStream(decode, stop), tokens)
+    assert "".join(parts) == cut_at_stop(decode(tokens), stop)
+
+
+@settings(max_examples=100)
+@given(text=st.text(st.sampled_from("ab é🙂東\n"), max_size=20), stop=st.text(st.sampled_from("ab🙂"), min_size=1))
+def test_no_half_characters_and_no_stop_strings(loaded: OPT, tiny_checkpoint: Path, text: str, stop: str) -> None:
+    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    tokens = tokenizer.encode([text])[0]
+    parts = streamed(TextStream(tokenizer.decode, [stop]), tokens)
+    assert "".join(parts) == cut_at_stop(text, [stop])
+    assert "\ufffd" not in "".join(parts)
+
+
+def test_text_comes_at_once_where_it_can(loaded: OPT, tiny_checkpoint: Path) -> None:
+    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    tokens = tokenizer.encode(["The pub 🙂!"])[0]
+    parts = streamed(TextStream(tokenizer.decode, ["!!"]), tokens)
+    assert len([part for part in parts if part]) >= 5
+    assert parts[-1] == "!", "the beginning of a stop string was given out"
+    assert "🙂" in parts
