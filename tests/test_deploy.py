@@ -6,7 +6,6 @@ The schema below is a subset of KubeRay's `ray.io/v1` resources, written down fr
 (1.1 MB, mostly the schema of a Pod), and no Kubernetes has seen these files. KUBERAY_CRDS=FOLDER names real ones.
 """
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -18,7 +17,9 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from jobs.generate import parse
-from pipeline.config import load_config
+from pipeline.config import build_config, load_config
+from pipeline.service.app import build_app
+from pipeline.service.config import ServeConfig
 
 ROOT = Path(__file__).parent.parent
 MANIFESTS = sorted((ROOT / "deploy").glob("ray*.yaml"))
@@ -37,8 +38,10 @@ TEXTS = {"type": "object", "additionalProperties": TEXT}  # numbers must be quot
 QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|[KMGT]i?)?$"}
 QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
 PORT = fields(["containerPort"], containerPort={"type": "integer", "minimum": 1, "maximum": 65535}, name=TEXT)
+SECRET = fields([], secretKeyRef=fields(["name", "key"], name=TEXT, key=TEXT))
+VARIABLE = fields(["name"], name=TEXT, valueFrom=SECRET)
 CONTAINER = fields(
-    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT),
+    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT), env=items(VARIABLE),
     resources=fields([], requests=QUANTITIES, limits=QUANTITIES),
 )  # fmt: skip
 TOLERATION = fields([], key=TEXT, operator={"enum": ["Exists", "Equal"]}, value=TEXT, effect=TEXT)
@@ -137,5 +140,7 @@ def test_the_job_runs_a_command_that_exists_with_a_configuration_that_loads() ->
 def test_the_service_has_a_configuration_that_ray_serve_takes() -> None:
     schema = ServeDeploySchema.model_validate(yaml.safe_load(load("rayservice.yaml")["spec"]["serveConfigV2"]))
     (application,) = schema.applications
-    assert application.import_path == "pipeline.service:build"
-    assert json.loads(json.dumps(application.args)) == {"config": "/app/configs/serve.yaml"}
+    assert application.import_path == f"{build_app.__module__}:{build_app.__name__}"
+    config = build_config(ServeConfig, application.args)
+    assert (ROOT / config.model.source.removeprefix("/app/") / "config.json").is_file()
+    assert [deployment.name for deployment in application.deployments] == ["Completions"]
