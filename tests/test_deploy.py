@@ -17,7 +17,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from jobs.generate import parse
-from pipeline.config import load_config
+from pipeline.config import build_config, load_config
+from pipeline.service.app import build_app
 from pipeline.service.config import ServeConfig
 
 ROOT = Path(__file__).parent.parent
@@ -37,10 +38,10 @@ TEXTS = {"type": "object", "additionalProperties": TEXT}  # numbers must be quot
 QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|[KMGT]i?)?$"}
 QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
 PORT = fields(["containerPort"], containerPort={"type": "integer", "minimum": 1, "maximum": 65535}, name=TEXT)
-SECRET = fields(["secretKeyRef"], secretKeyRef=fields(["name", "key"], name=TEXT, key=TEXT))
+SECRET = fields([], secretKeyRef=fields(["name", "key"], name=TEXT, key=TEXT))
+VARIABLE = fields(["name"], name=TEXT, valueFrom=SECRET)
 CONTAINER = fields(
-    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT),
-    env=items(fields(["name"], name=TEXT, valueFrom=SECRET)),
+    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT), env=items(VARIABLE),
     resources=fields([], requests=QUANTITIES, limits=QUANTITIES),
 )  # fmt: skip
 TOLERATION = fields([], key=TEXT, operator={"enum": ["Exists", "Equal"]}, value=TEXT, effect=TEXT)
@@ -139,7 +140,7 @@ def test_the_job_runs_a_command_that_exists_with_a_configuration_that_loads() ->
 def test_the_service_has_a_configuration_that_ray_serve_takes() -> None:
     schema = ServeDeploySchema.model_validate(yaml.safe_load(load("rayservice.yaml")["spec"]["serveConfigV2"]))
     (application,) = schema.applications
-    own = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "configs/serve.yaml").read_text(encoding="utf-8")))
-    assert application.import_path == own.applications[0].import_path
-    assert {d.name for d in application.deployments} == {d.name for d in own.applications[0].deployments}
-    ServeConfig.model_validate(application.args)
+    assert application.import_path == f"{build_app.__module__}:{build_app.__name__}"
+    config = build_config(ServeConfig, application.args)
+    assert (ROOT / config.model.source.removeprefix("/app/") / "config.json").is_file()
+    assert [deployment.name for deployment in application.deployments] == ["Completions"]
