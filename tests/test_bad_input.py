@@ -173,6 +173,7 @@ def test_a_damaged_checkpoint(
     refused(generate(f"model.source={model}", "-i", str(source), "-o", str(tmp_path / "run")), message)
 
 
+@pytest.mark.slow
 def test_the_documents_last_line_is_json_and_the_rest_is_stderr(
     tiny_checkpoint: Path, source: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def kill_at(process: Any, fault: str, env_of: Run) -> None:
         os.kill(int(hit.read_text()), signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_driver_killed_in_a_commit_then_a_row_that_kills_its_worker(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Commit cut off, resume, poison row parked; all other rows as the decoder alone makes them."""

@@ -12,6 +12,8 @@ from pipeline.calibrate import CalibrateConfig
 from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
 from pipeline.distill import with_defaults
 from pipeline.finetune_config import FinetuneConfig, load_finetune_config
+from pipeline.service.bench import load_serve_bench_config
+from pipeline.service.run import load as load_serve_config
 from pipeline.sweep import SweepConfig
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -24,11 +26,12 @@ def load_sweep_config(path: str, overrides: list[str]) -> SweepConfig:
 def loader(path: Path) -> Callable[[str, list[str]], object]:
     """A configuration file's name begins with the job that takes it."""
     loaders: dict[str, Callable[[str, list[str]], object]] = {
-        "bench": load_bench_config,
+        "bench": load_serve_bench_config if path.stem == "bench-serve" else load_bench_config,
         "calibrate": lambda path, overrides: build_config(CalibrateConfig, read_tree(path, overrides)),
         "distill": lambda path, overrides: build_config(FinetuneConfig, with_defaults(read_tree(path, overrides))),
         "finetune": load_finetune_config,
         "quality": load_sweep_config,
+        "serve": lambda path, overrides: load_serve_config(path, overrides, None, None),
         "speed": load_sweep_config,
     }
     return loaders.get(path.stem.split("-")[0], load_config)

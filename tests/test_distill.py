@@ -54,6 +54,7 @@ def given(pairs: Path, teacher: Path, output: Path, *more: str) -> list[str]:
     return [f"model.source={teacher}", data, recipe, "workers.threads=1", *SHAPE, "-o", str(output), *more]
 
 
+@pytest.mark.slow
 def test_it_recovers_the_teacher_and_leaves_it_as_it_was(tmp_path: Path, capsys: Capture) -> None:
     """The demo model, on texts of its own: their loss with the prompt under SwiftKV, before and after."""
     rows = [row["prompt"] for row in make_prompts(128)]

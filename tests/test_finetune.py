@@ -113,6 +113,7 @@ def stop_in_the_middle(output: Path) -> None:
     (output / "training.json").unlink()
 
 
+@pytest.mark.slow
 def test_resume_goes_on_from_the_last_whole_checkpoint(pairs: Path, undisturbed: Path, copied: Path) -> None:
     stop_in_the_middle(copied)
     with (copied / "training/log.jsonl").open("a") as file:

@@ -97,6 +97,7 @@ def test_a_truncated_parquet_file_is_named_before_the_start(tmp_path: Path, call
     assert not (tmp_path / "run/run.json").exists()
 
 
+@pytest.mark.slow
 def test_half_of_the_state_is_lost(tmp_path: Path, call: Call) -> None:
     """The state of a run is its data files. What is lost is made again, and nothing else is touched."""
     source = tmp_path / "in.jsonl"
@@ -120,6 +121,7 @@ def test_half_of_the_state_is_lost(tmp_path: Path, call: Call) -> None:
     assert call(verify)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_torn_data_file_is_named(tmp_path: Path, call: Call) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"id": f"r{i}", "prompt": f"row {i}"}) + "\n" for i in range(8)))
@@ -134,6 +136,7 @@ def test_a_torn_data_file_is_named(tmp_path: Path, call: Call) -> None:
     assert call(verify)[0] == 0
 
 
+@pytest.mark.slow
 def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_path: Path, call: Call) -> None:
     source = tmp_path / "in.jsonl"
     lines = [{"id": f"r{i}", "prompt": None if i % 20 == 0 else f"row {i % 97}"} for i in range(480)]
@@ -154,6 +157,7 @@ def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_pat
     assert call(generate, *arguments, "--resume", "limits.max_failed_rows=23")[0] == 3, "judged by the limit of today"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(tmp_path: Path, call: Call) -> None:
     source, disk = tmp_path / "in.jsonl", tmp_path / "run"

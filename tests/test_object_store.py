@@ -85,6 +85,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_on_an_object_store(uri: Callable[[str], str], tiny_checkpoint: Path, call: Call) -> None:
     put(uri, "in/a.jsonl", ROWS[:25])
     put(uri, "in/b.jsonl", ROWS[25:] + BAD)
