@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
+from actors.generator import free_bytes
 from actors.profile import profile_step
 from skipdecode.config import OPTConfig
-from skipdecode.cost import measure_ceilings, predict_s, training_flops
+from skipdecode.cost import cache_bytes_per_row, measure_ceilings, predict_s, training_flops
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import listed_schedule
+from skipdecode.step_graphs import step_graphs
 from skipdecode.train import ResponseLoss, teacher_batch
 
 
@@ -38,6 +40,15 @@ def random_model(config: OPTConfig, *, device: str, dtype: torch.dtype, seed: in
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02)
     return model.eval().requires_grad_(False)
+
+
+def largest_batch(model: OPT, prompt_tokens: int, new_tokens: int) -> int:
+    """Rows whose K/V at full depth and logits take 0.8 of the free memory."""
+    full = FullDepth(model.config.num_hidden_layers)
+    shape = {"prompt_columns": prompt_tokens, "num_new": new_tokens, "itemsize": model.dtype.itemsize}
+    logits = 8 * model.config.vocab_size  # of the step, of the choice, and room for a float32 copy
+    rows = int(0.8 * free_bytes(model.device) / (cache_bytes_per_row(model.config, full, **shape) + logits))
+    return max(1, rows - rows % 8)
 
 
 def profile_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,13 +74,14 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
     """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat."""
     config = model.config
     named = _named_schedules(config, case, schedules)
-    requests = _requests(config, case)
-    for _, schedule in named:
-        generate(model, requests, schedule)  # warm up
+    requests, graphs = _requests(config, case), step_graphs(model)
+    for _ in range(2 if graphs else 1):
+        for _, schedule in named:
+            generate(model, requests, schedule, graphs=graphs)  # warm up, capture
     runs: dict[str, list[Any]] = {name: [] for name, _ in named}
     for _ in range(repeats):
         for name, schedule in named:
-            runs[name].append(generate(model, requests, schedule).stats)
+            runs[name].append(generate(model, requests, schedule, graphs=graphs).stats)
     ceilings = measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch."))
     rows, predictions = [], {}
     for name, schedule in named:

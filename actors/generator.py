@@ -23,6 +23,7 @@ from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
+from skipdecode.step_graphs import step_graphs
 from skipdecode.weights import load_opt
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Generator:
         self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack()
         if self.device.type == "cpu" and cpu_kernels.status() != "compiled":
             logger.warning("the CPU kernels are not used, decoding is slower: %s", cpu_kernels.status())
+        self._graphs = step_graphs(self.model)
         self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
@@ -151,7 +153,8 @@ class Generator:
         per_row = max(
             weight * cache_bytes_per_row(self.model.config, schedule, **shape) for schedule, weight in schedules.items()
         )
-        fits = int(CACHE_SHARE * free_bytes(self.device) / per_row)
+        held = 0 if self._graphs is None else self._graphs.nbytes  # the next batch's too
+        fits = int(CACHE_SHARE * (free_bytes(self.device) + held) / per_row)
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
 
     def _decode(
@@ -174,6 +177,8 @@ class Generator:
                 raise  # every later batch would fail too; a new process may not
             message = f"{type(error).__name__}: {error}"[:2000]
         # Outside `except`: the traceback holds the dead batch's cache, and its halves need that memory.
+        if self._graphs is not None:
+            self._graphs.clear()
         if len(batch.rows) == 1:
             return {batch.rows[0]: RowFailure("engine_error", message)}
         half = len(batch.rows) // 2
@@ -220,7 +225,7 @@ class Generator:
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
             fixed = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
-        return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, **fixed)
+        return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, graphs=self._graphs, **fixed)
 
     def _takes_turn(self) -> bool:
         fraction, n = self.config.baseline_fraction, self._num_batches
@@ -247,7 +252,7 @@ class Generator:
         """First calls are slow (thread pools, kernel choice); they belong to loading, not to the first batch."""
         request = Request("warm-up", [self.model.config.bos_token_id] * 8, Sampling(max_new_tokens=4, ignore_eos=True))
         for _ in range(2):
-            generate(self.model, [request] * 4, self.schedule(4))
+            generate(self.model, [request] * 4, self.schedule(4), graphs=self._graphs)
 
 
 def _figures(result: BatchResult) -> dict[str, Any]:
@@ -287,7 +292,8 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free for caches."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, and free for us
+        return int(free) + unused
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # not free pages: the page cache gives way
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

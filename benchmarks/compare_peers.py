@@ -69,16 +69,18 @@ def ours(decode: dict[str, Any], folder: Path, dtype: Any, device: str) -> Engin
     from skipdecode.generate import Request, generate
     from skipdecode.sampling import Sampling
     from skipdecode.schedule import make_schedule
+    from skipdecode.step_graphs import step_graphs
     from skipdecode.weights import load_opt
 
     model = load_opt(folder, device=device, dtype=dtype).pack()
+    graphs = step_graphs(model)
     layers = model.config.num_hidden_layers
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
         schedule = make_schedule(decode, num_layers=layers, max_new_tokens=num_new, kv_layers=None)
         sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
         requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
-        return [c.tokens for c in generate(model, requests, schedule).completions]
+        return [c.tokens for c in generate(model, requests, schedule, graphs=graphs).completions]
 
     return run
 
@@ -191,6 +193,8 @@ def serve(pipe: Any, name: str, *args: Any) -> None:
             start = time.perf_counter()
             tokens = engine(*order)
             pipe.send((time.perf_counter() - start, tokens))
+    except EOFError:
+        return  # nobody asks any more
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}"[:500])
 
@@ -216,23 +220,49 @@ class Contestant:
         answer = self._receive()
         if isinstance(answer, str):
             raise RuntimeError(f"{self.name}: {answer}")
-        assert [len(row) for row in answer[1]] == [num_new] * len(prompts), f"{self.name}: not {num_new} tokens each"
+        if [len(row) for row in answer[1]] != [num_new] * len(prompts):
+            raise RuntimeError(f"{self.name}: not {num_new} tokens each")
         return answer
 
 
-def compare(args: argparse.Namespace, contestants: list[Contestant], vocabulary: int) -> list[dict[str, Any]]:
-    rows = []
+def compare(
+    args: argparse.Namespace,
+    contestants: list[Contestant],
+    vocabulary: int,
+    errors: dict[str, str],
+    keep: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """Times every batch size and hands the rows so far to `keep` after each.
+
+    An engine that fails is left out from then on, with its reason in `errors`; the others go on. `full` has to last.
+    """
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, list[float]] = {}
+
+    def timed(contestant: Contestant, prompts: Prompts) -> None:
+        if contestant.name in errors:
+            return
+        try:
+            seconds[contestant.name].append(contestant.run(prompts, args.new_tokens)[0])
+        except (RuntimeError, OSError) as error:
+            if contestant.name == "full":
+                raise
+            errors[contestant.name] = f"batch {len(prompts)}: {error}"
+            print(f"{contestant.name}: left out from here on: {error}", file=sys.stderr, flush=True)
+
     for batch in args.batch_sizes:
         rng = random.Random(batch)
         prompts = [[2, *(rng.randrange(4, vocabulary) for _ in range(args.prompt_tokens - 1))] for _ in range(batch)]
+        seconds |= {c.name: [] for c in contestants}
         for contestant in contestants:
-            contestant.run(prompts, args.new_tokens)  # warms up, compiles
-        seconds: dict[str, list[float]] = {c.name: [] for c in contestants}
+            timed(contestant, prompts)  # warms up, compiles
+        seconds |= {c.name: [] for c in contestants}
         for turn in range(args.rounds):
-            turned = contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]
-            for contestant in turned:
-                seconds[contestant.name].append(contestant.run(prompts, args.new_tokens)[0])
+            for contestant in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:
+                timed(contestant, prompts)
         for contestant in contestants:
+            if contestant.name in errors:
+                continue
             own = seconds[contestant.name]
             ratios = [theirs / ours for theirs, ours in zip(own, seconds["full"], strict=True)]
             row = {
@@ -252,7 +282,7 @@ def compare(args: argparse.Namespace, contestants: list[Contestant], vocabulary:
                 file=sys.stderr,
                 flush=True,
             )
-    return rows
+        keep(rows)
 
 
 def check(contestants: list[Contestant], prompts: Prompts, num_new: int) -> list[dict[str, Any]]:
@@ -338,26 +368,29 @@ def main() -> None:
                 errors[name] = contestant.error
                 print(f"{name}: left out: {contestant.error}", file=sys.stderr)
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        document = {
+            "date": date.today().isoformat(),
+            "device": args.device,
+            "processor": processor(),
+            "threads": args.threads,
+            "packages": packages(),
+            "model": Path(args.model).name,
+            "dtype": args.dtype,
+            "rounds": args.rounds,
+            "left_out": errors,
+        }
+
+        def keep(rows: list[dict[str, Any]]) -> None:
+            document["rows"] = rows
+            if args.output_json:
+                args.output_json.write_text(json.dumps(document, indent=1) + "\n")
+
         if args.check:
             rng = random.Random(0)
             prompts = [[2, *(rng.randrange(4, vocabulary) for _ in range(args.prompt_tokens - 1))] for _ in range(32)]
-            rows = check(contestants, prompts, args.new_tokens)
+            keep(check(contestants, prompts, args.new_tokens))
         else:
-            rows = compare(args, contestants, vocabulary)
-    document = {
-        "date": date.today().isoformat(),
-        "device": args.device,
-        "processor": processor(),
-        "threads": args.threads,
-        "packages": packages(),
-        "model": Path(args.model).name,
-        "dtype": args.dtype,
-        "rounds": args.rounds,
-        "left_out": errors,
-        "rows": rows,
-    }
-    if args.output_json:
-        args.output_json.write_text(json.dumps(document, indent=1) + "\n")
+            compare(args, contestants, vocabulary, errors, keep)
     print(json.dumps(document))
 
 

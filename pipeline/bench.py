@@ -22,7 +22,8 @@ class BenchConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (8, 32)
+    batch_sizes: tuple[Annotated[int, Field(ge=1)] | Literal["largest"], ...] = (8, 32)
+    """largest: as many rows as have room at full depth."""
     prompt_tokens: tuple[Annotated[int, Field(ge=1)], ...] = (64,)
     new_tokens: Annotated[int, Field(ge=2)] = 64
     repeats: Annotated[int, Field(ge=1)] = 3
@@ -37,7 +38,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
     """All shapes; the document for stdout and `benchmarks/results/`. `profile`: the stages of a step, not speed."""
     import torch
 
-    from actors.bench import BenchCase, bench_case, bench_training, profile_case, random_model
+    from actors.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case, random_model
     from actors.generator import choose_device, choose_dtype
     from skipdecode import cpu_kernels
     from skipdecode.config import OPTConfig
@@ -45,7 +46,11 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
     from skipdecode.weights import load_opt
 
     device = choose_device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     dtype = choose_dtype(config.dtype, device)
+    if config.work == "train" and "largest" in config.batch_sizes:
+        raise ConfigError("batch_sizes: largest is for work=decode")
     if profile and config.work == "train":
         raise ConfigError("work: --profile is for work=decode")
     if config.work == "train" and dtype == torch.float16:
@@ -72,15 +77,14 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
     room = model.config.max_position_embeddings - config.new_tokens
     if max(config.prompt_tokens) > room:
         raise ConfigError(f"prompt_tokens: {max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     if config.work == "decode":
         model.pack()
     rows: list[dict[str, Any]] = []
     schedules, precision = list(config.schedules), str(dtype).removeprefix("torch.")
     for prompt_tokens in config.prompt_tokens:
-        for batch_size in config.batch_sizes:
-            case = BenchCase(batch_size, prompt_tokens, config.new_tokens)
+        for size in config.batch_sizes:
+            rows_of_batch = largest_batch(model, prompt_tokens, config.new_tokens) if size == "largest" else size
+            case = BenchCase(rows_of_batch, prompt_tokens, config.new_tokens)
             if profile:
                 measured = profile_case(model, case, schedules)
             elif config.work == "train":

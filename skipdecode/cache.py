@@ -8,6 +8,7 @@ B rows, H heads, K head dim, S columns.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -95,18 +96,40 @@ class KVCache:
         end = self.length + num_new
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
-    def view(self, start: int, end: int) -> "KVCache":
+    def mask(self, num_new: int) -> Tensor | None:
+        """[B, 1, T, S] bool for `num_new` columns behind the filled ones; None when causality alone says it all."""
+        if self.valid is None:
+            # `is_causal` aligns queries with the first keys, so it serves a prompt from column 0 and nothing else
+            assert num_new == 1 or self.length == 0, "several columns behind a filled cache are not supported"
+            return None
+        total = self.length + num_new
+        valid = self.valid[:, None, None, :total]  # [B, 1, 1, S]
+        if num_new == 1:
+            return valid
+        return valid & causal_mask(num_new, total, self.num_pad.device) | diagonal(num_new, total, self.num_pad.device)
+
+    def view(self, start: int, end: int) -> Self:
         """The rows start..end-1, in the same memory, with a `length` of its own."""
-        own = {owner: (self.k[owner][start:end], self.v[owner][start:end]) for owner in set(self.owners)}
+        return self._of(slice(start, end), slice(start, end))
+
+    def keep(self, rows: Tensor) -> Self:
+        """A smaller cache of `rows` [R] int64 (indices, in the new order)."""
+        return self._of(rows, rows)
+
+    def _of(self, rows: Tensor | slice, pads: Tensor | slice) -> Self:
+        """Of `rows` of the memory, with the padding of the rows `pads`."""
+        own = {owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
-        cache = KVCache(k, v, self.num_pad[start:end], self.owners, is_masked=self.is_masked)
+        cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked)
         cache.length = self.length
         return cache
 
-    def keep(self, rows: Tensor) -> "KVCache":
-        """A smaller cache of `rows` [R] int64 (indices, in the new order)."""
-        own = {owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}
-        k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
-        cache = KVCache(k, v, self.num_pad[rows], self.owners, is_masked=self.is_masked)
-        cache.length = self.length
-        return cache
+
+def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:
+    """[T, S] bool: the last `num_new` of `total` columns attend to themselves and to what came before."""
+    return torch.ones(num_new, total, dtype=torch.bool, device=device).tril(total - num_new)
+
+
+def diagonal(num_new: int, total: int, device: torch.device) -> Tensor:
+    """[T, S] bool: every column attends to itself, so that a padding column's softmax is not empty (NaN)."""
+    return torch.eye(total, dtype=torch.bool, device=device)[total - num_new :]

@@ -19,10 +19,11 @@ from skipdecode.cache import KVCache
 from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.logprobs import LogprobRecorder
 from skipdecode.model import OPT
-from skipdecode.plan import Schedule, kv_columns, kv_owners
+from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling
+from skipdecode.step_graphs import StepGraphs
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 # Tokens of the prompts that go through the model at once: on a CPU few enough that their states stay in its caches, and
@@ -72,12 +73,13 @@ class Cohort:
         batch_rows: int | None = None,
         compact_at: float = COMPACT_AT,
         check_every: int | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
         `check_every`: None, as the device wants it. The others as in `generate`."""
         assert requests, "an empty batch"
         refuse_too_long(requests, model.config.max_position_embeddings)
-        self.model, self.schedule = model, schedule
+        self.model, self.schedule, self._graphs = model, schedule, graphs
         self.rows = [Row(request) for request in requests]
         self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
         self._decode_text = decode_text
@@ -85,7 +87,9 @@ class Cohort:
         self._prompt, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
         columns, has_fixed_shape = self._prompt.shape[1], batch_rows is not None
         self._has_fixed_shape = has_fixed_shape
-        self._cache = allocate_cache(model, num_pad, columns, schedule, self.num_new, is_masked=has_fixed_shape)
+        self._cache = allocate_cache(
+            model, num_pad, columns, schedule, self.num_new, is_masked=has_fixed_shape, graphs=graphs
+        )
         self._sampler = _sampler(requests, len(num_pad), self.num_new, model.device)
         self._ffns = _row_ffns(schedule, requests, len(num_pad), self.num_new, model.device, has_fixed_shape)
         self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
@@ -104,18 +108,8 @@ class Cohort:
     def prefill(self) -> None:
         """Feeds the prompts and makes y_0."""
         start = now(self.model.device)
-        tokens, num_pad = self._prompt, self._cache.num_pad
-        positions = (torch.arange(tokens.shape[1], device=self.model.device) - num_pad[:, None]).clamp(min=-1)
-        plan, whole = self.schedule.prefill(), len(tokens)
-        rows = max(1, PREFILL_TOKENS[self.model.device.type] // tokens.shape[1])
-        if self._has_fixed_shape:  # parts of one size: a row's bits must not depend on its place in the batch
-            rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
-        parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]
-        logits = [
-            self.model(tokens[part], positions[part], self._cache.view(part.start, part.stop), plan) for part in parts
-        ]
-        self._cache.length += tokens.shape[1]
-        self._choose(torch.cat(logits))
+        plan = self.schedule.prefill()
+        self._choose(feed_prompts(self.model, self._prompt, self._cache, plan, in_equal_parts=self._has_fixed_shape))
         self.stats.prefill_s = now(self.model.device) - start
         self._look_if_due()
 
@@ -130,9 +124,13 @@ class Cohort:
         stats.batch_rows.append(len(newest))
         if ffns is not None:
             ffns.start(k) if plan.by_row else ffns.rest()
-        last = self.model.config.max_position_embeddings - 1
-        positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
-        self._choose(self.model(newest[:, None], positions, cache, plan, ffns))
+        if self._graphs is not None and not plan.by_row:
+            logits = self._graphs(newest, cache, plan)
+        else:
+            last = self.model.config.max_position_embeddings - 1
+            positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
+            logits = self.model(newest[:, None], positions, cache, plan, ffns)
+        self._choose(logits)
         stats.ffn_rows.append([] if ffns is None else ffns.rows_run)
         self._look_if_due()
 
@@ -161,7 +159,11 @@ class Cohort:
         running = [at for at, index in enumerate(live) if rows[index].is_running]
         size = len(self._newest)
         if running and len(running) < size and len(running) <= self.compact_at * size:
-            self._keep(running)
+            if self._graphs is not None:  # of few sizes, so that graphs serve again: ended rows fill up
+                room = min(size, 1 << (len(running) - 1).bit_length()) - len(running)
+                running = sorted([*running, *[at for at in range(len(live)) if at not in set(running)][:room]])
+            if len(running) < size:
+                self._keep(running)
 
     def _keep(self, running: list[int]) -> None:
         """Drops all batch rows but `running`."""
@@ -190,19 +192,42 @@ def pad_prompts(
     return torch.tensor(padded).to(model.device), num_pad.to(model.device)
 
 
+def feed_prompts(
+    model: OPT, tokens: Tensor, cache: KVCache, plan: LayerPlan, *, in_equal_parts: bool = False
+) -> Tensor:
+    """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V].
+
+    Several rows at a time (PREFILL_TOKENS). `in_equal_parts`: a row's bits do not depend on its place in the batch.
+    """
+    positions = (torch.arange(tokens.shape[1], device=model.device) - cache.num_pad[:, None]).clamp(min=-1)
+    whole = len(tokens)
+    rows = max(1, PREFILL_TOKENS[model.device.type] // tokens.shape[1])
+    if in_equal_parts:
+        rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
+    parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]
+    logits = [model(tokens[part], positions[part], cache.view(part.start, part.stop), plan) for part in parts]
+    cache.length += tokens.shape[1]
+    return torch.cat(logits)
+
+
 def allocate_cache(
-    model: OPT, num_pad: Tensor, columns: int, schedule: Schedule, num_new: int, *, is_masked: bool = False
+    model: OPT,
+    num_pad: Tensor,
+    columns: int,
+    schedule: Schedule,
+    num_new: int,
+    *,
+    is_masked: bool = False,
+    graphs: StepGraphs | None = None,
 ) -> KVCache:
     """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with."""
     owners = kv_owners(schedule, model.config.kv_group_size)
-    capacities = kv_columns(owners, schedule, columns, num_new)
+    columns_of = kv_columns(owners, schedule, columns, num_new)
+    capacities = [columns_of[owner] for owner in owners]
+    if graphs is not None:
+        return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked)
     return KVCache.allocate(
-        model.config,
-        num_pad=num_pad,
-        capacities=[capacities[owner] for owner in owners],
-        owners=owners,
-        dtype=model.dtype,
-        is_masked=is_masked,
+        model.config, num_pad=num_pad, capacities=capacities, owners=owners, dtype=model.dtype, is_masked=is_masked
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.arena import Arena
-from skipdecode.cohort import allocate_cache, pad_prompts
+from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.ffn_skip import SkipByRow
 from skipdecode.logprobs import LogprobRecorder
 from skipdecode.model import OPT
@@ -93,8 +93,7 @@ class ContinuousBatch:
         rows = [Row(request) for request in requests]
         tokens, num_pad = pad_prompts(self.model, requests, None, None)
         cache = allocate_cache(self.model, num_pad, tokens.shape[1], self.schedule, 1)
-        positions = (torch.arange(tokens.shape[1], device=self.model.device) - num_pad[:, None]).clamp(min=-1)
-        logits = self.model(tokens, positions, cache, self.schedule.prefill())
+        logits = feed_prompts(self.model, tokens, cache, self.schedule.prefill())
         members = [_Member(row, self._num_steps) for row in rows]
         first = _choose(logits, members, _params(members, self.model.device), self._num_steps)
         recorder = LogprobRecorder(rows, self.model.device)

@@ -12,6 +12,7 @@ from skipdecode.cohort import CHECK_EVERY, COMPACT_AT, BatchStats, Cohort, alloc
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule
 from skipdecode.request import Completion, DecodeText, Request, complete
+from skipdecode.step_graphs import StepGraphs
 
 __all__ = [
     "CHECK_EVERY",
@@ -41,11 +42,13 @@ def generate(
     prompt_columns: int | None = None,
     batch_rows: int | None = None,
     compact: bool = True,
+    graphs: StepGraphs | None = None,
 ) -> BatchResult:
     """Continues every request under `schedule`; completions in the order of the requests.
 
     `decode_text` is needed for stop strings only. `prompt_columns` and `batch_rows` fix the shape (padding columns,
-    empty rows) and `compact=False` keeps it, for results that do not depend on who else is in the batch.
+    empty rows) and `compact=False` keeps it, for results that do not depend on who else is in the batch. `graphs`: of
+    this model, for steps on CUDA.
     """
     cohort = Cohort(
         model,
@@ -55,6 +58,7 @@ def generate(
         prompt_columns=prompt_columns,
         batch_rows=batch_rows,
         compact_at=COMPACT_AT if compact else 0.0,
+        graphs=graphs,
     )
     start = now(model.device)
     cohort.prefill()

@@ -193,7 +193,7 @@ class OPT(nn.Module):
         T = tokens.shape[1]
         h = self.embed(tokens, positions)
         is_cached = T == 1 and cache.can_attend and not torch.is_grad_enabled()  # the kernel has no gradient
-        mask = None if is_cached else attention_mask(cache, T)
+        mask = None if is_cached else cache.mask(T)
         has_shared = False  # K/V of the layers from plan.kv_layers on are written
         for i, block in enumerate(self.layers):
             if plan.attn[i] and plan.kv_layers is not None and i >= plan.kv_layers:
@@ -227,26 +227,3 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> T
             q, keys, values = q.float(), keys.float(), values.float()
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=is_causal)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=is_causal)
-
-
-def attention_mask(cache: KVCache, num_new: int) -> Tensor | None:
-    """[B, 1, T, S] bool for `num_new` columns behind those in the cache; None when causality alone says it all."""
-    if cache.valid is None:
-        # `is_causal` aligns queries with the first keys, so it serves a prompt from column 0 and nothing else
-        assert num_new == 1 or cache.length == 0, "several columns behind a filled cache are not supported"
-        return None
-    total = cache.length + num_new
-    valid = cache.valid[:, None, None, :total]  # [B, 1, 1, S]
-    if num_new == 1:
-        return valid
-    return valid & causal_mask(num_new, total, cache.num_pad.device) | diagonal(num_new, total, cache.num_pad.device)
-
-
-def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:
-    """[T, S] bool: the last `num_new` of `total` columns attend to themselves and to what came before."""
-    return torch.ones(num_new, total, dtype=torch.bool, device=device).tril(total - num_new)
-
-
-def diagonal(num_new: int, total: int, device: torch.device) -> Tensor:
-    """[T, S] bool: every column attends to itself, so that a padding column's softmax is not empty (NaN)."""
-    return torch.eye(total, dtype=torch.bool, device=device)[total - num_new :]

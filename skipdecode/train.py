@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from skipdecode.cache import causal_mask, diagonal
 from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.ffn_skip import FFNSkip
-from skipdecode.model import OPT, Block, causal_mask, diagonal
+from skipdecode.model import OPT, Block
 from skipdecode.plan import FullDepth, Schedule, steps_per_layer
 
 

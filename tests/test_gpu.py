@@ -9,10 +9,12 @@ from transformers import OPTForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.cache import KVCache
+from skipdecode.cohort import Cohort
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
+from skipdecode.step_graphs import StepGraphs
 from skipdecode.weights import load_opt
 
 pytestmark = [
@@ -103,6 +105,44 @@ def test_tokens_are_those_of_the_cpu(
     assert generate(model, requests, schedule).completions == wanted
     fixed = generate(model, requests, schedule, prompt_columns=32, batch_rows=10, compact=False)
     assert fixed.completions == wanted
+    graphs = StepGraphs(model)
+    for _ in range(3):  # warm-up, capture, replay alone
+        assert generate(model, requests, schedule, graphs=graphs).completions == wanted
+        again = generate(model, requests, schedule, prompt_columns=32, batch_rows=10, compact=False, graphs=graphs)
+        assert again.completions == wanted
+    assert graphs.num_captured > 0 or isinstance(schedule, (SkipSaturated, SkipAtRandom))
+
+
+def test_graphs_wait_for_nothing(ending_checkpoint: Callable[[str], Path]) -> None:
+    """Replays are launched without the host waiting for the device, and from then on nothing is captured."""
+    model = load_opt(ending_checkpoint("125m"), device=DEVICE)
+    sampling = Sampling(max_new_tokens=40, ignore_eos=True)
+    requests = [Request(str(i), [2, 5 + i, 9], sampling) for i in range(8)]
+    graphs, schedule = StepGraphs(model), SkipDecode(6, 5, 2, 1, 39)
+    for _ in range(2):
+        generate(model, requests, schedule, graphs=graphs)
+    captured = graphs.num_captured
+    cohort = Cohort(model, requests, schedule, check_every=100, graphs=graphs)
+    cohort.prefill()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):
+            cohort.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert graphs.num_captured == captured
+
+
+def test_cleared_graphs_give_their_memory_back(ending_checkpoint: Callable[[str], Path]) -> None:
+    model = load_opt(ending_checkpoint("125m"), device=DEVICE)
+    before = torch.cuda.memory_allocated()
+    graphs = StepGraphs(model)
+    for _ in range(2):
+        generate(model, make_requests(30), FullDepth(6), graphs=graphs)
+    assert torch.cuda.memory_allocated() > before
+    graphs.clear()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
@@ -111,7 +151,9 @@ def test_swiftkv_tokens_are_those_of_the_cpu(tiny_checkpoint: Path, group_size: 
     for device in ("cpu", DEVICE):
         model = load_opt(tiny_checkpoint, device=device).with_swiftkv(3, group_size)
         made.append(generate(model, make_requests(20), schedule).completions)
-    assert made[0] == made[1]
+    graphs = StepGraphs(model)
+    made += [generate(model, make_requests(20), schedule, graphs=graphs).completions for _ in range(2)]
+    assert made == made[:1] * 4
 
 
 def test_generator_on_the_device(tiny_checkpoint: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import OPTForCausalLM
 
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig
-from skipdecode.model import OPT, attention_mask
+from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, LayerPlan
 from skipdecode.weights import load_opt
 
@@ -251,7 +251,7 @@ def test_a_mask_can_be_asked_for() -> None:
         num_pad = torch.tensor([0, 0])
         cache = KVCache.allocate(config, num_pad=num_pad, capacities=[5], dtype=torch.float32, is_masked=is_masked)
         for held in (cache, cache.keep(torch.tensor([1]))):
-            mask = attention_mask(held, 3)
+            mask = held.mask(3)
             assert (mask is not None) is is_masked
             if mask is not None:
                 assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -260,12 +260,12 @@ def test_a_mask_can_be_asked_for() -> None:
 def test_mask_by_hand() -> None:
     config = OPTConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=1)
     cache = KVCache.allocate(config, num_pad=torch.tensor([2, 0]), capacities=[5], dtype=torch.float32)
-    mask = attention_mask(cache, 4)
+    mask = cache.mask(4)
     assert mask is not None
     padded = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]  # padding sees itself, nobody sees padding
     assert mask[:, 0].int().tolist() == [padded, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]]
     cache.length = 4
-    mask = attention_mask(cache, 1)
+    mask = cache.mask(1)
     assert mask is not None
     assert mask[:, 0].int().tolist() == [[[0, 0, 1, 1, 1]], [[1, 1, 1, 1, 1]]]
 
