@@ -53,7 +53,7 @@ def test_tokens_are_those_without_graphs(
 ) -> None:
     model = load_opt(ending_checkpoint(style))
     graphs = StepGraphs(model)
-    small, large = ([3, 5], 9), ([1, 9, 4, 16, 2, 9, 30, 7], 40)
+    small, large = ([3, 5, 1, 2, 4, 3, 2, 1], 9), ([1, 9, 4, 16, 2, 9, 30, 7], 40)
     for lengths, num_new in [small, small, large, small, large]:  # captured, moved to larger memory, and back
         requests = make_requests(lengths, num_new, seed=len(lengths), **keys)
         wanted, made = generate(model, requests, schedule), generate(model, requests, schedule, graphs=graphs)
