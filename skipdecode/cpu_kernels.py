@@ -1,8 +1,9 @@
-"""The CPU kernels of `cpu_kernels.cpp`: compiled once per machine by the C++ compiler that is there, called by ctypes.
+"""The CPU kernels of `cpu_*.cpp`: compiled once per machine by the C++ compiler that is there, called by ctypes.
 
-torch's attention for one query reads the cache at a third of memory bandwidth, and its argmax of bfloat16 logits takes
-as long as the matrix product before it. Where there is no compiler, `is_available` is false and torch's operators do
-the same work: `status` says why. SKIPDECODE_KERNELS=off turns the kernels off.
+torch's attention for one query reads the cache at a third of memory bandwidth, its products of few rows read weights at
+half of it or less, and its argmax of bfloat16 logits takes as long as the matrix product before it. Where there is no
+compiler, `is_available` is false and torch's operators do the same work: `status` says why. SKIPDECODE_KERNELS=off
+turns the kernels off.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = [Path(__file__).parent / name for name in ("cpu_attention.cpp", "cpu_linear.cpp")]
 # Sums may be reordered, which is what makes them vectors. Not -ffast-math: at linking it adds code that takes subnormal
 # numbers away from the whole process.
 MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffinite-math-only -freciprocal-math"
@@ -98,15 +99,80 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 @cache
-def _function(name: str, dtype: torch.dtype) -> Any:
+def has_tiles() -> bool:
+    """Whether this CPU has matrix tiles (AMX) that the system lets us use; then `linear` is for bfloat16 weights."""
+    library, _ = _library()
+    return library is not None and bool(library.has_tiles())
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A bfloat16 weight [out, in], in a multiple of 32, in the order in which `linear` reads it."""
+    outputs, inputs = weight.shape
+    assert weight.dtype == torch.bfloat16, weight.dtype
+    assert inputs % 32 == 0, inputs
+    weight = weight.detach().contiguous()
+    packed = torch.empty(-(-outputs // 32), inputs // 32, 2, 16, 32, dtype=torch.bfloat16)
+    _function("pack_tiles")(outputs, inputs, weight.data_ptr(), packed.data_ptr())
+    return packed
+
+
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    outputs: int,
+    bias: Tensor | None,
+    *,
+    relu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias, then ReLU or plus `residual` [..., outputs]: [..., in] -> [..., outputs], all in bfloat16.
+
+    `packed`: W as `pack` gives it. Sums in float32, rounded once.
+    """
+    assert not (relu and residual is not None), "one of the two"
+    inputs = packed.shape[1] * 32
+    assert x.shape[-1] == inputs, (x.shape, packed.shape)
+    assert packed.shape[0] == -(-outputs // 32), (outputs, packed.shape)
+    rows = x.reshape(-1, inputs)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = x.new_empty(*x.shape[:-1], outputs)
+    if residual is not None:
+        assert residual.shape == out.shape, (residual.shape, out.shape)
+        residual = residual.contiguous()
+    for tensor in (x, packed, bias, residual):
+        assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
+    assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous()), "a bias of another layer"
+    _function("linear_tiles")(
+        len(rows),
+        outputs,
+        inputs,
+        rows.data_ptr(),
+        rows.stride(0),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        1 if relu else 0 if residual is None else 2,
+        None if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+ARGUMENTS = {
+    "attend": [*[INT64] * 3, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
+    "argmax": [INT64, INT64, POINTER, POINTER, INT],
+    "pack_tiles": [INT64, INT64, POINTER, POINTER],
+    "linear_tiles": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
+}
+
+
+@cache
+def _function(name: str, dtype: torch.dtype | None = None) -> Any:
     library, reason = _library()
     assert library is not None, reason
-    function = getattr(library, f"{name}_{NAMES[dtype]}")
-    if name == "attend":
-        function.argtypes = [*[INT64] * 3, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT]
-    else:
-        function.argtypes = [INT64, INT64, POINTER, POINTER, INT]
-    function.restype = None
+    function = getattr(library, name if dtype is None else f"{name}_{NAMES[dtype]}")
+    function.argtypes, function.restype = ARGUMENTS[name], None
     return function
 
 
@@ -127,7 +193,7 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
             made = Path(folder) / kept.name
             # torch's own OpenMP by its file, so that there is one pool of threads, not two that wait for each other
             openmp = map(str, sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")))
-            command += [*FLAGS, str(SOURCE), *openmp, "-o", str(made)]
+            command += [*FLAGS, *map(str, SOURCES), *openmp, "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             with contextlib.suppress(OSError):  # a folder that cannot be written to: compiled anew by each process
                 _keep(made, kept)
@@ -175,5 +241,6 @@ def _digest() -> str:
         cpu = next(line for line in lines if line.startswith(("flags", "Features")))
     except (OSError, StopIteration):
         cpu = platform.processor()
+    sources = [source.read_text(encoding="utf-8") for source in SOURCES]
     system = [platform.machine(), *platform.libc_ver(), torch.__version__, cpu]
-    return hashlib.sha256("\0".join([*FLAGS, *system, SOURCE.read_text(encoding="utf-8")]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join([*FLAGS, *system, *sources]).encode()).hexdigest()[:16]

@@ -1,24 +1,38 @@
 """A linear layer that can be packed: on CPUs, its weight laid out once as the matrix units read it.
 
 oneDNN reorders a plain bfloat16 weight in every call; with few rows that is half of the time. A packed layer computes
-the same product, and fuses a ReLU or a residual into it. Packing is for inference: there is no gradient, and the plain
-weight is given up.
+the same product, and fuses a ReLU or a residual into it. bfloat16 on AMX tiles goes through a kernel of our own
+(`cpu_linear.cpp`), the rest through oneDNN. Packing is for inference: there is no gradient, and the plain weight is
+given up.
 """
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipdecode import cpu_kernels
+
+
+class Packed(Protocol):
+    """A packed weight [out, in], to be called as `Linear` is: [..., in] -> [..., out]."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, relu: bool = False, residual: Tensor | None = None
+    ) -> Tensor: ...
+
 
 class Linear(nn.Linear):
     """[..., in] -> [..., out]: x W^T + b, then ReLU or plus `residual` [..., out] where asked for."""
 
-    packed: Tensor | None = None
+    packed: Packed | None = None
 
     def forward(self, x: Tensor, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
         if self.packed is not None:
             assert not (torch.is_grad_enabled() and x.requires_grad), "a packed layer has no gradient"
-            return packed_linear(x, self.packed, self.bias, relu=relu, residual=residual)
+            return self.packed(x, self.bias, relu=relu, residual=residual)
         y = F.linear(x, self.weight, self.bias)
         if relu:
             y = F.relu(y)
@@ -31,27 +45,42 @@ class Linear(nn.Linear):
             self.register_parameter("weight", None)
 
 
-def pack(weight: Tensor) -> Tensor | None:
-    """The weight [out, in] as oneDNN wants it (an opaque tensor of as many bytes), or None where that is no gain."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def pack(weight: Tensor) -> Packed | None:
+    """The weight [out, in] in as many bytes, or None where that is no gain."""
+    if weight.device.type != "cpu":
         return None
-    if weight.dtype != torch.float32 and not (weight.dtype == torch.bfloat16 and _has_bfloat16()):
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and cpu_kernels.has_tiles():
+        return _Tiles(cpu_kernels.pack(weight), len(weight))
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
-    return packed
+    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _has_bfloat16()):
+        return _OneDNN(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous()))
+    return None
 
 
-def packed_linear(
-    x: Tensor, packed: Tensor, bias: Tensor | None, *, relu: bool = False, residual: Tensor | None = None
-) -> Tensor:
-    """As `Linear.forward`, with a weight from `pack`. The operators are those of `torch.compile`'s frozen graphs."""
-    y: Tensor
-    if residual is not None:
-        assert not relu, "one of the two"
-        y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
-    else:
-        y = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "relu" if relu else "none", [], "")
-    return y
+@dataclass
+class _Tiles:
+    weight: Tensor
+    outputs: int
+
+    def __call__(self, x: Tensor, bias: Tensor | None, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
+        return cpu_kernels.linear(x, self.weight, self.outputs, bias, relu=relu, residual=residual)
+
+
+@dataclass
+class _OneDNN:
+    """By the operators of `torch.compile`'s frozen graphs."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor, bias: Tensor | None, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
+        y: Tensor
+        if residual is not None:
+            assert not relu, "one of the two"
+            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, bias, "add")
+        else:
+            y = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "relu" if relu else "none", [], "")
+        return y
 
 
 def _has_bfloat16() -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from skipdecode.cache import KVCache
 from skipdecode.config import POSITION_OFFSET, OPTConfig, SwiftKVConfig
 from skipdecode.ffn_rows import RowFFNs
-from skipdecode.linear import Linear, pack, packed_linear
+from skipdecode.linear import Linear, Packed, pack
 from skipdecode.plan import LayerPlan
 from skipdecode.swiftkv import SwiftKV
 
@@ -111,7 +111,7 @@ class OPT(nn.Module):
         )
         has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
         self.swift = SwiftKV(config) if has_shared else None
-        self._packed_head: Tensor | None = None
+        self._packed_head: Packed | None = None
 
     def pack(self) -> "OPT":
         """For decoding on a CPU: weights as its matrix units read them (`skipdecode.linear`). Gives back itself.
@@ -179,7 +179,7 @@ class OPT(nn.Module):
         if self.project_out is not None:
             h = self.project_out(h)
         if self._packed_head is not None:
-            return packed_linear(h, self._packed_head, None)
+            return self._packed_head(h, None)
         logits: Tensor = F.linear(h, self.embed_tokens.weight)
         return logits
 

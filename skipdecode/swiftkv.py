@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.config import OPTConfig
-from skipdecode.linear import Linear, pack, packed_linear
+from skipdecode.linear import Linear, Packed, pack
 
 
 class Teacher(Protocol):
@@ -42,7 +42,7 @@ class SwiftKV(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=config.layer_norm_elementwise_affine)
         self.q = nn.ModuleList(Linear(width, width, bias=bias) for _ in range(shape.num_shared(config)))
         self._num_groups = shape.num_groups(config)
-        self._packed: list[Tensor] = []  # the parts of `kv.weight`, one per group
+        self._packed: list[Packed] = []  # the parts of `kv.weight`, one per group
         self.kv = nn.Linear(width, 2 * width * shape.num_groups(config), bias=bias)  # [group][K, V] along its rows
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class SwiftKV(nn.Module):
         if self._packed:
             groups = range(start, len(self._packed) if end is None else end)
             biases = [None] * len(self._packed) if self.kv.bias is None else self.kv.bias.chunk(len(self._packed))
-            kv = torch.cat([packed_linear(x, self._packed[group], biases[group]) for group in groups], dim=-1)
+            kv = torch.cat([self._packed[group](x, biases[group]) for group in groups], dim=-1)
         else:
             kv = F.linear(x, self.kv.weight[rows], bias)
         kv = kv.view(B, T, -1, 2, self.num_heads, D // self.num_heads)

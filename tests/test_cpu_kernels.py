@@ -101,7 +101,6 @@ def test_argmax_of_strange_numbers(dtype: torch.dtype) -> None:
 
 
 @compiled
-@compiled
 def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token() -> None:
     for value in ("nan", "-inf"):
         assert cpu_kernels.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
@@ -118,6 +117,81 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
     assert len(library.read_bytes()) == len(whole)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env | {"PATH": "", "CXX": ""}, check=True)  # kept
+
+
+tiles = pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+
+
+@tiles
+@given(
+    rows=st.integers(0, 140),
+    steps=st.integers(1, 9),
+    outputs=st.integers(1, 110),
+    seed=st.integers(0, 2**31),
+    then=st.sampled_from(["nothing", "relu", "residual"]),
+    has_bias=st.booleans(),
+    is_strided=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_products_on_tiles_are_those_of_float32(
+    rows: int, steps: int, outputs: int, seed: int, then: str, has_bias: bool, is_strided: bool, threads: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, 32 * steps, generator=rng).bfloat16() for n in (rows, outputs))
+    bias = torch.randn(outputs, generator=rng).bfloat16() if has_bias else None
+    residual = torch.randn(rows, outputs, generator=rng).bfloat16() if then == "residual" else None
+    wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
+    if is_strided:  # the last column of several, as the head gets it
+        x = torch.stack([x + 1, x], dim=1)[:, -1]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        packed = cpu_kernels.pack(weight)
+        made = cpu_kernels.linear(x, packed, outputs, bias, relu=then == "relu", residual=residual)
+        alone = [cpu_kernels.linear(row[None], packed, outputs, bias, relu=then == "relu") for row in x[:2]]
+    finally:
+        torch.set_num_threads(before)
+    assert made.shape == (rows, outputs)
+    # half a unit in the last place of bfloat16, and float32 sums in another order
+    assert torch.all((made.float() - wanted).abs() <= wanted.abs() / 256 + 1e-4)
+    if residual is None:
+        assert all(torch.equal(one[0], row) for one, row in zip(alone, made[:2], strict=True))
+
+
+@tiles
+def test_many_rows_go_through_in_parts() -> None:
+    """More rows than stay in the cache at once; each row's bits are those it has alone."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(1100, 3072).bfloat16(), torch.randn(40, 3072).bfloat16()
+    packed = cpu_kernels.pack(weight)
+    made, wanted = cpu_kernels.linear(x, packed, 40, None), x.float() @ weight.float().T
+    assert (made.float() - wanted).abs().max() <= wanted.abs().max() / 256
+    for row in (0, 255, 256, 600, 1099):
+        assert torch.equal(cpu_kernels.linear(x[row : row + 1], packed, 40, None)[0], made[row])
+
+
+@tiles
+def test_what_is_not_a_number_stays_so() -> None:
+    packed = cpu_kernels.pack(torch.ones(3, 32, dtype=torch.bfloat16))
+    x = torch.ones(2, 32, dtype=torch.bfloat16)
+    x[1, 5] = torch.nan
+    for relu in (False, True):
+        made = cpu_kernels.linear(x, packed, 3, None, relu=relu)
+        assert made.isnan().tolist() == [[False] * 3, [True] * 3]
+
+
+@tiles
+def test_a_wrong_operand_is_refused() -> None:
+    packed, x = cpu_kernels.pack(torch.ones(3, 32, dtype=torch.bfloat16)), torch.ones(2, 32, dtype=torch.bfloat16)
+    for keys in (
+        {"x": x[:, :16]}, {"x": x.float()}, {"outputs": 40}, {"bias": torch.ones(4, dtype=torch.bfloat16)},
+        {"residual": torch.ones(3, dtype=torch.bfloat16)}, {"relu": True, "residual": torch.ones(2, 3).bfloat16()},
+    ):  # fmt: skip
+        with pytest.raises(AssertionError):
+            cpu_kernels.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        cpu_kernels.pack(torch.ones(3, 30, dtype=torch.bfloat16))
 
 
 def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:

@@ -192,7 +192,7 @@ def test_deterministic_fixes_every_shape(
     loose = build(batch_size=5)
     calls.clear()
     loose(requests)
-    assert all(keys.keys() == {"decode_text", "schedule"} for _, keys in calls)
+    assert all(keys.keys() == {"decode_text", "schedule", "graphs"} for _, keys in calls)
 
 
 def test_deterministic_shapes_do_not_follow_free_memory(
