@@ -12,8 +12,8 @@ from statistics import median
 from skipdecode.config import OPTConfig
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_per_layer
 
-# Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is fused
-# into them, attention. A model that is not packed makes up to three times as many.
+# Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
+# fused into them, attention. A model that is not packed makes up to three times as many.
 ATTN_CALLS, FFN_CALLS, STEP_CALLS = 7, 3, 10
 # Beside a block that each row decides on: finding its rows; and if there are any, moving them and their likeness.
 FIND_CALLS, ROW_CALLS = 7, 8
