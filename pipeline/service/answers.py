@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.engine import Progress
-from actors.text_stream import INCOMPLETE, TextStream
+from actors.text_stream import TextStream
 from pipeline.service.parse import CompletionRequest
 from skipdecode.request import Request, TokenLogprobs
+from skipdecode.sampling import INCOMPLETE
 
 Decode = Callable[[Sequence[int]], str]
 DONE = b"data: [DONE]\n\n"
