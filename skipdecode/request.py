@@ -56,8 +56,6 @@ class Row:
         """Blocks in question that ran, per decode step; longer than needed once the row has ended."""
         self.logprobs: list[TokenLogprobs] = []
         """One per token where the request asks for them; longer than needed once the row has ended."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        """Of the prompt's tokens but the first, where the request asks for them."""
         self.finish_reason: str | None = None
         self._scan: StopScan | None = None
 

@@ -76,11 +76,9 @@ class Choice:
         return entry
 
     def _add_prompt(self, logprobs: dict[str, Any], progress: Progress) -> None:
-        row = progress.ticket.row
-        assert row is not None
         offset = 0
         for number, token in enumerate(self.request.prompt_tokens):
-            scored = row.prompt_logprobs[number - 1] if number else None  # nothing comes before the first
+            scored = progress.prompt_logprobs[number - 1] if number else None  # nothing comes before the first
             self._add_logprob(logprobs, token, scored, offset)
             offset += len(self._decode([token]))
 
