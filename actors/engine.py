@@ -115,7 +115,7 @@ class Engine:
         try:
             self._turn(made)
         except BaseException:
-            self.open |= dict.fromkeys(progress.ticket for progress in made)  # of which nobody will hear
+            self.open |= dict.fromkeys((progress.ticket for progress in made), None)  # of which nobody will hear
             raise
         return made
 
