@@ -33,7 +33,7 @@ class EngineDead(RuntimeError):
 class EngineThread:
     """`deliver` is called after each turn that made something, in the engine's thread; it must not wait.
 
-    At its end it is called once more, in the thread that finds out.
+    At its end it is called in the thread that finds out; of a turn that took too long, what it made may come after.
     """
 
     def __init__(
@@ -119,8 +119,6 @@ class EngineThread:
                 made = self.engine.turn()
                 self._turn_began = None
                 with self._wake:
-                    if self._error is not None:
-                        return  # the turn took too long, and all were told
                     self._num_waiting = len(self._inbox) + len(self.engine.waiting)
                     self._count(sum(progress.finish_reason is not None for progress in made))
                 self.num_running, self.cache_bytes = self.engine.num_running, self.engine.cache_bytes
