@@ -6,7 +6,7 @@ Nothing here looks at tokens.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Protocol
@@ -16,7 +16,7 @@ from actors.generator import Generator, free_bytes
 from skipdecode.config import OPTConfig
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.plan import Schedule
-from skipdecode.request import Request, Row
+from skipdecode.request import Request, Row, TokenLogprobs
 
 CACHE_SHARE = 0.5  # of the memory that is free at the start, for the caches of all batches
 
@@ -47,6 +47,8 @@ class Ticket:
     """Tokens that were given out."""
     max_company: int | None = None
     """Rows, itself included, that it may share a batch with, after a batch with it could not be decoded."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens but the first, once they are scored."""
 
     @property
     def has_ended(self) -> bool:
@@ -84,7 +86,10 @@ class Batches(Protocol):
         """The batch whose turn it is."""
 
     def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        """Forgets the batch of these tickets, of which work failed; gives back all that run in it."""
+        """Forgets the batch of these tickets, of which work failed; gives back all that were in it, ended or not.
+
+        Of newcomers that failed before they were in one, themselves.
+        """
 
     def clear_done(self) -> None:
         """Forgets batches without running rows."""
@@ -101,27 +106,38 @@ class Admission:
         schedule = self.generator.schedule(request.sampling.max_new_tokens)
         return Ticket(request, schedule, bucket_of(len(request.prompt_tokens), self.generator.config.length_buckets))
 
-    def row_bytes(self, ticket: Ticket) -> int:
-        num_new, itemsize = ticket.request.sampling.max_new_tokens, self.generator.dtype.itemsize
+    def row_bytes(self, ticket: Ticket, num_new: int) -> int:
+        """Cache of a row in line with `ticket` that may make `num_new` tokens."""
+        itemsize = self.generator.dtype.itemsize
         return _row_bytes(self.generator.model.config, ticket.schedule, ticket.bucket, num_new, itemsize)
 
-    def together(self, waiting: deque[Ticket], room: int, used_bytes: int) -> list[Ticket]:
-        """Of those in line with the first one (schedule and bucket), as many as may start now; at most `room`."""
-        if room < 1 or not waiting:
-            return []
-        first = waiting[0]
+    def together(
+        self, waiting: deque[Ticket], company: Sequence[Ticket], price: Callable[[int, int, int], int], must_fit: bool
+    ) -> list[Ticket]:
+        """Those in line with the first one (schedule, bucket, and whether company is limited) that may start now.
+
+        `company`: whom they join. `price`: bytes of all caches with so many of them, with the longest prompt and the
+        most new tokens among them. `must_fit`: the first one too; else it may start at any price.
+        """
         chosen: list[Ticket] = []
+        most, prompt, num_new = self.config.batch_size, 0, 0
+        most = min([most, *(ticket.max_company for ticket in company if ticket.max_company is not None)])
         for ticket in waiting:
-            if ticket.bucket != first.bucket or ticket.schedule != first.schedule:
+            if _line(ticket) != _line(waiting[0]):
                 continue
-            used_bytes += self.row_bytes(ticket)
-            company = min(t.max_company or room for t in (*chosen, ticket))
-            columns = (len(chosen) + 1) * ticket.bucket
-            is_full = columns > self.config.max_prefill_tokens or used_bytes > self.cache_budget
-            if len(chosen) >= min(room, company) or (chosen and is_full):
+            rows, most = len(chosen) + 1, min(most, ticket.max_company or most)
+            if len(company) + rows > most or (chosen and rows * ticket.bucket > self.config.max_prefill_tokens):
+                break
+            prompt = max(prompt, len(ticket.request.prompt_tokens))
+            num_new = max(num_new, ticket.request.sampling.max_new_tokens)
+            if (chosen or must_fit) and price(rows, prompt, num_new) > self.cache_budget:
                 break
             chosen.append(ticket)
         return chosen
+
+
+def _line(ticket: Ticket) -> tuple[int, bool, Schedule]:
+    return ticket.bucket, ticket.max_company is not None, ticket.schedule
 
 
 @lru_cache(maxsize=4096)

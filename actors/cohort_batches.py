@@ -49,10 +49,12 @@ class CohortBatches(Admission):
         since = time.monotonic() - self._last_start
         if num_running >= num_max / 2 and since < self._mean_life_s / num_max:
             return []
-        used = sum(batch.cache_bytes for batch in self._running)
-        if self._running and used + self.row_bytes(waiting[0]) > self.cache_budget:
-            return []
-        return self.together(waiting, self.config.batch_size, used)
+        used, first = sum(batch.cache_bytes for batch in self._running), waiting[0]
+
+        def price(num_rows: int, _: int, num_new: int) -> int:
+            return used + num_rows * self.row_bytes(first, num_new)
+
+        return self.together(waiting, [], price, must_fit=num_running > 0)
 
     def start(self, tickets: list[Ticket]) -> None:
         generator, is_fixed, bucket = self.generator, self.generator.config.deterministic, tickets[0].bucket
@@ -82,10 +84,10 @@ class CohortBatches(Admission):
 
     def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         for batch in self._running:
-            if batch.all_tickets[0] is tickets[0] or tickets[0] in batch.all_tickets:
+            if tickets[0] in batch.all_tickets:
                 self._running.remove(batch)
-                break
-        return [ticket for ticket in tickets if not ticket.has_ended]
+                return batch.all_tickets
+        return list(tickets)
 
     def clear_done(self) -> None:
         for batch in [batch for batch in self._running if batch.cohort.is_done]:

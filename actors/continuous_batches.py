@@ -1,4 +1,7 @@
-"""The scheduler `continuous`: requests with one schedule share a batch that they join and leave at any step."""
+"""The scheduler `continuous`: requests with one schedule share a batch that they join and leave at any step.
+
+Those whose batch has failed, and who may share one with so many only, have batches of their own beside it.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,14 +15,14 @@ from skipdecode.request import Request
 class PoolBatch:
     """A continuous batch and its requests, in the order they came."""
 
-    def __init__(self, batch: ContinuousBatch) -> None:
-        self.batch = batch
-        self._tickets: list[Ticket] = []
+    def __init__(self, batch: ContinuousBatch, is_limited: bool) -> None:
+        self.batch, self.is_limited = batch, is_limited
+        self.all_tickets: list[Ticket] = []
+        """Ended ones too, until the next step."""
 
     @property
     def tickets(self) -> list[Ticket]:
-        self._tickets = [ticket for ticket in self._tickets if not ticket.has_ended]
-        return list(self._tickets)
+        return [ticket for ticket in self.all_tickets if not ticket.has_ended]
 
     @property
     def cache_bytes(self) -> int:
@@ -29,14 +32,15 @@ class PoolBatch:
         rows = self.batch.join([ticket.request for ticket in tickets])
         for ticket, row in zip(tickets, rows, strict=True):
             ticket.row = row
-        self._tickets += tickets
+        self.all_tickets += tickets
 
     def step(self) -> None:
+        self.all_tickets = self.tickets
         self.batch.step()
 
 
 class ContinuousBatches(Admission):
-    """One continuous batch per schedule; newcomers join at once while it has places."""
+    """One continuous batch per schedule; newcomers join at once while it has places and memory."""
 
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
         super().__init__(generator, config)
@@ -59,22 +63,25 @@ class ContinuousBatches(Admission):
     def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
         if not waiting:
             return []
-        pool = self._pool_of(waiting[0])
+        pool = self._pool_for(waiting[0])
         if pool is None and len(self._pools) >= self.config.max_cohorts:
             return []
-        used, company = sum(pool.cache_bytes for pool in self._pools), pool.tickets if pool else []
-        if self._pools and used + self.row_bytes(waiting[0]) > self.cache_budget:
-            return []
-        limits = [ticket.max_company for ticket in (*company, waiting[0]) if ticket.max_company is not None]
-        return self.together(waiting, min([self.config.batch_size, *limits]) - len(company), used)
+        pool = pool or self._new_pool(waiting[0])
+        batch, others = pool.batch, sum(other.cache_bytes for other in self._pools if other is not pool)
+
+        def price(num_rows: int, prompt: int, num_new: int) -> int:
+            return others + batch.bytes_with(num_rows, prompt, num_new)
+
+        return self.together(waiting, pool.tickets, price, must_fit=len(self._pools) > 0)
 
     def start(self, tickets: list[Ticket]) -> None:
-        pool = self._pool_of(tickets[0])
-        if pool is None:
-            generator, schedule = self.generator, tickets[0].schedule
-            pool = PoolBatch(ContinuousBatch(generator.model, schedule, decode_text=generator.tokenizer.decode))
-            self._pools.append(pool)
+        """Prompts that fail leave the batch they were to join as it was."""
+        pool = self._pool_for(tickets[0])
+        if pool is not None:
+            return pool.join(tickets)
+        pool = self._new_pool(tickets[0])
         pool.join(tickets)
+        self._pools.append(pool)
 
     def next(self) -> PoolBatch | None:
         self.clear_done()
@@ -84,15 +91,26 @@ class ContinuousBatches(Admission):
         return self._pools[-1]
 
     def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        """A prompt that fails leaves the batch it was to join as it was."""
-        for pool in list(self._pools):
-            if tickets[0] in pool.tickets:
+        for pool in self._pools:
+            if tickets[0] in pool.all_tickets:
                 self._pools.remove(pool)
-        return [ticket for ticket in tickets if not ticket.has_ended]
+                return pool.all_tickets
+        return list(tickets)
 
     def clear_done(self) -> None:
         for pool in [pool for pool in self._pools if not pool.tickets]:
             self._pools.remove(pool)
 
-    def _pool_of(self, ticket: Ticket) -> PoolBatch | None:
-        return next((pool for pool in self._pools if pool.batch.schedule == ticket.schedule), None)
+    def _new_pool(self, ticket: Ticket) -> PoolBatch:
+        model, decode = self.generator.model, self.generator.tokenizer.decode
+        return PoolBatch(ContinuousBatch(model, ticket.schedule, decode_text=decode), ticket.max_company is not None)
+
+    def _pool_for(self, ticket: Ticket) -> PoolBatch | None:
+        """The batch that it joins now or, where company is not limited, when it has room."""
+        for pool in self._pools:
+            if pool.batch.schedule != ticket.schedule or pool.is_limited != (ticket.max_company is not None):
+                continue
+            limits = [t.max_company for t in (*pool.tickets, ticket) if t.max_company is not None]
+            if not limits or len(pool.tickets) < min(limits):
+                return pool
+        return None

@@ -33,6 +33,8 @@ class Progress:
     """Why there will be no more of it."""
     is_dead: bool = False
     """The error is the engine's end, not the request's own."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of the prompt's tokens but the first, with the first new tokens, where the request asks for them."""
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.waiting: deque[Ticket] = deque()
+        self.open: dict[Ticket, None] = {}
+        """Those that are wanted and were not told their end, in the order they came."""
         kind = ContinuousBatches if self.config.scheduler == "continuous" else CohortBatches
         self._batches: Batches = kind(self.generator, self.config)
 
@@ -69,19 +73,16 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return len(self.running_tickets())
+        return sum(len(batch.tickets) for batch in self._batches.running)
 
     @property
     def cache_bytes(self) -> int:
         return sum(batch.cache_bytes for batch in self._batches.running)
 
-    def running_tickets(self) -> list[Ticket]:
-        return [ticket for batch in self._batches.running for ticket in batch.tickets]
-
     def add(self, request: Request) -> Ticket:
         """Queues a request; ValueError when it can never run."""
         ticket = self.ticket(request)
-        self.waiting.append(ticket)
+        self.enqueue(ticket)
         return ticket
 
     def ticket(self, request: Request) -> Ticket:
@@ -89,18 +90,36 @@ class Engine:
         refuse_too_long([request], self.generator.model.config.max_position_embeddings)
         return self._batches.ticket(request)
 
+    def enqueue(self, ticket: Ticket) -> None:
+        """Queues what `ticket` made."""
+        self.open[ticket] = None
+        self.waiting.append(ticket)
+
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for it any more: it leaves the queue now, or its batch at the next step."""
-        if ticket in self.waiting:
+        if ticket not in self.open:
+            return
+        del self.open[ticket]
+        self.counts.cancelled += 1
+        if ticket.row is None:
             self.waiting.remove(ticket)
-            self.counts.cancelled += 1
-        elif ticket.row is not None and ticket.row.is_running:
+        else:
             ticket.row.cancel()
-            self.counts.cancelled += 1
 
     def turn(self) -> list[Progress]:
-        """Takes in at most one group of newcomers, then lets the next batch do a step."""
+        """Takes in at most one group of newcomers, then lets the next batch do a step.
+
+        What it raises is the end of the engine: all that are `open` wait in vain.
+        """
         made: list[Progress] = []
+        try:
+            self._turn(made)
+        except BaseException:
+            self.open |= dict.fromkeys((progress.ticket for progress in made), None)  # of which nobody will hear
+            raise
+        return made
+
+    def _turn(self, made: list[Progress]) -> None:
         newcomers = self._batches.choose(self.waiting)
         if newcomers:
             for ticket in newcomers:
@@ -114,14 +133,13 @@ class Engine:
             self.counts.row_steps += len(tickets)
             made += self._guarded(tickets, batch.step)
         self._batches.clear_done()
-        return made
 
     def _start(self, newcomers: list[Ticket]) -> None:
-        self._batches.start(newcomers)
-        for ticket in newcomers:
-            if ticket.request.score_prompt and ticket.row is not None:
+        for ticket in newcomers:  # before they join others, who must not suffer if it fails
+            if ticket.request.score_prompt and ticket.prompt_logprobs is None:
                 top = ticket.request.top_logprobs or 0
-                ticket.row.prompt_logprobs = score_prompt(self.generator.model, ticket.request.prompt_tokens, top)
+                ticket.prompt_logprobs = score_prompt(self.generator.model, ticket.request.prompt_tokens, top)
+        self._batches.start(newcomers)
 
     def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> list[Progress]:
         """Does the work for these tickets and says what it made; what they cannot do together they do in halves."""
@@ -134,31 +152,38 @@ class Engine:
         else:
             return self._progress(tickets)
         # outside `except`: the traceback holds the dead batch's cache
-        together = self._batches.drop(tickets)
-        if len(together) == 1:
+        together = [ticket for ticket in self._batches.drop(tickets) if ticket in self.open]
+        made = self._progress([ticket for ticket in together if ticket.has_ended])  # they lack nothing
+        left = [ticket for ticket in together if not ticket.has_ended]
+        if len(together) == 1 and left:
             self.counts.failed += 1
-            return [Progress(together[0], [], [], [], error=reason)]
-        for ticket in reversed(together):
+            del self.open[left[0]]
+            return [Progress(left[0], [], [], [], error=reason)]
+        for ticket in reversed(left):
             ticket.row, ticket.max_company = None, max(1, len(together) // 2)
             self.waiting.appendleft(ticket)
-        return []
+        return made
 
     def _progress(self, tickets: Sequence[Ticket]) -> list[Progress]:
+        """What is new of these. One that was started anew may end before it has anything new."""
         made = []
         for ticket in tickets:
             row = ticket.row
             assert row is not None
             new = row.tokens[ticket.num_sent :]
-            if not new or row.finish_reason == "cancelled":
+            if ticket not in self.open or (not new and row.is_running):
                 continue
             layers = [self._layers(ticket, n) for n in range(ticket.num_sent, len(row.tokens))]
             logprobs = row.logprobs[ticket.num_sent : len(row.tokens)]
             self.counts.output_tokens += len(new)
             self.counts.layers_run += sum(layers) - (layers[0] if ticket.num_sent == 0 else 0)
-            self.counts.finished += row.finish_reason is not None
-            ticket.num_sent = len(row.tokens)
+            scored = ticket.prompt_logprobs if ticket.num_sent == 0 else None
+            ticket.num_sent += len(new)
             ticket.first_token_at = ticket.first_token_at or time.monotonic()
-            made.append(Progress(ticket, new, layers, logprobs, row.finish_reason))
+            if not row.is_running:
+                self.counts.finished += 1
+                del self.open[ticket]
+            made.append(Progress(ticket, new, layers, logprobs, row.finish_reason, prompt_logprobs=scored or ()))
         return made
 
     def _layers(self, ticket: Ticket, n: int) -> int:

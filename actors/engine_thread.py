@@ -1,7 +1,7 @@
 """The engine in a thread of its own: requests from any thread in, progress out, a bounded queue, and its health.
 
-The thread ends when the engine cannot go on (its device is lost); whoever waits is told, and `check` says so from then
-on. No Ray, no HTTP.
+The thread ends when the engine cannot go on (its device is lost, a step takes for ever); whoever waits is told, and
+`check` says so from then on. No Ray, no HTTP.
 """
 
 import math
@@ -14,7 +14,7 @@ from actors.batches import Ticket
 from actors.engine import Engine, Progress
 from skipdecode.request import Request
 
-RATE_WINDOW_S = 10.0  # over which the rate of answers is taken, for Retry-After
+RATE_WINDOW_S = 10  # over which the rate of answers is taken, for Retry-After
 MAX_RETRY_AFTER_S = 60
 
 
@@ -31,7 +31,10 @@ class EngineDead(RuntimeError):
 
 
 class EngineThread:
-    """`deliver` is called in the engine's thread after each turn that made something; it must not wait."""
+    """`deliver` is called after each turn that made something, in the engine's thread; it must not wait.
+
+    At its end it is called in the thread that finds out; of a turn that took too long, what it made may come after.
+    """
 
     def __init__(
         self, engine: Engine, deliver: Callable[[Sequence[Progress]], None], *, max_waiting: int, stall_s: float
@@ -44,7 +47,7 @@ class EngineThread:
         self.num_running = 0
         """Requests in a batch, as of the last turn."""
         self.cache_bytes = 0
-        self._done_at: deque[float] = deque(maxlen=4096)
+        self._ended: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_S)  # (second, answers that ended in it)
         self._error: str | None = None
         self._is_stopping = False
         self._turn_began: float | None = None
@@ -57,17 +60,22 @@ class EngineThread:
         return self._num_waiting
 
     def submit(self, requests: Sequence[Request], on_ticket: Callable[[list[Ticket]], None]) -> list[Ticket]:
-        """Queues them all or none: `Overloaded`, `EngineDead`, or ValueError when one can never run.
+        """Queues them all or none: `Overloaded`, `EngineDead`, or ValueError when they can never run.
 
         `on_ticket` hears of the tickets before the engine does.
         """
+        if len(requests) > self._max_waiting:
+            raise ValueError(
+                f"{len(requests)} prompts in one request, and at most {self._max_waiting} may wait (limits.max_waiting)"
+            )
         tickets = [self.engine.ticket(request) for request in requests]
         with self._wake:
             self.check()
-            if self._num_waiting + len(tickets) > self._max_waiting and self._num_waiting:
-                raise Overloaded(self._num_waiting, self.retry_after_s())
+            missing = self._num_waiting + len(tickets) - self._max_waiting
+            if missing > 0:
+                raise Overloaded(self._num_waiting, self.retry_after_s(missing))
             on_ticket(tickets)
-            self._inbox.extend((self.engine.waiting.append, ticket) for ticket in tickets)
+            self._inbox.extend((self.engine.enqueue, ticket) for ticket in tickets)
             self._num_waiting += len(tickets)
             self._wake.notify()
         return tickets
@@ -80,17 +88,20 @@ class EngineThread:
 
     def check(self) -> None:
         """`EngineDead` when there will be no more answers: the thread has ended, or one turn takes for ever."""
-        if self._error is not None:
-            raise EngineDead(self._error)
         began = self._turn_began
         if began is not None and time.monotonic() - began > self._stall_s:
-            raise EngineDead(f"a step has been running for more than {self._stall_s:g} s")
+            self._end(f"a step has been running for more than {self._stall_s:g} s")
+        if not self._thread.is_alive():
+            self._end("its thread has ended")
+        if self._error is not None:
+            raise EngineDead(self._error)
 
-    def retry_after_s(self) -> int:
-        """When the present queue may have been worked off, by the rate of the last answers; at least 1."""
-        since = time.monotonic() - RATE_WINDOW_S
-        recent = sum(at > since for at in self._done_at)
-        wait_s = self._num_waiting * RATE_WINDOW_S / recent if recent else 1.0
+    def retry_after_s(self, num_places: int = 1) -> int:
+        """When so many more may have left the queue, by the rate of the last answers; at least 1."""
+        with self._wake:
+            since = time.monotonic() - RATE_WINDOW_S
+            recent = sum(count for second, count in self._ended if second > since)
+        wait_s = num_places * RATE_WINDOW_S / recent if recent else 1.0
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(wait_s)))
 
     def stop(self) -> None:
@@ -101,6 +112,7 @@ class EngineThread:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
+        reason = "the engine was stopped"
         try:
             while self._take_in():
                 self._turn_began = time.monotonic()
@@ -108,16 +120,31 @@ class EngineThread:
                 self._turn_began = None
                 with self._wake:
                     self._num_waiting = len(self._inbox) + len(self.engine.waiting)
+                    self._count(sum(progress.finish_reason is not None for progress in made))
                 self.num_running, self.cache_bytes = self.engine.num_running, self.engine.cache_bytes
-                ended = sum(progress.finish_reason is not None for progress in made)
-                self._done_at.extend([time.monotonic()] * ended)
                 if made:
                     self._deliver(made)
-            self._error = "the engine was stopped"
-        except Exception as error:  # told to all who wait; the process is of no use any more
-            self._error = f"{type(error).__name__}: {error}"[:2000]
+        except BaseException as error:  # told to all who wait; the process is of no use any more
+            reason = f"{type(error).__name__}: {error}"[:2000]
         self._turn_began = None
-        self._deliver([Progress(ticket, [], [], [], error=self._error, is_dead=True) for ticket in self._left()])
+        self._end(reason)
+
+    def _count(self, num_ended: int) -> None:
+        second = int(time.monotonic())
+        if self._ended and self._ended[-1][0] == second:
+            num_ended += self._ended.pop()[1]
+        if num_ended:
+            self._ended.append((second, num_ended))
+
+    def _end(self, reason: str) -> None:
+        """No more answers: tells all who wait, once."""
+        with self._wake:
+            if self._error is not None:
+                return
+            self._error, self._is_stopping = reason, True
+            left = [*self.engine.open, *(ticket for take, ticket in self._inbox if take == self.engine.enqueue)]
+            self._inbox.clear()
+        self._deliver([Progress(ticket, [], [], [], error=reason, is_dead=True) for ticket in left])
 
     def _take_in(self) -> bool:
         """Takes requests and cancellations in, waiting for some where there is nothing to do; False: stop."""
@@ -129,9 +156,3 @@ class EngineThread:
         for take, ticket in arrived:
             take(ticket)
         return not self._is_stopping
-
-    def _left(self) -> list[Ticket]:
-        with self._wake:
-            arrived = [ticket for take, ticket in self._inbox if take == self.engine.waiting.append]
-            self._inbox.clear()
-        return [*self.engine.running_tickets(), *self.engine.waiting, *arrived]

@@ -85,7 +85,8 @@ class Generator:
         self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack()
         if self.device.type == "cpu" and cpu_kernels.status() != "compiled":
             logger.warning("the CPU kernels are not used, decoding is slower: %s", cpu_kernels.status())
-        self._graphs = step_graphs(self.model)
+        # a graph attends over padded columns behind a mask, the engine over exact ones: other bits for the same row
+        self._graphs = None if config.deterministic else step_graphs(self.model)
         self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None

@@ -1,37 +1,26 @@
 """Tokens to text as they come: whole characters only, and nothing that may still turn out to be a stop string.
 
-What `push` and `finish` give, joined, is the text of all tokens at once, cut at the first stop string. The checkpoint's
-tokens are pieces of UTF-8, so a text can be taken up again behind any token that completes a character.
+What `push` and `finish` give, joined, is the text of all tokens at once, cut at the first stop string.
 """
 
 from collections.abc import Callable, Sequence
 
-from skipdecode.sampling import cut_at_stop
-
-INCOMPLETE = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
+from skipdecode.sampling import GrowingText, cut_at_stop
 
 
 class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
-        self._decode, self._stop = decode, stop
-        self._tokens: list[int] = []  # whose text may depend on the next token
+        self._text, self._stop = GrowingText(decode), stop
         self._held = ""  # may be the beginning of a stop string
         self._is_over = False
 
     def push(self, token: int) -> str:
         """The text that is certain now, and was not before."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if text.endswith(INCOMPLETE):
-            return ""
-        self._tokens = []
-        return self._release(self._held + text)
+        return self._release(self._held + self._text.push(token))
 
     def finish(self) -> str:
         """The rest: no more tokens will come."""
-        text = self._held + self._decode(self._tokens)
-        self._tokens, self._held = [], ""
-        return "" if self._is_over else cut_at_stop(text, self._stop)
+        return "" if self._is_over else cut_at_stop(self._held + self._text.rest, self._stop)
 
     def _release(self, text: str) -> str:
         if self._is_over:

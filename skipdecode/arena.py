@@ -7,8 +7,9 @@ is copied about once in its life. Slices of rows read and write like a `KVCache`
 B rows, R rows with memory, S columns visible, H heads, K head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,45 +30,57 @@ class Arena:
         self._config, self._owners, self._dtype, self._device = config, list(owners), dtype, device
         # what layers share is as long as the longest of them needs
         self._ends = {owner: max(e for e, o in zip(ends, owners, strict=True) if o == owner) for owner in set(owners)}
-        self.first = 0
         self.prompts: list[int] = []
         """Prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
-        self._k: dict[int, Tensor] = {}
-        self._v: dict[int, Tensor] = {}
-        self._allocate(0)
+        self._clear()
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for own in (self._k, self._v) for t in own.values())
 
+    def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
+        """Bytes held while `num_rows` more rows join, of up to `prompt` prompt tokens and `limit` new ones.
+
+        That is the cache that `add` copies from, the memory there is, and beside it what takes its place where it is
+        too small.
+        """
+        needed, columns = len(self.prompts) + num_rows, self._columns([*self.prompts, prompt], [*self._limits, limit])
+        is_enough = needed <= self._num_rows and self._has(columns)
+        grown = 0 if is_enough else self._nbytes(_with_spare(needed), columns.values())
+        return self._nbytes(num_rows, [prompt] * len(columns)) + self.nbytes + grown
+
     def add(self, cache: KVCache, keep: Tensor, prompts: Sequence[int], limits: Sequence[int]) -> None:
-        """Appends the rows `keep` [n] of a filled prompt cache, without their padding."""
+        """Appends the rows `keep` [n] of a filled prompt cache, without their padding.
+
+        Where memory runs out, the batch is as it was.
+        """
+        needed = len(self.prompts) + len(prompts)
+        columns = self._columns([*self.prompts, *prompts], [*self._limits, *limits])
+        if self.first + needed > self._num_rows or not self._has(columns):
+            self._move(range(len(self.prompts)), needed, columns)
         end = self.first + len(self.prompts)
-        self.prompts += prompts
-        self._limits += limits
-        if end + len(prompts) > self._num_rows or not self._has_columns():
-            self._move(list(range(len(self.prompts) - len(prompts))))
-            end = self.first + len(self.prompts) - len(prompts)
         longest = max(prompts)
         # column c of a row lies at c + its padding; columns behind its prompt are rubbish until they are written
-        columns = (torch.arange(longest, device=self._device) + cache.num_pad[keep, None]).clamp(max=cache.length - 1)
+        padded = (torch.arange(longest, device=self._device) + cache.num_pad[keep, None]).clamp(max=cache.length - 1)
         heads, dim = self._config.num_attention_heads, self._config.head_dim
-        at = columns[:, None, :, None].expand(-1, heads, -1, dim)
+        at = padded[:, None, :, None].expand(-1, heads, -1, dim)
         for owner in self._ends:
             for own, new in zip((self._k, self._v), cache.read(owner, 0), strict=True):
                 own[owner][end : end + len(prompts), :, :longest] = new[keep].gather(2, at)
+        self.prompts += prompts
+        self._limits += limits
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all rows but these (rising). What falls off at the ends costs nothing."""
-        if rows and list(rows) == list(range(rows[0], rows[-1] + 1)):
+        prompts, limits = [self.prompts[row] for row in rows], [self._limits[row] for row in rows]
+        if not rows:
+            self._clear()  # a burst of long rows leaves nothing behind
+        elif list(rows) == list(range(rows[0], rows[-1] + 1)):
             self.first += rows[0]
         else:
-            self._move(rows)
-        self.prompts = [self.prompts[row] for row in rows]
-        self._limits = [self._limits[row] for row in rows]
-        if not rows:
-            self._allocate(0)  # a burst of long rows leaves nothing behind
+            self._move(rows, len(rows), self._columns(prompts, limits))
+        self.prompts, self._limits = prompts, limits
 
     def begin(self, positions: Sequence[int]) -> None:
         """Before a step that writes column `positions[i]` of row i and reads up to it."""
@@ -88,39 +101,51 @@ class Arena:
         """Rows `start` to `end` - 1 of the batch, in the step begun."""
         return ArenaSlice(self, start, len(self._visible) if end is None else end)
 
-    def _has_columns(self) -> bool:
-        return all(self._columns(owner) <= self._k[owner].shape[2] for owner in self._ends)
+    def _has(self, columns: dict[int, int]) -> bool:
+        return all(columns[owner] <= self._k[owner].shape[2] for owner in self._ends)
 
-    def _columns(self, owner: int) -> int:
-        """Columns that the rows of the batch need in a layer: the last new token is not fed."""
-        end = self._ends[owner]
-        return max((p + min(n - 1, end) for p, n in zip(self.prompts, self._limits, strict=True)), default=0)
+    def _columns(self, prompts: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
+        """What rows need in each layer that has memory, in whole steps: the last new token is not fed."""
+        ends, limit = np.array(list(self._ends.values())), np.array(limits, dtype=np.int64)[:, None]
+        most = (np.array(prompts, dtype=np.int64)[:, None] + np.minimum(limit - 1, ends)).max(axis=0)
+        return {owner: -(-int(n) // COLUMN_STEP) * COLUMN_STEP for owner, n in zip(self._ends, most, strict=True)}
 
-    def _allocate(self, num_rows: int) -> None:
+    def _nbytes(self, num_rows: int, columns: Iterable[int]) -> int:
+        return 2 * num_rows * sum(columns) * self._config.hidden_size * self._dtype.itemsize
+
+    def _clear(self) -> None:
+        self._num_rows = self.first = 0
+        self._k, self._v = self._allocate(0, dict.fromkeys(self._ends, 0))
+
+    def _allocate(self, num_rows: int, columns: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         heads, dim = self._config.num_attention_heads, self._config.head_dim
-        self._num_rows, self.first = num_rows, 0
 
-        def make(owner: int) -> Tensor:
-            columns = -(-self._columns(owner) // COLUMN_STEP) * COLUMN_STEP
-            return torch.zeros(num_rows, heads, columns, dim, dtype=self._dtype, device=self._device)
+        def make() -> dict[int, Tensor]:
+            return {
+                owner: torch.zeros(num_rows, heads, columns[owner], dim, dtype=self._dtype, device=self._device)
+                for owner in self._ends
+            }
 
-        self._k = {owner: make(owner) for owner in self._ends}
-        self._v = {owner: make(owner) for owner in self._ends}
+        return make(), make()
 
-    def _move(self, rows: Sequence[int]) -> None:
-        """Rows of the batch to the front, in memory that has room for the batch and half as much again."""
-        needed = len(self.prompts)
-        old_k, old_v, first = self._k, self._v, self.first
-        keep = torch.tensor(rows, dtype=torch.int64, device=self._device) + first
-        room = self._num_rows
-        if needed > room or not self._has_columns() or room > 4 * max(needed, ROW_STEP):
-            room = -(-(needed + needed // 2) // ROW_STEP) * ROW_STEP
-            self._allocate(room)
-        self.first = 0
-        for owner in self._ends:
-            for old, new in ((old_k, self._k), (old_v, self._v)):
-                columns = min(old[owner].shape[2], new[owner].shape[2])
-                new[owner][: len(rows), :, :columns] = old[owner][keep, :, :columns]  # indexing copies first
+    def _move(self, rows: Sequence[int], needed: int, columns: dict[int, int]) -> None:
+        """Rows of the batch to the front; into other memory where this is too small or far too large for `needed`."""
+        k, v, room = self._k, self._v, self._num_rows
+        if needed > room or not self._has(columns) or room > 4 * max(needed, ROW_STEP):
+            room = _with_spare(needed)
+            k, v = self._allocate(room, columns)
+        at = torch.tensor(list(rows), dtype=torch.int64, device=self._device) + self.first
+        # the largest first: where there is memory to copy it through there is for all, so none stays behind
+        for owner in sorted(self._ends, key=lambda owner: -self._k[owner].shape[2]):
+            for old, new in ((self._k, k), (self._v, v)):
+                shared = min(old[owner].shape[2], new[owner].shape[2])
+                new[owner][: len(rows), :, :shared] = old[owner][at, :, :shared]  # indexing copies first
+        self._k, self._v, self._num_rows, self.first = k, v, room, 0
+
+
+def _with_spare(num_rows: int) -> int:
+    """Rows of memory for a batch: half as many again."""
+    return -(-(num_rows + num_rows // 2) // ROW_STEP) * ROW_STEP
 
 
 class ArenaSlice:

@@ -14,7 +14,7 @@ B rows, R rows with memory, C columns of a layer, S columns visible, H heads, K 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -56,12 +56,8 @@ class ContinuousBatch:
         check_continuous(schedule)
         self.model, self.schedule = model, schedule
         self._decode_text = decode_text
-        limit = model.config.max_position_embeddings
-        plans = [schedule.step(k) for k in range(limit)]
-        assert has_no_kv_holes(plans), f"{schedule} is not nested over its steps"
-        self._attn_ends = _ends([plan.attn for plan in plans])
-        self._ffn_ends = _ends([plan.ffn for plan in plans])
-        self._kv_layers = plans[0].kv_layers
+        self._attn_ends, self._ffn_ends = _layer_ends(schedule, model.config.max_position_embeddings)
+        self._kv_layers = schedule.step(0).kv_layers
         owners = kv_owners(schedule, model.config.kv_group_size)
         # under SwiftKV a layer's K/V are written for rows that do not run it
         ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
@@ -86,9 +82,16 @@ class ContinuousBatch:
     def cache_bytes(self) -> int:
         return self._arena.nbytes
 
+    def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
+        """Bytes held at most while so many rows join, of up to `prompt` tokens and `limit` new ones."""
+        return self._arena.bytes_with(num_rows, prompt, limit)
+
     @torch.inference_mode()
     def join(self, requests: Sequence[Request]) -> list[Row]:
-        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests."""
+        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests.
+
+        Where that fails, the batch goes on as it was.
+        """
         refuse_too_long(requests, self.model.config.max_position_embeddings)
         rows = [Row(request) for request in requests]
         tokens, num_pad = pad_prompts(self.model, requests, None, None)
@@ -107,9 +110,10 @@ class ContinuousBatch:
             requests = [requests[at] for at in stay]
             keep = torch.tensor(stay, device=self.model.device)
             limits = [r.sampling.max_new_tokens for r in requests]
+            newest = torch.cat([self._newest, first[keep]])
             self._arena.add(cache, keep, [len(r.prompt_tokens) for r in requests], limits)
             self._members += [members[at] for at in stay]
-            self._newest = torch.cat([self._newest, first[keep]])
+            self._newest = newest
             self._changed()
         return rows
 
@@ -181,9 +185,10 @@ class ContinuousBatch:
             keep = list(range(live[0], live[-1] + 1))
         if len(keep) == num_rows:
             return
+        newest = self._newest[torch.tensor(keep, dtype=torch.int64, device=self.model.device)]
         self._arena.keep(keep)
         self._members = [self._members[at] for at in keep]
-        self._newest = self._newest[torch.tensor(keep, dtype=torch.int64, device=self.model.device)]
+        self._newest = newest
         self._changed()
 
     def _changed(self) -> None:
@@ -219,6 +224,14 @@ def generate_continuous(
             rows += batch.join([waiting.popleft() for _ in range(min(room, len(waiting)))])
         batch.step()
     return rows, batch
+
+
+@lru_cache(maxsize=256)
+def _layer_ends(schedule: Schedule, num_steps: int) -> tuple[list[int], list[int]]:
+    """`_ends` of attention and of feed-forward. Kept: thousands of plans, for every batch of a schedule the same."""
+    plans = [schedule.step(k) for k in range(num_steps)]
+    assert has_no_kv_holes(plans), f"{schedule} is not nested over its steps"
+    return _ends([plan.attn for plan in plans]), _ends([plan.ffn for plan in plans])
 
 
 def _ends(runs: Sequence[Sequence[bool]]) -> list[int]:

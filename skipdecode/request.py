@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from skipdecode.plan import Schedule
-from skipdecode.sampling import Sampling, stop_length
+from skipdecode.sampling import Sampling, StopScan
 
 DecodeText = Callable[[Sequence[int]], str]
 CANCELLED = "cancelled"
@@ -56,9 +56,8 @@ class Row:
         """Blocks in question that ran, per decode step; longer than needed once the row has ended."""
         self.logprobs: list[TokenLogprobs] = []
         """One per token where the request asks for them; longer than needed once the row has ended."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        """Of the prompt's tokens but the first, where the request asks for them."""
         self.finish_reason: str | None = None
+        self._scan: StopScan | None = None
 
     @property
     def is_running(self) -> bool:
@@ -75,10 +74,12 @@ class Row:
             self.finish_reason = "stop"
         if sampling.stop:
             assert decode is not None, "a request has stop strings, and there is no decoder of text"
-            end = stop_length(self.tokens, checked, sampling.stop, decode)
-            if end is not None:
-                del self.tokens[end:]
-                self.finish_reason = "stop"
+            self._scan = self._scan or StopScan(sampling.stop, decode)
+            for at in range(checked, len(self.tokens)):
+                if self._scan.push(self.tokens[at]):
+                    del self.tokens[at + 1 :]
+                    self.finish_reason = "stop"
+                    break
 
     def cancel(self) -> None:
         """Nobody waits for it any more; without effect on a row that has ended."""

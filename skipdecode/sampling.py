@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+INCOMPLETE = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
+MAX_OPEN, MAX_PARTS = 8, 3  # an unfinished character has at most three bytes, and so lies in as many tokens with text
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -33,25 +36,49 @@ def row_uniforms(seed: int, row_id: str, count: int) -> np.ndarray:
     return ((raw >> np.uint64(40)).astype(np.float64) * 2.0**-24).astype(np.float32)  # 24 bits: exact in float32
 
 
-def stop_length(
-    tokens: Sequence[int], checked: int, stop: Sequence[str], decode: Callable[[Sequence[int]], str]
-) -> int | None:
-    """How many of `tokens` it takes until the text holds a stop string; None when it does not.
+class GrowingText:
+    """Tokens to text one by one: what `push` has given, and then `rest`, is the text of all tokens at once.
 
-    The first `checked` tokens are known to hold none.
+    A token costs the same however long the text is. Tokens are pieces of UTF-8, special ones have no text.
     """
-    # a stop string spans at most as many tokens with text as it has bytes, so older tokens cannot matter
-    start, needed = checked, max(len(s.encode()) for s in stop)
-    while start > 0 and needed > 0:
-        start -= 1
-        needed -= decode(tokens[start : start + 1]) != ""  # special tokens have no text
-    if not any(s in decode(tokens[start:]) for s in stop):
-        return None
-    for end in range(checked + 1, len(tokens) + 1):
-        text = decode(tokens[start:end])
-        if any(s in text for s in stop):
-            return end
-    return len(tokens)
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._open: list[int] = []  # the last tokens, while they end in what may be part of a character
+        self._given = 0  # characters of their text that `push` has given
+        self.rest = ""
+        """The end of the text, which the next token may change: INCOMPLETE, or nothing."""
+
+    def push(self, token: int) -> str:
+        """The characters that are certain now and were not before."""
+        self._open.append(token)
+        text = self._decode(self._open)[self._given :]
+        certain = text.removesuffix(INCOMPLETE)
+        self.rest = text[len(certain) :]
+        if not self.rest:
+            self._open, self._given = [], 0
+        elif len(self._open) <= MAX_OPEN:
+            self._given += len(certain)
+        else:
+            self._open = [t for t in self._open if self._decode([t])][-MAX_PARTS:]
+            self._given = len(self._decode(self._open)) - 1
+        return certain
+
+
+class StopScan:
+    """Looks for stop strings in a text that grows token by token."""
+
+    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._stop, self._text = stop, GrowingText(decode)
+        self._longest = max(map(len, stop))
+        self._tail = ""  # of the text so far, where a stop string may have begun
+
+    def push(self, token: int) -> bool:
+        """Whether the text holds a stop string with this token; not to be asked again once it does."""
+        text = self._tail + self._text.push(token)
+        self._tail = text[max(0, len(text) - self._longest + 1) :]
+        text += self._text.rest
+        return any(s in text for s in self._stop)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.tokenizer import OPTTokenizer
-from skipdecode.continuous import ContinuousBatch, check_continuous, generate_continuous
+from skipdecode.continuous import ContinuousBatch, _layer_ends, check_continuous, generate_continuous
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
@@ -157,6 +157,62 @@ def test_memory_follows_the_rows(loaded: OPT) -> None:
         batch.step()
     batch.step()
     assert batch.cache_bytes == 0
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+@torch.inference_mode()
+def test_the_price_of_a_join_is_what_it_takes(loaded: OPT, data: st.DataObject) -> None:
+    """The prompts' cache, the memory there was, and what took its place because it was too small."""
+    batch = ContinuousBatch(loaded, SkipDecode(L, 5, 2, 1, 12))
+    num_grown = 0
+    for turn in range(data.draw(st.integers(1, 6))):
+        count, prompt = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 80))
+        limit, steps = data.draw(st.integers(2, 40)), data.draw(st.integers(0, 12))
+        prompts = random_prompts([prompt] * count, seed=turn)
+        batch._drop_ended(carry=0.0)
+        before, memory, room = batch.cache_bytes, batch._arena._k, batch._arena._num_rows
+        price = batch.bytes_with(count, prompt, limit)
+        batch.join([Request(f"{turn}-{i}", p, greedy(limit, ignore_eos=True)) for i, p in enumerate(prompts)])
+        is_replaced = batch._arena._k is not memory and batch.cache_bytes >= before
+        prompt_cache = 2 * L * count * prompt * loaded.config.hidden_size * 4
+        if batch._arena._k is memory or batch.cache_bytes >= before:
+            assert price == prompt_cache + before + is_replaced * batch.cache_bytes
+        assert price >= prompt_cache + max(before, batch.cache_bytes)
+        num_grown += batch._arena._num_rows > room
+        for _ in range(steps):
+            batch.step()
+    assert num_grown > 0
+
+
+def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: OPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = SkipDecode(L, 5, 2, 1, 12)
+    prompts = random_prompts([5] * 5 + [70], seed=3)
+    pool = [Request(str(i), p, greedy(9 + i, ignore_eos=True)) for i, p in enumerate(prompts)]
+    batch = ContinuousBatch(loaded, schedule)
+    rows = batch.join(pool[:5])
+    batch.step()
+
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("out of memory, so to speak")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch._arena, "_allocate", out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.join(pool[5:])  # more columns than there are
+    batch.step()
+    rows += batch.join(pool[5:])
+    while not batch.is_done:
+        batch.step()
+    assert [row.tokens for row in rows] == [alone(loaded, request, schedule)[0] for request in pool]
+
+
+def test_a_schedule_is_looked_through_once(loaded: OPT) -> None:
+    """Thousands of plans; a batch is made anew whenever rows come after a pause."""
+    ContinuousBatch(loaded, SkipDecode(L, 5, 2, 1, 77))
+    misses = _layer_ends.cache_info().misses
+    ContinuousBatch(loaded, SkipDecode(L, 5, 2, 1, 77))
+    assert _layer_ends.cache_info().misses == misses
 
 
 def test_a_long_stream_of_rows_stays_small(loaded: OPT) -> None:

@@ -18,7 +18,8 @@ from skipdecode import generate as decoder
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.model import OPT
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
-from skipdecode.sampling import cut_at_stop, stop_length
+from skipdecode.request import Row
+from skipdecode.sampling import Sampling, StopScan, cut_at_stop
 from skipdecode.train import teacher_batch, teacher_forced_logits
 from skipdecode.weights import load_opt
 from tests.naive import greedy, naive_decode, random_prompts, requests_for, tokens_of
@@ -370,12 +371,12 @@ def test_the_check_interval_does_not_matter(
     for at in specials:
         tokens.insert(at, 1)
     wanted = defined_end(tokens, stop, tokenizer.decode)
-    found = None
+    row = Row(Request("x", [2], Sampling(len(tokens) + 1, stop=tuple(stop), ignore_eos=True)))
     for checked in range(0, len(tokens), interval):
-        found = stop_length(tokens[: checked + interval], checked, stop, tokenizer.decode)
-        if found is not None:
+        row.take(tokens[checked : checked + interval], 2, tokenizer.decode)
+        if not row.is_running:
             break
-    assert found == wanted
+    assert (len(row.tokens) if row.finish_reason == "stop" else None) == wanted
     if wanted is not None:
         cut = cut_at_stop(tokenizer.decode(tokens[:wanted]), stop)
         assert not any(s in cut for s in stop)
@@ -385,9 +386,8 @@ def test_the_check_interval_does_not_matter(
 def test_stop_string_of_a_character_split_over_tokens(tokenizer: OPTTokenizer) -> None:
     tokens = tokenizer.encode(["x🙂y"])[0][1:]
     assert len(tokens) >= 5, "the tokenizer has merged the bytes of the character"
-    assert stop_length(tokens, 0, ["🙂"], tokenizer.decode) == len(tokens) - 1
-    for checked in range(len(tokens) - 1):
-        assert stop_length(tokens, checked, ["🙂"], tokenizer.decode) == len(tokens) - 1
+    scan = StopScan(["🙂"], tokenizer.decode)
+    assert [scan.push(token) for token in tokens[:-1]] == [False] * (len(tokens) - 2) + [True]
 
 
 def test_eos_and_stop_string_and_limit_together(

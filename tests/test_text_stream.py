@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from actors.text_stream import TextStream
 from actors.tokenizer import OPTTokenizer
 from skipdecode.model import OPT
-from skipdecode.sampling import cut_at_stop
+from skipdecode.sampling import GrowingText, StopScan, cut_at_stop
 from tests.conftest import VOCAB
 
 
@@ -46,3 +46,39 @@ def test_text_comes_at_once_where_it_can(loaded: OPT, tiny_checkpoint: Path) -> 
     assert len([part for part in parts if part]) >= 5
     assert parts[-1] == "!", "the beginning of a stop string was given out"
     assert "🙂" in parts
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_bytes_that_are_no_characters_cost_no_more_the_longer_they_go_on(
+    loaded: OPT, tiny_checkpoint: Path, data: st.DataObject
+) -> None:
+    """Lone parts of characters, special tokens and now and then a whole character, dozens of tokens long."""
+    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    broken = [token for token in range(VOCAB) if tokenizer.decode([token]).endswith("\ufffd")]
+    whole = tokenizer.encode(["🙂\ufffdé"])[0][1:]
+    pieces = st.one_of(st.sampled_from(broken).map(lambda t: [t]), st.just([1, 1, 1]), st.just(whole))
+    tokens = [token for piece in data.draw(st.lists(pieces, max_size=40)) for token in piece]
+    num_decoded = 0
+
+    def decode(part: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(part)
+        return tokenizer.decode(part)
+
+    text = GrowingText(decode)
+    assert "".join(text.push(token) for token in tokens) + text.rest == tokenizer.decode(tokens)
+    assert num_decoded <= 15 * len(tokens)
+
+
+def test_a_long_stop_string_costs_no_more_per_token() -> None:
+    num_decoded = 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(tokens)
+        return "x" * len(tokens)
+
+    scan = StopScan(["x" * 1500, "y" * 5000], decode)
+    assert [scan.push(7) for _ in range(1500)] == [False] * 1499 + [True]
+    assert num_decoded == 1500

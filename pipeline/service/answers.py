@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.engine import Progress
-from actors.text_stream import INCOMPLETE, TextStream
+from actors.text_stream import TextStream
 from pipeline.service.parse import CompletionRequest
 from skipdecode.request import Request, TokenLogprobs
+from skipdecode.sampling import INCOMPLETE
 
 Decode = Callable[[Sequence[int]], str]
 DONE = b"data: [DONE]\n\n"
@@ -75,11 +76,9 @@ class Choice:
         return entry
 
     def _add_prompt(self, logprobs: dict[str, Any], progress: Progress) -> None:
-        row = progress.ticket.row
-        assert row is not None
         offset = 0
         for number, token in enumerate(self.request.prompt_tokens):
-            scored = row.prompt_logprobs[number - 1] if number else None  # nothing comes before the first
+            scored = progress.prompt_logprobs[number - 1] if number else None  # nothing comes before the first
             self._add_logprob(logprobs, token, scored, offset)
             offset += len(self._decode([token]))
 
