@@ -73,11 +73,16 @@ def test_the_last_tick_comes_at_the_end_and_after_an_error_but_a_signal_does_not
     with pytest.raises(ValueError), Ticker(ticks.append, 60.0):
         raise ValueError
     assert ticks == [True]
+
+    def interrupted() -> None:
+        with Ticker(tick, 0.01):
+            while len(ticks) < 2:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
     started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Ticker(tick, 0.01):
-        while len(ticks) < 2:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert time.monotonic() - started < 5
     assert ticks == [True, False]
     stuck.set()
