@@ -12,7 +12,7 @@ from pipeline.progress import describe
 from pipeline.report_batches import BatchTotals
 from pipeline.report_data import DataTotals, layers_by_step
 from pipeline.report_html import _speed
-from skipdecode.schedule import make_schedule
+from skipdecode.schedule import make_schedule, settle_ffn_skip
 
 
 def batch(ours_s: float, full_s: float | None, **more: Any) -> dict[str, Any]:
@@ -120,7 +120,11 @@ def report(decode: dict[str, Any], prefill: str = "full", errors: int = 0) -> di
         (report(SKIP), 0.0, "set baseline.fraction above 0"),
         (report({"method": "full"}), 0.02, "at full depth itself"),
         (report({"method": "skipdecode", "speedup": 1}), 0.02, "at full depth itself"),
-        (report({"method": "full", "ffn_skip": {"mode": "row"}}), 0.0, "set baseline.fraction above 0"),
+        (
+            report({"method": "full", "ffn_skip": settle_ffn_skip({"mode": "row"})}),
+            0.0,
+            "set baseline.fraction above 0",
+        ),
         (report({"method": "full"}, "swiftkv"), 0.0, "set baseline.fraction above 0"),
         (report(SKIP, errors=3), 0.02, "every pass at full depth failed. Of the passes at full depth 3 failed, the"),
         (report(SKIP, errors=3), 0.02, "OutOfMemoryError: 3 &lt; 4"),
