@@ -1,4 +1,7 @@
-"""What all verbs share: help on stdout, one JSON document as its last line however a verb ends, the run folder."""
+"""What all verbs share: help on stdout, one JSON document as its last line, the run folder.
+
+That failures end in a document too is in `test_bad_input` and `test_ending`.
+"""
 
 import argparse
 import json
@@ -32,15 +35,6 @@ def test_a_wrong_command_line_ends_in_a_document_too() -> None:
     assert done.returncode == 2
     assert "--no-such-option" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["exit_code"] == 2
-
-
-def test_a_failure_ends_in_a_document_too(tmp_path: Path) -> None:
-    done = verb("generate", "--config", str(tmp_path / "none.yaml"))
-    assert done.returncode == 2
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert document["exit_code"] == 2
-    assert document["error"].startswith(f"--config {tmp_path}/none.yaml: ")
-    assert document["error"] in done.stderr
 
 
 def named(*words: str) -> tuple[str, list[str]]:

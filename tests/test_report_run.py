@@ -364,6 +364,7 @@ def test_prometheus_was_told_what_the_files_say(finished: Finished) -> None:
     assert values["ray_skipdecode_speedup"] == pytest.approx(report["speedup"]["measured"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_that_were_decoded_again_are_told(finished: Finished, tmp_path: Path) -> None:
     """A resumed run: two data files are gone, and their rows are made once more."""
     output = tmp_path / "run"
