@@ -164,9 +164,9 @@ class DecodeStage:
             started = time.monotonic()
             answers |= self._taken(parts[mine])
             longest_s = max(longest_s, time.monotonic() - started)
+            fault_point("sharing")
         ends_at = time.monotonic() + HELP_TIMEOUT_S + 3 * longest_s
         while (found := ray.get(self.leftovers.collect.remote(key))).num_lent and time.monotonic() < ends_at:
-            fault_point("wait for help")
             answers |= found.answers
             time.sleep(ASK_S[0])
         answers |= found.answers | ray.get(self.leftovers.close.remote(key))

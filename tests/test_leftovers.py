@@ -204,12 +204,13 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("point", ["help", "wait for help"])
+@pytest.mark.parametrize("point", ["help", "sharing"])
 def test_a_worker_that_dies_while_parts_are_lent_costs_no_row(
     point: str, calm: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """A helper with rows of another's window in hand, and an owner that waits for its helper."""
-    done = run(shared_run(tmp_path), environment({point: {"signal": "SIGKILL", "times": 1}}, tmp_path))
+    """A helper with rows of another's window in hand; an owner after the second part of a window that it shares."""
+    fault = {"signal": "SIGKILL", "times": 1, "after": int(point == "sharing")}
+    done = run(shared_run(tmp_path), environment({point: fault}, tmp_path))
     assert done.returncode == 0, done.stderr
     assert hits(tmp_path) == [point]
     report = json.loads((tmp_path / "run/report.json").read_text())
