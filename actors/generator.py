@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
 CACHE_SHARE = 0.25  # of the free memory, for the cache of one batch (host memory is shared with Ray)
 DETERMINISTIC_ROWS = 32  # `auto` under `deterministic`: the same on every machine
-FIRST_PAIRS = (0, 2, 4)  # batches of each worker always measured at full depth too: two give a useless interval
+FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
 
 
 # A device-side assert and its like: the CUDA context is gone for this process. Older torch has no kind for it.
@@ -92,7 +92,7 @@ class Generator:
         self.ceilings: Ceilings | None = None
         if config.baseline_fraction > 0:
             self.ceilings = measure_ceilings(str(self.device), str(self.dtype).removeprefix("torch."))
-        self._num_batches = self._num_pairs = 0
+        self._num_batches = self._num_turns = self._num_pairs = 0
         self._warm_up()
         self.load_s = time.perf_counter() - start
 
@@ -107,7 +107,7 @@ class Generator:
             batch_size=batch_size or self.config.batch_size,
             prefill=prefill or self.config.prefill,
         )
-        other._num_batches = other._num_pairs = 0
+        other._num_batches = other._num_turns = other._num_pairs = 0
         other._warm_up()
         return other
 
@@ -121,13 +121,17 @@ class Generator:
             kv_layers=opt.kv_layers(self.config.prefill),
         )
 
-    def __call__(self, requests: Sequence[Request]) -> WindowResult:
-        """One answer per request, in order; a row that cannot be decoded is a `RowFailure`, never an exception."""
+    def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
+        """One answer per request, in order; a row that cannot be decoded is a `RowFailure`, never an exception.
+
+        `may_measure`: a share of the batches is decoded at full depth too. Not of rows that are no fair sample (parts
+        of another worker's window are small, and of the longest rows); these do not count for the share either.
+        """
         answers: dict[int, Answer] = {}
         result = WindowResult([])
         for batch in self.cut(requests):
             schedule = self.schedule(requests[batch.rows[0]].sampling.max_new_tokens)
-            answers |= self._decode(batch, requests, schedule, result.batches)
+            answers |= self._decode(batch, requests, schedule, result.batches, may_measure)
         assert sorted(answers) == list(range(len(requests))), "rows in are not rows out"
         result.answers = [answers[row] for row in range(len(requests))]
         return result
@@ -164,12 +168,13 @@ class Generator:
         requests: Sequence[Request],
         schedule: Schedule,
         records: list[dict[str, Any]],
+        may_measure: bool,
         split_error: str | None = None,
     ) -> dict[int, Answer]:
         """`split_error`: why the larger batch that this one is a half of could not be decoded."""
         chosen = [requests[row] for row in batch.rows]
         try:
-            completions = self._measured(batch, chosen, schedule, records)
+            completions = self._measured(batch, chosen, schedule, records, may_measure)
             if split_error is not None:
                 records[-1]["split_error"] = split_error
             return dict(zip(batch.rows, completions, strict=True))
@@ -185,15 +190,20 @@ class Generator:
         half = len(batch.rows) // 2
         answers: dict[int, Answer] = {}
         for rows in (batch.rows[:half], batch.rows[half:]):
-            answers |= self._decode(Batch(rows, batch.bucket), requests, schedule, records, message)
+            answers |= self._decode(Batch(rows, batch.bucket), requests, schedule, records, may_measure, message)
         return answers
 
     def _measured(
-        self, batch: Batch, chosen: Sequence[Request], schedule: Schedule, records: list[dict[str, Any]]
+        self,
+        batch: Batch,
+        chosen: Sequence[Request],
+        schedule: Schedule,
+        records: list[dict[str, Any]],
+        may_measure: bool,
     ) -> list[Completion]:
         """Decodes the batch, at full depth too when its turn has come, and records what it cost."""
         started_at = time.time()
-        is_paired = self._takes_turn() and schedule != self.full
+        is_paired = may_measure and self._takes_turn() and schedule != self.full
         full: BatchResult | None = None
         full_error = None
         is_first = self._num_pairs % 2 == 1  # A B B A: drift of the machine cancels out
@@ -212,6 +222,7 @@ class Generator:
             record |= self._predicted(result, schedule)
         records.append(record)
         self._num_batches += 1
+        self._num_turns += may_measure
         return result.completions
 
     def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
@@ -229,7 +240,7 @@ class Generator:
         return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, graphs=self._graphs, **fixed)
 
     def _takes_turn(self) -> bool:
-        fraction, n = self.config.baseline_fraction, self._num_batches
+        fraction, n = self.config.baseline_fraction, self._num_turns
         return fraction > 0 and (n in FIRST_PAIRS or int((n + 1) * fraction) > int(n * fraction))
 
     def _predicted(self, result: BatchResult, schedule: Schedule) -> dict[str, float]:

@@ -2,11 +2,14 @@
 
 `python benchmarks/simulate.py [--result benchmarks/results/...json] [--workers 1 8 64 256 1024] [--rows 10000000] ...`
 
-A worker loads the model, takes windows of batches, and loses what it has in hand when it dies. Step times are those of
+A worker loads the model and takes windows of batches; a window is written once all of its batches are done, whoever did
+them, and when its worker dies before, all of it is decoded again. Who dies over a batch of another's loses that batch.
+Step times are those of
 `jobs.bench` for one schedule: time of a step = a + b * rows, fitted over the batch sizes measured; a batch gets smaller
 by halves as its rows end, as the decoder does. Lengths of answers are log-normal. Workers differ in speed, some are
 stragglers, and fail at random. The driver hands out windows one after the other. At the end whoever is idle takes
-batches that nobody has begun (`actors.share_leftovers`), or with `--naive` stands still.
+batches that nobody has begun (`actors.share_leftovers`), or with `--naive` stands still. The shares printed add up to
+the time paid for.
 Not simulated: the network, reading the corpus, nodes that die with several workers, prices that change.
 """
 
@@ -16,9 +19,8 @@ import json
 import math
 import random
 import sys
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 RESULT = Path(__file__).parent / "results/2026-11-21-bench-opt-125m-cpu.json"
@@ -71,7 +73,7 @@ class Plan:
     max_new_tokens: int = 256
     load_s: float = 60.0
     write_s: float = 0.012
-    """Between two windows of a worker: handing rows on, taking the next."""
+    """Between two windows of a worker: handing rows on to be written, which goes on beside the decoding."""
     driver_s: float = 0.02
     """The driver's own time per window; it hands out one after the other."""
     straggler_share: float = 0.01
@@ -86,31 +88,60 @@ class Plan:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Batch:
+    number: int
+    seconds: float
+    """At speed 1."""
+    owner: int
+    """The worker whose window it is of."""
+    attempt: int = 0
+    """How often that worker has died over it."""
+
+
 @dataclass
 class Worker:
     speed: float
     dies_at: float
-    left: deque[float] = field(default_factory=deque)
-    """Batches of its window that it has not begun, seconds at speed 1."""
-    window: list[float] = field(default_factory=list)
-    busy_s: float = 0.0
-    ended_at: float = 0.0
+    free_at: float
+    """Since when it has had nothing to do."""
+    next_at: float
+    """When something happens to it: its batch ends, it dies, it is ready again."""
+    window: list[Batch] = field(default_factory=list)
+    """Until it is written."""
+    left: list[Batch] = field(default_factory=list)
+    """Of the window, what nobody has begun, the shortest first: they are taken from the end."""
+    done: dict[int, float] = field(default_factory=dict)
+    """Of the window, batch -> seconds that it took."""
+    in_hand: Batch | None = None
+    began_at: float = 0.0
+    is_idle: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """What a run took; the shares are of the time paid for, and add up to 1 with `efficiency`."""
+
     workers: int
     hours: float
     cost: float
     efficiency: float
-    """Seconds of decoding that was needed over seconds paid for."""
+    """Decoding that was needed, at speed 1."""
     load: float
-    """Shares of the time paid for: loading, waiting for the driver and writing, waiting at the end, lost to deaths."""
+    """First loading."""
     driver: float
+    """Waiting for the next window."""
+    checkpoints: float
+    """Handing rows on to be written."""
     tail: float
+    """Standing still, at the end."""
     restarts: float
+    """Deaths: decoded in vain, started and loaded again."""
     stragglers: float
-    """Decoding that took longer than at speed 1."""
+    """Decoding that took longer than at speed 1; below 0: shorter."""
+
+
+SHARES = ("efficiency", "load", "driver", "checkpoints", "tail", "restarts", "stragglers")
 
 
 class Simulation:
@@ -122,24 +153,26 @@ class Simulation:
         rest = num_batches % per_window
         self.windows = [per_window] * (num_batches // per_window) + [rest] * (rest > 0)
         self.workers = [self._worker() for _ in range(workers)]
-        self.driver_free_at = self.needed_s = self.decoded_s = self.lost_s = self.waited_s = 0.0
-        self.starts = workers
+        self.events = [(plan.load_s, number) for number in range(workers)]  # (time, worker)
+        self.written: list[int] = []
+        self.restarts: list[tuple[float, float]] = []  # from, to
+        self.num_batches = 0
+        self.driver_free_at = self.ends_at = 0.0
+        self.needed_s = self.decoded_s = self.lost_s = self.waited_s = self.written_s = self.idle_s = 0.0
 
     def run(self) -> Outcome:
-        plan, events = self.plan, list[tuple[float, int, float]]()  # (time, worker, batch that ends then; 0: none)
-        for number in range(len(self.workers)):
-            heapq.heappush(events, (plan.load_s, number, 0.0))
-        while events:
-            now, number, batch = heapq.heappop(events)
+        while self.events:
+            now, number = heapq.heappop(self.events)
             worker = self.workers[number]
-            if now >= worker.dies_at and (batch or worker.left):
-                heapq.heappush(events, (self._die(worker, now, batch), number, 0.0))
-                continue
-            if batch:
-                self._end(worker, batch, now)
-            start = self._next(worker, now)
-            if start is not None:
-                heapq.heappush(events, (start[0] + start[1] * worker.speed, number, start[1]))
+            if now != worker.next_at:
+                continue  # woken before
+            if worker.in_hand is None:
+                self._begin(number, now)
+            elif now == worker.dies_at:
+                self._die(number, worker.in_hand, now)
+            else:
+                self._end(number, worker.in_hand, now)
+                self._begin(number, now)
         return self._outcome()
 
     def _pool_of_batches(self, times: StepTimes) -> list[float]:
@@ -158,58 +191,101 @@ class Simulation:
         speed = self.rng.lognormvariate(0, plan.speed_sigma)
         if self.rng.random() < plan.straggler_share:
             speed *= plan.straggler_factor
-        return Worker(speed, self._lifetime(0.0), ended_at=plan.load_s)
+        return Worker(speed, self._lifetime(0.0), free_at=plan.load_s, next_at=plan.load_s)
 
     def _lifetime(self, now: float) -> float:
         rate = self.plan.failures_per_worker_hour
         return now + 3600 * self.rng.expovariate(rate) if rate else float("inf")
 
-    def _next(self, worker: Worker, now: float) -> tuple[float, float] | None:
-        """When the worker begins its next batch, and which; None: there is no more for it."""
-        if not worker.left and self.windows:
-            worker.window = [self.rng.choice(self.batches) for _ in range(self.windows.pop())]
-            worker.left = deque(sorted(worker.window, reverse=True))  # what takes longest first
-            self.needed_s += sum(worker.window)
-            handed_at = max(self.driver_free_at, now) + self.plan.driver_s
-            self.driver_free_at = handed_at
-            start = max(now + self.plan.write_s, handed_at)
-            self.waited_s += start - now
-            return start, worker.left.popleft()
-        if worker.left:
-            return now, worker.left.popleft()
-        if self.plan.shares:
-            richest = max(self.workers, key=lambda other: len(other.left))
-            if richest.left:
-                return now, richest.left.popleft()
-        return None
+    def _at(self, number: int, moment: float) -> None:
+        self.workers[number].next_at = moment
+        heapq.heappush(self.events, (moment, number))
 
-    def _end(self, worker: Worker, batch: float, now: float) -> None:
-        worker.busy_s += batch * worker.speed
-        self.decoded_s += batch * worker.speed
-        worker.ended_at = now
+    def _wake(self, number: int, moment: float) -> None:
+        if self.workers[number].is_idle and moment < self.workers[number].next_at:
+            self._at(number, moment)
 
-    def _die(self, worker: Worker, now: float, batch: float) -> float:
-        """Its window is decoded again from the start; when it is back."""
-        done = [b for b in worker.window if b not in worker.left]
-        self.lost_s += sum(done) * worker.speed
-        worker.left = deque(sorted([*worker.left, *done], reverse=True))
-        if batch and batch not in done:  # somebody else's
-            worker.left.appendleft(batch)
-        self.starts += 1
-        worker.dies_at = self._lifetime(now)
-        return now + self.plan.restart_s + self.plan.load_s
+    def _begin(self, number: int, now: float) -> None:
+        """The worker begins its next batch, or stands still: there is none for it now."""
+        worker, begins_at = self.workers[number], now
+        if not worker.window and self.windows:
+            begins_at = self._hand_out(number, now)
+        source = worker
+        if not worker.window and self.plan.shares:  # with a window of its own it waits for its helpers
+            source = max(self.workers, key=lambda other: len(other.left))
+        if not source.left:
+            worker.is_idle, worker.next_at = True, float("inf")
+            return
+        self.idle_s += now - worker.free_at
+        worker.is_idle, worker.in_hand, worker.began_at = False, source.left.pop(), begins_at
+        if worker.dies_at <= begins_at:  # while it stood still, with nothing to lose
+            worker.dies_at = self._lifetime(begins_at)
+        self._at(number, min(begins_at + worker.in_hand.seconds * worker.speed, worker.dies_at))
+
+    def _hand_out(self, number: int, now: float) -> float:
+        """Gives the worker a window; when it can begin."""
+        worker, plan = self.workers[number], self.plan
+        for _ in range(self.windows.pop()):
+            worker.window.append(Batch(self.num_batches, self.rng.choice(self.batches), number))
+            self.num_batches += 1
+        worker.left = sorted(worker.window, key=lambda batch: batch.seconds)  # what takes longest is begun first
+        self.needed_s += sum(batch.seconds for batch in worker.window)
+        self.driver_free_at = max(self.driver_free_at, now) + plan.driver_s
+        begins_at = max(now + plan.write_s, self.driver_free_at)
+        self.written_s += plan.write_s
+        self.waited_s += begins_at - now - plan.write_s
+        return begins_at
+
+    def _end(self, number: int, batch: Batch, now: float) -> None:
+        worker, owner = self.workers[number], self.workers[batch.owner]
+        took = now - worker.began_at
+        worker.in_hand, worker.free_at = None, now
+        self.decoded_s += took
+        self.ends_at = now
+        if batch not in owner.window:  # the owner has died meanwhile: nobody wants it
+            self.lost_s += took
+            return
+        owner.done[batch.number] = took
+        if len(owner.done) == len(owner.window):
+            self.written += owner.done
+            owner.window, owner.done = [], {}
+            self._wake(batch.owner, now)
+
+    def _die(self, number: int, batch: Batch, now: float) -> None:
+        """Its window is decoded again from the start; a batch of another's goes back."""
+        plan, worker, owner = self.plan, self.workers[number], self.workers[batch.owner]
+        worker.in_hand = None
+        self.decoded_s += now - worker.began_at
+        self.lost_s += now - worker.began_at + sum(worker.done.values())
+        worker.window = [replace(one, attempt=one.attempt + 1) for one in worker.window]
+        worker.left, worker.done = sorted(worker.window, key=lambda one: one.seconds), {}
+        if owner is not worker and batch in owner.window:
+            owner.left.append(batch)
+            self._wake(batch.owner, now)
+        worker.free_at = now + plan.restart_s + plan.load_s
+        worker.dies_at = self._lifetime(worker.free_at)
+        self.restarts.append((now, worker.free_at))
+        self._at(number, worker.free_at)
+        for other in range(len(self.workers)):  # there is work again, once it is back
+            self._wake(other, worker.free_at)
 
     def _outcome(self) -> Outcome:
-        plan, count = self.plan, len(self.workers)
-        end = max(worker.ended_at for worker in self.workers)
+        plan, count, end = self.plan, len(self.workers), self.ends_at
         paid_s = end * count
-        tail_s = sum(end - worker.ended_at for worker in self.workers)
-        restarts_s = self.lost_s + (self.starts - count) * (plan.restart_s + plan.load_s)
+        self.idle_s += sum(max(0.0, end - worker.free_at) for worker in self.workers)
+        restarts_s = self.lost_s + sum(max(0.0, min(to, end) - since) for since, to in self.restarts)
         return Outcome(
-            count, end / 3600, count * end / 3600 * plan.price_per_hour, self.needed_s / paid_s,
-            plan.load_s * count / paid_s, self.waited_s / paid_s, tail_s / paid_s, restarts_s / paid_s,
-            max(0.0, self.decoded_s - self.lost_s - self.needed_s) / paid_s,
-        )  # fmt: skip
+            workers=count,
+            hours=end / 3600,
+            cost=paid_s / 3600 * plan.price_per_hour,
+            efficiency=self.needed_s / paid_s,
+            load=plan.load_s * count / paid_s,
+            driver=self.waited_s / paid_s,
+            checkpoints=self.written_s / paid_s,
+            tail=self.idle_s / paid_s,
+            restarts=restarts_s / paid_s,
+            stragglers=(self.decoded_s - self.lost_s - self.needed_s) / paid_s,
+        )
 
 
 def _log_mean(plan: Plan) -> float:
@@ -233,13 +309,12 @@ def main() -> None:
     times = StepTimes.from_result(arguments.result, arguments.schedule)
     keys = {name: getattr(arguments, name) for name in asdict(Plan()) if name != "shares"}
     plan = Plan(**keys, shares=not arguments.naive)
-    print("workers     hours        cost  efficiency   load  driver   tail  deaths  stragglers", file=sys.stderr)
+    print(f"workers     hours        cost  {'  '.join(f'{name:>11}' for name in SHARES)}", file=sys.stderr)
     outcomes = []
     for workers in arguments.workers:
         found = simulate(plan, times, workers)
         outcomes.append(asdict(found))
-        shares = (found.efficiency, found.load, found.driver, found.tail, found.restarts, found.stragglers)
-        cells = "  ".join(f"{100 * share:6.2f}%" for share in shares)
+        cells = "  ".join(f"{100 * getattr(found, name):10.2f}%" for name in SHARES)
         print(f"{workers:7}  {found.hours:8.2f}  {found.cost:10,.0f}  {cells}", file=sys.stderr)
     source = {"result": arguments.result.name, "schedule": arguments.schedule}
     print(json.dumps(source | {"plan": asdict(plan), "outcomes": outcomes}))

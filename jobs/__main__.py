@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-from jobs.cli import note
-
 FIRST = ("doctor", "demo", "generate", "verify", "retry", "report")
 """The order in which one needs them; the others follow by name."""
 
@@ -15,12 +13,12 @@ def verbs() -> list[str]:
 
 
 def main() -> int:
-    note("python -m jobs.<verb> [--help]:\n")
+    print("python -m jobs.<verb> [--help]:\n")
     for verb in verbs():
         text = (Path(__file__).parent / f"{verb}.py").read_text(encoding="utf-8")
         first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        note(f"  {verb:10} {first.partition(': ')[2]}")
-    note("\nBegin with: python -m jobs.demo   (or: python -m jobs.doctor -i your-prompts/)")
+        print(f"  {verb:10} {first.partition(': ')[2]}")
+    print("\nBegin with: python -m jobs.demo   (or: python -m jobs.doctor -i your-prompts/)")
     return 0
 
 

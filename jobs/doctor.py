@@ -21,6 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. model.source=my-model")
     arguments = parser.parse_intermixed_args(argv)
+    from pipeline.versions import check_versions
+
+    if missing := check_versions().missing:  # before anything that needs it is imported
+        for problem in missing:
+            note(f"WRONG: {problem}")
+        result({"problems": missing})
+        return ERROR
     from pipeline.config import ConfigError, JobConfig, build_config, read_tree, set_key
     from pipeline.doctor import examine
 
@@ -58,10 +65,14 @@ def show(document: dict[str, Any]) -> None:
         where = f"cluster {ray['address']}" if ray["address"] else "would be started in the run's own process"
         note(f"Ray: {where}, {ray['num_cpus']:g} CPUs, {ray['num_gpus']:g} GPUs, {ray['nodes']} nodes")
     if choice:
-        sizes = ", ".join(f"{size} (up to {bucket} tokens)" for bucket, size in choice["batch_size"].items())
-        note(f"model: {choice['model']}, {choice['layers']} layers, loaded in {choice['load_s']:.1f} s")
+        loaded = "not loaded here" if choice["load_s"] is None else f"loaded in {choice['load_s']:.1f} s"
+        note(f"model: {choice['model']}, {choice['layers']} layers, {loaded}")
         note(f"would decode in {choice['dtype']} on {choice['device']} with {choice['decode']}")
-        note(f"batch size by prompt length: {sizes}")
+        if choice["batch_size"] is None:
+            note("batch size: known on a machine with such a GPU only")
+        else:
+            sizes = ", ".join(f"{size} (up to {bucket} tokens)" for bucket, size in choice["batch_size"].items())
+            note(f"batch size by prompt length: {sizes}")
     for problem in document["problems"]:
         note(f"WRONG: {problem}")
     note(f"{len(document['problems'])} problems" if document["problems"] else "nothing is wrong")

@@ -81,6 +81,9 @@ def main(argv: list[str] | None = None) -> int:
 def summarize(finished: "RunResult") -> None:
     """The figures of a run in three lines, on stderr."""
     report, folder = finished.report, finished.folder
+    if "speedup" not in report:  # the run is finished, its report could not be made
+        note(f"done: {report['completed']} rows ok, {report['failed']} failed\ndata: {folder.path('data')}")
+        return
     s, agreement = report["speedup"], report["agreement"]["token_match"]
     interval = f" (95 %: {s['ci95'][0]:.2f} to {s['ci95'][1]:.2f})" if s["ci95"] else ""
     note(

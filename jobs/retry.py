@@ -2,28 +2,29 @@
 
 Tried are rows that failed of something that can change: prompt_too_long, bad_parameters, poison_row, engine_error. What
 may differ from the run: input.too_long, sampling.max_new_tokens, and whatever does not decide what a row becomes (paths
-of the same files, actors.*, limits.*, baseline.*). The last line on stdout is one JSON document. Exit codes: 0 done, or
-nothing to retry; 2 nothing was changed; 3 more rows failed than limits.max_failed_rows; 1 anything else.
+of the same files, actors.*, limits.*, baseline.*). It is said by `key=value`, or by a `--config FILE`, which may name
+OUT too (output.path). The last line on stdout is one JSON document. Exit codes: 0 done, or nothing to retry; 2 nothing
+was changed; 3 more rows failed than limits.max_failed_rows; 1 anything else.
 """
 
 import argparse
 import traceback
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, TOO_MANY_FAILED, fail, note, result, start
+from jobs.cli import BAD_CONFIG, ERROR, OK, TOO_MANY_FAILED, add_run_folder, fail, note, result, run_folder, start
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.retry", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("output", metavar="OUT", help="the run folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. input.too_long=truncate_left")
+    add_run_folder(parser)
     arguments = parser.parse_intermixed_args(argv)
     from pipeline.config import ConfigError
     from pipeline.retry import retry
 
     try:
-        done = retry(arguments.output, arguments.overrides, note)
+        output, tree, overrides = run_folder(parser, arguments)
+        done = retry(output, tree, overrides, note)
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """`python -m jobs.verify OUT`: proves from the files alone that a run lost no row and doubled none.
 
 Every row of the input once, good or failed; nothing else there; files whole; counts equal to run.json and report.json.
+In place of OUT and -i a configuration may name them (`--config FILE`, `output.path=OUT`, `input.path=IN`).
 The last line on stdout is one JSON document. Exit codes: 0 all of it holds; 1 something does not (the list is on
 stderr, the first 20 of each kind); 2 OUT is no run folder.
 """
@@ -8,22 +9,25 @@ stderr, the first 20 of each kind); 2 OUT is no run folder.
 import argparse
 import traceback
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
+from jobs.cli import BAD_CONFIG, ERROR, OK, add_run_folder, fail, note, result, run_folder, start
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("output", metavar="OUT", help="the run folder")
+    add_run_folder(parser)
     parser.add_argument("-i", "--input", action="append", metavar="PATH", help="where the input lies now (repeatable)")
     parser.add_argument("--no-input", action="store_true", help="check the output alone; the input may be gone")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     from pipeline.config import ConfigError
     from pipeline.verify import verify
 
     try:
-        verdict = verify(arguments.output, note, arguments.input, read_input=not arguments.no_input)
+        output, tree, _ = run_folder(parser, arguments)
+        given = (tree.get("input") or {}).get("path")
+        inputs = arguments.input or ([given] if isinstance(given, str) else given)
+        verdict = verify(output, note, inputs, read_input=not arguments.no_input)
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
     except Exception as error:

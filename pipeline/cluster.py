@@ -107,7 +107,8 @@ def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) ->
     if num_gpus and low * num_gpus > cluster.num_gpus:
         raise ConfigError(
             f"actors.num_actors: {low} actors with {num_gpus:g} GPUs each need {low * num_gpus:g} GPUs, "
-            f"the cluster has {cluster.num_gpus:g}; lower actors.num_actors or actors.num_gpus"
+            f"the cluster has {cluster.num_gpus:g}; lower actors.num_actors or actors.num_gpus (or, if the cluster "
+            "grows by itself, keep nodes for the first actors up: what cannot start is refused at once)"
         )
     if not num_gpus and actors.num_cpus == "auto" and low > cluster.num_cores:
         raise ConfigError(

@@ -37,6 +37,7 @@ class DecodeStage:
     ) -> None:
         self.sampling, self.metrics, self.ledger, self.leftovers = sampling, metrics, ledger, leftovers
         self._hand = threading.Lock()  # a window, or rows of another worker's: one of them at a time
+        self._num_windows = 0
         context = ray.get_runtime_context()
         self.worker = context.get_actor_id()[:12]  # the same after a restart on another host
         process = Process(context.get_node_id(), socket.gethostname(), os.getpid())
@@ -74,6 +75,7 @@ class DecodeStage:
         ids, tokens = table["id"].to_pylist(), table[PROMPT_TOKENS].to_pylist()
         samplings = table[SAMPLING].to_pylist()
         window = f"{ids[0]} {messages[0]}"
+        self._num_windows += 1
         if self.leftovers is not None:
             self.leftovers.began.remote(self.worker)
         rows = [row for row, code in enumerate(codes) if not code]
@@ -123,80 +125,99 @@ class DecodeStage:
 
     def _batches(self, requests: Sequence[Request]) -> dict[str, Answer]:
         """Answers by row id, decoded batch by batch, those that take longest first; with help when others are idle."""
-        batches = [[requests[row] for row in batch.rows] for batch in self.generator.cut(requests)]
-        left = sorted(batches, key=_length, reverse=True)
+        left = longest_first([[requests[row] for row in batch.rows] for batch in self.generator.cut(requests)])
         answers: dict[str, Answer] = {}
         while left:
-            num_idle = ray.get(self.leftovers.num_idle.remote())
+            num_idle = self._num_idle()
             parts = split_parts(left, 1 + num_idle, MIN_SHARED_ROWS)
             if num_idle and len(parts) > 1:
                 return answers | self._with_help(parts)
             answers |= self._taken(left.pop(0))
         return answers
 
+    def _num_idle(self) -> int:
+        if self.leftovers is None:
+            return 0
+        try:
+            return int(ray.get(self.leftovers.num_idle.remote()))
+        except ray.exceptions.RayActorError:
+            self.leftovers = None  # lost: from here on nothing is shared, and nothing else is amiss
+            return 0
+
     def _with_help(self, parts: Sequence[Sequence[Request]]) -> dict[str, Answer]:
-        """The same, of parts that others may take; waits for theirs, and does itself what does not come."""
-        key, answers, longest_s = uuid.uuid4().hex, dict[str, Answer](), 0.0
+        """The same, of parts that others may take; does itself what does not come."""
+        answers: dict[str, Answer] = {}
+        try:
+            self._share(parts, answers)
+        except ray.exceptions.RayActorError:
+            self.leftovers = None  # if it was the ledger that is lost, the run ends with the next question to it
+        for part in parts:
+            if part[0].id not in answers:  # a helper may have died of these rows: the ledger knows
+                answers |= zip((request.id for request in part), self._answers(part), strict=True)
+        return answers
+
+    def _share(self, parts: Sequence[Sequence[Request]], answers: dict[str, Answer]) -> None:
+        """Offers the parts, adds to `answers` those of its own and those that come in time."""
+        key, longest_s = uuid.uuid4().hex, 0.0
         ray.get(self.leftovers.offer.remote(key, self.worker, parts))
         while (mine := ray.get(self.leftovers.take.remote(key))) is not None:
             started = time.monotonic()
             answers |= self._taken(parts[mine])
             longest_s = max(longest_s, time.monotonic() - started)
+            fault_point("sharing")
         ends_at = time.monotonic() + HELP_TIMEOUT_S + 3 * longest_s
-        again: list[int] = []
         while (found := ray.get(self.leftovers.collect.remote(key))).num_lent and time.monotonic() < ends_at:
             answers |= found.answers
-            again += found.lost
             time.sleep(ASK_S[0])
-        answers |= found.answers
-        again += [*found.lost, *ray.get(self.leftovers.close.remote(key))]
-        for number in again:  # a helper may have died of them: the ledger knows
-            rows = parts[number]
-            answers |= zip((request.id for request in rows), self._answers(rows), strict=True)
-        return answers
+        answers |= found.answers | ray.get(self.leftovers.close.remote(key))
 
     def _help(self) -> None:
         """Takes parts of other workers' windows whenever there is none of its own; ends with the run."""
         wait_s = ASK_S[0]
-        while True:
+        while self.leftovers is not None:
             time.sleep(wait_s)
             wait_s = min(1.5 * wait_s, ASK_S[1])
             if not self._hand.acquire(blocking=False):
                 wait_s = ASK_S[0]
                 continue
             try:
-                while (loan := ray.get(self.leftovers.ask.remote(self.worker))) is not None:
-                    fault_point("help")
-                    self.leftovers.give.remote(loan, self._taken(loan.requests))
+                while self.leftovers is not None:
+                    loan = ray.get(self.leftovers.ask.remote(self.worker))
+                    if loan is None:
+                        break
+                    self.leftovers.give.remote(loan, self._taken(loan.requests, is_borrowed=True))
                     self.ledger.finished.remote(self.worker, "", (), 0)
                     wait_s = ASK_S[0]
-            except ray.exceptions.RayError:  # the driver's end of the run is gone
+            except ray.exceptions.RayError:  # the driver's end of the run is gone, or the leftovers are
                 return
             finally:
                 self._hand.release()
 
-    def _taken(self, requests: Sequence[Request]) -> dict[str, Answer]:
+    def _taken(self, requests: Sequence[Request], is_borrowed: bool = False) -> dict[str, Answer]:
         """Answers by row id; the ledger knows meanwhile who has these rows in hand."""
         ray.get(self.ledger.take.remote(self.worker, tuple(request.id for request in requests)))
-        made = self._part(requests, frozenset())
+        if is_borrowed:
+            fault_point("help")
+        made = self._part(requests, frozenset(), is_borrowed)
         self.ledger.decoded.remote(self.worker, None)
         return made
 
-    def _part(self, requests: Sequence[Request], known: Set[str]) -> dict[str, Answer]:
+    def _part(self, requests: Sequence[Request], known: Set[str], is_borrowed: bool = False) -> dict[str, Answer]:
         """Answers by row id; rows `known` from before are not counted again."""
         started_at = time.time()
         for request in requests:
             fault_point(f"decode {request.id}")
-        result = self._generate(requests)
+        result = self._generate(requests, may_measure=not is_borrowed)
         answers = {request.id: answer for request, answer in zip(requests, result.answers, strict=True)}
         fresh = [answer for row, answer in answers.items() if row not in known]
-        self._count(started_at, len(fresh), sum(isinstance(a, RowFailure) for a in fresh), result.batches)
+        failed = sum(isinstance(answer, RowFailure) for answer in fresh)
+        self._count(started_at, len(fresh), failed, result.batches, is_borrowed)
         return answers
 
-    def _generate(self, requests: Sequence[Request]) -> WindowResult:
+    def _generate(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         """Ends the process when its device is lost: a new one may get another context."""
         try:
-            return self.generator(requests)
+            return self.generator(requests, may_measure)
         except DEVICE_LOST as error:
             ray.get(self.ledger.dying.remote(self.worker, f"{type(error).__name__}: {error}"[:500]))
             os._exit(1)
@@ -204,15 +225,22 @@ class DecodeStage:
     def _control(self) -> dict[str, Answer]:
         """Decodes two tokens after BOS, which any worker can that can do anything."""
         bos = self.generator.model.config.bos_token_id
-        self._generate([Request("control", [bos], Sampling(max_new_tokens=2))])
+        self._generate([Request("control", [bos], Sampling(max_new_tokens=2))], may_measure=False)
         return {}
 
-    def _count(self, started_at: float, rows: int, failed: int, batches: list[dict[str, Any]]) -> None:
+    def _count(
+        self, started_at: float, rows: int, failed: int, batches: list[dict[str, Any]], is_borrowed: bool = False
+    ) -> None:
         if rows or batches:
-            window = {"started_at": started_at, "ended_at": time.time(), "rows": rows, "failed": failed}
+            window: dict[str, Any] = {"started_at": started_at, "ended_at": time.time(), "rows": rows, "failed": failed}
+            window["window"] = 0 if is_borrowed else self._num_windows
             self.metrics.window_done.remote(self.worker, window, batches)
 
 
-def _length(batch: Sequence[Request]) -> int:
-    """Of the longest row, prompt and answer: what decides how long a batch takes, as far as one can know before."""
-    return max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in batch)
+def longest_first(batches: Sequence[Sequence[Request]]) -> list[Sequence[Request]]:
+    """By their longest row, prompt and answer: what decides how long a batch takes, as far as one can know before."""
+    return sorted(
+        batches,
+        key=lambda batch: max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in batch),
+        reverse=True,
+    )

@@ -1,26 +1,25 @@
 """What this machine is, what a run would choose on it, and what is wrong. Loads the model once, changes nothing."""
 
-import importlib.metadata
 import os
 import shutil
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 
 from actors.generator import Generator, GeneratorConfig, choose_device, free_bytes
-from pipeline.checks import check_model, resolve_dtype
-from pipeline.cluster import OBJECT_STORE_BYTES, Cluster, num_cores, plan_pool, start_ray
+from pipeline.checks import Model, check_model, resolve_dtype
+from pipeline.cluster import OBJECT_STORE_BYTES, Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import list_input
 from pipeline.machine import provenance
 from pipeline.run_folder import Note, RunFolder
+from pipeline.versions import check_versions
 from skipdecode.cost import cache_bytes_per_row
+from skipdecode.hub import resolve_source
+from skipdecode.schedule import make_schedule
 
-PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 LOW_DISK_BYTES = 1 << 30
 PACKAGES = ("ray", "torch", "pyarrow", "numpy", "tokenizers")
 GIB = 1 << 30
@@ -41,15 +40,16 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Any]:
             problems.append(str(error))
             return None
 
-    device = choose_device("auto")
+    cluster = attempt(find_cluster)
     document: dict[str, Any] = {
-        "machine": provenance(device, PACKAGES) | machine(),
+        "machine": provenance(choose_device("auto"), PACKAGES) | machine(),
         "gpus": gpus(),
-        "ray": attempt(ray_facts),
+        "ray": None if cluster is None else ray_facts(cluster),
     }
-    problems += wrong_versions() + wrong_devices() + wrong_places()
+    problems += check_versions().wrong + wrong_devices() + wrong_places()
+    pool = None if cluster is None else attempt(lambda: fitting_pool(config, cluster))
+    device = worker_device(config, cluster, pool)
     document["choice"] = attempt(lambda: choice(config, device, note))
-    attempt(lambda: pool(config, document["ray"]))
     if has_input:
         found = attempt(lambda: list_input(config.input))
         document["input"] = None if found is None else {"files": len(found.files), "format": found.format}
@@ -84,64 +84,91 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def ray_facts() -> dict[str, Any]:
-    """Of the cluster that RAY_ADDRESS names; without one, of what a run would start in its own process."""
+def find_cluster() -> Cluster:
+    """That which RAY_ADDRESS names, joined; without one, what a run would start in its own process."""
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        cores, num_gpus = num_cores(), torch.cuda.device_count()
-        return {"address": None, "num_cpus": float(max(8, 4 * cores)), "num_gpus": float(num_gpus), "nodes": 1}
+        cores = num_cores()
+        return Cluster(float(max(8, 4 * cores)), float(torch.cuda.device_count()), cores, is_embedded=True)
     try:
-        cluster = start_ray()
+        return start_ray()
     except Exception as error:  # Ray raises what its transport raised
         raise ConfigError(
             f"RAY_ADDRESS: {address} does not answer ({error}); unset it to run on this machine alone"
         ) from error
-    nodes = len(cluster.node_cpus)
-    return {"address": address, "num_cpus": cluster.num_cpus, "num_gpus": cluster.num_gpus, "nodes": nodes}
 
 
-def pool(config: JobConfig, facts: dict[str, Any] | None) -> None:
-    """ConfigError when the pool of decode workers does not fit."""
-    if facts is not None and facts["address"] is None:
-        cluster = Cluster(facts["num_cpus"], facts["num_gpus"], num_cores(), is_embedded=True)
-        plan_pool(config.actors, cluster, {"CPU": facts["num_cpus"], "GPU": facts["num_gpus"]})
+def ray_facts(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "address": os.environ.get("RAY_ADDRESS") or None,
+        "num_cpus": cluster.num_cpus,
+        "num_gpus": cluster.num_gpus,
+        "nodes": len(cluster.node_cpus) or 1,
+    }
+
+
+def fitting_pool(config: JobConfig, cluster: Cluster) -> Pool:
+    """The pool of decode workers that a run would start; ConfigError when it does not fit."""
+    if os.environ.get("RAY_ADDRESS"):
+        return find_pool(config.actors, cluster)
+    return plan_pool(config.actors, cluster, {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus})
+
+
+def worker_device(config: JobConfig, cluster: Cluster | None, pool: Pool | None) -> torch.device:
+    """Where workers would decode: on GPUs of the cluster, which this machine need not have."""
+    if pool is not None:
+        return torch.device("cuda" if pool.num_gpus else "cpu")
+    num_gpus = config.actors.num_gpus  # no pool fits: what was asked for
+    has_gpu = bool(cluster and cluster.num_gpus) if num_gpus == "auto" else num_gpus > 0
+    return torch.device("cuda" if has_gpu else "cpu")
 
 
 def choice(config: JobConfig, device: torch.device, note: Note) -> dict[str, Any]:
-    """Loads the model as a worker does, and says what it would decode with."""
+    """What a worker on `device` would decode with. Where this machine has such a device the model is loaded as a worker
+    does; else `load_s` and `batch_size` are null."""
     model = check_model(config, note)
-    note(f"model: loading {model.source} on {device}")
     dtype = resolve_dtype(config.model.dtype, device.type)
-    size = config.actors.batch_size
-    generator = Generator(
-        GeneratorConfig(
-            source=str(model.folder),
-            decode=model.decode,
-            prefill=config.prefill.method,
-            dtype=dtype,
-            device=device.type,
-            batch_size=None if size == "auto" else size,
-            length_buckets=config.actors.length_buckets,
-            deterministic=config.sampling.deterministic,
-            baseline_fraction=config.baseline.fraction,
-        )
-    )
     new = config.sampling.max_new_tokens
     buckets = [b for b in config.actors.length_buckets if b + new <= model.config.max_position_embeddings]
-    schedule = generator.schedule(new)
-    shape = {"num_new": new, "itemsize": generator.dtype.itemsize}
-    return {
+    swiftkv = model.config.kv_layers(config.prefill.method)
+    layers = model.config.num_hidden_layers
+    schedule = make_schedule(model.decode, num_layers=layers, max_new_tokens=new, kv_layers=swiftkv)
+    shape = {"num_new": new, "itemsize": getattr(torch, dtype).itemsize}
+    found: dict[str, Any] = {
         "model": model.source,
-        "layers": model.config.num_hidden_layers,
+        "layers": layers,
         "decode": model.decode,
         "device": str(device),
         "dtype": dtype,
-        "load_s": generator.load_s,
-        "batch_size": {str(bucket): generator.batch_size(bucket, new) for bucket in buckets},
+        "load_s": None,
+        "batch_size": None,
         "cache_bytes_per_row": {
             str(b): cache_bytes_per_row(model.config, schedule, prompt_columns=b, **shape) for b in buckets
         },
     }
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return found
+    note(f"model: loading {model.source} on {device}")
+    generator = Generator(generator_config(config, model, device, dtype))
+    sizes = {str(bucket): generator.batch_size(bucket, new) for bucket in buckets}
+    return found | {"load_s": generator.load_s, "batch_size": sizes}
+
+
+def generator_config(config: JobConfig, model: Model, device: torch.device, dtype: str) -> GeneratorConfig:
+    """As `spec.make_spec` tells a worker, on this machine."""
+    tokenizer, size = config.model.tokenizer, config.actors.batch_size
+    return GeneratorConfig(
+        source=str(model.folder),
+        tokenizer=tokenizer and str(resolve_source(tokenizer, "model.tokenizer")),
+        decode=model.decode,
+        prefill=config.prefill.method,
+        dtype=dtype,
+        device=device.type,
+        batch_size=None if size == "auto" else size,
+        length_buckets=config.actors.length_buckets,
+        deterministic=config.sampling.deterministic,
+        baseline_fraction=config.baseline.fraction,
+    )
 
 
 def output(config: JobConfig, problems: list[str]) -> dict[str, Any]:
@@ -161,21 +188,6 @@ def output(config: JobConfig, problems: list[str]) -> dict[str, Any]:
             "another output.path"
         )
     return found
-
-
-def wrong_versions() -> list[str]:
-    """Dependencies of pyproject.toml that are missing, or that are there in another version."""
-    wrong = []
-    wanted = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
-    for requirement in map(Requirement, wanted):
-        try:
-            there = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{requirement.name} is not installed; pip install '{requirement}'")
-            continue
-        if not requirement.specifier.contains(there.partition("+")[0], prereleases=True):
-            wrong.append(f"{requirement.name} is {there}, wanted {requirement.specifier}; pip install '{requirement}'")
-    return wrong
 
 
 def wrong_devices() -> list[str]:

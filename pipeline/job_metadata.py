@@ -7,6 +7,7 @@ The record's layout is Ray's; where it is another than expected nothing is writt
 
 import json
 import os
+from collections.abc import Callable
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
@@ -36,3 +37,19 @@ def tell_job(counts: dict[str, int], elapsed_s: float) -> None:
     told = {name: str(value) for name, value in counts.items()} | {"elapsed_s": f"{elapsed_s:.0f}"}
     record["metadata"] = (record.get("metadata") or {}) | told
     _internal_kv_put(key, json.dumps(record).encode(), overwrite=True, namespace=NAMESPACE)
+
+
+def job_teller(note: Callable[[str], None]) -> Callable[[dict[str, int], float], None]:
+    """`tell_job` that never raises, whatever Ray's store holds or does: `note` hears of the first failure."""
+    num_failed = 0
+
+    def tell(counts: dict[str, int], elapsed_s: float) -> None:
+        nonlocal num_failed
+        try:
+            tell_job(counts, elapsed_s)
+        except Exception as error:
+            num_failed += 1
+            if num_failed == 1:
+                note(f"progress: the job's metadata cannot be written ({type(error).__name__}: {error})")
+
+    return tell

@@ -6,7 +6,7 @@ two batches, offers what it has not begun, takes them back one by one as it goes
 gets the answers of those that others took. Rows stay rows of its window: only it hands them on, so each comes out once.
 
 Plain Python; `start_leftovers` makes it an actor on the driver's node. Nothing here is needed for the result: an answer
-that does not come (the helper died, or was released) is made by the owner.
+that does not come (the helper died, or was released, or this actor did) is made by the owner.
 """
 
 import time
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # this process needs no torch
     from skipdecode.generate import Request
 
 IDLE_AFTER_S = 0.3  # without a row, before a worker counts as idle: between two windows there is always a moment
+FIRST_WINDOW_S = 5.0  # the same before a worker's first window: at the start of a run those come one by one
 FORGOTTEN_AFTER_S = 3.0  # a worker that has not asked for so long is busy again, or gone
 
 
@@ -39,8 +40,6 @@ class Offer:
     lent: dict[int, str] = field(default_factory=dict)
     """Part -> the worker that decodes it."""
     answers: "dict[str, Answer]" = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)
-    """Parts whose helper is gone."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class Collected:
     """Since the last time it was asked for."""
 
     answers: "dict[str, Answer]"
-    lost: list[int]
     num_lent: int
     """Parts that others still decode."""
 
@@ -65,24 +63,26 @@ class Leftovers:
         self._clock = clock
         self._offers: dict[str, Offer] = {}
         self._waiting: dict[str, tuple[float, float]] = {}  # worker -> since when, and when it asked last
+        self._seasoned: set[str] = set()  # workers that have had a window
 
     def started(self, worker: str) -> None:
         """A worker's process is new: what its predecessor offered or had in hand is lost."""
         self._offers = {key: offer for key, offer in self._offers.items() if offer.owner != worker}
         for offer in self._offers.values():
-            for part in [part for part, helper in offer.lent.items() if helper == worker]:
-                del offer.lent[part]
-                offer.lost.append(part)
+            offer.lent = {part: helper for part, helper in offer.lent.items() if helper != worker}
 
     def began(self, worker: str) -> None:
         """A worker has a window of its own."""
         self._waiting.pop(worker, None)
+        self._seasoned.add(worker)
 
     def num_idle(self) -> int:
         """Workers that have waited for work for a while and still do."""
         now = self._clock()
         return sum(
-            asked - since >= IDLE_AFTER_S and now - asked < FORGOTTEN_AFTER_S for since, asked in self._waiting.values()
+            asked - since >= (IDLE_AFTER_S if worker in self._seasoned else FIRST_WINDOW_S)
+            and now - asked < FORGOTTEN_AFTER_S
+            for worker, (since, asked) in self._waiting.items()
         )
 
     def ask(self, worker: str) -> Loan | None:
@@ -111,20 +111,20 @@ class Leftovers:
         return self._take(self._offers[key])
 
     def give(self, loan: Loan, answers: "dict[str, Answer]") -> None:
-        """A helper is done with a part; too late, and nobody wants it."""
+        """A helper is done with a part: all of its rows. Too late, and nobody wants it."""
         offer = self._offers.get(loan.offer)
         if offer is not None and offer.lent.pop(loan.part, None) is not None:
             offer.answers |= answers
 
     def collect(self, key: str) -> Collected:
         offer = self._offers[key]
-        found = Collected(offer.answers, offer.lost, len(offer.lent))
-        offer.answers, offer.lost = {}, []
+        found = Collected(offer.answers, len(offer.lent))
+        offer.answers = {}
         return found
 
-    def close(self, key: str) -> list[int]:
-        """The offer is over; gives back the parts that were still lent."""
-        return list(self._offers.pop(key).lent)
+    def close(self, key: str) -> "dict[str, Answer]":
+        """The offer is over; gives back what has come since it was collected."""
+        return self._offers.pop(key).answers
 
     def _take(self, offer: Offer) -> int | None:
         if offer.next == len(offer.parts):

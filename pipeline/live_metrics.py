@@ -4,10 +4,13 @@ Ray puts `ray_` before a name and `_total` behind a counter's. Every series is t
 run.json. `deploy/grafana-dashboard.json` draws these names and no others; a test compares.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
+
+from pipeline.report_batches import BOTH, per_token_ratio
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class LiveMetrics:
     def __init__(self, run: str, rows_planned: int) -> None:
         self._metrics = {metric.name.removeprefix("skipdecode_"): _make(metric, run) for metric in METRICS}
         self._workers: set[str] = set()
-        self._times = [0.0, 0.0, 0.0, 0.0]  # of paired batches: seconds and tokens, ours and at full depth
+        self._num_pairs, self._log_ratios = 0, 0.0
         self._gauges: dict[str, float] = {"rows_planned": rows_planned, "workers": 0, "split_batches": 0}
         self._matched = self._compared = 0
 
@@ -92,15 +95,9 @@ class LiveMetrics:
             self._pair_done(batch)
 
     def _pair_done(self, batch: dict[str, Any]) -> None:
-        pair = (
-            batch["prefill_s"] + batch["decode_s"],
-            batch["output_tokens"],
-            batch["full_prefill_s"] + batch["full_decode_s"],
-            batch["full_output_tokens"],
-        )
-        self._times = [total + value for total, value in zip(self._times, pair, strict=True)]
-        ours_s, ours, full_s, full = self._times
-        self._gauges["speedup"] = (full_s / full) / (ours_s / ours)
+        self._num_pairs += 1
+        self._log_ratios += math.log(per_token_ratio(batch, BOTH))
+        self._gauges["speedup"] = math.exp(self._log_ratios / self._num_pairs)  # as the report's `measured`
         self._matched += batch["matched_tokens"]
         self._compared += batch["compared_tokens"]
         self._gauges["token_match"] = self._matched / self._compared

@@ -1,21 +1,25 @@
 """The collector: an actor that hears of every batch, counts for the progress line, writes metrics files, and tells
 Ray's Prometheus endpoint (`live_metrics`).
 
-Workers send and never wait. Losing the collector loses figures, never rows.
+Workers send and never wait. Losing the collector loses figures, never rows. `read_metrics` reads what it wrote.
 """
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 import ray
 
 from pipeline.cluster import on_this_node
 from pipeline.live_metrics import LiveMetrics
+from pipeline.run_folder import RunFolder
 from pipeline.sink import write_whole
 
 FLUSH_S = 15.0
+SLICE_ROWS = 1 << 16  # records that a reader has in memory at a time
 
 BATCH_SCHEMA = pa.schema(
     [
@@ -60,9 +64,11 @@ WINDOW_SCHEMA = pa.schema(
         ("ended_at", pa.float64()),
         ("rows", pa.int32()),
         ("failed", pa.int32()),
+        ("window", pa.int32()),
     ]
 )
-"""One row per part of a window that a worker took (nearly always the whole window): when it was busy."""
+"""One row per part of a window that a worker took: when it was busy. `window` counts the worker's own windows from 1;
+0: a part of another worker's."""
 
 WORKER_SCHEMA = pa.schema(
     [
@@ -132,3 +138,20 @@ def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_pl
     """The collector as an actor on this node; it takes no CPU from the pool."""
     actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(MetricsCollector)
     return actor.remote(filesystem, root, run_id, rows_planned)
+
+
+def read_metrics(folder: RunFolder, kind: str, columns: Sequence[str] = ()) -> Iterator[pa.Table]:
+    """All records of one kind (`batches`, `windows`, `workers`), a slice at a time; all columns where none is named.
+
+    A column that a run of an earlier version lacks is null.
+    """
+    schema = SCHEMAS[kind]
+    wanted = pa.schema([schema.field(name) for name in columns or schema.names])
+    for path in folder.files("metrics"):
+        if not path.rpartition("/")[2].startswith(f"{kind}-"):
+            continue
+        with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
+            there = [name for name in wanted.names if name in file.schema_arrow.names]
+            for batch in file.iter_batches(SLICE_ROWS, columns=there):
+                found = pa.Table.from_batches([batch])
+                yield pa.concat_tables([wanted.empty_table(), found], promote_options="default")

@@ -14,7 +14,7 @@ import ray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from pipeline.job_metadata import tell_job
+from pipeline.job_metadata import job_teller
 from pipeline.units import count, duration
 
 LINE_S, REDRAW_S = 5.0, 1.0
@@ -44,7 +44,10 @@ def details(counts: dict[str, int], total: int, elapsed_s: float) -> str:
 
 
 class Ticker:
-    """`with Ticker(tick, period_s):` calls `tick(False)` now and then, and `tick(True)` at the end."""
+    """`with Ticker(tick, period_s):` calls `tick(False)` now and then, and `tick(True)` at the end.
+
+    Not when a signal ends it: whoever stops a job may not wait for its figures.
+    """
 
     def __init__(self, tick: Callable[[bool], None], period_s: float) -> None:
         self._tick, self._period_s = tick, period_s
@@ -55,10 +58,11 @@ class Ticker:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
-        self._tick(True)
+        if kind is None or issubclass(kind, Exception):
+            self._thread.join()
+            self._tick(True)
 
     def _loop(self) -> None:
         while not self._stop.wait(self._period_s):
@@ -102,8 +106,8 @@ class LiveBar(Ticker):
         self._task = self._bar.add_task("loading model", total=self._total)
         return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        super().__exit__(kind, *error)
         self._bar.stop()
 
     def _show(self, last: bool) -> None:
@@ -118,16 +122,16 @@ class LiveBar(Ticker):
         self._bar.refresh()
 
 
-def live_progress(collector: Any, total: int) -> Ticker:
-    """`with live_progress(collector, total):` while the pipeline runs."""
-    started = time.monotonic()
+def live_progress(collector: Any, total: int, note: Callable[[str], None]) -> Ticker:
+    """`with live_progress(collector, total, note):` while the pipeline runs."""
+    started, tell = time.monotonic(), job_teller(note)
 
     def counts() -> dict[str, int] | None:
         try:
             found: dict[str, int] = ray.get(collector.counts.remote(), timeout=10)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             return None  # figures only; the run itself says when something is wrong
-        tell_job({"rows_done": rows_done(found, total), "rows_total": total} | found, time.monotonic() - started)
+        tell({"rows_done": rows_done(found, total), "rows_total": total} | found, time.monotonic() - started)
         return found
 
     def line() -> str | None:

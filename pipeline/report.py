@@ -5,44 +5,54 @@ they exist.
 """
 
 import json
-import math
-import statistics
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError
-from pipeline.metrics import SCHEMAS
-from pipeline.report_data import count_data, layers_by_step, lengths
+from pipeline.metrics import read_metrics
+from pipeline.report_batches import COLUMNS, BatchTotals, Errors, agreement, ratio, speedup
+from pipeline.report_data import DataTotals, count_data, layers_by_step, lengths
 from pipeline.report_html import render_report
-from pipeline.report_time import Clock, actors, lanes, tail, throughput
-from pipeline.run_folder import RunFolder
-
-# Student's t, 97.5 % quantile for 1..30 degrees of freedom (any table of the distribution); 1.96 beyond.
-T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+from pipeline.report_plots import MAX_LANES
+from pipeline.report_time import BATCH_COLUMNS, WINDOW_COLUMNS, Clock, Throughput, Windows, actors, lanes, tail
+from pipeline.run_folder import Note, RunFolder
 
 
-def make_report(folder: RunFolder, state: dict[str, Any], price_per_hour: float | None = None) -> dict[str, Any]:
-    """`report.json`; `state` is `run.json`, `price_per_hour` that of all machines of the run together."""
-    totals = count_data(folder)
-    batches = read_metrics(folder, "batches").to_pylist()
-    windows = read_metrics(folder, "windows").to_pylist()
+@dataclass(frozen=True)
+class Report:
+    figures: dict[str, Any]
+    """`report.json`."""
+    lanes: list[dict[str, Any]]
+    """What the plot of the workers shows (`report_time.lanes`)."""
+
+
+def make_report(folder: RunFolder, state: dict[str, Any], price_per_hour: float | None = None) -> Report:
+    """`state` is `run.json`, `price_per_hour` that of all machines of the run together."""
     clock = Clock.of(state["sessions"])
-    duration_s = clock.duration_s
-    all_tokens = totals.input_tokens + totals.output_tokens
-    split = [b["split_error"] for b in batches if b["split_error"] is not None]
-    decoded = {
-        "rows": sum(b["rows"] for b in batches),
-        "input": sum(b["input_tokens"] for b in batches),
-        "output": sum(b["output_tokens"] for b in batches),
+    batches, throughput = BatchTotals(), Throughput(clock)
+    for table in read_metrics(folder, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS)))):
+        batches.add(table)
+        throughput.add(table)
+    windows = Windows.of(read_metrics(folder, "windows", WINDOW_COLUMNS))
+    starts = [start for table in read_metrics(folder, "workers") for start in table.to_pylist()]
+    figures = {
+        **_figures(count_data(folder), batches, state, clock.duration_s, price_per_hour),
+        "actors": actors(starts, windows, clock),
+        "tail": tail(windows, clock),
+        "throughput": throughput.figures(),
     }
+    return Report(figures, lanes(starts, windows, clock, MAX_LANES))
+
+
+def _figures(
+    totals: DataTotals, batches: BatchTotals, state: dict[str, Any], duration_s: float, price_per_hour: float | None
+) -> dict[str, Any]:
+    all_tokens = totals.input_tokens + totals.output_tokens
     decode, num_layers = state["decode"], state["model"]["layers"]
+    padded = ratio(batches.total("input_tokens"), batches.columns)
     return {
         "duration_s": duration_s,
         "completed": totals.ok,
@@ -52,30 +62,35 @@ def make_report(folder: RunFolder, state: dict[str, Any], price_per_hour: float 
         "request_throughput": totals.ok / duration_s,
         "output_throughput": totals.output_tokens / duration_s,
         "total_token_throughput": all_tokens / duration_s,
-        "decode_output_throughput": _ratio(decoded["output"], sum(b["prefill_s"] + b["decode_s"] for b in batches)),
+        "decode_output_throughput": ratio(batches.total("output_tokens"), batches.total("prefill_s", "decode_s")),
         "speedup": speedup(batches),
         "agreement": agreement(batches),
-        "layers_per_token": _ratio(sum(b["layers_run"] for b in batches), decoded["output"] - decoded["rows"]),
-        "ffns_per_token": _ratio(sum(b["ffns_run"] for b in batches), decoded["output"] - decoded["rows"]),
-        "padding_fraction": 1
-        - (_ratio(decoded["input"], sum(b["rows"] * b["prompt_columns"] for b in batches)) or 1.0),
-        "prefill_s": sum(b["prefill_s"] for b in batches),
-        "decode_s": sum(b["decode_s"] for b in batches),
-        "baseline_s": sum(b["full_prefill_s"] + b["full_decode_s"] for b in _paired(batches)),
+        "layers_per_token": ratio(batches.total("layers_run"), batches.decode_steps),
+        "ffns_per_token": ratio(batches.total("ffns_run"), batches.decode_steps),
+        "padding_fraction": 0.0 if padded is None else 1 - padded,
+        "prefill_s": batches.total("prefill_s") or 0.0,
+        "decode_s": batches.total("decode_s") or 0.0,
+        "baseline_s": batches.paired_total("full_prefill_s", "full_decode_s") or 0.0,
         "cost": None if price_per_hour is None else cost(price_per_hour, duration_s, totals.output_tokens, all_tokens),
-        "actors": actors(read_metrics(folder, "workers").to_pylist(), windows, clock),
-        "tail": tail(windows, clock),
-        "throughput": throughput(batches, clock),
+        "decoded_again": {
+            "rows": max(0, (batches.total("rows") or 0) - totals.ok),
+            "output_tokens": max(0, (batches.total("output_tokens") or 0) - totals.output_tokens),
+        },
         "lengths": {"input": lengths(totals.input_lengths), "output": lengths(totals.output_lengths)},
         "layers_by_step": layers_by_step(totals, decode, num_layers, state["config"]["sampling"]["max_new_tokens"]),
         "errors": totals.errors,
         "error_examples": totals.examples,
-        "split_batches": {"count": len(split), "first": split[0] if split else None},
+        "split_batches": _errors(batches.split),
+        "baseline_errors": _errors(batches.full),
         "books": state["books"],
         "model": state["model"],
         "decode": decode,
         "prefill": state["config"]["prefill"]["method"],
     }
+
+
+def _errors(errors: Errors) -> dict[str, Any]:
+    return {"count": errors.count, "first": errors.first}
 
 
 def rebuild_report(path: str, price_per_hour: float | None = None) -> tuple[RunFolder, dict[str, Any]]:
@@ -86,7 +101,7 @@ def rebuild_report(path: str, price_per_hour: float | None = None) -> tuple[RunF
     folder, state = open_run(path)
     report = make_report(folder, state, price_per_hour)
     write_report(folder, report, state)
-    return folder, report
+    return folder, report.figures
 
 
 def open_run(path: str) -> tuple[RunFolder, dict[str, Any]]:
@@ -102,11 +117,26 @@ def open_run(path: str) -> tuple[RunFolder, dict[str, Any]]:
     return folder, state
 
 
-def write_report(folder: RunFolder, report: dict[str, Any], state: dict[str, Any]) -> None:
-    windows, starts = (read_metrics(folder, kind).to_pylist() for kind in ("windows", "workers"))
-    workers = lanes(starts, windows, Clock.of(state["sessions"]))
-    folder.write_text("report.html", render_report(report, state, workers))
-    folder.write_text("report.json", json.dumps(report, indent=2) + "\n")
+def write_report(folder: RunFolder, report: Report, state: dict[str, Any]) -> None:
+    folder.write_text("report.html", render_report(report.figures, state, report.lanes))
+    folder.write_text("report.json", json.dumps(report.figures, indent=2) + "\n")
+
+
+def finish_report(folder: RunFolder, state: dict[str, Any], note: Note) -> dict[str, Any]:
+    """The figures of a complete run, written; its counts alone where they fail: the rows are what was asked for."""
+    try:
+        report = make_report(folder, state)
+        write_report(folder, report, state)
+    except Exception as error:
+        for name in ("report.json", "report.html"):
+            folder.remove(name)  # of before a retry: it would contradict the data
+        note(
+            f"report: could not be made ({type(error).__name__}: {error}); the rows are complete and the run is "
+            f"finished, and `python -m jobs.report {folder.shown}` makes it when the reason is gone"
+        )
+        books = state["books"]
+        return {"completed": books["ok"], "failed": books["failed"], "books": books}
+    return report.figures
 
 
 def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_tokens: int) -> dict[str, Any]:
@@ -115,17 +145,9 @@ def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_token
     return {
         "price_per_hour": price_per_hour,
         "total": total,
-        "per_million_output_tokens": _ratio(1e6 * total, output_tokens),
-        "per_million_tokens": _ratio(1e6 * total, all_tokens),
+        "per_million_output_tokens": ratio(1e6 * total, output_tokens),
+        "per_million_tokens": ratio(1e6 * total, all_tokens),
     }
-
-
-def read_metrics(folder: RunFolder, kind: str) -> pa.Table:
-    """All records of one kind (`batches`, `windows`, `workers`)."""
-    paths = [path for path in folder.files("metrics") if path.rpartition("/")[2].startswith(f"{kind}-")]
-    tables = [pq.read_table(path, filesystem=folder.filesystem, partitioning=None) for path in paths]
-    # a run of an earlier version may lack a column
-    return pa.concat_tables([SCHEMAS[kind].empty_table(), *tables], promote_options="default")
 
 
 def last_sign_of_life(folder: RunFolder, session: dict[str, Any]) -> float:
@@ -139,62 +161,3 @@ def last_sign_of_life(folder: RunFolder, session: dict[str, Any]) -> float:
     paths = [path for path in folder.files("metrics") if f"windows-{session['id']}-" in path]
     tables = [pq.read_table(path, columns=["ended_at"], filesystem=folder.filesystem) for path in paths]
     return float(max([session["started_at"], *written, *(pc.max(table["ended_at"]).as_py() for table in tables)]))
-
-
-def speedup(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Time per output token at full depth over time per output token, prefill included.
-
-    `measured`: geometric mean over the batches decoded both ways in the same actor; `ci95`: its t-interval (null below
-    two such batches). `measured_decode`: the same without prefill. `layers`: layers of the model over layers run per
-    decode step. `predicted`: by `skipdecode.cost` from ceilings measured in the actor.
-    """
-    pairs = _paired(batches)
-    measured, ci95 = _geometric([_per_token_ratio(b, ("prefill_s", "decode_s")) for b in pairs])
-    measured_decode, _ = _geometric([_per_token_ratio(b, ("decode_s",)) for b in pairs])
-    steps = sum(b["layers"] * (b["output_tokens"] - b["rows"]) for b in batches)
-    predicted = [sum(b[f"{p}predicted_{x}_s"] for b in pairs for x in ("prefill", "decode")) for p in ("full_", "")]
-    return {
-        "measured": measured,
-        "ci95": ci95,
-        "measured_decode": measured_decode,
-        "layers": _ratio(steps, sum(b["layers_run"] for b in batches)),
-        "predicted": _ratio(*predicted),
-        "batches": len(pairs),
-    }
-
-
-def agreement(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Shares of rows and of token positions that equal full depth, on the rows decoded both ways."""
-    pairs = _paired(batches)
-    return {
-        "exact_rows": _ratio(sum(b["exact_rows"] for b in pairs), sum(b["rows"] for b in pairs)),
-        "token_match": _ratio(sum(b["matched_tokens"] for b in pairs), sum(b["compared_tokens"] for b in pairs)),
-        "rows": sum(b["rows"] for b in pairs),
-    }
-
-
-def _paired(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [b for b in batches if b["full_output_tokens"] is not None]
-
-
-def _per_token_ratio(batch: dict[str, Any], parts: Sequence[str]) -> float:
-    ours = sum(batch[part] for part in parts) / batch["output_tokens"]
-    full = sum(batch[f"full_{part}"] for part in parts) / batch["full_output_tokens"]
-    return float(full / ours)
-
-
-def _geometric(ratios: Sequence[float]) -> tuple[float | None, list[float] | None]:
-    """Geometric mean and its 95 % t-interval."""
-    if not ratios:
-        return None, None
-    logs = [math.log(ratio) for ratio in ratios]
-    mean = statistics.fmean(logs)
-    if len(logs) < 2:
-        return math.exp(mean), None
-    t = T_975[len(logs) - 2] if len(logs) <= len(T_975) + 1 else 1.96
-    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), [math.exp(mean - half), math.exp(mean + half)]
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return a / b if b else None

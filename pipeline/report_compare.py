@@ -10,7 +10,7 @@ from pipeline.report import make_report, open_run
 from pipeline.report_html import interval, number, page, percent, table, times
 from pipeline.report_plots import C1, FG, MUTED, plot
 from pipeline.run_folder import Note
-from pipeline.units import duration
+from pipeline.units import duration, mask
 
 Run = tuple[str, dict[str, Any], dict[str, Any]]
 """Name, report, run.json."""
@@ -23,10 +23,10 @@ def compare_runs(paths: Sequence[str], target: str, price_per_hour: float | None
     runs: list[Run] = []
     for path in paths:
         folder, state = open_run(path)
-        runs.append((path, make_report(folder, state, price_per_hour), state))
+        runs.append((mask(path), make_report(folder, state, price_per_hour).figures, state))
     rows = figures(runs)
     differing = differences(runs)
-    for name, cells in [("", list(paths)), *rows]:
+    for name, cells in [("", [mask(path) for path in paths]), *rows]:
         note("  ".join([f"{name:28}", *(f"{cell:>24}" for cell in cells)]))
     Path(target).write_text(_page(runs, rows, differing), encoding="utf-8")
     return {"runs": [{"output": path} | report for path, report, _ in runs], "differing": differing}

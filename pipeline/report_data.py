@@ -7,6 +7,7 @@ memory. Times are `report_time`.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -113,17 +114,28 @@ def layers_by_step(totals: DataTotals, decode: dict[str, Any], num_layers: int, 
     """Layers per decode step: `planned` by the schedule, and `run`, as the rows' own counts tell.
 
     Rows that ended later ran the steps in between, so what they ran more is what those steps ran: pieces of
-    (`first`, `last`, `layers`), each the mean over its steps. None when rows of one length ran different numbers of
-    layers (rows with `max_tokens` of their own have schedules of their own).
+    (`first`, `last`, `layers`), each the mean over its steps. That holds for rows of one schedule only: `run` is None,
+    and `reason` says why, when rows ran other layers in all than this schedule plans for their length.
     """
     schedule = make_schedule(decode, num_layers=num_layers, max_new_tokens=max_new_tokens)
     planned = [schedule.step(k).num_layers_run for k in range(max_new_tokens - 1)]
-    return {"planned": planned, "run": _layers_run(sorted(totals.layers_by_length.items()))}
+    by_length = sorted(totals.layers_by_length.items())
+    sums = [0, *accumulate(planned)]
+    others = [
+        length
+        for length, (low, high) in by_length
+        if length > max_new_tokens or not low == high == sums[max(length - 1, 0)]
+    ]
+    if others:
+        reason = (
+            f"rows of {others[0]} tokens ran other layers in all than the schedule for {max_new_tokens} plans, so they "
+            "had another one (max_tokens of their own, or a retry with another sampling.max_new_tokens)"
+        )
+        return {"planned": planned, "run": None, "reason": reason}
+    return {"planned": planned, "run": _layers_run(by_length), "reason": None}
 
 
-def _layers_run(by_length: Sequence[tuple[int, tuple[int, int]]]) -> list[dict[str, Any]] | None:
-    if any(low != high for _, (low, high) in by_length):
-        return None
+def _layers_run(by_length: Sequence[tuple[int, tuple[int, int]]]) -> list[dict[str, Any]]:
     pieces, steps, layers = [], 0, 0
     for length, (total, _) in by_length:
         if length - 1 > steps:

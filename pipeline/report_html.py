@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from pipeline import report_plots as plots
-from pipeline.units import duration
+from pipeline.units import count, duration, mask
 
 STYLE = """
 :root { color-scheme: light dark; --bg: #fbfbfd; --panel: #ffffff; --fg: #1b1f27; --muted: #667085; --grid: #e3e6ec;
@@ -91,7 +91,7 @@ def render_report(report: dict[str, Any], state: dict[str, Any], lanes: Sequence
     parts = [
         _header(report, state),
         cards(_cards(report)),
-        _speed(report),
+        _speed(report, state["config"]["baseline"]["fraction"]),
         _section("Throughput over time", "A gap is time without decoding.", plots.throughput_plot(report)),
         _layers(report),
         _lengths(report),
@@ -110,7 +110,7 @@ def render_report(report: dict[str, Any], state: dict[str, Any], lanes: Sequence
 
 
 def page(title: str, body: str) -> str:
-    return PAGE.format(title=html.escape(title), style=STYLE, body=body)
+    return mask(PAGE.format(title=html.escape(title), style=STYLE, body=body))
 
 
 def cards(items: Iterable[tuple[str, str, str]]) -> str:
@@ -175,23 +175,39 @@ def _cards(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     return items
 
 
-def _speed(report: dict[str, Any]) -> str:
-    s, a = report["speedup"], report["agreement"]
-    if s["measured"] is None:
+def _speed(report: dict[str, Any], fraction: float) -> str:
+    """`fraction`: baseline.fraction."""
+    s, a, failed = report["speedup"], report["agreement"], report["baseline_errors"]
+    if s["measured"] is not None:
+        text = (
+            f"Time per output token at full depth over that of this run, prompts included: {s['batches']} batches "
+            f"({a['rows']:,} rows) were decoded both ways in the same worker. Predicted: from what the device can do "
+            "at best. By layers: what skipping would gain if layers were all."
+        )
+    elif _is_full(report):
+        text = "This run is at full depth itself: there is nothing to compare it with."
+    elif failed["count"]:
+        text = "Nothing was measured: every pass at full depth failed."
+    elif not fraction:
         text = "No batch was decoded at full depth too, so nothing was measured: set baseline.fraction above 0."
-        return _section("Worth it?", text, plots.speedup_plot(report))
-    text = (
-        f"Time per output token at full depth over that of this run, prompts included: {s['batches']} batches "
-        f"({a['rows']:,} rows) were decoded both ways in the same worker. Predicted: from what the device can do at "
-        "best. By layers: what skipping would gain if layers were all."
-    )
-    return _section("Worth it?", text, plots.speedup_plot(report))
+    else:
+        text = "No batch was decoded at full depth too, so nothing was measured."
+    if failed["count"]:
+        text += f" Of the passes at full depth {failed['count']} failed, the first with: {failed['first']}"
+    return _section("Worth it?", text, plots.speedup_plot(report) or "<!-- no bars -->")
+
+
+def _is_full(report: dict[str, Any]) -> bool:
+    """Whether every layer of every token was to run."""
+    layers, decode = report["model"]["layers"], report["decode"]
+    is_deep = all(step == layers for step in report["layers_by_step"]["planned"])
+    return is_deep and "ffn_skip" not in decode and report["prefill"] == "full"
 
 
 def _layers(report: dict[str, Any]) -> str:
     text = "What the schedule plans for each position of an answer, and what the rows ran."
-    if report["layers_by_step"]["run"] is None:
-        text += " Rows have schedules of their own here, so what ran is not shown by position."
+    if reason := report["layers_by_step"]["reason"]:
+        text += f" What ran is not shown by position: {reason}."
     return _section("Layers per position", text, plots.layers_plot(report))
 
 
@@ -204,7 +220,7 @@ def _lengths(report: dict[str, Any]) -> str:
 def _workers(report: dict[str, Any], lanes: Sequence[dict[str, Any]]) -> str:
     if not report["actors"]:
         return ""
-    end = report["tail"]
+    end, again = report["tail"], report["decoded_again"]
     text = (
         '<span class="key" style="background:var(--c2)"></span>loading'
         '<span class="key" style="background:var(--c1)"></span>decoding'
@@ -216,8 +232,16 @@ def _workers(report: dict[str, Any], lanes: Sequence[dict[str, Any]]) -> str:
             f". At the end workers waited for the last one for {end['idle_s']:.1f} s in all, "
             f"{percent(end['idle_share'])} of their time."
         )
-    if len(lanes) > plots.MAX_LANES:
-        text += f" {plots.MAX_LANES} of {len(lanes)} workers are drawn."
+        if end["left"]:
+            text += f" {count(end['left'], 'worker')} had left before, and count as idle up to their last row only."
+    if again["output_tokens"]:
+        text += (
+            f" {again['output_tokens']:,} tokens ({count(again['rows'], 'row')}) were decoded beyond those in the data "
+            "files: in hand at a death or an interruption, and decoded again. Times, layers, padding and the rows of "
+            "workers count them."
+        )
+    if len(report["actors"]) > len(lanes):
+        text += f" {len(lanes)} of {len(report['actors'])} workers are drawn."
     rows = [
         [_code(actor[name]) if name == "worker" else html.escape(_shown(actor[name])) for name in WORKER_COLUMNS]
         for actor in report["actors"]
@@ -230,8 +254,8 @@ def _workers(report: dict[str, Any], lanes: Sequence[dict[str, Any]]) -> str:
 def _errors(report: dict[str, Any]) -> str:
     split = report["split_batches"]
     rows = [
-        (_code(code), f"{count:,}", "<br>".join(f"{_code(e['id'])} {html.escape(e['message'])}" for e in examples))
-        for code, count in sorted(report["errors"].items(), key=lambda item: -item[1])
+        (_code(code), f"{number_of:,}", "<br>".join(f"{_code(e['id'])} {html.escape(e['message'])}" for e in examples))
+        for code, number_of in sorted(report["errors"].items(), key=lambda item: -item[1])
         for examples in [report["error_examples"].get(code, [])]
     ]
     body = table(("code", "rows", "first of them"), rows) if rows else ""

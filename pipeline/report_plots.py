@@ -159,25 +159,24 @@ def lengths_plot(report: dict[str, Any], kind: str) -> str:
 
 def workers_plot(lanes: Sequence[dict[str, Any]], duration_s: float) -> str:
     """`lanes`: of `report_time`."""
-    shown = lanes[:MAX_LANES]
     unit, per_unit = time_unit(duration_s)
 
     def scaled(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         return [(start / per_unit, length / per_unit) for start, length in spans]
 
     def draw(axes: Any, is_narrow: bool) -> None:
-        for place, lane in enumerate(shown):
+        for place, lane in enumerate(lanes):
             axes.broken_barh([(0, duration_s / per_unit)], (place - 0.3, 0.6), color=GRID, alpha=0.5)
             axes.broken_barh(scaled(lane["load"]), (place - 0.3, 0.6), color=C2)
             axes.broken_barh(scaled(lane["busy"]), (place - 0.3, 0.6), color=C1)
             at = [moment / per_unit for moment in lane["restarts"]]
             axes.plot(at, [place - 0.42] * len(at), "v", color=BAD, markersize=6)
-        axes.set_yticks(range(len(shown)), [lane["worker"][: 6 if is_narrow else 12] for lane in shown])
-        axes.set(xlabel=f"{unit} of the run", xlim=(0, duration_s / per_unit), ylim=(len(shown) - 0.4, -0.75))
+        axes.set_yticks(range(len(lanes)), [lane["worker"][: 6 if is_narrow else 12] for lane in lanes])
+        axes.set(xlabel=f"{unit} of the run", xlim=(0, duration_s / per_unit), ylim=(len(lanes) - 0.4, -0.75))
         axes.grid(axis="y", visible=False)
 
-    height = 0.75 + 0.28 * len(shown)
-    return plot("workers", f"When each of {len(shown)} workers loaded, worked and stood still", draw, height)
+    height = 0.75 + 0.28 * len(lanes)
+    return plot("workers", f"When each of {len(lanes)} workers loaded, worked and stood still", draw, height)
 
 
 def time_unit(duration_s: float) -> tuple[str, float]:

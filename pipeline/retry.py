@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.commit import finish_commit, start_commit
-from pipeline.config import ConfigError, JobConfig, build_config, read_tree
+from pipeline.config import ConfigError, JobConfig, build_config
 from pipeline.fingerprint import compare_fingerprints
 from pipeline.lease import Lease
 from pipeline.run import (
@@ -48,8 +48,10 @@ class RetryResult:
     """Rows that are good now."""
 
 
-def retry(path: str, overrides: list[str], note: Note) -> RetryResult:
-    """Tries the failed rows of the run in `path` again, with `overrides` of its configuration (`key=value`).
+def retry(path: str, given: dict[str, Any], overrides: list[str], note: Note) -> RetryResult:
+    """Tries the failed rows of the run in `path` again, with what is `given` in place of its own configuration.
+
+    `overrides`: the part of it that was said on the command line, for the record.
 
     ConfigError: nothing was changed. Anything else raised: the rows are as they were, or the commit is begun and the
     next `retry` or `--resume` ends it.
@@ -59,7 +61,6 @@ def retry(path: str, overrides: list[str], note: Note) -> RetryResult:
     if state is None:
         raise ConfigError(f"{path}: no run.json, so not a run folder")
     tree: dict[str, Any] = state["config"]
-    given = read_tree(None, overrides)
     for section, values in given.items():
         tree[section] = tree.get(section, {}) | values if isinstance(values, dict) else values
     tree["output"] = {"path": path, "if_exists": "resume"}
@@ -104,7 +105,7 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     if not state["books"]["closed"]:
         folder.write_state(state | {"state": "interrupted"})
         raise RuntimeError(f"the books do not close: {state['books']}; --resume goes on with the run")
-    return RetryResult(finish_run(planned, state), total, state["retries"][-1]["ok"] if total else 0)
+    return RetryResult(finish_run(planned, state, note), total, state["retries"][-1]["ok"] if total else 0)
 
 
 def _count_retryable(folder: RunFolder, path: str) -> int:

@@ -37,7 +37,7 @@ from pipeline.leftovers import KeepWorkers, start_leftovers
 from pipeline.metrics import start_collector
 from pipeline.openai_batch import write_batch_files
 from pipeline.progress import live_progress
-from pipeline.report import last_sign_of_life, make_report, write_report
+from pipeline.report import finish_report, last_sign_of_life
 from pipeline.row_index import index_outputs, mark_rows, match_rows, scan_input
 from pipeline.run_folder import STATUSES, Note, RunFolder
 from pipeline.schema import OUTPUT_SCHEMA, list_columns
@@ -161,7 +161,7 @@ def _execute(planned: PlannedRun, session: str, lease: Lease, note: Note) -> Run
     if not state["books"]["closed"]:
         folder.write_state(state | {"state": "interrupted"})
         raise RuntimeError(f"the books do not close: {state['books']}; --resume goes on with the run")
-    return finish_run(planned, state)
+    return finish_run(planned, state, note)
 
 
 def remove_late(folder: RunFolder, session: str, known: list[str], note: Note) -> None:
@@ -213,7 +213,8 @@ def stream_rows(
         check_budget(failed, ends_at)
         sink = _make_sink(spec, folder, session["id"], plan.num_rows - num_done, place)
         helpers = (collector, ledger, leftovers)
-        _stream(spec, sink, helpers, plan.num_rows - num_done, limits.no_progress_timeout_s)
+        with live_progress(collector, plan.num_rows - num_done, note):
+            _stream(spec, sink, helpers, limits.no_progress_timeout_s)
     except BaseException as error:
         lease.check()  # whoever has taken the folder over writes its run.json
         state["state"] = "interrupted"
@@ -234,14 +235,13 @@ def _end_session(folder: RunFolder, state: dict[str, Any], collector: Any, flush
     close_books(folder, state)
 
 
-def finish_run(planned: PlannedRun, state: dict[str, Any]) -> RunResult:
+def finish_run(planned: PlannedRun, state: dict[str, Any], note: Note) -> RunResult:
     """Everything that is made of the data files once they are complete."""
     folder, session = planned.folder, state["sessions"][-1]
     session["ended_at"] = session["ended_at"] or time.time()
     if planned.input.listing.format == "openai_batch":
         write_batch_files(folder, planned.model.source)
-    report = make_report(folder, state)
-    write_report(folder, report, state | {"state": "finished"})
+    report = finish_report(folder, state | {"state": "finished"}, note)
     folder.remove("checkpoint")
     folder.write_state(state | {"state": "finished", "report": report})  # last: a finished run has everything
     return _result(planned, report)
@@ -285,9 +285,7 @@ def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, left: int, p
     return RunSink(folder.filesystem, folder.root, session, output_schema(spec.plan), rows_per_file, place)
 
 
-def _stream(
-    spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], left: int, no_progress_timeout_s: float
-) -> None:
+def _stream(spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], no_progress_timeout_s: float) -> None:
     """Decodes and writes all rows that are left. `helpers`: collector, ledger, leftovers (or None)."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -295,7 +293,7 @@ def _stream(
     context.target_max_block_size = BLOCK_BYTES
     context.custom_execution_callback_classes = [KeepWorkers] if helpers[2] is not None else []
     context.execution_no_progress_timeout_s = no_progress_timeout_s
-    with live_progress(helpers[0], left), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
         build_pipeline(spec, *helpers).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})

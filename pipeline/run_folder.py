@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError
 from pipeline.faults import fault_point
+from pipeline.units import mask
 
 OURS = (
     "data",
@@ -52,7 +53,7 @@ class RunFolder:
     root: str
     """Inside the filesystem, without a trailing slash."""
     shown: str
-    """As the user gave it."""
+    """As the user gave it, without credentials."""
 
     @classmethod
     def open(cls, path: str) -> "RunFolder":
@@ -63,8 +64,8 @@ class RunFolder:
             else:
                 filesystem, root = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(path))
         except (ValueError, OSError) as error:
-            raise ConfigError(f"output.path: {path}: {error}") from error
-        return cls(filesystem, root.rstrip("/"), path)
+            raise ConfigError(f"output.path: {mask(path)}: {mask(str(error))}") from error
+        return cls(filesystem, root.rstrip("/"), mask(path))
 
     @property
     def is_local(self) -> bool:

@@ -30,7 +30,7 @@ from pipeline.machine import provenance
 from pipeline.metrics import BATCH_SCHEMA
 from pipeline.pairs import encode_pairs, read_pairs
 from pipeline.quality import rouge_rows, scores, slot_share
-from pipeline.report import agreement, speedup
+from pipeline.report_batches import BatchTotals, agreement, speedup
 from pipeline.run_folder import Note
 from pipeline.sweep_report import headline, write_json, write_report
 from skipdecode.generate import Request
@@ -296,10 +296,11 @@ def prefill_speedup(batches: Sequence[dict[str, Any]]) -> dict[str, float | None
 
 def speed_figures(result: WindowResult, *, is_full: bool) -> dict[str, Any]:
     """Layers per decode step as run, tokens per second, speedup and agreement; full depth is 1 by definition."""
-    batches = pa.Table.from_pylist(result.batches, schema=BATCH_SCHEMA).to_pylist()
+    table = pa.Table.from_pylist(result.batches, schema=BATCH_SCHEMA)
+    batches, totals = table.to_pylist(), BatchTotals.of([table])
     steps = sum(b["output_tokens"] - b["rows"] for b in batches)
     seconds = sum(b["prefill_s"] + b["decode_s"] for b in batches)
-    measured, agrees, prefill = speedup(batches), agreement(batches), prefill_speedup(batches)
+    measured, agrees, prefill = speedup(totals), agreement(totals), prefill_speedup(batches)
     if is_full:
         measured |= {"measured": 1.0, "measured_decode": 1.0, "predicted": 1.0}
         agrees |= {"exact_rows": 1.0, "token_match": 1.0}

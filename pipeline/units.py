@@ -1,4 +1,6 @@
-"""Figures as one says them. Pure functions."""
+"""Figures and paths as one shows them. Pure functions."""
+
+import re
 
 
 def duration(seconds: float) -> str:
@@ -12,3 +14,8 @@ def duration(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """1 actor, 2 actors, 1,200 actors."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def mask(text: str) -> str:
+    """Without the credentials of URIs: s3://key:secret@bucket becomes s3://***@bucket."""
+    return re.sub(r"(://)[^/@\s<>\"']+@", r"\1***@", text)

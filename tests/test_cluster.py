@@ -50,6 +50,7 @@ def test_the_pool_fits_and_leaves_room(actors: dict, cluster: Cluster, size: tup
         ({"num_actors": 2, "num_cpus": 1}, SMALL, "need 3 CPUs, 2 of 2 are free"),
         ({"num_actors": 9}, GPU_BOX, "9 actors with 1 GPUs each need 9 GPUs, the cluster has 8"),
         ({"num_gpus": 1}, SMALL, "need 1 GPUs, the cluster has 0"),
+        ({"num_actors": (1, 64), "num_gpus": 1}, SMALL, "grows by itself, keep nodes for the first actors up"),
     ],
 )
 def test_what_cannot_fit_names_the_key(actors: dict, cluster: Cluster, message: str) -> None:

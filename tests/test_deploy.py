@@ -17,7 +17,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from jobs.generate import parse
-from pipeline.config import build_config, load_config
+from pipeline.checks import check_model
+from pipeline.config import ModelConfig, build_config, load_config
 from pipeline.service.app import build_app
 from pipeline.service.config import ServeConfig
 
@@ -118,6 +119,8 @@ def test_a_manifest_fits_this_project(path: Path) -> None:
     assert f"=={spec['rayVersion']}" in pinned
     for group in spec["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        if group["minReplicas"] < group["maxReplicas"]:
+            assert spec["enableInTreeAutoscaling"] is True, "nothing else adds nodes"
     templates = [spec["headGroupSpec"]["template"], *(group["template"] for group in spec["workerGroupSpecs"])]
     assert len({c["image"] for t in templates for c in t["spec"]["containers"]}) == 1, "head and workers run one image"
 
@@ -133,6 +136,12 @@ def test_the_job_runs_a_command_that_exists_with_a_configuration_that_loads() ->
     arguments = parse(words)
     config = load_config(ROOT / arguments.config, arguments.overrides)
     assert config.output.if_exists == "resume", "backoffLimit submits it again"
+    assert spec["backoffLimit"] <= 1, "each try is a cluster of GPUs, and exit code 2 is tried again too"
+    model = ROOT / config.model.source.removeprefix("/app/")
+    assert config.model.source.startswith("/app/"), "the image is all that the pods have"
+    notes: list[str] = []
+    checked = check_model(config.model_copy(update={"model": ModelConfig(source=str(model))}), notes.append)
+    assert checked.config.num_hidden_layers > 0
     assert config.actors.num_actors == (1, spec["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"])
     assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["PYTHONPATH"] == "/app"
 
@@ -143,4 +152,7 @@ def test_the_service_has_a_configuration_that_ray_serve_takes() -> None:
     assert application.import_path == f"{build_app.__module__}:{build_app.__name__}"
     config = build_config(ServeConfig, application.args)
     assert (ROOT / config.model.source.removeprefix("/app/") / "config.json").is_file()
-    assert [deployment.name for deployment in application.deployments] == ["Completions"]
+    (deployment,) = application.deployments
+    assert deployment.name == "Completions"
+    scaling, (group,) = deployment.autoscaling_config, cluster(load("rayservice.yaml"))["workerGroupSpecs"]
+    assert scaling["max_replicas"] * deployment.ray_actor_options.num_gpus <= group["maxReplicas"], "one GPU a node"

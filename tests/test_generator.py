@@ -471,6 +471,17 @@ def test_a_failing_baseline_costs_no_row(build: Callable[..., Generator], monkey
     assert not any("full_output_tokens" in record for record in result.batches)
 
 
+def test_parts_of_another_workers_window_are_not_measured(build: Callable[..., Generator]) -> None:
+    """Nor do they use up the turns of the worker's own batches."""
+    generator, requests = build(baseline_fraction=0.01), random_requests(9)
+    borrowed = generator(requests, may_measure=False)
+    assert borrowed.answers == build()(requests).answers
+    assert not any("full_output_tokens" in record for record in borrowed.batches)
+    own = generator(requests)
+    assert "full_output_tokens" in own.batches[0], "the first of its own"
+    assert own.batches[0]["batch"] == len(borrowed.batches), "batches are counted through"
+
+
 def test_another_schedule_on_the_same_weights(build: Callable[..., Generator]) -> None:
     first, fresh = build(baseline_fraction=1.0), build(decode={"method": "unified", "layers": 2}, baseline_fraction=1.0)
     requests = random_requests(10)

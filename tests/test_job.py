@@ -196,3 +196,12 @@ def test_a_job_tells_its_progress_and_is_stopped_and_resumed(
     assert "input.limit" in text, "another input is refused under a job too"
     logs = ray_job(cluster, "logs", job)
     assert re.search(r"progress: \d+/6000 rows", logs)
+    before = state["books"]["ok"]
+    code, text = submit(
+        cluster, *generate[3:], "--resume", "actors.batch_size=128"
+    )  # large batches: it takes less time
+    assert code == 0, text
+    assert f"{6000 - before} rows to do, {before} done" in text
+    state = json.loads((output / "run.json").read_text())
+    assert (state["state"], len(state["sessions"])) == ("finished", 2)
+    assert state["books"] == {"input": 6000, "ok": 6000, "failed": 0, "closed": True}

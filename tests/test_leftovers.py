@@ -1,7 +1,7 @@
 """Leftovers of the last windows: who counts as idle, who gets which part, what is lost with a worker.
 
-The actor is used as the plain class it is, with a clock of its own; `slow`: a real run on a skewed corpus, and one
-whose helper is killed.
+The actor is used as the plain class it is, with a clock of its own; `slow`: a real run on a skewed corpus, and runs
+whose helper, owner or leftovers are killed.
 """
 
 import json
@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.leftovers import FORGOTTEN_AFTER_S, IDLE_AFTER_S, Leftovers, cost, split_parts
+from pipeline.decode import longest_first
+from pipeline.leftovers import FIRST_WINDOW_S, FORGOTTEN_AFTER_S, IDLE_AFTER_S, Leftovers, cost, split_parts
 from skipdecode.generate import Completion, Request
-from tests.processes import command, environment, hits, rows, run, start, wait_for
+from skipdecode.sampling import Sampling
+from tests.processes import command, descendants, environment, hits, rows, run, start, wait_for, workers
 
 MODEL = Path(__file__).parent.parent / "models/opt-e2e"  # a tiny model's windows end before anybody is idle
 
@@ -43,6 +45,7 @@ def board() -> tuple[Leftovers, Clock]:
 
 def test_idle_is_who_has_asked_for_a_while_and_still_asks(board: tuple[Leftovers, Clock]) -> None:
     leftovers, clock = board
+    leftovers.began("b")
     assert leftovers.ask("b") is None
     assert leftovers.num_idle() == 0, "between two windows there is always a moment"
     clock.now += IDLE_AFTER_S
@@ -55,6 +58,29 @@ def test_idle_is_who_has_asked_for_a_while_and_still_asks(board: tuple[Leftovers
     leftovers.ask("b")
     clock.now += FORGOTTEN_AFTER_S
     assert leftovers.num_idle() == 0, "it does not ask any more"
+
+
+def test_who_waits_for_a_first_window_is_not_idle_for_a_while(board: tuple[Leftovers, Clock]) -> None:
+    """At the start of a run first windows come one by one: none must be cut up for that."""
+    leftovers, clock = board
+    leftovers.began("a")
+    for _ in range(10):
+        leftovers.ask("a")
+        leftovers.ask("new")
+        clock.now += FIRST_WINDOW_S / 10
+    assert leftovers.num_idle() == 1, "only who has had a window"
+    leftovers.ask("new")
+    assert leftovers.num_idle() == 2, "there is none for it: it came late"
+
+
+def test_what_comes_between_collect_and_close_is_not_lost(board: tuple[Leftovers, Clock]) -> None:
+    leftovers, _ = board
+    leftovers.offer("k", "a", [part("r0"), part("r1")])
+    loans = [leftovers.ask(name) for name in "bc"]
+    assert leftovers.collect("k").num_lent == 2
+    leftovers.give(loans[0], answer("r0"))
+    leftovers.started("c")
+    assert leftovers.close("k").keys() == {"r0"}, "r1 has no answer: the owner makes it"
 
 
 def test_every_part_is_begun_once_and_answers_come_back(board: tuple[Leftovers, Clock]) -> None:
@@ -70,9 +96,9 @@ def test_every_part_is_begun_once_and_answers_come_back(board: tuple[Leftovers, 
     assert leftovers.collect("k").num_lent == 2
     leftovers.give(loan, answer("r0"))
     found = leftovers.collect("k")
-    assert (found.answers.keys(), found.lost, found.num_lent) == ({"r0"}, [], 1)
+    assert (found.answers.keys(), found.num_lent) == ({"r0"}, 1)
     assert leftovers.collect("k").answers == {}, "once"
-    assert leftovers.close("k") == [2], "still lent: the owner does it"
+    assert leftovers.close("k") == {}, "r2 is still lent: the owner does it"
     leftovers.give(other, answer("r2"))  # too late, and no harm
 
 
@@ -97,7 +123,7 @@ def test_a_part_whose_helper_died_is_lost_and_an_offer_whose_owner_died_is_gone(
     leftovers.started("b")
     leftovers.give(loan, answer("r0"))  # of the predecessor: nobody may count it twice
     found = leftovers.collect("k")
-    assert (found.answers, found.lost, found.num_lent) == ({}, [0], 0)
+    assert (found.answers, found.num_lent) == ({}, 0)
     leftovers.started("a")
     assert leftovers.ask("b") is None
 
@@ -116,6 +142,15 @@ def test_splitting_keeps_rows_and_order(sizes: list[int], workers: int, least: i
     else:
         total = sum(cost(one) for one in parts)
         assert all(cost(one) <= total / (2 * workers) or len(one) < 2 * least for one in cut)
+
+
+def test_what_takes_longest_is_decoded_first() -> None:
+    """By prompt and answer together, of the longest row of a batch."""
+    rows = {"short": (2, 4), "prompt": (30, 4), "answer": (2, 40), "both": (20, 30)}
+    made = {name: Request(name, [2] * p, Sampling(max_new_tokens=n)) for name, (p, n) in rows.items()}
+    batches = [[made["short"]], [made["prompt"], made["short"]], [made["answer"]], [made["short"], made["both"]]]
+    assert [batch[-1].id for batch in longest_first(batches)] == ["both", "answer", "short", "short"]
+    assert longest_first(batches)[2] == batches[1]
 
 
 def skewed(path: Path, count: int) -> Path:
@@ -146,28 +181,56 @@ def test_a_skewed_corpus_gives_the_same_rows_and_less_idle_time(tmp_path: Path) 
     assert reports["true"]["tail"]["idle_s"] < 0.5 * reports["false"]["tail"]["idle_s"], reports
 
 
+COUNT = 400
+
+
+def shared_run(folder: Path) -> list[str]:
+    """The command of a run in which parts of windows are lent for sure."""
+    return [
+        *command(MODEL, skewed(folder / "in.jsonl", COUNT), folder / "run"), "actors.num_actors=2",
+        "actors.batch_size=32", "actors.window_batches=8", "decode.method=full", "sampling.max_new_tokens=40",
+        "sampling.ignore_eos=true",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """The tokens of the same rows when nothing is shared and nobody dies."""
+    folder = tmp_path_factory.mktemp("calm")
+    done = run([*shared_run(folder), "actors.share_leftovers=false"], environment({}, folder))
+    assert done.returncode == 0, done.stderr
+    return {row: r["generated_tokens"] for row, r in rows(folder / "run").items()}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_helper_that_dies_over_a_part_costs_no_row(tmp_path: Path) -> None:
-    """Killed with a part of another's window in hand: the owner makes these rows."""
-    count = 400
-    source = skewed(tmp_path / "in.jsonl", count)
-    wanted = [
-        *command(MODEL, source, tmp_path / "run"), "actors.num_actors=2", "actors.batch_size=32",
-        "actors.window_batches=8", "decode.method=full", "sampling.max_new_tokens=40", "sampling.ignore_eos=true",
-    ]  # fmt: skip
-    driver = start(wanted, environment({"help": {"signal": "SIGKILL", "times": 1}}, tmp_path))
+@pytest.mark.parametrize("point", ["help", "sharing"])
+def test_a_worker_that_dies_while_parts_are_lent_costs_no_row(
+    point: str, calm: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """A helper with rows of another's window in hand; an owner after the second part of a window that it shares."""
+    fault = {"signal": "SIGKILL", "times": 1, "after": int(point == "sharing")}
+    done = run(shared_run(tmp_path), environment({point: fault}, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert hits(tmp_path) == [point]
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert sum(actor["restarts"] for actor in report["actors"]) == 1
+    assert report["books"] == {"input": COUNT, "ok": COUNT, "failed": 0, "closed": True}
+    assert {row: r["generated_tokens"] for row, r in rows(tmp_path / "run").items()} == calm
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_without_its_leftovers(calm: dict[str, list[int]], tmp_path: Path) -> None:
+    """Their process is killed in the middle: nothing is shared any more, and no row is lost."""
+    driver = start(shared_run(tmp_path), environment(None, tmp_path))
     try:
-        wait_for(lambda: list(tmp_path.glob("faults.json.*.hit")), driver)
+        wait_for(lambda: list(tmp_path.glob("run/data/status=ok/*.parquet")), driver)
+        (leftovers,) = workers(descendants(driver.pid), "ray::Leftovers")
+        os.kill(leftovers, signal.SIGKILL)
         _, err = driver.communicate(timeout=300)
     finally:
         if driver.poll() is None:
             os.killpg(driver.pid, signal.SIGKILL)
     assert driver.returncode == 0, err
-    assert hits(tmp_path) == ["help"]
-    assert sum(actor["restarts"] for actor in json.loads((tmp_path / "run/report.json").read_text())["actors"]) == 1
-    calm = run([*wanted, "-o", str(tmp_path / "calm"), "actors.share_leftovers=false"], environment({}, tmp_path))
-    assert calm.returncode == 0, calm.stderr
-    made = [{row: r["generated_tokens"] for row, r in rows(tmp_path / name).items()} for name in ("run", "calm")]
-    assert len(made[0]) == count
-    assert made[0] == made[1]
+    assert {row: r["generated_tokens"] for row, r in rows(tmp_path / "run").items()} == calm

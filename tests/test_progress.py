@@ -4,13 +4,14 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 
 import pytest
 
-from pipeline.job_metadata import JOB_CONFIG, submission_id, tell_job
-from pipeline.progress import LiveBar, LiveLine
-from pipeline.units import count, duration
+from pipeline.job_metadata import JOB_CONFIG, job_teller, submission_id, tell_job
+from pipeline.progress import LiveBar, LiveLine, Ticker
+from pipeline.units import count, duration, mask
 
 HALF = {"rows": 50, "failed": 2, "input_tokens": 0, "output_tokens": 500, "workers": 2, "restarts": 1}
 
@@ -47,6 +48,49 @@ def test_outside_a_job_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB_CONFIG, json.dumps({"metadata": {"job_submission_id": "raysubmit_1"}}))
     assert submission_id() == "raysubmit_1"
     tell_job(HALF, 1.0)  # Ray is not running here: no error
+
+
+@pytest.mark.parametrize("record", ["not JSON", "[]", '{"metadata": 5}'])
+def test_a_job_record_of_another_kind_ends_nothing(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_CONFIG, record)
+    notes: list[str] = []
+    tell = job_teller(notes.append)
+    for _ in range(3):
+        tell(HALF, 1.0)
+    (note,) = notes
+    assert note.startswith("progress: the job's metadata cannot be written (")
+
+
+def test_the_last_tick_comes_at_the_end_and_after_an_error_but_a_signal_does_not_wait() -> None:
+    ticks: list[bool] = []
+    stuck = threading.Event()
+
+    def tick(last: bool) -> None:
+        ticks.append(last)
+        if not last:
+            stuck.wait(30)  # as a question to a cluster that is gone
+
+    with pytest.raises(ValueError), Ticker(ticks.append, 60.0):
+        raise ValueError
+    assert ticks == [True]
+
+    def interrupted() -> None:
+        with Ticker(tick, 0.01):
+            while len(ticks) < 2:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - started < 5
+    assert ticks == [True, False]
+    stuck.set()
+
+
+def test_credentials_in_paths_are_masked() -> None:
+    assert mask("'s3://key:secret@bucket/in', gs://b/x") == "'s3://***@bucket/in', gs://b/x"
+    assert mask("http://host/a@b") == "http://host/a@b"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,16 @@
 import math
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from pipeline import report_batches
+from pipeline.metrics import BATCH_SCHEMA
 from pipeline.progress import describe
-from pipeline.report import agreement, speedup
+from pipeline.report_batches import BatchTotals
+from pipeline.report_data import DataTotals, layers_by_step
+from pipeline.report_html import _speed
+from skipdecode.schedule import make_schedule, settle_ffn_skip
 
 
 def batch(ours_s: float, full_s: float | None, **more: Any) -> dict[str, Any]:
@@ -20,8 +26,21 @@ def batch(ours_s: float, full_s: float | None, **more: Any) -> dict[str, Any]:
     return record | (full if full_s is not None else dict.fromkeys(full)) | more
 
 
+def totals(*batches: dict[str, Any]) -> BatchTotals:
+    """Added up one record at a time, as from many files."""
+    return BatchTotals.of(pa.Table.from_pylist([one], schema=BATCH_SCHEMA) for one in batches)
+
+
+def speedup(*batches: dict[str, Any]) -> dict[str, Any]:
+    return report_batches.speedup(totals(*batches))
+
+
+def agreement(*batches: dict[str, Any]) -> dict[str, Any]:
+    return report_batches.agreement(totals(*batches))
+
+
 def test_speedup_is_the_geometric_mean_of_paired_batches() -> None:
-    s = speedup([batch(1.0, 2.0), batch(1.0, 4.5), batch(9.0, None)])
+    s = speedup(batch(1.0, 2.0), batch(1.0, 4.5), batch(9.0, None))
     assert s["measured"] == pytest.approx(3.0)
     # n = 2: t(1) = 12.706, standard error of log 2 and log 4.5 is half their distance
     half = 12.706 * (math.log(4.5) - math.log(2.0)) / 2
@@ -32,19 +51,89 @@ def test_speedup_is_the_geometric_mean_of_paired_batches() -> None:
 
 
 def test_speedup_is_per_token_when_lengths_differ() -> None:
-    s = speedup([batch(1.0, 1.0, full_output_tokens=25)])
+    s = speedup(batch(1.0, 1.0, full_output_tokens=25))
     assert s["measured"] == pytest.approx(2.0)
     assert s["ci95"] is None, "one pair has no interval"
 
 
 def test_without_pairs_nothing_is_claimed() -> None:
-    s = speedup([batch(1.0, None)])
+    s = speedup(batch(1.0, None))
     assert (s["measured"], s["ci95"], s["predicted"]) == (None, None, None)
-    assert agreement([batch(1.0, None)]) == {"exact_rows": None, "token_match": None, "rows": 0}
+    assert agreement(batch(1.0, None)) == {"exact_rows": None, "token_match": None, "rows": 0}
 
 
 def test_agreement_counts_paired_rows_only() -> None:
-    assert agreement([batch(1.0, 2.0), batch(1.0, None)]) == {"exact_rows": 0.7, "token_match": 0.8, "rows": 10}
+    assert agreement(batch(1.0, 2.0), batch(1.0, None)) == {"exact_rows": 0.7, "token_match": 0.8, "rows": 10}
+
+
+def test_a_column_that_an_earlier_version_did_not_write_gives_no_figure() -> None:
+    found = totals(batch(1.0, 2.0) | {"layers_run": None, "predicted_decode_s": None})
+    assert report_batches.speedup(found)["layers"] is None
+    assert report_batches.speedup(found)["predicted"] is None
+    assert report_batches.speedup(found)["measured"] == pytest.approx(2.0)
+    assert found.total("layers_run") is None
+    assert found.total("output_tokens") == 50
+    assert totals().decode_steps is None
+
+
+SKIP = {"method": "skipdecode", "speedup": 2}
+
+
+def ran(limit: int, length: int) -> int:
+    """Layers that a row of so many tokens runs whose `max_new_tokens` is `limit`."""
+    schedule = make_schedule(SKIP, num_layers=24, max_new_tokens=limit)
+    return sum(schedule.step(k).num_layers_run for k in range(length - 1))
+
+
+def test_layers_by_position_of_rows_of_one_schedule() -> None:
+    found = DataTotals(layers_by_length={n: (ran(64, n), ran(64, n)) for n in (1, 10, 64)})
+    steps = layers_by_step(found, SKIP, 24, 64)
+    assert steps["reason"] is None
+    assert [(piece["first"], piece["last"]) for piece in steps["run"]] == [(0, 8), (9, 62)]
+    for piece in steps["run"]:
+        planned = steps["planned"][piece["first"] : piece["last"] + 1]
+        assert piece["layers"] == pytest.approx(sum(planned) / len(planned))
+
+
+@pytest.mark.parametrize("limits", [{10: 64, 12: 12}, {10: 64, 80: 80}, {12: 12}])
+def test_layers_by_position_are_not_shown_where_rows_had_other_schedules(limits: dict[int, int]) -> None:
+    """By differences of their sums a row of 64 that ended at 10 and one of 12 ran -3.5 layers at positions 9 and 10."""
+    found = DataTotals(layers_by_length={n: (ran(limit, n), ran(limit, n)) for n, limit in limits.items()})
+    steps = layers_by_step(found, SKIP, 24, 64)
+    assert steps["run"] is None
+    assert "max_tokens of their own" in steps["reason"]
+
+
+def report(decode: dict[str, Any], prefill: str = "full", errors: int = 0) -> dict[str, Any]:
+    """What the section on speed reads, of a run without a measurement."""
+    planned = layers_by_step(DataTotals(), decode, 24, 8)
+    return {
+        "speedup": speedup(batch(1.0, None)), "agreement": agreement(), "decode": decode, "prefill": prefill,
+        "baseline_errors": {"count": errors, "first": "OutOfMemoryError: 3 < 4" if errors else None},
+        "layers_by_step": planned, "model": {"layers": 24},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "fraction", "said"),
+    [
+        (report(SKIP), 0.0, "set baseline.fraction above 0"),
+        (report({"method": "full"}), 0.02, "at full depth itself"),
+        (report({"method": "skipdecode", "speedup": 1}), 0.02, "at full depth itself"),
+        (
+            report({"method": "full", "ffn_skip": settle_ffn_skip({"mode": "row"})}),
+            0.0,
+            "set baseline.fraction above 0",
+        ),
+        (report({"method": "full"}, "swiftkv"), 0.0, "set baseline.fraction above 0"),
+        (report(SKIP, errors=3), 0.02, "every pass at full depth failed. Of the passes at full depth 3 failed, the"),
+        (report(SKIP, errors=3), 0.02, "OutOfMemoryError: 3 &lt; 4"),
+    ],
+)
+def test_the_page_says_why_nothing_was_measured(found: dict[str, Any], fraction: float, said: str) -> None:
+    text = _speed(found, fraction)
+    assert said in text
+    assert ("baseline.fraction" in text) == ("baseline.fraction" in said)
 
 
 def test_the_progress_line() -> None:

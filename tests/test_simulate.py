@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulate import RESULT, Plan, Simulation, StepTimes, simulate
+from benchmarks.simulate import RESULT, SHARES, Plan, Simulation, StepTimes, simulate
 
 TIMES = StepTimes(step_s=0.01, step_row_s=0.0, prompt_token_s=0.0)
 CALM = Plan(
@@ -49,16 +49,41 @@ def test_the_driver_bounds_a_large_run() -> None:
     assert found.driver > 0.5
 
 
-def test_every_batch_is_decoded_however_many_die() -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_every_batch_is_written_once_however_many_die(shares: bool) -> None:
     plan = replace(CALM, sigma=0.5, failures_per_worker_hour=60.0, restart_s=5.0, load_s=5.0, straggler_share=0.2)
-    run = Simulation(plan, TIMES, 16)
+    run = Simulation(replace(plan, shares=shares), TIMES, 16)
     found = run.run()
-    assert run.starts > 20
-    assert not run.windows
-    assert not any(worker.left for worker in run.workers)
-    assert run.decoded_s >= run.needed_s
+    assert len(run.restarts) > 20
+    assert sorted(run.written) == list(range(2000))
+    assert not any(worker.left or worker.window or worker.in_hand for worker in run.workers)
     assert 0 < found.restarts < 1
     assert found.efficiency < 0.9
+
+
+def test_what_is_paid_for_is_accounted_for() -> None:
+    """Every second of every worker, by what it went to."""
+    plan = replace(
+        CALM, sigma=0.6, load_s=3.0, write_s=0.1, driver_s=0.02, straggler_share=0.1, speed_sigma=0.05,
+        failures_per_worker_hour=20.0, restart_s=4.0,
+    )  # fmt: skip
+    for workers in (1, 8, 50):
+        found = simulate(plan, TIMES, workers)
+        assert sum(getattr(found, name) for name in SHARES) == pytest.approx(1.0)
+        assert min(found.load, found.checkpoints, found.restarts) > 0
+
+
+def test_a_worker_that_dies_over_anothers_batch_loses_that_batch_alone() -> None:
+    """Two workers; the second one has nothing left, takes a batch of the first's, and dies over it."""
+    plan = replace(CALM, rows=32 * 6, restart_s=0.25)
+    run = Simulation(plan, TIMES, 2)
+    run.windows = [1, 5]  # from the end
+    seconds = run.batches[0]
+    run.workers[1].dies_at = 1.5 * seconds
+    found = run.run()
+    assert sorted(run.written) == list(range(6))
+    assert run.lost_s == pytest.approx(0.5 * seconds), "its own window was written"
+    assert found.hours * 3600 == pytest.approx(4 * seconds), "it came back and took another"
 
 
 def test_sharing_shortens_the_tail() -> None:

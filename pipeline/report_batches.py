@@ -1,0 +1,168 @@
+"""What the batch records of a run add up to: times, tokens, layers, speedup over full depth, agreement with it.
+
+A large run has millions of records: they are added a slice at a time, and nothing is kept of each but two numbers where
+a batch was decoded both ways.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+# Student's t, 97.5 % quantile for 1..30 degrees of freedom (any table of the distribution); 1.96 beyond.
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+ALL = ("rows", "input_tokens", "output_tokens", "layers_run", "ffns_run", "prefill_s", "decode_s")
+"""Columns that are summed over all batches."""
+PAIRED = (
+    "rows", "exact_rows", "matched_tokens", "compared_tokens", "full_prefill_s", "full_decode_s",
+    "predicted_prefill_s", "predicted_decode_s", "full_predicted_prefill_s", "full_predicted_decode_s",
+)  # fmt: skip
+"""The same over those that were decoded at full depth too."""
+BOTH, DECODE = ("prefill_s", "decode_s"), ("decode_s",)
+COLUMNS = tuple(
+    dict.fromkeys((*ALL, *PAIRED, "layers", "prompt_columns", "full_output_tokens", "full_error", "split_error"))
+)
+
+
+@dataclass
+class Errors:
+    """How often, and what the first one said."""
+
+    count: int = 0
+    first: str | None = None
+
+    def add(self, column: pa.ChunkedArray) -> None:
+        """All that is not null."""
+        found = column.drop_null()
+        self.count += len(found)
+        if self.first is None and len(found):
+            self.first = found[0].as_py()
+
+
+@dataclass
+class BatchTotals:
+    """Added up over batches. Sums are None while no record has the column (a run of an earlier version)."""
+
+    all: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ALL))
+    paired: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(PAIRED))
+    columns: float | None = None
+    """Prompt columns times rows: tokens of prompts with their padding."""
+    full_layers: float | None = None
+    """Layers that full depth would have run for the decode steps."""
+    num_pairs: int = 0
+    logs: dict[tuple[str, ...], list[np.ndarray]] = field(default_factory=lambda: {BOTH: [], DECODE: []})
+    """Logarithms of `per_token_ratio`, by the parts that it is of."""
+    split: Errors = field(default_factory=Errors)
+    full: Errors = field(default_factory=Errors)
+    """Full-depth passes that failed."""
+
+    @classmethod
+    def of(cls, tables: Iterable[pa.Table]) -> "BatchTotals":
+        totals = cls()
+        for table in tables:
+            totals.add(table)
+        return totals
+
+    def add(self, table: pa.Table) -> None:
+        """`table`: COLUMNS of `metrics.BATCH_SCHEMA`, and maybe more."""
+        for name in ALL:
+            self.all[name] = _plus(self.all[name], table[name])
+        self.columns = _plus(self.columns, pc.multiply(table["rows"], table["prompt_columns"]))
+        steps = pc.subtract(table["output_tokens"], table["rows"])
+        self.full_layers = _plus(self.full_layers, pc.multiply(table["layers"], steps))
+        self.split.add(table["split_error"])
+        self.full.add(table["full_error"])
+        pairs = table.filter(pc.is_valid(table["full_output_tokens"]))
+        self.num_pairs += pairs.num_rows
+        for name in PAIRED:
+            self.paired[name] = _plus(self.paired[name], pairs[name])
+        names = {"output_tokens", "full_output_tokens", *BOTH, *(f"full_{part}" for part in BOTH)}
+        pair = {name: pairs[name].to_numpy() for name in names}
+        for parts, logs in self.logs.items():
+            logs.append(np.log(per_token_ratio(pair, parts)))
+
+    def total(self, *names: str) -> float | None:
+        """The sum of these columns over all batches."""
+        return _sum([self.all[name] for name in names])
+
+    def paired_total(self, *names: str) -> float | None:
+        return _sum([self.paired[name] for name in names])
+
+    @property
+    def decode_steps(self) -> float | None:
+        """Summed over rows: a row's first token comes from its prompt."""
+        rows, tokens = self.all["rows"], self.all["output_tokens"]
+        return None if rows is None or tokens is None else tokens - rows
+
+
+def per_token_ratio(pair: Mapping[str, Any], parts: Sequence[str]) -> Any:
+    """Time per output token at full depth over that of the run; `pair`: of a batch, numbers or arrays by column."""
+    ours = sum(pair[part] for part in parts) / pair["output_tokens"]
+    full = sum(pair[f"full_{part}"] for part in parts) / pair["full_output_tokens"]
+    return full / ours
+
+
+def speedup(totals: BatchTotals) -> dict[str, Any]:
+    """Time per output token at full depth over time per output token, prefill included.
+
+    `measured`: geometric mean over the batches decoded both ways in the same actor; `ci95`: its t-interval (null below
+    two such batches). `measured_decode`: the same without prefill. `layers`: layers of the model over layers run per
+    decode step. `predicted`: by `skipdecode.cost` from ceilings measured in the actor.
+    """
+    measured, ci95 = _geometric(totals.logs[BOTH])
+    measured_decode, _ = _geometric(totals.logs[DECODE])
+    predicted = [totals.paired_total(f"{p}predicted_prefill_s", f"{p}predicted_decode_s") for p in ("full_", "")]
+    return {
+        "measured": measured,
+        "ci95": ci95,
+        "measured_decode": measured_decode,
+        "layers": ratio(totals.full_layers, totals.total("layers_run")),
+        "predicted": ratio(*predicted),
+        "batches": totals.num_pairs,
+    }
+
+
+def agreement(totals: BatchTotals) -> dict[str, Any]:
+    """Shares of rows and of token positions that equal full depth, on the rows decoded both ways."""
+    rows = totals.paired_total("rows")
+    return {
+        "exact_rows": ratio(totals.paired_total("exact_rows"), rows),
+        "token_match": ratio(totals.paired_total("matched_tokens"), totals.paired_total("compared_tokens")),
+        "rows": rows or 0,
+    }
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _plus(total: float | None, column: Any) -> float | None:
+    """Nulls count nothing."""
+    more: float | None = pc.sum(column).as_py()
+    return total if more is None else (total or 0) + more
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _geometric(slices: Sequence[np.ndarray]) -> tuple[float | None, list[float] | None]:
+    """Geometric mean of numbers whose logarithms these are, and its 95 % t-interval."""
+    logs = np.concatenate([*slices, np.empty(0)])
+    if not len(logs):
+        return None, None
+    mean = float(logs.mean())
+    if len(logs) < 2:
+        return math.exp(mean), None
+    t = T_975[len(logs) - 2] if len(logs) <= len(T_975) + 1 else 1.96
+    half = t * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    return math.exp(mean), [math.exp(mean - half), math.exp(mean + half)]
