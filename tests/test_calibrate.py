@@ -267,7 +267,7 @@ def test_bad_input_is_named_and_writes_nothing(
     given = [] if "-i" in overrides else ["-i", prompts]
     overrides = [text.replace("{model}", str(tiny_checkpoint)) for text in overrides]
     code, document, err = verb(*given, "-o", out, f"model.source={tiny_checkpoint}", "max_new_tokens=12", *overrides)
-    assert (code, document) == (2, {}), err
+    assert (code, document["exit_code"]) == (2, 2), err
     assert message in err
     assert not out.exists()
 

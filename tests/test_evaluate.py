@@ -208,7 +208,7 @@ def test_bad_input_is_named(
     job: Job, finished_run: Path, references: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, document, err = job(*(text.format(run=finished_run, references=references) for text in arguments))
-    assert (code, document) == (2, {}), err
+    assert (code, document["exit_code"]) == (2, 2), err
     assert message in err
 
 
@@ -360,7 +360,7 @@ def test_a_bad_sweep_decodes_nothing(
     job: Job, sweep: list[str], tiny_checkpoint: Path, tmp_path: Path, override: str, message: str
 ) -> None:
     code, document, err = job(*sweep, override.replace("{model}", str(tiny_checkpoint)))
-    assert (code, document) == (2, {}), err
+    assert (code, document["exit_code"]) == (2, 2), err
     assert message in err
     assert not (tmp_path / "quality").exists()
     assert "[1/" not in err

@@ -92,7 +92,7 @@ def test_a_truncated_parquet_file_is_named_before_the_start(tmp_path: Path, call
     data = (source / "b.parquet").read_bytes()
     (source / "b.parquet").write_bytes(data[: len(data) // 2])
     code, document, err = call(generate, "-i", str(source))
-    assert (code, document) == (2, {})
+    assert (code, document["exit_code"]) == (2, 2)
     assert f"input.path: {source / 'b.parquet'}: cannot be read" in err
     assert not (tmp_path / "run/run.json").exists()
 

@@ -99,7 +99,7 @@ def test_no_run_folder(tmp_path: Path, call: Call) -> None:
     (tmp_path / "run.json").write_text("{}")
     assert call(verify, tmp_path)[0] == 2
     code, document, err = call(verify, tmp_path / "nowhere")
-    assert (code, document) == (2, {})
+    assert (code, document["exit_code"]) == (2, 2)
     assert "not a run folder" in err
 
 
