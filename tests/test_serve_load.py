@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -221,13 +222,20 @@ def test_the_first_token_does_not_wait_for_the_longest_answer(tmp_path: Path, sc
 
 @pytest.mark.slow
 def test_sigterm_cuts_no_answer(tmp_path: Path) -> None:
-    """Streams and whole answers that are inside are answered to the last byte; new requests get 503 meanwhile."""
+    """Streams and whole answers that are inside are answered to the last byte, and so is a request whose body is still
+    coming; new requests get 503 meanwhile."""
     body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     later: list[int] = []
 
     def ask(number: int) -> tuple[int, Any]:
         answer = server.post(body | {"prompt": PROMPTS[number], "stream": number % 2 == 0})
         return answer.status_code, understood(answer.headers["content-type"].partition(";")[0], answer.content)
+
+    def slow_body() -> Iterator[bytes]:
+        yield b'{"prompt": "x", '
+        is_last.wait()
+        time.sleep(1)
+        yield b'"max_tokens": 4}'
 
     def ask_again() -> None:
         try:
@@ -236,7 +244,9 @@ def test_sigterm_cuts_no_answer(tmp_path: Path) -> None:
         except httpx.TransportError:
             later.append(0)  # nobody is there any more
 
-    with served(tmp_path) as server, ThreadPoolExecutor(8) as pool:
+    is_last = threading.Event()
+    with served(tmp_path) as server, ThreadPoolExecutor(9) as pool:
+        slow = pool.submit(httpx.post, f"{server.url}/v1/completions", content=slow_body(), timeout=60)
         inside = [pool.submit(ask, number) for number in range(8)]
         while server.get("/health").json()["running"] < 8:
             time.sleep(0.01)
@@ -244,6 +254,8 @@ def test_sigterm_cuts_no_answer(tmp_path: Path) -> None:
         again = threading.Thread(target=ask_again)
         again.start()
         answers = [one.result() for one in inside]
+        is_last.set()
+        assert slow.result().status_code == 200
         assert server.process.wait(timeout=60) == 0
         again.join()
     offline = Offline()
@@ -284,7 +296,7 @@ ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 port = free_port()
 serve.start(http_options={"port": port})
 serve.run(Other.bind(), name="other", route_prefix="/other")
-os.environ["RAY_ADDRESS"] = "joined already"
+os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 state = lambda name: getattr(serve.status().applications.get(name), "status", None)
 keys = [f"model.source={sys.argv[1]}", "decode={method: full}"]
 code = verb.main(["--port", str(port), "model.source=nowhere"])
