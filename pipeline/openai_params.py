@@ -6,18 +6,20 @@ ranges are those of `pipeline.config.SamplingConfig`.
 
 import difflib
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Final
 
 MAX_STOPS: Final = 16
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
+MAX_SHOWN_CHARS: Final = 80  # of a client's own text in an error message
 
 
 class BadParameter(ValueError):
-    """`name` is the parameter at fault; `reason` says what is wrong, without the name."""
+    """`name` is the parameter at fault, cut short; `reason` says what is wrong, without the name."""
 
     def __init__(self, name: str, reason: str) -> None:
+        name = cut(name)
         super().__init__(f"{name} {reason}")
         self.name, self.reason = name, reason
 
@@ -27,7 +29,8 @@ def is_int(low: int, high: int = 2**63 - 1) -> Callable[[Any], bool]:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    """Finite as a float: an integer may be too large for one."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _is_stop(value: Any) -> bool:
@@ -72,12 +75,15 @@ def sampling_parameters(body: Mapping[str, Any], others: Set[str]) -> dict[str, 
         elif key in _NEUTRAL_KEYS:
             check, allowed = _NEUTRAL_KEYS[key]
         else:
-            close = difflib.get_close_matches(key, [*_SAMPLING_KEYS, *others], n=1)
+            # quadratic in the length of the key, and no long one is a slip of the pen
+            close = difflib.get_close_matches(key, [*_SAMPLING_KEYS, *others], n=1) if len(key) < 64 else []
             raise BadParameter(key, "is not supported; remove it" + (f" (or is it {close[0]}?)" if close else ""))
         if not check(value):
             raise BadParameter(key, f"must be {allowed}, got {shown(value)}")
     if isinstance(own.get("stop"), str):
         own["stop"] = [own["stop"]]
+    for name in own.keys() & {"temperature", "top_p"}:
+        own[name] = float(own[name])  # an integer of more than 64 bits would fit no tensor
     if "top_k" in own:
         own["top_k"] = max(own["top_k"], 0)
     return own
@@ -89,6 +95,14 @@ def is_token_list(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value in an error message."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A JSON value in an error message, cut short; no more of it is looked at than is shown."""
+    text = ""
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+        text += part
+        if len(text) > MAX_SHOWN_CHARS:
+            break
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."

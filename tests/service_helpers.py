@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,9 @@ from typing import Any
 
 import httpx2 as httpx
 import openai
+import torch
 import uvicorn
+from transformers import OPTForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
 from pipeline.service.config import ServeConfig
@@ -103,6 +106,25 @@ def local(endpoint: Endpoint) -> Iterator[str]:
 def make_endpoint(generator: Generator, digests: Sequence[bytes] = (), **sections: Any) -> Endpoint:
     config = ServeConfig.model_validate({"model": {"source": generator.config.source}, "model_name": "tiny"} | sections)
     return Endpoint(EndpointSpec(config, generator.config, tuple(digests)), generator=generator)
+
+
+def scripted(source: Path, folder: Path, tokens: Sequence[int]) -> Generator:
+    """A model that says `tokens[p]` at position p, whatever it is asked: its layers do nothing, its positions all."""
+    model = OPTForCausalLM.from_pretrained(source, dtype=torch.float32)
+    decoder = model.model.decoder
+    with torch.no_grad():
+        for layer in decoder.layers:
+            for last in (layer.self_attn.out_proj, layer.fc2):
+                last.weight.zero_()
+                last.bias.zero_()
+        decoder.final_layer_norm.weight.fill_(1)
+        decoder.final_layer_norm.bias.zero_()
+        vectors = decoder.embed_tokens.weight.normal_(generator=torch.Generator().manual_seed(0))
+        decoder.embed_positions.weight[2 : 2 + len(tokens)] = 20 * vectors[list(tokens)]  # OPT's two are unused
+    model.save_pretrained(folder)
+    shutil.copy(source / "tokenizer.json", folder)
+    decode = {"method": "skipdecode", "max_layers": 5, "min_layers": 2, "horizon": 12}
+    return Generator(GeneratorConfig(str(folder), decode, dtype="float32", num_threads=1))
 
 
 class Offline:

@@ -6,17 +6,25 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx2 as httpx
 import pytest
+import yaml
 
 from pipeline.demo_corpus import make_prompts
 from pipeline.service.load import Outcome, Work, figures, make_work, offer
-from tests.processes import command, environment, rows, run
-from tests.service_helpers import DEMO, Offline, Served, replica_pids, served
+from tests.processes import command, environment, rows, run, wait_for
+from tests.service_helpers import DEMO, ROOT, Offline, Served, free_port, replica_pids, served
 
 PROMPTS = [row["prompt"] for row in make_prompts(60, seed=9)]
 pytestmark = pytest.mark.timeout(600)
@@ -50,28 +58,48 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def clients(
-    server: Served, count: int, seconds: float, body: Any
-) -> list[tuple[dict[str, Any], int, Any, float]]:
-    """Each client sends one request after the other: (asked, status, answer, seconds)."""
-    made: list[tuple[dict[str, Any], int, Any, float]] = []
+Made = list[tuple[dict[str, Any], int, Any, float]]
+"""(asked, status, answer, seconds); status 0: no connection."""
+CUT = "the stream was cut off"
+
+
+async def clients(server: Served, count: int, seconds: float, body: Any) -> Made:
+    """Each client sends one request after the other. An answer is JSON, that of a stream all events in one, or text."""
+    made: Made = []
     ends_at = time.monotonic() + seconds
 
     async def one(session: aiohttp.ClientSession, number: int) -> None:
         rng = random.Random(number)
         while time.monotonic() < ends_at:
-            asked, began = body(rng), time.monotonic()
+            asked, began, status, read = body(rng), time.monotonic(), 0, b""
             try:
                 async with session.post(f"{server.url}/v1/completions", json=asked) as answer:
-                    made.append((asked, answer.status, await answer.json(content_type=None), time.monotonic() - began))
-            except (aiohttp.ClientError, json.JSONDecodeError) as error:
-                made.append((asked, 0, repr(error), time.monotonic() - began))
+                    status = answer.status
+                    async for part in answer.content.iter_any():
+                        read += part
+                    answered = understood(answer.content_type, read)
+            except aiohttp.ClientError as error:
+                answered = CUT if status == 200 else repr(error)
+            made.append((asked, status, answered, time.monotonic() - began))
 
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120)
     ) as session:
         await asyncio.gather(*(one(session, n) for n in range(count)))
     return made
+
+
+def understood(content_type: str, read: bytes) -> Any:
+    if content_type == "application/json":
+        return json.loads(read)
+    if content_type != "text/event-stream":
+        return read.decode()
+    events = [line.removeprefix("data: ") for line in read.decode().split("\n\n") if line]
+    if events[-1:] != ["[DONE]"]:
+        return CUT
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    tokens = [token for choice in choices for token in choice["token_ids"]]
+    return {"choices": [{"token_ids": tokens, "text": "".join(choice["text"] for choice in choices)}]}
 
 
 def any_request(rng: random.Random) -> dict[str, Any]:
@@ -85,9 +113,13 @@ def wanted(offline: Offline, asked: dict[str, Any]) -> list[int]:
     return offline(asked["prompt"], asked["max_tokens"], **keys).tokens
 
 
-def check(offline: Offline, made: list[tuple[dict[str, Any], int, Any, float]]) -> int:
-    """Every 200 is the answer to its own prompt; how many there are."""
-    good = [(asked, answer) for asked, status, answer, _ in made if status == 200]
+def any_request_or_stream(rng: random.Random) -> dict[str, Any]:
+    return any_request(rng) | {"stream": rng.random() < 0.5}
+
+
+def check(offline: Offline, made: Made) -> int:
+    """Every 200 that was not cut off is the answer to its own prompt; how many there are."""
+    good = [(asked, answer) for asked, status, answer, _ in made if status == 200 and answer != CUT]
     for asked, answer in good:
         assert answer["choices"][0]["token_ids"] == wanted(offline, asked)
     return len(good)
@@ -111,22 +143,26 @@ def test_64_clients_for_two_minutes(tmp_path: Path, scheduler: str) -> None:
         assert replica_pids(server.process.pid) == [pid]
 
 
+def capacity(server: Served, max_tokens: int, body: dict[str, Any]) -> float:
+    """Requests per second when forty come at once."""
+    flood = [Work(0.0, PROMPTS[n % 60], max_tokens) for n in range(40)]
+    began = time.monotonic()
+    asyncio.run(offer(server.url, flood, body))
+    return 40 / (time.monotonic() - began)
+
+
 @pytest.mark.slow
 def test_three_times_too_much(tmp_path: Path) -> None:
-    """Nothing but 429 beside answers, each right, and the server recovers at once. How fast a 429 comes is printed: the
-    load, Ray's proxy and the decoder share this machine, so the bound here is a loose one."""
+    """Nothing but 429 beside answers, each right, a 429 within 50 ms (p50), and the server recovers at once."""
     with served(tmp_path, "limits.max_waiting=32", "engine.batch_size=16") as server:
         body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        flood = [Work(0.0, PROMPTS[n % 60], 24) for n in range(40)]
-        began = time.monotonic()
-        asyncio.run(offer(server.url, flood, body))
-        capacity = 40 / (time.monotonic() - began)
-        work = make_work(3 * capacity, 15, tokens=[24], weights=[1.0], seed=1)
+        most = capacity(server, 24, body)
+        work = make_work(3 * most, 15, tokens=[24], weights=[1.0], seed=1)
         made = asyncio.run(offer(server.url, work, body, keep_text=True))
         refused = sorted(one.last_s - one.sent_s for one in made if one.status == 429)
         good = [one for one in made if one.is_good]
         p50, p99 = (1e3 * refused[len(refused) * share // 100] for share in (50, 99))
-        print(f"capacity {capacity:.1f}/s, {len(made)} sent, {len(good)} answered, {len(refused)} refused")
+        print(f"capacity {most:.1f}/s, {len(made)} sent, {len(good)} answered, {len(refused)} refused")
         print(f"429 after p50 {p50:.1f} ms, p99 {p99:.1f} ms")
         assert {one.status for one in made} == {200, 429}
         assert all(one.is_good for one in made if one.status == 200)
@@ -138,27 +174,28 @@ def test_three_times_too_much(tmp_path: Path) -> None:
         began = time.monotonic()
         assert server.post({"prompt": PROMPTS[0], "max_tokens": 8}).status_code == 200
         assert time.monotonic() - began < 1
-        assert p50 < 500
+        assert p50 < 50
 
 
 @pytest.mark.slow
 def test_a_replica_that_is_killed_comes_back(tmp_path: Path) -> None:
-    """Requests that were inside get a clean error or a cut stream; later ones are answered."""
+    """Requests that were inside get Ray's 500, or a stream that breaks off; later ones are answered."""
     with served(tmp_path) as server:
         (pid,) = replica_pids(server.process.pid)
 
-        async def under_load() -> list[tuple[dict[str, Any], int, Any, float]]:
-            load = asyncio.create_task(clients(server, 16, 30, any_request))
+        async def under_load() -> Made:
+            load = asyncio.create_task(clients(server, 16, 30, any_request_or_stream))
             await asyncio.sleep(5)
             os.kill(pid, signal.SIGKILL)
             return await load
 
         made = asyncio.run(under_load())
-        statuses = {status: sum(one[1] == status for one in made) for status in {one[1] for one in made}}
-        print(f"statuses {statuses}")
-        assert set(statuses) <= {200, 500, 503}
+        seen = Counter((status, answer if isinstance(answer, str) else "JSON") for _, status, answer, _ in made)
+        print(f"seen {seen}")
+        assert {status for status, _ in seen} <= {200, 500, 503}
+        assert set(seen) > {(200, "JSON"), (200, CUT), (500, "Internal Server Error")}, "nothing was in flight"
         check(Offline(), made)
-        assert [status for _, status, _, _ in made[-50:]] == [200] * 50, "it did not come back"
+        assert [(status, answer == CUT) for _, status, answer, _ in made[-50:]] == [(200, False)] * 50, "it is not back"
         (other,) = replica_pids(server.process.pid)
         assert other != pid
 
@@ -166,41 +203,162 @@ def test_a_replica_that_is_killed_comes_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["continuous", "cohort"])
 def test_the_first_token_does_not_wait_for_the_longest_answer(tmp_path: Path, scheduler: str) -> None:
-    """At light load beside answers of 32 tokens, then beside some of 1,000: p50 of the time to the first token."""
+    """At half load beside answers of 32 tokens, then beside some of 1,000: p50 of the time to the first token."""
     with served(tmp_path, f"engine.scheduler={scheduler}") as server:
         body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         p50, p99 = {}, {}
+        half = capacity(server, 16, body) / 2
         for longest in (32, 1000):
-            short = make_work(3, 20, tokens=[16], weights=[1.0], seed=2)
+            short = make_work(half, 20, tokens=[16], weights=[1.0], seed=2)
             long = [Work(0.1, PROMPTS[n], longest) for n in range(2)]
             made = asyncio.run(offer(server.url, [*long, *short], body))[2:]
             assert all(one.is_good for one in made)
             row = figures(made, slo_ttft_s=1, slo_tpot_s=1)
             p50[longest], p99[longest] = row["p50_ttft_ms"], row["p99_ttft_ms"]
-        print(f"{scheduler}: ttft p50 {p50}, p99 {p99} ms")
+        print(f"{scheduler}: {half:.1f} requests/s, ttft p50 {p50}, p99 {p99} ms")
         assert p50[1000] < p50[32] + 150
         assert p99[1000] < 1000  # the long answers take ten seconds
 
 
 @pytest.mark.slow
+def test_sigterm_cuts_no_answer(tmp_path: Path) -> None:
+    """Streams and whole answers that are inside are answered to the last byte, and so is a request whose body is still
+    coming; new requests get 503 meanwhile."""
+    body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    later: list[int] = []
+
+    def ask(number: int) -> tuple[int, Any]:
+        answer = server.post(body | {"prompt": PROMPTS[number], "stream": number % 2 == 0})
+        return answer.status_code, understood(answer.headers["content-type"].partition(";")[0], answer.content)
+
+    def slow_body() -> Iterator[bytes]:
+        yield b'{"prompt": "x", '
+        is_last.wait()
+        time.sleep(1)
+        yield b'"max_tokens": 4}'
+
+    def ask_again() -> None:
+        try:
+            while True:
+                later.append(server.post({"prompt": "x", "max_tokens": 1}).status_code)
+        except httpx.TransportError:
+            later.append(0)  # nobody is there any more
+
+    is_last = threading.Event()
+    with served(tmp_path) as server, ThreadPoolExecutor(9) as pool:
+        slow = pool.submit(httpx.post, f"{server.url}/v1/completions", content=slow_body(), timeout=60)
+        inside = [pool.submit(ask, number) for number in range(8)]
+        while server.get("/health").json()["running"] < 8:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        again = threading.Thread(target=ask_again)
+        again.start()
+        answers = [one.result() for one in inside]
+        is_last.set()
+        assert slow.result().status_code == 200
+        assert server.process.wait(timeout=60) == 0
+        again.join()
+    offline = Offline()
+    for number, (status, answer) in enumerate(answers):
+        assert status == 200
+        assert answer["choices"][0]["token_ids"] == offline(PROMPTS[number], 200, ignore_eos=True).tokens
+    begun = later.index(503)
+    assert set(later[:begun]) <= {200}
+    assert set(later[begun:-1]) == {503}
+    assert json.loads(server.log.read_text().splitlines()[-1])["unanswered"] == 0
+
+
+@pytest.mark.slow
+def test_other_applications_of_a_cluster_go_on(tmp_path: Path) -> None:
+    """After a run of ours, and after one that a bad configuration ended."""
+    program = tmp_path / "other.py"
+    program.write_text(OTHERS)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run([sys.executable, str(program), DEMO], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-3:] == ["bad 2 RUNNING", "good 200", "after RUNNING None"]
+
+
+OTHERS = """
+import os, sys, urllib.request
+import ray
+from ray import serve
+from jobs import serve as verb
+from pipeline.service.run import load, running
+from tests.service_helpers import free_port
+
+@serve.deployment
+class Other:
+    def __call__(self):
+        return "other"
+
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+port = free_port()
+serve.start(http_options={"port": port})
+serve.run(Other.bind(), name="other", route_prefix="/other")
+os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+state = lambda name: getattr(serve.status().applications.get(name), "status", None)
+keys = [f"model.source={sys.argv[1]}", "decode={method: full}"]
+code = verb.main(["--port", str(port), "model.source=nowhere"])
+print("bad", code, state("other").value)
+with running(load(None, keys, None, port)) as url:
+    print("good", urllib.request.urlopen(url + "health").status)
+assert urllib.request.urlopen(f"http://127.0.0.1:{port}/other").read() == b"other"
+print("after", state("other").value, state("skipdecode"))
+"""
+
+
+@pytest.mark.slow
+def test_serve_run_takes_the_same_file(tmp_path: Path) -> None:
+    """Ray's own command, in the checkout: the file names the model by a relative path."""
+    tree = yaml.safe_load((ROOT / "configs/serve.yaml").read_text())
+    tree["http_options"]["port"] = free_port()
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
+    command = [str(Path(sys.executable).with_name("serve")), "run", str(tmp_path / "serve.yaml")]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RAY_ADDRESS": "local"}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+    server = Served(f"http://127.0.0.1:{tree['http_options']['port']}", process, tmp_path / "log")
+    try:
+        wait_for(lambda: answers(server), process, timeout_s=120)
+        (choice,) = server.post({"prompt": PROMPTS[0], "max_tokens": 8}).json()["choices"]
+        assert choice["text"]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+
+
+def answers(server: Served) -> bool:
+    try:
+        return server.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+FIXED = ["model.dtype=bfloat16", "sampling.deterministic=true", "sampling.temperature=0.8", "sampling.seed=13"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "keys", [["sampling.temperature=0"], ["sampling.temperature=0.8", "sampling.seed=13"]], ids=str
+    "keys", [["sampling.temperature=0"], ["sampling.temperature=0.8", "sampling.seed=13"], FIXED], ids=str
 )
 def test_the_offline_job_writes_the_same_tokens(tmp_path: Path, keys: list[str]) -> None:
-    """`jobs.generate` and HTTP: same checkpoint, prompts, ids and seeds."""
+    """`jobs.generate` and HTTP: same checkpoint, prompts, ids and seeds; in bfloat16 with batches of fixed shapes."""
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"id": f"p{n}", "prompt": p}) + "\n" for n, p in enumerate(PROMPTS[:20])))
     output = tmp_path / "run"
     decode = ["decode.max_layers=16", "decode.min_layers=8", "decode.horizon=63"]
-    arguments = [*decode, "sampling.max_new_tokens=40", *keys]
+    arguments = [*decode, "sampling.max_new_tokens=40", "actors.batch_size=8", *keys]
     done = run(command(Path(DEMO), source, output, *arguments), environment(None, tmp_path))
     assert done.returncode == 0, done.stderr
     written = rows(output, "ok")
-    with served(tmp_path) as server:
+    shapes = ["model.dtype=bfloat16", "sampling.deterministic=true", "engine.scheduler=cohort", "engine.batch_size=8"]
+    with served(tmp_path, *(shapes if keys is FIXED else [])) as server, ThreadPoolExecutor(3) as pool:
         sampled = {"temperature": 0.8, "seed": 13} if len(keys) > 1 else {"temperature": 0}
-        for row_id, row in written.items():
-            body = {"prompt": row["prompt"], "max_tokens": 40, "row_id": row_id, "return_token_ids": True}
-            (choice,) = server.post(body | sampled).json()["choices"]
+        body = {"max_tokens": 40, "return_token_ids": True} | sampled
+        asked = [body | {"prompt": row["prompt"], "row_id": row_id} for row_id, row in written.items()]
+        for row, answer in zip(written.values(), pool.map(server.post, asked), strict=True):
+            (choice,) = answer.json()["choices"]
             assert choice["token_ids"] == row["generated_tokens"]
             assert choice["text"] == row["generated_text"]
             assert choice["finish_reason"] == row["finish_reason"]

@@ -5,6 +5,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.service.keys import digest
-from tests.service_helpers import Offline, local, make_endpoint
+from tests.service_helpers import Offline, local, make_endpoint, scripted
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -103,7 +104,7 @@ def test_type_and_stream(browser: Chrome, url: str, offline: Offline, size: str)
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
-def test_stop_and_errors(browser: Chrome, url: str) -> None:
+def test_errors(browser: Chrome, url: str) -> None:
     resize(browser, "phone")
     browser.get(url + "/")
     fill(browser, "max_tokens", "9000")
@@ -111,14 +112,29 @@ def test_stop_and_errors(browser: Chrome, url: str) -> None:
     assert wait_for_answer(browser) == ""
     assert "does not fit" in shown(browser, "error")
     browser.get_log("browser")  # a 400 counts as one
-    fill(browser, "max_tokens", "1900")
-    fill(browser, "temperature", "1.5")
-    browser.execute_script("document.body.dataset.state = ''")
-    browser.find_element(By.ID, "go").click()
-    WebDriverWait(browser, 10).until(lambda b: b.find_element(By.ID, "halt").is_enabled())
-    browser.find_element(By.ID, "halt").click()
-    wait_for_answer(browser)
-    assert shown(browser, "error") == ""
+
+
+def test_stop_ends_the_answer_and_frees_its_row(
+    browser: Chrome, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that never ends by itself, 100 tokens at 20 a second."""
+    generator = scripted(tiny_checkpoint, tmp_path, list(range(65, 75)) * 12)
+    endpoint = make_endpoint(generator)
+    step = endpoint.engine.turn
+    monkeypatch.setattr(endpoint.engine, "turn", lambda: (time.sleep(0.05), step())[1])
+    with local(endpoint) as url:
+        browser.get(url + "/")
+        fill(browser, "prompt", "")
+        fill(browser, "max_tokens", "100")
+        browser.find_element(By.ID, "go").click()
+        WebDriverWait(browser, 10).until(lambda b: shown(b, "tokens") not in ("", "–"))
+        browser.find_element(By.ID, "halt").click()
+        wait_for_answer(browser)
+        assert int(shown(browser, "tokens")) < 50
+        assert shown(browser, "error") == ""
+        WebDriverWait(endpoint, 1).until(lambda e: e.thread.num_running == e.num_responses == 0)
+        assert endpoint.engine.counts.cancelled == 1
+    endpoint.close()
 
 
 def test_it_asks_for_a_key(browser: Chrome, offline: Offline) -> None:

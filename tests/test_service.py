@@ -1,9 +1,12 @@
-"""A replica over real HTTP without Ray: keys, limits, failures, half characters. And its configuration."""
+"""A replica over real HTTP without Ray: keys, limits, failures, streams of half characters. And its configuration."""
 
 import asyncio
 import json
+import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +15,21 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from actors.engine import Progress
 from actors.generator import Generator, GeneratorConfig
 from jobs import serve as serve_verb
 from pipeline.config import ConfigError
-from pipeline.service.app import make_spec
+from pipeline.service.answers import Choice
+from pipeline.service.app import make_spec, replica_threads
 from pipeline.service.config import ServeConfig
 from pipeline.service.endpoint import Endpoint
+from pipeline.service.errors import ApiError
 from pipeline.service.keys import check_caller, digest, is_loopback, read_keys
 from pipeline.service.metrics import ours
+from pipeline.service.parse import parse_body, parse_completion
 from pipeline.service.run import load
-from tests.service_helpers import DEMO, ROOT, free_port, local, make_endpoint
+from skipdecode.request import Request, TokenLogprobs
+from tests.service_helpers import DEMO, ROOT, free_port, local, make_endpoint, scripted
 
 CONFIG = str(ROOT / "configs/serve.yaml")
 
@@ -51,6 +59,20 @@ def post(url: str, *, headers: dict[str, str] | None = None, **body: Any) -> htt
     )
 
 
+def stream(url: str, **body: Any) -> list[dict[str, Any]]:
+    """The `choices` entries of a stream of one prompt."""
+    asked = {"prompt": "a", "max_tokens": 4, "stream": True} | body
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
+
+
+def slow_down(endpoint: Endpoint, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = endpoint.engine.turn
+    monkeypatch.setattr(endpoint.engine, "turn", lambda: (time.sleep(seconds), step())[1])
+
+
 def error_of(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
@@ -69,7 +91,9 @@ def test_keys(generator: Generator) -> None:
             assert error_of(answer) == (401, "invalid_api_key"), wrong
         for right in ("Bearer first-key", "bearer second-key"):
             assert post(url, headers={"Authorization": right}).status_code == 200
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models").status_code == httpx.get(f"{url}/metrics").status_code == 401
+        key = {"Authorization": "Bearer first-key"}
+        assert "come from Ray" in httpx.get(f"{url}/metrics", headers=key).json()["error"]["message"]
         assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/").status_code == 200
     endpoint.close()
 
@@ -139,8 +163,7 @@ def test_a_full_queue_is_429_at_once(url: str, endpoint: Endpoint) -> None:
 
 @pytest.mark.parametrize("endpoint", [{"limits": {"request_timeout_s": 0.15}}], indirect=True)
 def test_too_slow_is_408_and_frees_the_row(url: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = endpoint.engine.turn
-    monkeypatch.setattr(endpoint.engine, "turn", lambda: (time.sleep(0.02), step())[1])
+    slow_down(endpoint, 0.02, monkeypatch)
     assert error_of(post(url, max_tokens=100, ignore_eos=True)) == (408, "timeout")
     with httpx.stream(
         "POST", f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -149,13 +172,50 @@ def test_too_slow_is_408_and_frees_the_row(url: str, endpoint: Endpoint, monkeyp
         lines = [line for line in answer.iter_lines() if line]
     assert json.loads(lines[-1][6:])["error"]["code"] == "timeout"
     time.sleep(0.1)
-    assert endpoint.thread.num_running == endpoint.num_open == 0
+    assert endpoint.thread.num_running == endpoint.num_responses == 0
+
+
+@pytest.mark.parametrize("endpoint", [{"limits": {"request_timeout_s": 0.3}}], indirect=True)
+def test_a_body_that_does_not_come_is_408(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt"')
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("endpoint", [{"engine": {"batch_size": 1}, "limits": {"max_waiting": 1}}], indirect=True)
+def test_a_full_queue_reads_no_bodies(url: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_free, step = threading.Event(), endpoint.engine.turn
+    monkeypatch.setattr(endpoint.engine, "turn", lambda: (is_free.wait(30), step())[1])
+    with ThreadPoolExecutor(1) as pool:
+        inside = pool.submit(post, url)
+        while not endpoint.thread.num_waiting:
+            time.sleep(0.01)
+        answer = httpx.post(f"{url}/v1/completions", content=b"{")
+        is_free.set()
+    assert error_of(answer) == (429, "queue_full")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert inside.result().status_code == 200
+
+
+def test_a_large_body_does_not_hold_up_others(url: str, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = generator.tokenizer.encode
+    monkeypatch.setattr(generator.tokenizer, "encode", lambda texts: (time.sleep(0.1), encode(texts))[1])
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(post, url, prompt=["a " * 500] * 10)
+        time.sleep(0.2)
+        began = time.monotonic()
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert time.monotonic() - began < 0.5
+        assert not large.done()
+    assert error_of(large.result()) == (400, "invalid_value")
 
 
 def test_draining(url: str, endpoint: Endpoint) -> None:
     endpoint.is_draining = True
     assert error_of(post(url)) == (503, "draining")
     assert error_of(post(url, stream=True)) == (503, "draining")
+    assert error_of(httpx.post(f"{url}/v1/completions", content=b"{")) == (503, "draining")
     assert httpx.get(f"{url}/health").json()["status"] == "draining"
 
 
@@ -197,6 +257,9 @@ def test_one_that_cannot_be_decoded_is_500_alone(
     assert "poison" in answers[2].json()["error"]["message"]
 
 
+# Streams
+
+
 def test_streams_of_arbitrary_bytes_split_no_character(url: str, generator: Generator) -> None:
     """A model of random weights writes bytes that are characters only now and then."""
     for seed in range(6):
@@ -204,11 +267,118 @@ def test_streams_of_arbitrary_bytes_split_no_character(url: str, generator: Gene
         choice = post(url, **body, return_token_ids=True).json()["choices"][0]
         whole = generator.tokenizer.decode(choice["token_ids"])
         assert choice["text"] == whole
-        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as answer:
-            lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-        parts = [line["choices"][0]["text"] for line in lines]
+        parts = [entry["text"] for entry in stream(url, **body)]
         assert "".join(parts) == whole
         assert len(parts) > 2
+
+
+TEXT = "ж!é🦊!b"
+
+
+@pytest.fixture(scope="module")
+def letters(generator: Generator) -> list[list[int]]:
+    """The tokens of each character of TEXT; several, where it is not ASCII."""
+    return [tokens[1:] for tokens in generator.tokenizer.encode(list(TEXT))]
+
+
+@pytest.fixture(scope="module")
+def script(letters: Sequence[list[int]]) -> list[int]:
+    return [token for tokens in letters for token in tokens]
+
+
+@pytest.fixture(scope="module")
+def saying(script: list[int], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator:
+    """Says TEXT, over and over, one token at each position."""
+    return scripted(tiny_checkpoint, tmp_path_factory.mktemp("scripted"), script * (120 // len(script)))
+
+
+@pytest.mark.parametrize("stop", [None, "!!", "🦊!"])
+def test_a_stream_is_the_answer_with_all_about_its_tokens(
+    saying: Generator, letters: list[list[int]], script: list[int], stop: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities and layers of half characters too, and of text that might have begun a stop string."""
+    assert [len(tokens) > 1 for tokens in letters] == [not char.isascii() for char in TEXT]
+    endpoint = make_endpoint(saying, limits={"stream_events_per_s": 1e6})
+    slow_down(endpoint, 0.005, monkeypatch)  # so that each token is an event of its own
+    body = {"prompt": "", "max_tokens": len(script), "temperature": 0, "stop": stop}
+    with local(endpoint) as url:
+        bare = stream(url, **body)
+        body |= {"logprobs": 1, "return_layers": True}
+        entries = stream(url, **body)
+        whole = post(url, **body).json()["choices"][0]
+    endpoint.close()
+    assert whole["text"] == (TEXT if stop != "🦊!" else TEXT[:3])
+    for made in (bare, entries):
+        assert "".join(entry["text"] for entry in made) == whole["text"]
+        assert not any("\ufffd" in entry["text"] for entry in made)
+        assert [entry["finish_reason"] for entry in made[:-1]] == [None] * (len(made) - 1)
+    assert len(entries) > len(bare) > 2
+    assert [layers for entry in entries for layers in entry["layers"]] == whole["layers"]
+    for name, values in whole["logprobs"].items():
+        assert [value for entry in entries for value in entry["logprobs"][name]] == values
+    assert len(whole["layers"]) == len(whole["logprobs"]["tokens"]) == len(script if stop != "🦊!" else script[:-1])
+
+
+@pytest.mark.parametrize("stop", [None, "!!"])
+@pytest.mark.parametrize("has_prompt", [False, True])
+def test_offsets_are_those_of_the_characters(
+    saying: Generator, letters: list[list[int]], script: list[int], has_prompt: bool, stop: str | None
+) -> None:
+    endpoint = make_endpoint(saying)
+    num_prompt = int(has_prompt)
+    body = {"prompt": [2, *script * num_prompt], "max_tokens": 2 * len(script), "temperature": 0, "stop": stop}
+    with local(endpoint) as url:
+        choice = post(url, echo=True, logprobs=0, **body).json()["choices"][0]
+    endpoint.close()
+    assert choice["text"] == TEXT * (num_prompt + 2)
+    parts = [len(tokens) for tokens in letters * (num_prompt + 2)]
+    assert choice["logprobs"]["text_offset"] == [0, *(at for at, count in enumerate(parts) for _ in range(count))]
+
+
+def test_the_drawn_token_is_among_the_likeliest(url: str) -> None:
+    """As OpenAI has it: up to k + 1 of them."""
+    body = {"max_tokens": 40, "temperature": 2.0, "seed": 1, "ignore_eos": True}
+    for k in (0, 2):
+        found = post(url, logprobs=k, **body).json()["choices"][0]["logprobs"]
+        drawn = list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True))
+        assert all(top[token] == logprob for token, logprob, top in drawn)
+        assert {len(top) for _, _, top in drawn} == ({1} if k == 0 else {2, 3})
+
+
+def test_of_tokens_with_one_text_the_likelier_counts() -> None:
+    asked = parse_completion({"prompt": [0], "logprobs": 2}, max_prompts=1)
+    choice = Choice(0, Request("", [0]), asked, lambda tokens: "".join("xxyz"[token] for token in tokens))
+    scored = TokenLogprobs(-3.0, [(0, -0.5), (1, -1.5)])
+    (top,) = choice.take(Progress(None, [2], [6], [scored]))["logprobs"]["top_logprobs"]  # type: ignore[arg-type]
+    assert top == {"x": -0.5, "y": -3.0}
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "presence_penalty"])
+def test_numbers_that_no_float_can_hold(url: str, key: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", content=b'{"prompt": "x", "%s": 1%s}' % (key.encode(), b"0" * 400))
+    assert error_of(answer) == (400, "invalid_value")
+    assert answer.json()["error"]["param"] == key
+
+
+def test_a_number_that_no_tensor_of_integers_can_hold(url: str) -> None:
+    assert post(url, temperature=10**300).status_code == 200
+
+
+def test_a_prompt_nested_to_any_depth() -> None:
+    for depth in range(2, 1100):
+        with pytest.raises(ApiError) as caught:
+            parse_completion(parse_body(b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"), max_prompts=1)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("body", [{"k" * 100_000: 1}, {"model": "m" * 100_000}, {"temperature": "t" * 100_000}])
+def test_errors_do_not_repeat_what_was_sent(url: str, body: dict[str, Any]) -> None:
+    answer = post(url, **body)
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 500
 
 
 # The configuration
@@ -247,6 +417,40 @@ def test_bad_configurations_name_the_key(overrides: list[str], message: str, mon
     with pytest.raises(ConfigError) as caught:
         make_spec(load(CONFIG, [f"model.source={DEMO}", *overrides], None, None).args)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"logging_config": {"log_level": "DEBUG"}}, "logging_config: `serve deploy`"),
+        ({"applications": [{"runtime_env": {"pip": ["x"]}}]}, "applications.0.runtime_env: `serve deploy`"),
+        (
+            {"applications": [{"deployments": [{"name": "Other"}]}]},
+            "deployments.0.name: must be Completions, got 'Other'",
+        ),
+        ({"applications": [{"deployments": [{"name": "Completions"}, {"name": "B"}]}]}, "deployments.1: there is one"),
+    ],
+)
+def test_what_would_not_be_applied_is_refused(tmp_path: Path, tree: dict[str, Any], message: str) -> None:
+    """The same file is good for `serve deploy`, which applies it."""
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError) as caught:
+        load(str(tmp_path / "serve.yaml"), [], None, None)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_cpus", "threads"), [(8, 1, 7), (8, 0.5, 7), (8, 4, 3), (2, 4, 1), (1, 1, 1), (64, 16.0, 15)]
+)
+def test_threads_of_a_replica(num_cores: int, num_cpus: float, threads: int) -> None:
+    assert replica_threads(num_cores, num_cpus) == threads
+
+
+def test_threads_are_counted_where_the_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.service.app.worker_path", lambda source, folder: source)  # it would start Ray
+    assert make_spec(load(CONFIG, [f"model.source={DEMO}"], None, None).args).generator.num_threads is None
+    args = load(CONFIG, [f"model.source={DEMO}", "engine.num_threads=3"], None, None).args
+    assert make_spec(args).generator.num_threads == 3
 
 
 def test_another_host_needs_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ class Choice:
         self.index, self.request, self.asked = index, request, asked
         self._decode = decode
         self._stream = TextStream(decode, request.sampling.stop)
+        self._offsets = TextOffsets(decode)
         self.tokens: list[int] = []
         self.layers: list[int] = []
         self.finish_reason: str | None = None
-        self._num_chars = 0  # given out
         self._has_begun = False
         self._is_prompt_only = asked.max_tokens == 0
 
@@ -37,12 +37,11 @@ class Choice:
         logprobs: dict[str, Any] | None = entry.pop("logprobs")
         pieces: list[tuple[str, int]] = []
         for number, token in enumerate([] if self._is_prompt_only else progress.tokens):
-            offset = self._num_chars + len(text)
             piece = self._stream.push(token)
             text += piece
             pieces.append((piece, progress.layers[number]))
             if logprobs is not None:
-                self._add_logprob(logprobs, token, progress.logprobs[number], offset)
+                self._add_logprob(logprobs, token, progress.logprobs[number], self._offsets.next(token))
         self.tokens += progress.tokens
         self.layers += progress.layers
         if progress.finish_reason is not None:
@@ -51,7 +50,6 @@ class Choice:
             text += rest
             if rest and pieces:
                 pieces[-1] = (pieces[-1][0] + rest, pieces[-1][1])
-        self._num_chars += len(text)
         entry |= {"text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
         if self.asked.return_token_ids:
             entry["token_ids"] = [] if self._is_prompt_only else list(progress.tokens)
@@ -71,23 +69,44 @@ class Choice:
             entry["prompt_token_ids"] = list(prompt)
         if self.asked.echo:
             entry["text"] = self._decode(prompt)
+            self._offsets = TextOffsets(self._decode, len(entry["text"]))
             if logprobs is not None:
                 self._add_prompt(logprobs, progress)
         return entry
 
     def _add_prompt(self, logprobs: dict[str, Any], progress: Progress) -> None:
-        offset = 0
+        offsets = TextOffsets(self._decode)
         for number, token in enumerate(self.request.prompt_tokens):
             scored = progress.prompt_logprobs[number - 1] if number else None  # nothing comes before the first
-            self._add_logprob(logprobs, token, scored, offset)
-            offset += len(self._decode([token]))
+            self._add_logprob(logprobs, token, scored, offsets.next(token))
 
     def _add_logprob(self, to: dict[str, Any], token: int, scored: TokenLogprobs | None, offset: int) -> None:
+        top: dict[str, float] | None = None
+        if scored is not None:
+            top = {}
+            # likeliest first, and the token itself in any case; of tokens with one text the likelier counts
+            for other, logprob in [*scored.top, (token, scored.logprob)]:
+                top.setdefault(token_name(other, self._decode), logprob)
         to["tokens"].append(token_name(token, self._decode))
         to["text_offset"].append(offset)
         to["token_logprobs"].append(None if scored is None else scored.logprob)
-        top = None if scored is None else {token_name(t, self._decode): p for t, p in scored.top}
         to["top_logprobs"].append(top)
+
+
+class TextOffsets:
+    """Where each token of a text begins, in characters; the parts of one character all begin where it does."""
+
+    def __init__(self, decode: Decode, start: int = 0) -> None:
+        self._decode, self._num_chars = decode, start
+        self._tokens: list[int] = []  # parts of a character so far
+
+    def next(self, token: int) -> int:
+        self._tokens.append(token)
+        begin, text = self._num_chars, self._decode(self._tokens)
+        if not text.endswith(INCOMPLETE):
+            self._num_chars += len(text)
+            self._tokens = []
+        return begin
 
 
 def empty_logprobs() -> dict[str, Any]:

@@ -5,8 +5,10 @@ share its batches.
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 
@@ -14,7 +16,7 @@ from actors.generator import GeneratorConfig
 from pipeline.checks import check_model
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
-from pipeline.service.config import ServeConfig
+from pipeline.service.config import DEPLOYMENT, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.keys import read_keys
 from pipeline.service.metrics import RayMetrics, scrape
@@ -23,7 +25,7 @@ from pipeline.spec import worker_path
 from skipdecode.continuous import check_continuous
 from skipdecode.schedule import make_schedule
 
-DEPLOYMENT = "Completions"
+DRAIN_S = 120.0  # the default of limits.request_timeout_s
 
 
 @serve.deployment(
@@ -31,12 +33,15 @@ DEPLOYMENT = "Completions"
     max_ongoing_requests=4096,  # the engine's own queue says when it is full, and when there will be room
     health_check_period_s=2,
     health_check_timeout_s=30,
-    graceful_shutdown_timeout_s=30,
+    graceful_shutdown_timeout_s=DRAIN_S,
     logging_config={"enable_access_log": False},
 )
 @serve.ingress()
 class Completions:
     def __init__(self, spec: EndpointSpec) -> None:
+        if spec.generator.num_threads is None:
+            reserved = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
+            spec = replace(spec, generator=replace(spec.generator, num_threads=replica_threads(num_cores(), reserved)))
         self.endpoint = Endpoint(spec)
         self.metrics = RayMetrics(self.endpoint)
 
@@ -48,15 +53,21 @@ class Completions:
         self.metrics.update()
         self.endpoint.check()
 
-    def drain(self) -> tuple[str, int]:
-        """From now on new requests get 503; the replica's id, and how many prompts it is answering still."""
+    def drain(self) -> int:
+        """From now on new requests get 503; how many earlier ones are being answered still."""
         self.endpoint.is_draining = True
-        return serve.get_replica_context().replica_id.unique_id, self.endpoint.num_open
+        return self.endpoint.num_responses
 
 
 def build_app(args: dict[str, Any]) -> serve.Application:
     """What `serve deploy`, `serve run` and `jobs.serve` call; ConfigError names the key at fault."""
     return Completions.bind(make_spec(build_config(ServeConfig, args)))  # type: ignore[attr-defined]
+
+
+def replica_threads(num_cores: int, num_cpus: float) -> int:
+    """torch threads on a node of `num_cores`, of which the replica reserves `num_cpus`; Ray's usual 1 says nothing."""
+    own = min(int(num_cpus), num_cores) if num_cpus > 1 else num_cores
+    return max(1, own - 1)
 
 
 def make_spec(config: ServeConfig) -> EndpointSpec:
@@ -81,7 +92,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=config.model.dtype,
-        num_threads=config.engine.num_threads or max(1, num_cores() - 1),
+        num_threads=config.engine.num_threads,  # null: the replica knows its node
         batch_size=config.engine.batch_size,
         length_buckets=config.engine.length_buckets,
         deterministic=config.sampling.deterministic,

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config import DecodeConfig, ModelConfig, PrefillConfig, Section, build_config, set_key
+from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config, set_key
 
+DEPLOYMENT = "Completions"
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -33,7 +34,8 @@ class EngineSection(Section):
     """Prompt tokens that newcomers may bring in one turn."""
     length_buckets: Annotated[tuple[Positive, ...], Field(min_length=1)] = (32, 64, 128, 256, 512, 1024, 2048)
     num_threads: Positive | None = None
-    """torch threads of a replica; null: the cores of its node but one, which HTTP needs."""
+    """torch threads of a replica; null: what it reserves (`ray_actor_options.num_cpus`), or the cores of its node where
+    it reserves one CPU or less; but one, which HTTP needs."""
 
     @field_validator("length_buckets")
     @classmethod
@@ -50,7 +52,7 @@ class LimitsSection(Section):
     """Prompts of one request."""
     max_body_bytes: Positive = 4 << 20
     request_timeout_s: Annotated[float, Field(gt=0)] = 120
-    """From arrival to the last token; then 408."""
+    """From the arrival of the headers to the last token; then 408."""
     stream_events_per_s: Annotated[float, Field(gt=0)] = 150
     """Events of all streams of a replica together; with more streams, each event carries more tokens. The first token
     of a stream never waits."""
@@ -127,6 +129,7 @@ def load_serve_file(tree: dict[str, Any], overrides: Sequence[tuple[str, Any]] =
         tree = tree | {"applications": [applications[0] | {"args": args}, *applications[1:]]}
     checked = build_config(ServeTree, tree)
     application = checked.applications[0]
+    _refuse_not_applied(checked)
     deployment = dict(application.deployments[0]) if application.deployments else {}
     deployment.pop("name", None)
     return ServeFile(
@@ -137,3 +140,19 @@ def load_serve_file(tree: dict[str, Any], overrides: Sequence[tuple[str, Any]] =
         checked.proxy_location,
         deployment,
     )
+
+
+def _refuse_not_applied(tree: ServeTree) -> None:
+    """ConfigError for what the file says and `jobs.serve` would leave out without a word."""
+    application = tree.applications[0]
+    for key, value in (
+        ("logging_config", tree.logging_config),
+        ("applications.0.runtime_env", application.runtime_env),
+    ):
+        if value:
+            raise ConfigError(f"{key}: `serve deploy` and `serve run` apply it, jobs.serve does not; remove it")
+    if len(application.deployments) > 1:
+        raise ConfigError(f"applications.0.deployments.1: there is one deployment, {DEPLOYMENT}")
+    for deployment in application.deployments:
+        if (name := deployment.get("name", DEPLOYMENT)) != DEPLOYMENT:
+            raise ConfigError(f"applications.0.deployments.0.name: must be {DEPLOYMENT}, got {name!r}")

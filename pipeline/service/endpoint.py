@@ -16,7 +16,7 @@ from actors.batches import EngineConfig, Ticket
 from actors.engine import Engine, Progress
 from actors.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.generator import Generator, GeneratorConfig
-from pipeline.openai_params import BadParameter
+from pipeline.openai_params import BadParameter, cut
 from pipeline.service import errors
 from pipeline.service.config import ServeConfig
 from pipeline.service.errors import ApiError
@@ -105,18 +105,15 @@ class Endpoint:
         self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=limits.stall_s)
         self.is_draining = False
         self.num_answering = 0
-        """HTTP requests being answered."""
+        """Completions that have been queued and are being answered."""
+        self.num_responses = 0
+        """HTTP requests that arrived before the drain and whose last byte has not been handed on."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Ticket, Answering] = {}
 
     @property
     def tokenizer_decode(self) -> Callable[[Sequence[int]], str]:
         return self.generator.tokenizer.decode
-
-    @property
-    def num_open(self) -> int:
-        """Prompts that are being answered, or wait for it."""
-        return len(self._waiting)
 
     def check(self) -> None:
         """`EngineDead` when the replica is of no use any more."""
@@ -125,12 +122,24 @@ class Endpoint:
     def close(self) -> None:
         self.thread.stop()
 
+    def refuse(self) -> None:
+        """ApiError where a request would not be taken, whatever it says; costs nothing, so that an overload is none."""
+        if self.is_draining:
+            raise errors.unavailable("the server is shutting down", "draining")
+        try:
+            self.check()
+        except EngineDead as error:
+            raise errors.unavailable(f"the engine has ended: {error}", "engine_dead") from error
+        if (waiting := self.thread.num_waiting) >= self.config.limits.max_waiting:
+            full = Overloaded(waiting, self.thread.retry_after_s())
+            raise errors.overloaded(str(full), full.retry_after_s)
+
     def requests(self, asked: CompletionRequest) -> list[Request]:
-        """What the engine is to decode, one per prompt; ApiError for what this model cannot."""
+        """What the engine is to decode, one per prompt; ApiError for what this model cannot. From any thread."""
         if asked.model is not None and asked.model not in (self.config.served_name, self.config.model.source):
             raise ApiError(
                 404,
-                f"the model {asked.model!r} does not exist here; there is {self.config.served_name!r}",
+                f"the model {cut(repr(asked.model))} does not exist here; there is {self.config.served_name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -148,8 +157,6 @@ class Endpoint:
     @asynccontextmanager
     async def answering(self, requests: Sequence[Request]) -> AsyncIterator[Answering]:
         """Queues the requests; on leaving, whatever of them still runs is cancelled. ApiError when there is no room."""
-        if self.is_draining:
-            raise errors.unavailable("the server is shutting down", "draining")
         self._loop = asyncio.get_running_loop()
         answering = Answering(requests)
 

@@ -10,15 +10,19 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.engine_thread import EngineDead
+from pipeline.openai_params import cut
 from pipeline.service import errors
 from pipeline.service.answers import DONE, Choice, Envelope, encode, event, merged, model_card, usage
 from pipeline.service.endpoint import Answering, Endpoint
 from pipeline.service.errors import ApiError
 from pipeline.service.keys import check_caller
 from pipeline.service.parse import CompletionRequest, parse_body, parse_completion
+from skipdecode.request import Request as EngineRequest
 
+SMALL_BODY_BYTES = 8 << 10  # milliseconds of tokenizing, in the event loop; a larger body is read beside it
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -38,6 +42,7 @@ def create_app(
 ) -> FastAPI:
     """`metrics` gives Prometheus text for `GET /metrics`."""
     app = FastAPI(title="skipdecode", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(CountResponses, endpoint=endpoint)
     started_at, heard = int(time.time()), observer or NoObserver()
     config = endpoint.config
     card = model_card(config.served_name, started_at, endpoint.generator.model.config.max_position_embeddings)
@@ -46,22 +51,32 @@ def create_app(
         host = request.client.host if request.client else None
         check_caller(endpoint.spec.key_digests, host, request.headers.get("authorization"))
 
+    def read(body: bytes) -> tuple[CompletionRequest, list[EngineRequest]]:
+        asked = parse_completion(parse_body(body), config.limits.max_prompts)
+        return asked, endpoint.requests(asked)
+
+    async def answer(request: Request, watch: Watch, ends_at: float) -> Response:
+        body = await read_body(request, config.limits.max_body_bytes)
+        asked, requests = await asyncio.to_thread(read, body) if len(body) > SMALL_BODY_BYTES else read(body)
+        if not asked.stream:
+            return reply(await whole(endpoint, asked, requests, watch))
+        stream = streamed(endpoint, asked, requests, watch, ends_at)
+        # the first event decides the status: an overloaded server says so, it does not stream it
+        first = await anext(stream)
+        return StreamingResponse(continued(first, stream), media_type="text/event-stream", headers=STREAM_HEADERS)
+
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         check(request)
-        body = parse_body(await read_body(request, config.limits.max_body_bytes))
-        asked = parse_completion(body, config.limits.max_prompts)
-        watch = Watch(heard)
+        watch, limit_s = Watch(heard), config.limits.request_timeout_s
+        ends_at = asyncio.get_running_loop().time() + limit_s
         try:
-            requests = endpoint.requests(asked)
-            if asked.stream:
-                stream = streamed(endpoint, asked, requests, watch)
-                # the first event decides the status: an overloaded server says so, it does not stream it
-                first = await anext(stream)
-                return StreamingResponse(
-                    continued(first, stream), media_type="text/event-stream", headers=STREAM_HEADERS
-                )
-            return reply(await whole(endpoint, asked, requests, watch))
+            endpoint.refuse()
+            try:
+                async with asyncio.timeout_at(ends_at):
+                    return await answer(request, watch, ends_at)
+            except TimeoutError:
+                raise errors.timed_out(limit_s) from None
         except ApiError as error:
             watch.end(error.status)
             raise
@@ -75,7 +90,8 @@ def create_app(
     async def model(request: Request, name: str) -> Response:
         check(request)
         if name != config.served_name:
-            raise ApiError(404, f"the model {name!r} does not exist here", param="model", code="model_not_found")
+            message = f"the model {cut(repr(name))} does not exist here"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return reply(card)
 
     @app.get("/health")
@@ -92,8 +108,7 @@ def create_app(
 
     @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
-        if not endpoint.spec.key_digests:
-            check(request)
+        check(request)
         if metrics is None:
             raise ApiError(404, "metrics come from Ray, and this server runs without it")
         return Response(await metrics(), media_type="text/plain; version=0.0.4")
@@ -116,6 +131,24 @@ def create_app(
         return reply(ApiError(500, f"{type(error).__name__}: {error}"[:500], kind="server_error").body, 500)
 
     return app
+
+
+class CountResponses:
+    """ASGI around all routes: a drain waits until what has arrived before it is answered to the last byte."""
+
+    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+        self._app, self._endpoint = app, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # what comes later is refused, and clients that try again and again must not keep the drain waiting
+        if scope["type"] != "http" or self._endpoint.is_draining:
+            await self._app(scope, receive, send)
+            return
+        self._endpoint.num_responses += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._endpoint.num_responses -= 1
 
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -156,35 +189,32 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-async def whole(endpoint: Endpoint, asked: CompletionRequest, requests: list[Any], watch: Watch) -> dict[str, Any]:
+async def whole(
+    endpoint: Endpoint, asked: CompletionRequest, requests: list[EngineRequest], watch: Watch
+) -> dict[str, Any]:
     """The answer in one piece; ApiError."""
     choices = [Choice(n, r, asked, endpoint.tokenizer_decode) for n, r in enumerate(requests)]
     parts: list[list[dict[str, Any]]] = [[] for _ in choices]
-    limit_s = endpoint.config.limits.request_timeout_s
-    try:
-        async with asyncio.timeout(limit_s), endpoint.answering(requests) as answering:
-            async for number, progress in answering:
-                watch.token()
-                parts[number].append(choices[number].take(progress))
-    except TimeoutError:
-        raise errors.timed_out(limit_s) from None
+    async with endpoint.answering(requests) as answering:
+        async for number, progress in answering:
+            watch.token()
+            parts[number].append(choices[number].take(progress))
     watch.end(200)
     return Envelope(endpoint.config.served_name).body([merged(part) for part in parts], usage(choices))
 
 
 async def streamed(
-    endpoint: Endpoint, asked: CompletionRequest, requests: list[Any], watch: Watch
+    endpoint: Endpoint, asked: CompletionRequest, requests: list[EngineRequest], watch: Watch, ends_at: float
 ) -> AsyncIterator[bytes]:
-    """Server-sent events. An ApiError before the first token is raised, a later one is the last event."""
+    """Server-sent events, until `ends_at` of the loop's clock. An ApiError before the first token is raised, a later
+    one is the last event."""
     choices = [Choice(n, r, asked, endpoint.tokenizer_decode) for n, r in enumerate(requests)]
     config = endpoint.config
     envelope = Envelope(config.served_name)
     limit_s, has_begun = config.limits.request_timeout_s, False
-    loop = asyncio.get_running_loop()
-    ends_at = loop.time() + limit_s
     try:
         async with endpoint.answering(requests) as answering:
-            while (made := await _next(answering, ends_at - loop.time(), limit_s)) is not None:
+            while (made := await _next(answering, ends_at, limit_s)) is not None:
                 watch.token()
                 entries: dict[int, list[dict[str, Any]]] = {}
                 while made is not None:  # what has gathered goes in one event
@@ -209,15 +239,16 @@ async def streamed(
 
 
 def is_news(entry: dict[str, Any]) -> bool:
-    """Whether a stream should show it: half a character is none."""
-    return bool(entry["text"] or entry["finish_reason"] or entry.get("token_ids"))
+    """Whether a stream should show it: half a character is none, but what is asked about its tokens is."""
+    about_tokens = entry.get("token_ids") or entry.get("layers") or (entry["logprobs"] and entry["logprobs"]["tokens"])
+    return bool(entry["text"] or entry["finish_reason"] or about_tokens)
 
 
-async def _next(answering: Answering, left_s: float, limit_s: float) -> Any:
+async def _next(answering: Answering, ends_at: float, limit_s: float) -> Any:
     """The next (number, progress), None at the end; ApiError 408 when it does not come in time."""
     try:
         # a timeout around the whole stream would fire in whatever task happens to run it
-        async with asyncio.timeout(max(left_s, 0)):
+        async with asyncio.timeout_at(ends_at):
             return await anext(answering, None)
     except TimeoutError:
         raise errors.timed_out(limit_s) from None

@@ -12,15 +12,20 @@ from typing import Any
 import ray
 import yaml
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError, read_tree
-from pipeline.service.app import Completions, make_spec
+from pipeline.service.app import DRAIN_S, Completions, make_spec
 from pipeline.service.config import ServeFile, load_serve_file
 from pipeline.service.keys import is_loopback, read_keys
 
 Note = Callable[[str], None]
 DRAIN_POLL_S = 0.2
+ASK_S = 5.0  # for an answer of all replicas
+LINGER_S = 0.5  # a replica has handed on its last byte, and Ray's proxy sends it
 HOST, PORT = "127.0.0.1", 8000
 
 
@@ -56,15 +61,16 @@ def serve_until_stopped(
         )
         stop.wait()
         note("stopping: new requests get 503, what is being answered is answered")
-        left = drain(file.name, file.deployment.get("graceful_shutdown_timeout_s", 30))
+        left = drain(file.name, file.deployment.get("graceful_shutdown_timeout_s", DRAIN_S))
         if left:
-            note(f"{left} prompts were not answered in time")
+            note(f"{left} requests were not answered in time")
     return {"served_s": round(time.time() - began, 1), "unanswered": left}
 
 
 @contextmanager
 def running(file: ServeFile) -> Iterator[str]:
-    """The application, up and healthy: its URL. Taken down on leaving; an embedded Ray with it."""
+    """The application, up and healthy: its URL. Taken down on leaving; an embedded Ray, and Serve where it did not run
+    before, with it. ConfigError."""
     host, port = str(file.http["host"]), int(file.http["port"])
     if not read_keys(file.args.auth) and not is_loopback(host):
         raise ConfigError(
@@ -77,37 +83,61 @@ def running(file: ServeFile) -> Iterator[str]:
     start_ray()
     try:
         application = _application(file)  # before Serve: a bad configuration starts nothing of it
-        serve.start(proxy_location=file.proxy_location, http_options={**file.http, "host": host, "port": port})
-        serve.run(application, name=file.name, route_prefix=file.route_prefix)
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        yield f"http://{shown}:{port}{file.route_prefix.rstrip('/')}/"
+        before = serve.status()
+        if file.name in before.applications:
+            raise ConfigError(
+                f"applications.0.name: an application {file.name} runs on this cluster; give another name"
+            )
+        is_shared = bool(before.proxies or before.applications)
+        try:
+            serve.start(proxy_location=file.proxy_location, http_options={**file.http, "host": host, "port": port})
+            serve.run(application, name=file.name, route_prefix=file.route_prefix)
+            shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+            yield f"http://{shown}:{port}{file.route_prefix.rstrip('/')}/"
+        finally:
+            if is_shared:
+                serve.delete(file.name)  # a shutdown would take everybody's applications down
+            else:
+                serve.shutdown()
     finally:
-        serve.shutdown()
         if not was_running:
             ray.shutdown()
 
 
 def drain(name: str, timeout_s: float) -> int:
-    """Lets no new request in and waits for those inside; how many prompts were left at the end.
+    """Lets no new request in and waits for those inside; how many were left at the end.
 
-    Handles pick a replica by load, so each is asked until all have answered.
+    Only replicas that run are waited for, so one that starts or dies meanwhile holds nothing up.
     """
-    application = serve.status().applications[name]
-    num_replicas = sum(sum(deployment.replica_states.values()) for deployment in application.deployments.values())
     handle = serve.get_app_handle(name)
-    left: dict[str, int] = {}
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        replica, num_open = handle.drain.remote().result(timeout_s=timeout_s)
-        left[replica] = num_open
-        if len(left) >= num_replicas and not any(left.values()):
-            break
+    while True:
+        left = _num_responses(handle)
+        deployments = serve.status().applications[name].deployments.values()
+        num_replicas = sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
+        if len(left) >= num_replicas and not any(left):
+            time.sleep(LINGER_S)
+            return 0
+        if time.monotonic() > deadline:
+            return sum(left)
         time.sleep(DRAIN_POLL_S)
-    return sum(left.values())
+
+
+def _num_responses(handle: DeploymentHandle) -> list[int]:
+    """Open requests of each replica that answers; from now on they take no new ones."""
+    try:
+        answers = handle.broadcast("drain").results(timeout_s=ASK_S, return_exceptions=True)
+    except (RayError, RayServeException, TimeoutError):  # no replica is there at this moment
+        return []
+    return [answer for answer in answers if isinstance(answer, int)]
 
 
 def _application(file: ServeFile) -> serve.Application:
-    return Completions.options(**file.deployment).bind(make_spec(file.args))  # type: ignore[attr-defined]
+    try:
+        deployment = Completions.options(**file.deployment)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:  # Ray's own words
+        raise ConfigError(f"applications.0.deployments.0: {error}") from error
+    return deployment.bind(make_spec(file.args))
 
 
 def _check_free(host: str, port: int) -> None:
