@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -45,8 +46,11 @@ class DecodeStage:
         if stop is not None:
             raise StopRun(stop)
         fault_point("load")
+        # OpenMP keeps a pool of threads for every thread that computes; with more of them than cores each sleeps after
+        # every product, and decoding takes half as long again. So one thread loads and decodes, for windows and help.
+        self._decoder = ThreadPoolExecutor(1, "decode")
         try:
-            self.generator = Generator(config)
+            self.generator = self._decoder.submit(Generator, config).result()
         except Exception as error:
             ray.get(ledger.cannot_load.remote(self.worker, f"{type(error).__name__}: {error}"))
             raise
@@ -217,7 +221,7 @@ class DecodeStage:
     def _generate(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         """Ends the process when its device is lost: a new one may get another context."""
         try:
-            return self.generator(requests, may_measure)
+            return self._decoder.submit(self.generator, requests, may_measure).result()
         except DEVICE_LOST as error:
             ray.get(self.ledger.dying.remote(self.worker, f"{type(error).__name__}: {error}"[:500]))
             os._exit(1)

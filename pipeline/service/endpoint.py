@@ -8,6 +8,7 @@ import asyncio
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -93,7 +94,11 @@ class Endpoint:
         sys.setswitchinterval(SWITCH_S)
         config = spec.config
         self.spec, self.config = spec, config
-        self.generator = generator or Generator(spec.generator)
+        if generator is None:
+            # in a thread that ends: OpenMP's pool of this one would stay, and slow down that of the engine's thread
+            with ThreadPoolExecutor(1, "load") as loader:
+                generator = loader.submit(Generator, spec.generator).result()
+        self.generator = generator
         engine = EngineConfig(
             scheduler=config.engine.scheduler,
             batch_size=config.engine.batch_size,
