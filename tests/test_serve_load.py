@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -143,12 +143,11 @@ def test_64_clients_for_two_minutes(tmp_path: Path, scheduler: str) -> None:
         assert replica_pids(server.process.pid) == [pid]
 
 
-def capacity(server: Served, max_tokens: int, body: dict[str, Any]) -> float:
-    """Requests per second when forty come at once."""
+def capacity(server: Served, max_tokens: int, body: dict[str, Any], beside: Sequence[Work] = ()) -> float:
+    """Requests per second when forty come at once, `beside` others."""
     flood = [Work(0.0, PROMPTS[n % 60], max_tokens) for n in range(40)]
-    began = time.monotonic()
-    asyncio.run(offer(server.url, flood, body))
-    return 40 / (time.monotonic() - began)
+    made = asyncio.run(offer(server.url, [*beside, *flood], body))
+    return 40 / max(one.last_s for one in made[len(beside) :])
 
 
 @pytest.mark.slow
@@ -193,7 +192,7 @@ def test_a_replica_that_is_killed_comes_back(tmp_path: Path) -> None:
         seen = Counter((status, answer if isinstance(answer, str) else "JSON") for _, status, answer, _ in made)
         print(f"seen {seen}")
         assert {status for status, _ in seen} <= {200, 500, 503}
-        assert set(seen) > {(200, "JSON"), (200, CUT), (500, "Internal Server Error")}, "nothing was in flight"
+        assert set(seen) >= {(200, "JSON"), (200, CUT), (500, "Internal Server Error")}, "nothing was in flight"
         check(Offline(), made)
         assert [(status, answer == CUT) for _, status, answer, _ in made[-50:]] == [(200, False)] * 50, "it is not back"
         (other,) = replica_pids(server.process.pid)
@@ -203,21 +202,23 @@ def test_a_replica_that_is_killed_comes_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["continuous", "cohort"])
 def test_the_first_token_does_not_wait_for_the_longest_answer(tmp_path: Path, scheduler: str) -> None:
-    """At half load beside answers of 32 tokens, then beside some of 1,000: p50 of the time to the first token."""
+    """Beside answers of 32 tokens, then of 1,000, each at half the load that the server takes beside the latter: p50 of
+    the time to the first token."""
     with served(tmp_path, f"engine.scheduler={scheduler}") as server:
         body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         p50, p99 = {}, {}
-        half = capacity(server, 16, body) / 2
+        long = {longest: [Work(0.0, PROMPTS[n], longest) for n in range(2)] for longest in (32, 1000)}
+        half = capacity(server, 16, body, beside=long[1000]) / 2
         for longest in (32, 1000):
             short = make_work(half, 20, tokens=[16], weights=[1.0], seed=2)
-            long = [Work(0.1, PROMPTS[n], longest) for n in range(2)]
-            made = asyncio.run(offer(server.url, [*long, *short], body))[2:]
+            made = asyncio.run(offer(server.url, [*long[longest], *short], body))
             assert all(one.is_good for one in made)
-            row = figures(made, slo_ttft_s=1, slo_tpot_s=1)
+            long_s = min(one.e2el_s for one in made[:2])
+            row = figures(made[2:], slo_ttft_s=1, slo_tpot_s=1)
             p50[longest], p99[longest] = row["p50_ttft_ms"], row["p99_ttft_ms"]
-        print(f"{scheduler}: {half:.1f} requests/s, ttft p50 {p50}, p99 {p99} ms")
+        print(f"{scheduler}: {half:.1f} requests/s, ttft p50 {p50}, p99 {p99} ms, long answers {long_s:.0f} s")
         assert p50[1000] < p50[32] + 150
-        assert p99[1000] < 1000  # the long answers take ten seconds
+        assert p99[1000] < 1e3 * long_s / 5
 
 
 @pytest.mark.slow
