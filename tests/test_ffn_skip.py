@@ -312,9 +312,9 @@ def test_cost_follows_the_blocks_that_run() -> None:
 
     full, band = decode_s(base), decode_s(SkipBand(base, 0, tuple(range(12))))
     ffn_bytes = 2 * (8 * 2048**2 + 16 * 12 * 2048)
-    assert full - band == pytest.approx(4 * 12 * (ffn_bytes / 1e10 + 5e-6))
+    assert full - band == pytest.approx(4 * 12 * (ffn_bytes / 1e10 + 3e-6))
     rule = SkipSaturated(base, 0, 0, 0, 0.9)
     every, none = decode_s(rule, [[16] * 24] * 4), decode_s(rule, [[0] * 24] * 4)
     assert decode_s(rule) == every == pytest.approx(full + 4 * 24 * 15e-6)
-    assert every - none == pytest.approx(4 * 24 * (ffn_bytes / 1e10 + 13e-6))
+    assert every - none == pytest.approx(4 * 24 * (ffn_bytes / 1e10 + 11e-6))
     assert none < decode_s(rule, [[16] * 12 + [3] * 12] * 4) < every

@@ -52,6 +52,7 @@ def copied(undisturbed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(undisturbed, tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_it_learns_every_speed(pairs: Path, tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "model"
     assert main(arguments(pairs, folder, epochs=60, validate_every=60, log_every=20)) == 0

@@ -330,6 +330,7 @@ def test_openai_batch_in_and_out(job: Job, tmp_path: Path, tiny_checkpoint: Path
     assert body["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_workers_or_batches(job: Job, tmp_path: Path) -> None:
     rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts(30))]
     sampled = ["sampling.temperature=1.0", "sampling.seed=5", "sampling.top_p=0.95"]
