@@ -316,7 +316,7 @@ def test_serve_run_takes_the_same_file(tmp_path: Path) -> None:
     tree["http_options"]["port"] = free_port()
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
     command = [str(Path(sys.executable).with_name("serve")), "run", str(tmp_path / "serve.yaml")]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RAY_ADDRESS": "local"}
+    env = environment(None, tmp_path, RAY_ADDRESS="local")
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
     server = Served(f"http://127.0.0.1:{tree['http_options']['port']}", process, tmp_path / "log")
