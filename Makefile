@@ -15,7 +15,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 demo: .venv/installed  ## the main job on the demo model and a corpus made on the spot
 	$(BIN)/python -m jobs.demo
 
-test: .venv/installed  ## what CI runs: lint, types, tests; about ten minutes on two cores
+test: .venv/installed  ## what CI runs: lint, types, tests; about twelve minutes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
