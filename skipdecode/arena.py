@@ -7,6 +7,7 @@ is copied about once in its life. Slices of rows read and write like a `KVCache`
 B rows, R rows with memory, S columns visible, H heads, K head dim.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -33,13 +34,14 @@ class Arena:
         self.prompts: list[int] = []
         """Prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
+        self._lengths: list[int] = []  # columns written
         self._clear()
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for own in (self._k, self._v) for t in own.values())
 
-    def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
+    def bytes_with(self, num_rows: int, prompt: int, limit: int, *, prompt_columns: int) -> int:
         """Bytes held while `num_rows` more rows join, of up to `prompt` prompt tokens and `limit` new ones.
 
         That is the cache that `add` copies from, the memory there is, and beside it what takes its place where it is
@@ -48,7 +50,7 @@ class Arena:
         needed, columns = len(self.prompts) + num_rows, self._columns([*self.prompts, prompt], [*self._limits, limit])
         is_enough = needed <= self._num_rows and self._has(columns)
         grown = 0 if is_enough else self._nbytes(_with_spare(needed), columns.values())
-        return self._nbytes(num_rows, [prompt] * len(columns)) + self.nbytes + grown
+        return self._nbytes(num_rows, [prompt_columns] * len(columns)) + self.nbytes + grown
 
     def add(self, cache: KVCache, keep: Tensor, prompts: Sequence[int], limits: Sequence[int]) -> None:
         """Appends the rows `keep` [n] of a filled prompt cache, without their padding.
@@ -70,6 +72,7 @@ class Arena:
                 own[owner][end : end + len(prompts), :, :longest] = new[keep].gather(2, at)
         self.prompts += prompts
         self._limits += limits
+        self._lengths += prompts
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all rows but these (rising). What falls off at the ends costs nothing."""
@@ -81,12 +84,14 @@ class Arena:
         else:
             self._move(rows, len(rows), self._columns(prompts, limits))
         self.prompts, self._limits = prompts, limits
+        self._lengths = [self._lengths[row] for row in rows]
 
     def begin(self, positions: Sequence[int]) -> None:
         """Before a step that writes column `positions[i]` of row i and reads up to it."""
         self._at = torch.tensor(positions, device=self._device)  # [B]
         self._zeros = torch.zeros_like(self._at)
         self._rows = torch.arange(self.first, self.first + len(positions), device=self._device)
+        self._lengths = [max(n, c + 1) for n, c in zip(self._lengths, positions, strict=True)]
         self._visible = list(positions)
         for row in reversed(range(len(positions) - 1)):
             self._visible[row] = max(self._visible[row], self._visible[row + 1])  # of the rows from here on
@@ -118,15 +123,14 @@ class Arena:
         self._k, self._v = self._allocate(0, dict.fromkeys(self._ends, 0))
 
     def _allocate(self, num_rows: int, columns: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """K and V of zeros, in one piece: many of a few MB each would leave holes behind when they are freed."""
         heads, dim = self._config.num_attention_heads, self._config.head_dim
-
-        def make() -> dict[int, Tensor]:
-            return {
-                owner: torch.zeros(num_rows, heads, columns[owner], dim, dtype=self._dtype, device=self._device)
-                for owner in self._ends
-            }
-
-        return make(), make()
+        shapes = [(num_rows, heads, columns[owner], dim) for owner in self._ends] * 2
+        sizes = [math.prod(shape) for shape in shapes]
+        pieces = torch.split(torch.zeros(sum(sizes), dtype=self._dtype, device=self._device), sizes)
+        views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        count = len(self._ends)
+        return dict(zip(self._ends, views[:count], strict=True)), dict(zip(self._ends, views[count:], strict=True))
 
     def _move(self, rows: Sequence[int], needed: int, columns: dict[int, int]) -> None:
         """Rows of the batch to the front; into other memory where this is too small or far too large for `needed`."""
@@ -134,12 +138,19 @@ class Arena:
         if needed > room or not self._has(columns) or room > 4 * max(needed, ROW_STEP):
             room = _with_spare(needed)
             k, v = self._allocate(room, columns)
-        at = torch.tensor(list(rows), dtype=torch.int64, device=self._device) + self.first
+        # Beside an answer of 1,000 tokens every row has as many columns: only those are copied that were written, and
+        # the oldest rows, where they are in place already, not at all.
+        stay = 0
+        while k is self._k and stay < len(rows) and self.first + rows[stay] == stay:
+            stay += 1
+        moved = rows[stay:]
+        written = max((self._lengths[row] for row in moved), default=0)
+        at = torch.tensor(list(moved), dtype=torch.int64, device=self._device) + self.first
         # the largest first: where there is memory to copy it through there is for all, so none stays behind
         for owner in sorted(self._ends, key=lambda owner: -self._k[owner].shape[2]):
             for old, new in ((self._k, k), (self._v, v)):
-                shared = min(old[owner].shape[2], new[owner].shape[2])
-                new[owner][: len(rows), :, :shared] = old[owner][at, :, :shared]  # indexing copies first
+                shared = min(old[owner].shape[2], new[owner].shape[2], written)
+                new[owner][stay : len(rows), :, :shared] = old[owner][at, :, :shared]  # indexing copies first
         self._k, self._v, self._num_rows, self.first = k, v, room, 0
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.tokenizer import OPTTokenizer
-from skipdecode.continuous import ContinuousBatch, _layer_ends, check_continuous, generate_continuous
+from skipdecode.continuous import PROMPT_STEP, ContinuousBatch, _layer_ends, check_continuous, generate_continuous
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
@@ -175,7 +175,8 @@ def test_the_price_of_a_join_is_what_it_takes(loaded: OPT, data: st.DataObject) 
         price = batch.bytes_with(count, prompt, limit)
         batch.join([Request(f"{turn}-{i}", p, greedy(limit, ignore_eos=True)) for i, p in enumerate(prompts)])
         is_replaced = batch._arena._k is not memory and batch.cache_bytes >= before
-        prompt_cache = 2 * L * count * prompt * loaded.config.hidden_size * 4
+        columns = -(-prompt // PROMPT_STEP) * PROMPT_STEP
+        prompt_cache = 2 * L * count * columns * loaded.config.hidden_size * 4
         if batch._arena._k is memory or batch.cache_bytes >= before:
             assert price == prompt_cache + before + is_replaced * batch.cache_bytes
         assert price >= prompt_cache + max(before, batch.cache_bytes)
@@ -205,6 +206,26 @@ def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: OPT, monkeypat
     while not batch.is_done:
         batch.step()
     assert [row.tokens for row in rows] == [alone(loaded, request, schedule)[0] for request in pool]
+
+
+@torch.inference_mode()
+def test_only_what_rows_have_written_is_moved(loaded: OPT) -> None:
+    """Beside one long answer all rows have as many columns as that; those of the long one stay where they are."""
+    batch = ContinuousBatch(loaded, FullDepth(L))
+    prompts, limits = random_prompts([5] * 8, seed=3), [120, 60, 3, 3, 3, 60, 60, 60]
+    pool = [Request(str(i), prompt, greedy(limits[i], ignore_eos=True)) for i, prompt in enumerate(prompts)]
+    batch.join(pool[:1])
+    for _ in range(3):
+        batch.step()
+    batch.join(pool[1:])
+    for _ in range(2):  # the second one ends three rows
+        batch.step()
+    memory = batch._arena._k[0]
+    memory[1:, :, 7:] = torch.arange(1, len(memory))[:, None, None, None].float()  # whose columns these are
+    batch._drop_ended(carry=0.0)
+    assert batch._arena._k[0] is memory, "it has grown"
+    assert batch._arena._lengths == [10, 7, 7, 7, 7]
+    assert (memory[1:5, :, 7:] == torch.arange(1, 5)[:, None, None, None]).all()
 
 
 def test_a_schedule_is_looked_through_once(loaded: OPT) -> None:
