@@ -4,6 +4,7 @@ One deployment: FastAPI ingress, and in the same process the engine thread that 
 share its batches.
 """
 
+import gc
 import logging
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,9 @@ class Completions:
             spec = replace(spec, generator=replace(spec.generator, num_threads=replica_threads(num_cores(), reserved)))
         self.endpoint = Endpoint(spec)
         self.metrics = RayMetrics(self.endpoint)
+        # libraries are half a million objects: a full collection looks at all, and waits for a quarter as many new ones
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.endpoint, self.metrics, scrape)
