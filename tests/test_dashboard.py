@@ -48,3 +48,44 @@ def test_rows_that_are_decoded_again_do_not_break_the_progress() -> None:
     panels = {p["title"]: p["targets"][0]["expr"] for p in json.loads(DASHBOARD.read_text())["panels"]}
     assert re.fullmatch(r"clamp_max\(.*, 1\)", panels["Done"])
     assert re.fullmatch(r"clamp_min\(.*, 0\) / .*", panels["Time to go"])
+
+
+def test_sums_of_histograms_are_not_used() -> None:
+    """Ray makes them from the middles of the buckets."""
+    assert not re.search(r"ray_skipdecode_\w+_sum\b", DASHBOARD.read_text())
+
+
+def test_the_document_is_what_grafana_imports() -> None:
+    document = json.loads(DASHBOARD.read_text())
+    assert re.fullmatch(r"[\w-]{1,40}", document["uid"])
+    assert "id" not in document, "Grafana's own number of a dashboard; another one's would be written over"
+    assert re.fullmatch(r"\d+[smh]", document["refresh"])
+    variables = {variable["name"]: variable["type"] for variable in document["templating"]["list"]}
+    assert variables == {"datasource": "datasource", "run": "query", "window": "interval"}
+    own = {"type": "prometheus", "uid": "${datasource}"}
+    panels = document["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    for panel in panels:
+        assert panel["type"] in ("stat", "timeseries")
+        assert panel["description"]
+        assert panel["datasource"] == own
+        assert [target["refId"] for target in panel["targets"]] == list("ABC"[: len(panel["targets"])])
+        for target in panel["targets"]:
+            assert target["datasource"] == own
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables.keys()
+            assert "run=~" in target["expr"]
+            assert target["legendFormat"], "else the legend is the whole query"
+
+
+def test_figures_have_units_and_colours_that_grafana_knows() -> None:
+    """Units: ids of `getValueFormats` in @grafana/data 11.6, or `suffix:`."""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        defaults = panel["fieldConfig"]["defaults"]
+        assert defaults["unit"] in ("none", "short", "locale", "percentunit", "s", "dthms", "suffix:x")
+        names = {target["legendFormat"] for target in panel["targets"]}
+        for override in panel["fieldConfig"]["overrides"]:
+            assert override["matcher"]["options"] in names | ({"ok", "failed"} if "{{status}}" in names else set())
+        if panel["type"] == "stat":  # without steps Grafana paints everything above 80 red
+            values = [step["value"] for step in defaults["thresholds"]["steps"]]
+            assert values[0] is None
+            assert values[1:] == sorted(values[1:])

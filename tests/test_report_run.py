@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import pipeline.run
 from jobs.generate import main as generate
 from jobs.report import main as report_main
-from pipeline.live_metrics import METRICS
+from pipeline.live_metrics import METRICS, LiveMetrics
 from tests.processes import wait_for
 
 ROOT = Path(__file__).parent.parent
@@ -317,17 +317,25 @@ def test_what_cannot_be_reported_is_named(
     assert message in capsys.readouterr().err
 
 
-def test_prometheus_was_told_what_the_files_say(finished: Finished) -> None:
+def scraped(run: str) -> dict[str, Any]:
+    """What Ray's endpoint says of the session `run`: metrics by name."""
     node = ray.nodes()[0]
-    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    with urllib.request.urlopen(
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10
+    ) as answer:
+        families = [f for f in text_string_to_metric_families(answer.read().decode()) if "skipdecode" in f.name]
+    for family in families:
+        family.samples = [sample for sample in family.samples if sample.labels["run"] == run]
+    return {family.name: family for family in families if family.samples}
 
+
+def test_prometheus_was_told_what_the_files_say(finished: Finished) -> None:
     missing: set[str] = set()
+    run = finished.state["sessions"][0]["id"]
 
     def scrape() -> dict[str, Any] | None:
         ray.get(finished.collector.counts.remote())  # as the progress line does: gauges are told anew each time
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-            found = {f.name: f for f in families if f.name.startswith("ray_skipdecode")}
+        found = scraped(run)
         missing.clear()
         missing.update({metric.exported.removesuffix("_total") for metric in METRICS} - found.keys())
         return None if missing else found
@@ -336,14 +344,12 @@ def test_prometheus_was_told_what_the_files_say(finished: Finished) -> None:
         wait_for(scrape, timeout_s=30)
     found = scrape()
     assert found, missing
-    run = finished.state["sessions"][0]["id"]
     values: dict[str, float] = {}
     for metric in METRICS:
         family = found[metric.exported.removesuffix("_total")]
         assert family.type == metric.kind
         assert family.documentation == metric.help
         for sample in family.samples:
-            assert sample.labels["run"] == run
             values[sample.name + sample.labels.get("status", "") + sample.labels.get("le", "")] = sample.value
     report, batches = finished.report, finished.read("batches")
     assert values["ray_skipdecode_rows_totalok"] == report["completed"]
@@ -357,11 +363,28 @@ def test_prometheus_was_told_what_the_files_say(finished: Finished) -> None:
     assert values["ray_skipdecode_busy_seconds_total"] == pytest.approx(busy_s)
     assert (values["ray_skipdecode_workers"], values["ray_skipdecode_worker_starts_total"]) == (2, 2)
     assert values["ray_skipdecode_batch_seconds_count"] == len(batches)
-    assert values["ray_skipdecode_batch_rows_count"] == len(batches)
-    assert values["ray_skipdecode_load_seconds_count"] == 2
+    assert values["ray_skipdecode_batches_total"] == len(batches)
+    assert values["ray_skipdecode_batch_rows_total"] == sum(batch["rows"] for batch in batches)
+    load_s = sum(actor["load_s"] for actor in report["actors"])
+    assert values["ray_skipdecode_load_seconds_total"] == pytest.approx(load_s)
     assert values["ray_skipdecode_token_match"] == pytest.approx(report["agreement"]["token_match"])
     assert values["ray_skipdecode_split_batches"] == 0
     assert values["ray_skipdecode_speedup"] == pytest.approx(report["speedup"]["measured"], rel=1e-6)
+
+
+def test_counters_are_at_zero_before_the_first_row(finished: Finished) -> None:
+    """Prometheus counts no growth before the first figure that it sees."""
+    counters = {metric.exported for metric in METRICS if metric.kind == "counter"}
+    live = LiveMetrics("idle", 5)
+
+    def told() -> list[Any]:
+        live.refresh()
+        samples = [sample for family in scraped("idle").values() for sample in family.samples]
+        return samples if counters <= {sample.name for sample in samples} else []
+
+    found = {(s.name, s.labels.get("status")): s.value for s in wait_for(told, timeout_s=30) if s.name in counters}
+    assert set(found.values()) == {0}
+    assert {status for name, status in found if name == "ray_skipdecode_rows_total"} == {"ok", "failed"}
 
 
 @pytest.mark.slow
