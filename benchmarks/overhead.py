@@ -3,9 +3,11 @@
     python -m benchmarks.overhead --rounds 3 --corpus 10000,100000,1000000 --output benchmarks/results/x.json
 
 `steady`: output tokens per second of a real `jobs.generate` between its first decoded window and its last one, over
-those of the same `Generator` called in this process with the same windows, in turns. `corpus`: a checkpoint of one
-layer of width 16 and one new token per row, so that decoding costs next to nothing; seconds per row between the first
-window and the last one, and the peak of the driver's memory. The last line on stdout is one JSON document.
+those of the same `Generator` called in this process with the same windows, in turns; of the demo model, or of a
+released shape with random weights; with all cores or, as where a host has some to spare, `--threads` of them.
+`corpus`: a checkpoint of one layer of width 16 and one new token per row, so that decoding costs next to nothing;
+seconds per row between the first window and the last one, and the peak of the driver's memory. The last line on stdout
+is one JSON document.
 """
 
 import argparse
@@ -37,7 +39,10 @@ from skipdecode.weights import save_opt
 
 MODEL = "models/opt-e2e"
 WINDOW = 4 * 128  # rows, as the workers take them on a CPU
-STEADY = ["decode.speedup=3", "sampling.max_new_tokens=64", "actors.num_actors=1", "actors.batch_size=128"]
+STEADY = [
+    "decode.speedup=3", "sampling.max_new_tokens=64", "sampling.ignore_eos=true", "actors.num_actors=1",
+    "actors.batch_size=128",
+]  # fmt: skip
 
 
 def generate(root: Path, *overrides: str) -> tuple[Path, float]:
@@ -78,32 +83,43 @@ def pipeline_rate(run: Path) -> float:
     return tokens / (spans[-1]["ended_at"] - min(row["started_at"] for row in spans))
 
 
-def steady(rounds: int, num_rows: int) -> dict[str, Any]:
+def save_random(config: OPTConfig, folder: Path) -> None:
+    """A checkpoint with the demo model's tokenizer."""
+    save_opt(random_model(config, device="cpu", dtype=torch.float32), folder)
+    shutil.copy(Path(MODEL) / "tokenizer.json", folder / "tokenizer.json")
+
+
+def steady(rounds: int, num_rows: int, shape: str | None, threads: int) -> dict[str, Any]:
     rows = list(make_prompts(num_rows))
     root = Path(tempfile.mkdtemp(prefix="overhead-"))
     rates: dict[str, list[float]] = {"pipeline": [], "decoder": []}
+    source = str(root / "model") if shape else MODEL
     try:
+        if shape:
+            save_random(OPTConfig.released(shape), root / "model")
         (root / "in").mkdir()
         pq.write_table(pa.Table.from_pylist(rows), root / "in/rows.parquet")
         for turn in range(rounds):
             for what in ("pipeline", "decoder") if turn % 2 == 0 else ("decoder", "pipeline"):
                 if what == "pipeline":
-                    rate = pipeline_rate(generate(root, f"model.source={MODEL}", *STEADY)[0])
+                    own = [f"model.source={source}", f"actors.num_cpus={threads}"]
+                    rate = pipeline_rate(generate(root, *own, *STEADY)[0])
                 else:
-                    rate = decoder_rate(rows)
+                    rate = decoder_rate(rows, source, threads)
                 rates[what].append(rate)
                 print(f"{what}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(root)
     ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
-    return {"rows": num_rows, "tokens_per_s": rates, "ratios": ratios, "pipeline_over_decoder": median(ratios)}
+    setting = {"model": shape or MODEL, "threads": threads, "rows": num_rows}
+    return setting | {"tokens_per_s": rates, "ratios": ratios, "pipeline_over_decoder": median(ratios)}
 
 
-def decoder_rate(rows: list[dict[str, str]]) -> float:
+def decoder_rate(rows: list[dict[str, str]], source: str, threads: int) -> float:
     decode = {"method": "skipdecode", "speedup": 3.0}
-    generator = Generator(GeneratorConfig(source=MODEL, decode=decode, batch_size=128, num_threads=num_cores()))
+    generator = Generator(GeneratorConfig(source=source, decode=decode, batch_size=128, num_threads=threads))
     tokens = generator.tokenizer.encode([row["prompt"] for row in rows])
-    sampling = Sampling(max_new_tokens=64)
+    sampling = Sampling(max_new_tokens=64, ignore_eos=True)
     requests = [Request(row["id"], ids, sampling) for row, ids in zip(rows, tokens, strict=True)]
     made, start = 0, time.perf_counter()
     for at in range(0, len(requests), WINDOW):
@@ -123,10 +139,7 @@ def corpus(num_rows: int) -> dict[str, Any]:
         small = {"hidden_size": 16, "num_hidden_layers": 1, "ffn_dim": 16, "num_attention_heads": 1}
         shape = {key: value for key, value in config.to_dict().items() if key in ("vocab_size", "bos_token_id")}
         tiny = OPTConfig(**(shape | small))
-        save_opt(random_model(tiny, device="cpu", dtype=torch.float32), root / "model")
-        for name in ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"):
-            if (Path(MODEL) / name).is_file():
-                shutil.copy(Path(MODEL) / name, root / "model" / name)
+        save_random(tiny, root / "model")
         more = ["decode.method=full", "sampling.max_new_tokens=1", "actors.num_actors=1"]
         start = time.perf_counter()
         run, peak = generate(root, f"model.source={root / 'model'}", *more)
@@ -153,6 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4000, help="of the steady state")
+    parser.add_argument("--shape", help="of the steady state, e.g. opt-125m; without: the demo model")
+    parser.add_argument("--threads", type=int, default=num_cores(), help="of the steady state")
     parser.add_argument("--corpus", default="10000,100000,1000000")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -160,7 +175,9 @@ def main() -> None:
     document = provenance(torch.device("cpu")) | {
         "command": "python -m benchmarks.overhead " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
-        "steady": steady(arguments.rounds, arguments.rows) if arguments.rounds else None,
+        "steady": steady(arguments.rounds, arguments.rows, arguments.shape, arguments.threads)
+        if arguments.rounds
+        else None,
         "corpus": [corpus(int(n)) for n in arguments.corpus.split(",") if n],
     }
     if arguments.output:
