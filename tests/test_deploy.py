@@ -128,7 +128,8 @@ def test_a_manifest_fits_this_project(path: Path) -> None:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         if group["minReplicas"] < group["maxReplicas"]:
             assert spec["enableInTreeAutoscaling"] is True, "nothing else adds nodes"
-    assert len({c["image"] for t in templates(spec) for c in t["spec"]["containers"]}) == 1, "head and workers run one image"
+    images = {container["image"] for template in templates(spec) for container in template["spec"]["containers"]}
+    assert len(images) == 1, "head and workers run one image"
 
 
 def test_the_job_runs_a_command_that_exists_with_a_configuration_that_loads() -> None:
