@@ -13,7 +13,7 @@ from pipeline.job_metadata import JOB_CONFIG, job_teller, submission_id, tell_jo
 from pipeline.progress import LiveBar, LiveLine, Ticker
 from pipeline.units import count, duration, mask
 
-HALF = {"rows": 50, "failed": 2, "input_tokens": 0, "output_tokens": 500, "workers": 2, "restarts": 1}
+HALF = {"rows": 50, "failed": 2, "input_tokens": 0, "output_tokens": 500, "workers": 2, "restarts": 1, "working_s": 5.0}
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert "50 %" in shown
     assert "━" in shown
-    assert re.search(r"50/100 rows   \d+ output tokens/s   2 failed   2 actors \(1 restart\)   0 s   ETA 0 s", shown)
+    assert re.search(r"50/100 rows   100 output tokens/s   2 failed   2 actors \(1 restart\)   0 s   ETA 5 s", shown)
 
 
 def test_a_log_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
