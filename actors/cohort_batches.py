@@ -23,7 +23,7 @@ class CohortBatch:
 
     @property
     def cache_bytes(self) -> int:
-        return self.cohort.stats.cache_bytes
+        return self.cohort.cache_bytes
 
     def step(self) -> None:
         self.cohort.step()

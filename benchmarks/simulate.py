@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-RESULT = Path(__file__).parent / "results/2026-11-21-bench-opt-125m-cpu.json"
+RESULT = Path(__file__).parent / "results/2026-11-22-bench-opt-125m-cpu.json"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ The record's layout is Ray's; where it is another than expected nothing is writt
 import json
 import os
 from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
@@ -24,7 +25,7 @@ def submission_id() -> str | None:
     return found
 
 
-def tell_job(counts: dict[str, int], elapsed_s: float) -> None:
+def tell_job(counts: dict[str, Any], elapsed_s: float) -> None:
     """Puts `counts` into the job's metadata, as strings, and `elapsed_s`; does nothing where there is no job."""
     job = submission_id()
     if job is None or not ray.is_initialized():
@@ -39,11 +40,11 @@ def tell_job(counts: dict[str, int], elapsed_s: float) -> None:
     _internal_kv_put(key, json.dumps(record).encode(), overwrite=True, namespace=NAMESPACE)
 
 
-def job_teller(note: Callable[[str], None]) -> Callable[[dict[str, int], float], None]:
+def job_teller(note: Callable[[str], None]) -> Callable[[dict[str, Any], float], None]:
     """`tell_job` that never raises, whatever Ray's store holds or does: `note` hears of the first failure."""
     num_failed = 0
 
-    def tell(counts: dict[str, int], elapsed_s: float) -> None:
+    def tell(counts: dict[str, Any], elapsed_s: float) -> None:
         nonlocal num_failed
         try:
             tell_job(counts, elapsed_s)

@@ -96,10 +96,13 @@ class MetricsCollector:
         self._flushed_at = time.monotonic()
         self._counts = {"rows": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "workers": 0, "restarts": 0}
         self._workers: set[str] = set()
+        self._ready_at: float | None = None
         self._live = LiveMetrics(run_id, rows_planned)
 
     def worker_started(self, worker: str, record: dict[str, Any]) -> None:
         self._pending["workers"].append(record | {"worker": worker})
+        if self._ready_at is None:
+            self._ready_at = time.monotonic()
         self._counts["restarts"] += worker in self._workers
         self._workers.add(worker)
         self._counts["workers"] = len(self._workers)
@@ -117,10 +120,14 @@ class MetricsCollector:
         if time.monotonic() - self._flushed_at > FLUSH_S:
             self.flush()
 
-    def counts(self) -> dict[str, int]:
-        """What has been decoded so far in this session: rows, failed, tokens; workers, and their restarts."""
+    def counts(self) -> dict[str, Any]:
+        """What has been decoded so far in this session: rows, failed, tokens; workers, and their restarts.
+
+        `working_s`: since the first worker was ready, whose loading says nothing about the pace.
+        """
         self._live.refresh()
-        return dict(self._counts)
+        working_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+        return self._counts | {"working_s": round(working_s, 1)}
 
     def flush(self) -> None:
         """Writes what is pending; called every FLUSH_S seconds and at the end."""

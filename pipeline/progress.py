@@ -20,7 +20,7 @@ from pipeline.units import count, duration
 LINE_S, REDRAW_S = 5.0, 1.0
 
 
-def describe(counts: dict[str, int], total: int, elapsed_s: float) -> str:
+def describe(counts: dict[str, Any], total: int, elapsed_s: float) -> str:
     """The progress line for `counts` (of `MetricsCollector`) after `elapsed_s` seconds."""
     if not counts["workers"]:
         return f"loading model   {duration(elapsed_s)}"
@@ -28,15 +28,16 @@ def describe(counts: dict[str, int], total: int, elapsed_s: float) -> str:
     return f"{rows}/{total} rows ({100 * rows / max(total, 1):.0f} %)   {details(counts, total, elapsed_s)}"
 
 
-def rows_done(counts: dict[str, int], total: int) -> int:
-    return min(counts["rows"], total)  # rows decoded again after a worker's death count twice
+def rows_done(counts: dict[str, Any], total: int) -> int:
+    rows: int = counts["rows"]
+    return min(rows, total)  # rows decoded again after a worker's death count twice
 
 
-def details(counts: dict[str, int], total: int, elapsed_s: float) -> str:
-    """What stands behind the bar."""
-    rows = rows_done(counts, total)
-    rate = counts["output_tokens"] / elapsed_s if elapsed_s > 0 else 0.0
-    eta = duration(elapsed_s * (total - rows) / rows) if rows else "?"
+def details(counts: dict[str, Any], total: int, elapsed_s: float) -> str:
+    """What stands behind the bar. Tokens per second and ETA: at the pace since the first worker was ready."""
+    rows, working_s = rows_done(counts, total), counts["working_s"]
+    rate = counts["output_tokens"] / working_s if working_s > 0 else 0.0
+    eta = duration(working_s * (total - rows) / rows) if rows and working_s > 0 else "?"
     actors = count(counts["workers"], "actor")
     if counts["restarts"]:
         actors += f" ({count(counts['restarts'], 'restart')})"
@@ -87,7 +88,7 @@ class LiveLine(Ticker):
         sys.stderr.flush()
 
 
-Counts = Callable[[], dict[str, int] | None]
+Counts = Callable[[], dict[str, Any] | None]
 """What has been decoded so far; None: not known now."""
 
 
@@ -126,9 +127,9 @@ def live_progress(collector: Any, total: int, note: Callable[[str], None]) -> Ti
     """`with live_progress(collector, total, note):` while the pipeline runs."""
     started, tell = time.monotonic(), job_teller(note)
 
-    def counts() -> dict[str, int] | None:
+    def counts() -> dict[str, Any] | None:
         try:
-            found: dict[str, int] = ray.get(collector.counts.remote(), timeout=10)
+            found: dict[str, Any] = ray.get(collector.counts.remote(), timeout=10)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             return None  # figures only; the run itself says when something is wrong
         tell({"rows_done": rows_done(found, total), "rows_total": total} | found, time.monotonic() - started)

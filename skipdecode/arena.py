@@ -45,7 +45,8 @@ class Arena:
         """Bytes held while `num_rows` more rows join, of up to `prompt` prompt tokens and `limit` new ones.
 
         That is the cache that `add` copies from, the memory there is, and beside it what takes its place where it is
-        too small.
+        too small. Not in it: when few rows are left (here or in a step), memory that is far too large stands for a
+        moment beside the smaller one that takes its place, less than half of it.
         """
         needed, columns = len(self.prompts) + num_rows, self._columns([*self.prompts, prompt], [*self._limits, limit])
         is_enough = needed <= self._num_rows and self._has(columns)

@@ -100,6 +100,11 @@ class Cohort:
         self.stats = BatchStats(len(self.rows), columns, num_input, cache_bytes=self._cache.nbytes)
 
     @property
+    def cache_bytes(self) -> int:
+        """Held now; `stats` have what it began with."""
+        return self._cache.nbytes
+
+    @property
     def is_done(self) -> bool:
         """No row runs any more."""
         return not any(row.is_running for row in self.rows)

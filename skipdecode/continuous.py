@@ -84,7 +84,7 @@ class ContinuousBatch:
         return self._arena.nbytes
 
     def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
-        """Bytes held at most while so many rows join, of up to `prompt` tokens and `limit` new ones."""
+        """Bytes held while so many rows join, of up to `prompt` tokens and `limit` new ones: see `Arena.bytes_with`."""
         return self._arena.bytes_with(num_rows, prompt, limit, prompt_columns=_prompt_columns(prompt))
 
     @torch.inference_mode()

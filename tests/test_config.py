@@ -1,6 +1,8 @@
 """The configuration tree: defaults of the contract, overrides, and messages that name the key."""
 
+import re
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,18 @@ def loader(path: Path) -> Callable[[str, list[str]], object]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_file_loads_and_says_for_whom(path: Path) -> None:
     loader(path)(str(path), [])
-    assert path.read_text(encoding="utf-8").startswith("# ")
+    assert re.search(r"\b[Ff]or (an?|any|anyone|one|spot)\b", opening_comment(path))
+
+
+def opening_comment(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("# "), lines))
+
+
+def test_every_config_file_has_a_comment_of_its_own_and_a_place_in_the_readme() -> None:
+    assert len({opening_comment(path) for path in CONFIGS}) == len(CONFIGS)
+    readme = (CONFIGS[0].parent.parent / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in CONFIGS if path.name not in readme] == []
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:

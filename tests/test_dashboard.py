@@ -50,6 +50,15 @@ def test_rows_that_are_decoded_again_do_not_break_the_progress() -> None:
     assert re.fullmatch(r"clamp_min\(.*, 0\) / .*", panels["Time to go"])
 
 
+def test_totals_are_of_runs_that_are_on() -> None:
+    """Ray keeps the counters of a run that has ended, and forgets its gauges: `All` would add up what is over."""
+    is_on = " and on(run) ray_skipdecode_rows_planned{"
+    for expression in [t["expr"] for p in json.loads(DASHBOARD.read_text())["panels"] for t in p["targets"]]:
+        rest = re.sub(r"rate\(\w+\{[^}]*\}\[\$window\]\)", "", expression)  # of what is over: 0
+        for after in re.split(r"\w+_total\{[^}]*\}", rest)[1:]:
+            assert after.removeprefix("[5m])").startswith(is_on), expression
+
+
 def test_sums_of_histograms_are_not_used() -> None:
     """Ray makes them from the middles of the buckets."""
     assert not re.search(r"ray_skipdecode_\w+_sum\b", DASHBOARD.read_text())

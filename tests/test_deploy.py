@@ -19,7 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 from jobs.generate import parse
 from pipeline.checks import check_model
 from pipeline.config import ModelConfig, build_config, load_config
-from pipeline.service.app import build_app
+from pipeline.service.app import DRAIN_S, build_app
 from pipeline.service.config import ServeConfig
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +46,10 @@ CONTAINER = fields(
     resources=fields([], requests=QUANTITIES, limits=QUANTITIES),
 )  # fmt: skip
 TOLERATION = fields([], key=TEXT, operator={"enum": ["Exists", "Equal"]}, value=TEXT, effect=TEXT)
-POD = fields(["containers"], containers=items(CONTAINER), tolerations=items(TOLERATION), nodeSelector=TEXTS)
+POD = fields(
+    ["containers"], containers=items(CONTAINER), tolerations=items(TOLERATION), nodeSelector=TEXTS,
+    terminationGracePeriodSeconds=COUNT,
+)  # fmt: skip
 TEMPLATE = fields(["spec"], metadata=fields([], annotations=TEXTS, labels=TEXTS), spec=POD)
 WORKERS = fields(
     ["groupName", "template"], groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, numOfHosts=COUNT,
@@ -112,6 +115,10 @@ def closed(schema: Any) -> Any:
     return made
 
 
+def templates(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [spec["headGroupSpec"]["template"], *(group["template"] for group in spec["workerGroupSpecs"])]
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_a_manifest_fits_this_project(path: Path) -> None:
     spec = cluster(load(path.name))
@@ -121,8 +128,8 @@ def test_a_manifest_fits_this_project(path: Path) -> None:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         if group["minReplicas"] < group["maxReplicas"]:
             assert spec["enableInTreeAutoscaling"] is True, "nothing else adds nodes"
-    templates = [spec["headGroupSpec"]["template"], *(group["template"] for group in spec["workerGroupSpecs"])]
-    assert len({c["image"] for t in templates for c in t["spec"]["containers"]}) == 1, "head and workers run one image"
+    images = {container["image"] for template in templates(spec) for container in template["spec"]["containers"]}
+    assert len(images) == 1, "head and workers run one image"
 
 
 def test_the_job_runs_a_command_that_exists_with_a_configuration_that_loads() -> None:
@@ -156,3 +163,11 @@ def test_the_service_has_a_configuration_that_ray_serve_takes() -> None:
     assert deployment.name == "Completions"
     scaling, (group,) = deployment.autoscaling_config, cluster(load("rayservice.yaml"))["workerGroupSpecs"]
     assert scaling["max_replicas"] * deployment.ray_actor_options.num_gpus <= group["maxReplicas"], "one GPU a node"
+
+
+def test_kubernetes_waits_for_the_last_answers() -> None:
+    found = load("rayservice.yaml")["spec"]
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(found["serveConfigV2"])).applications
+    assert build_config(ServeConfig, application.args).limits.request_timeout_s <= DRAIN_S
+    for template in templates(found["rayClusterConfig"]):
+        assert template["spec"]["terminationGracePeriodSeconds"] > DRAIN_S

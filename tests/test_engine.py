@@ -350,6 +350,18 @@ def test_caches_stay_within_the_budget(generator: Generator, scheduler: str, mon
     assert (made, ends) == offline(generator, pool)
 
 
+def test_ended_rows_of_a_cohort_hold_no_cache(generator: Generator) -> None:
+    """Neither in the figures nor for whoever wants to start."""
+    engine = engine_of(generator)
+    for i, prompt in enumerate(random_prompts([6] * 4, seed=2)):
+        engine.add(Request(str(i), prompt, greedy(12 if i == 0 else 3, ignore_eos=True)))
+    engine.turn()
+    whole = engine.cache_bytes
+    while engine.num_running > 1:
+        engine.turn()
+    assert engine.cache_bytes == whole / 4
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("when", ["prompt", "step"])
 def test_all_who_wait_are_known_when_the_device_is_lost(

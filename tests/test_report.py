@@ -137,8 +137,10 @@ def test_the_page_says_why_nothing_was_measured(found: dict[str, Any], fraction:
 
 
 def test_the_progress_line() -> None:
-    counts = {"rows": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "workers": 0, "restarts": 0}
+    counts = dict.fromkeys(("rows", "failed", "output_tokens", "workers", "restarts", "working_s"), 0)
     assert "loading model" in describe(counts, 100, 3.0)
-    line = describe(counts | {"workers": 1, "rows": 25, "failed": 2, "output_tokens": 500}, 100, 10.0)
-    assert "25/100 rows (25 %)   50 output tokens/s   2 failed   1 actor   10 s   ETA 30 s" in line
+    assert "0 output tokens/s   0 failed   1 actor   60 s   ETA ?" in describe(counts | {"workers": 1}, 100, 60.0)
+    some = {"workers": 1, "rows": 25, "failed": 2, "output_tokens": 500, "working_s": 10.0}
+    line = describe(counts | some, 100, 70.0)  # the model took a minute to load
+    assert "25/100 rows (25 %)   50 output tokens/s   2 failed   1 actor   70 s   ETA 30 s" in line
     assert "2 actors (1 restart)" in describe(counts | {"workers": 2, "restarts": 1}, 100, 10.0)
