@@ -223,6 +223,22 @@ NOTICE_COUNT = 4  # requests that may fail beside those inside; none was seen, a
 
 
 @pytest.mark.slow
+def test_a_replica_whose_engine_is_dead_is_replaced(tmp_path: Path) -> None:
+    """A step that takes longer than `limits.stall_s`: whoever is inside gets 503, and Ray starts another replica."""
+    wide = ["engine.batch_size=64", "engine.max_prefill_tokens=100000", "limits.max_prompts=64"]  # all in one step
+    with served(tmp_path, "limits.stall_s=1.5", *wide) as server, ThreadPoolExecutor(1) as pool:
+        (pid,) = replica_pids(server.process.pid)
+        inside = pool.submit(server.post, {"prompt": [[7] * 1000] * 64, "max_tokens": 4})
+        wait_for(lambda: server.get("/health").json()["status"] == "dead", server.process, timeout_s=30)
+        assert (inside.result().status_code, inside.result().json()["error"]["code"]) == (503, "engine_dead")
+        wait_for(lambda: replica_pids(server.process.pid) not in ([pid], []), server.process, timeout_s=60)
+        wait_for(lambda: server.get("/health").status_code == 200, server.process, timeout_s=60)
+        answer = server.post({"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "return_token_ids": True})
+        assert answer.json()["choices"][0]["token_ids"] == Offline()(PROMPTS[0], 8).tokens
+        wait_for(lambda: pid not in replica_pids(server.process.pid), server.process, timeout_s=60)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheduler", "ratio"), [("continuous", 1), ("cohort", 2)])
 def test_the_first_token_does_not_wait_for_the_longest_answer(tmp_path: Path, scheduler: str, ratio: float) -> None:
     """Beside answers of 32 tokens, then of 1,000, at half the load that the server takes beside the latter. Cohorts
