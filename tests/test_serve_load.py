@@ -1,6 +1,7 @@
 """The endpoint under load, overload and death, with real processes. Minutes; each answer is checked against offline."""
 
 import asyncio
+import copy
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ import aiohttp
 import httpx2 as httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.demo_corpus import make_prompts
 from pipeline.service.load import Outcome, Work, figures, make_work, offer
 from tests.processes import command, environment, rows, run, wait_for
-from tests.service_helpers import DEMO, ROOT, Offline, Served, free_port, replica_pids, served
+from tests.service_helpers import DECODE, DEMO, ROOT, Offline, Served, free_port, replica_pids, served
 
+BIN = Path(sys.executable).parent
 PROMPTS = [row["prompt"] for row in make_prompts(60, seed=9)]
 pytestmark = pytest.mark.timeout(600)
 
@@ -59,7 +63,7 @@ def resident_bytes(pid: int) -> int:
 
 
 Made = list[tuple[dict[str, Any], int, Any, float]]
-"""(asked, status, answer, seconds); status 0: no connection."""
+"""(asked, status, answer, when it was sent by time.monotonic); status 0: no connection."""
 CUT = "the stream was cut off"
 
 
@@ -71,7 +75,7 @@ async def clients(server: Served, count: int, seconds: float, body: Any) -> Made
     async def one(session: aiohttp.ClientSession, number: int) -> None:
         rng = random.Random(number)
         while time.monotonic() < ends_at:
-            asked, began, status, read = body(rng), time.monotonic(), 0, b""
+            asked, sent_at, status, read = body(rng), time.monotonic(), 0, b""
             try:
                 async with session.post(f"{server.url}/v1/completions", json=asked) as answer:
                     status = answer.status
@@ -80,7 +84,7 @@ async def clients(server: Served, count: int, seconds: float, body: Any) -> Made
                     answered = understood(answer.content_type, read)
             except aiohttp.ClientError as error:
                 answered = CUT if status == 200 else repr(error)
-            made.append((asked, status, answered, time.monotonic() - began))
+            made.append((asked, status, answered, sent_at))
 
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120)
@@ -143,67 +147,102 @@ def test_64_clients_for_two_minutes(tmp_path: Path, scheduler: str) -> None:
         assert replica_pids(server.process.pid) == [pid]
 
 
-def capacity(server: Served, max_tokens: int, body: dict[str, Any], beside: Sequence[Work] = ()) -> float:
-    """Requests per second when forty come at once, `beside` others."""
-    flood = [Work(0.0, PROMPTS[n % 60], max_tokens) for n in range(40)]
+def capacity(
+    server: Served, max_tokens: int, body: dict[str, Any], *, count: int = 40, beside: Sequence[Work] = ()
+) -> float:
+    """Requests per second when `count` come at once, `beside` others; all must be let in."""
+    flood = [Work(0.0, PROMPTS[n % 60], max_tokens) for n in range(count)]
     made = asyncio.run(offer(server.url, [*beside, *flood], body))
-    return 40 / max(one.last_s for one in made[len(beside) :])
+    assert all(one.is_good for one in made)
+    return count / max(one.last_s for one in made[len(beside) :])
 
 
 @pytest.mark.slow
 def test_three_times_too_much(tmp_path: Path) -> None:
-    """Nothing but 429 beside answers, each right, a 429 within 50 ms (p50), and the server recovers at once."""
-    with served(tmp_path, "limits.max_waiting=32", "engine.batch_size=16") as server:
+    """Nothing but 429 beside answers, each right; a 429 within 50 ms (p90; p99 within 150, on two cores that send the
+    load too). One that comes when the queue has just begun to empty is let in, and waits for that queue alone."""
+    max_waiting, batch_size = 32, 16
+    with served(tmp_path, f"limits.max_waiting={max_waiting}", f"engine.batch_size={batch_size}") as server:
         body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        most = capacity(server, 24, body)
-        work = make_work(3 * most, 15, tokens=[24], weights=[1.0], seed=1)
-        made = asyncio.run(offer(server.url, work, body, keep_text=True))
+        most = capacity(server, 24, body, count=max_waiting)
+        load = make_work(3 * most, 15, tokens=[24], weights=[1.0], seed=1)
+        probe = Work(load[-1].due_s + batch_size / most, PROMPTS[0], 24)  # a batch has left the queue by then
+        *made, probed = asyncio.run(offer(server.url, [*load, probe], body, keep_text=True))
         refused = sorted(one.last_s - one.sent_s for one in made if one.status == 429)
         good = [one for one in made if one.is_good]
-        p50, p99 = (1e3 * refused[len(refused) * share // 100] for share in (50, 99))
+        p50, p90, p99 = (1e3 * refused[len(refused) * share // 100] for share in (50, 90, 99))
         print(f"capacity {most:.1f}/s, {len(made)} sent, {len(good)} answered, {len(refused)} refused")
-        print(f"429 after p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+        print(f"429 after p50 {p50:.1f} ms, p90 {p90:.1f} ms, p99 {p99:.1f} ms")
+        until_s = max(one.last_s for one in good)
+        print(f"probe: {probed.status} after {probed.e2el_s:.2f} s, the others until {until_s - probe.due_s:.2f} s")
         assert {one.status for one in made} == {200, 429}
         assert all(one.is_good for one in made if one.status == 200)
         assert len(refused) > len(made) / 3
         offline = Offline()
-        for one in good:
+        for one in [*good, probed]:
             completion = offline(one.work.prompt, 24, ignore_eos=True)
             assert one.text == offline.text(completion)
-        began = time.monotonic()
-        assert server.post({"prompt": PROMPTS[0], "max_tokens": 8}).status_code == 200
-        assert time.monotonic() - began < 1
-        assert p50 < 50
+        assert probed.sent_s < until_s, "nobody was inside any more when the probe was sent"
+        assert probed.is_good
+        assert probed.e2el_s < 2 * (max_waiting + batch_size) / most
+        assert p90 < 50
+        assert p99 < 150
 
 
 @pytest.mark.slow
 def test_a_replica_that_is_killed_comes_back(tmp_path: Path) -> None:
-    """Requests that were inside get Ray's 500, or a stream that breaks off; later ones are answered."""
+    """Requests that were inside get Ray's 500, or a stream that breaks off; later ones wait, and are answered."""
+    num_clients = 16
     with served(tmp_path) as server:
         (pid,) = replica_pids(server.process.pid)
 
-        async def under_load() -> Made:
-            load = asyncio.create_task(clients(server, 16, 30, any_request_or_stream))
+        async def under_load() -> tuple[Made, float]:
+            load = asyncio.create_task(clients(server, num_clients, 30, any_request_or_stream))
             await asyncio.sleep(5)
             os.kill(pid, signal.SIGKILL)
-            return await load
+            killed_at = time.monotonic()
+            return await load, killed_at
 
-        made = asyncio.run(under_load())
+        made, killed_at = asyncio.run(under_load())
         seen = Counter((status, answer if isinstance(answer, str) else "JSON") for _, status, answer, _ in made)
-        print(f"seen {seen}")
-        assert {status for status, _ in seen} <= {200, 500, 503}
-        assert set(seen) >= {(200, "JSON"), (200, CUT), (500, "Internal Server Error")}, "nothing was in flight"
+        failed = sorted(sent_at - killed_at for _, status, answer, sent_at in made if status != 200 or answer == CUT)
+        print(f"seen {seen}; failed ones were sent {[round(at, 2) for at in failed]} s after the kill")
+        assert seen.keys() >= {(200, CUT), (500, "Internal Server Error")}, "nothing was in flight"
+        assert {status for status, _ in seen} == {200, 500}
+        assert len(failed) <= num_clients + NOTICE_COUNT
+        assert failed[-1] < NOTICE_S
+        later = [sent_at for *_, sent_at in made if sent_at > killed_at + NOTICE_S]
+        assert len(later) > 50, "it is not back"
         check(Offline(), made)
-        assert [(status, answer == CUT) for _, status, answer, _ in made[-50:]] == [(200, False)] * 50, "it is not back"
         (other,) = replica_pids(server.process.pid)
         assert other != pid
 
 
+NOTICE_S = 1.0  # until Ray's proxy knows of the death, by the first request that it sends there
+NOTICE_COUNT = 4  # requests that may fail beside those inside; none was seen, all had been sent before the kill
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", ["continuous", "cohort"])
-def test_the_first_token_does_not_wait_for_the_longest_answer(tmp_path: Path, scheduler: str) -> None:
-    """Beside answers of 32 tokens, then of 1,000, each at half the load that the server takes beside the latter: p50 of
-    the time to the first token."""
+def test_a_replica_whose_engine_is_dead_is_replaced(tmp_path: Path) -> None:
+    """A step that takes longer than `limits.stall_s`: whoever is inside gets 503, and Ray starts another replica."""
+    wide = ["engine.batch_size=64", "engine.max_prefill_tokens=100000", "limits.max_prompts=64"]  # all in one step
+    with served(tmp_path, "limits.stall_s=1.5", *wide) as server, ThreadPoolExecutor(1) as pool:
+        (pid,) = replica_pids(server.process.pid)
+        inside = pool.submit(server.post, {"prompt": [[7] * 1000] * 64, "max_tokens": 4})
+        wait_for(lambda: server.get("/health").json()["status"] == "dead", server.process, timeout_s=30)
+        assert (inside.result().status_code, inside.result().json()["error"]["code"]) == (503, "engine_dead")
+        wait_for(lambda: replica_pids(server.process.pid) not in ([pid], []), server.process, timeout_s=60)
+        wait_for(lambda: server.get("/health").status_code == 200, server.process, timeout_s=60)
+        answer = server.post({"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "return_token_ids": True})
+        assert answer.json()["choices"][0]["token_ids"] == Offline()(PROMPTS[0], 8).tokens
+        wait_for(lambda: pid not in replica_pids(server.process.pid), server.process, timeout_s=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheduler", "ratio"), [("continuous", 1), ("cohort", 2)])
+def test_the_first_token_does_not_wait_for_the_longest_answer(tmp_path: Path, scheduler: str, ratio: float) -> None:
+    """Beside answers of 32 tokens, then of 1,000, at half the load that the server takes beside the latter. Cohorts
+    may lose twice as much: the long rows are a cohort of their own, and its steps come between those of newcomers."""
     with served(tmp_path, f"engine.scheduler={scheduler}") as server:
         body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         p50, p99 = {}, {}
@@ -217,8 +256,8 @@ def test_the_first_token_does_not_wait_for_the_longest_answer(tmp_path: Path, sc
             row = figures(made[2:], slo_ttft_s=1, slo_tpot_s=1)
             p50[longest], p99[longest] = row["p50_ttft_ms"], row["p99_ttft_ms"]
         print(f"{scheduler}: {half:.1f} requests/s, ttft p50 {p50}, p99 {p99} ms, long answers {long_s:.0f} s")
-        assert p50[1000] < p50[32] + 150
-        assert p99[1000] < 1e3 * long_s / 5
+        assert p50[1000] < (1 + 0.5 * ratio) * p50[32] + 30 * ratio
+        assert p99[1000] < (1 + ratio) * p99[32] + 100 * ratio
 
 
 @pytest.mark.slow
@@ -315,7 +354,7 @@ def test_serve_run_takes_the_same_file(tmp_path: Path) -> None:
     tree = yaml.safe_load((ROOT / "configs/serve.yaml").read_text())
     tree["http_options"]["port"] = free_port()
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
-    command = [str(Path(sys.executable).with_name("serve")), "run", str(tmp_path / "serve.yaml")]
+    command = [str(BIN / "serve"), "run", str(tmp_path / "serve.yaml")]
     env = environment(None, tmp_path, RAY_ADDRESS="local")
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -327,6 +366,74 @@ def test_serve_run_takes_the_same_file(tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_serve_deploy_of_two_replicas(tmp_path: Path) -> None:
+    """`ray start --head` and `serve deploy`: both replicas answer, with the tokens of the offline job; each application
+    of the cluster shows its own figures."""
+    tree = yaml.safe_load((ROOT / "configs/serve.yaml").read_text())
+    (application,) = tree["applications"]
+    tree["http_options"]["port"] = port = free_port()
+    application["args"] |= {"model": {"source": DEMO, "dtype": "float32"}, "decode": DECODE}
+    application["args"]["engine"]["num_threads"] = 1
+    application["deployments"][0]["ray_actor_options"]["num_cpus"] = 0.1
+    second = copy.deepcopy(application) | {"name": "second", "route_prefix": "/second"}
+    application["deployments"][0]["num_replicas"] = 2
+    tree["applications"].append(second)
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
+    offline = Offline()
+    with cluster(tmp_path) as (head, env):
+        deploy = [str(BIN / "serve"), "deploy", str(tmp_path / "serve.yaml")]
+        done = subprocess.run(deploy, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        server = Served(f"http://127.0.0.1:{port}", head, tmp_path / "log")
+        other = Served(f"{server.url}/second", head, tmp_path / "log")
+        wait_for(lambda: answers(server) and answers(other), head, timeout_s=120)
+        wait_for(lambda: len(replica_pids(head.pid)) == 3, head, timeout_s=60)
+        body = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        with ThreadPoolExecutor(4) as pool:
+            made = list(pool.map(server.post, [body | {"prompt": prompt} for prompt in PROMPTS[:40]]))
+        for prompt, answer in zip(PROMPTS, made, strict=False):
+            assert answer.json()["choices"][0]["token_ids"] == offline(prompt, 12).tokens
+        counts = wait_for(lambda: told(server, sum_to=40), head, timeout_s=60)
+        assert len(counts) == 2
+        assert min(counts.values()) > 5, "one of them did all"
+        assert set(told(other, sum_to=0).values()) == {0.0}
+
+
+def told(server: Served, *, sum_to: float) -> dict[str, float]:
+    """Answered completions by replica as `/metrics` tells them, once they are `sum_to`."""
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == "ray_skipdecode_serve_requests_total" and sample.labels["status"] == "200":
+                counts[sample.labels["replica"]] = sample.value
+    return counts if sum(counts.values()) == sum_to else {}
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", dict[str, str]]]:
+    """`ray start --head` on ports of its own: the process, and the environment with which to talk to it."""
+    port, dashboard, agent, client = (free_port() for _ in range(4))
+    env = environment(None, folder, RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0")
+    env |= {"RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+    start = [
+        str(BIN / "ray"), "start", "--head", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=4",
+        f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}",
+        "--object-store-memory=300000000", "--block",
+    ]  # fmt: skip
+    with (folder / "head.log").open("w") as log:
+        head = subprocess.Popen(
+            start, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+    try:
+        status = [str(BIN / "serve"), "status"]
+        wait_for(lambda: subprocess.run(status, env=env, capture_output=True).returncode == 0, head, timeout_s=120)
+        yield head, env
+    finally:
+        head.terminate()
+        head.wait(60)
 
 
 def answers(server: Served) -> bool:
@@ -364,3 +471,20 @@ def test_the_offline_job_writes_the_same_tokens(tmp_path: Path, keys: list[str])
             assert choice["text"] == row["generated_text"]
             assert choice["finish_reason"] == row["finish_reason"]
     assert len(written) == 20
+
+
+@pytest.mark.slow
+def test_bench_of_an_endpoint_and_a_peer() -> None:
+    """`jobs.bench --serve`, three seconds each: a row per server and rate, and every request is answered in full."""
+    keys = ["only=[continuous 3x, Hugging Face]", "rates=[2]", "duration_s=3", "max_tokens=[8]", "weights=[]"]
+    bench = [sys.executable, "-m", "jobs.bench", "--serve", "--config", "configs/bench-serve.yaml", *keys]
+    done = run(bench, os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}, timeout_s=240)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    count = len(make_work(2, 3, tokens=[8], weights=[1.0], seed=0))
+    assert [(row["system"], row["rate"]) for row in document["rows"]] == [("continuous 3x", 2), ("Hugging Face", 2)]
+    for row in document["rows"]:
+        assert (row["requests"], row["statuses"]) == (count, {"200": count})
+        assert row["output_throughput"] == pytest.approx(8 * row["request_throughput"])
+        assert 0 < row["p50_ttft_ms"] <= row["p50_e2el_ms"] <= row["p99_e2el_ms"]
+    assert document["config"]["duration_s"] == 3

@@ -465,5 +465,16 @@ def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str], url: str) -> N
 
 
 def test_metrics_are_ours_alone() -> None:
-    page = ["# HELP ray_skipdecode_waiting w", "ray_skipdecode_waiting 0", "ray_other_total 1", 'x{a="skipdecode_"} 1']
-    assert ours([*page, *page]) == page[:2]
+    """Not those of a run, of another endpoint, or of anybody else on the same nodes."""
+    page = [
+        "# HELP ray_skipdecode_serve_waiting w",
+        "# TYPE ray_skipdecode_serve_waiting gauge",
+        'ray_skipdecode_serve_waiting{application="our \\"own\\"",replica="a"} 0',
+        'ray_skipdecode_serve_requests_total{application="our \\"own\\"",status="200"} 2',
+        'ray_skipdecode_serve_waiting{application="our",replica="b"} 1',
+        'ray_skipdecode_serve_waiting{old_application="our \\"own\\""} 1',
+        "# HELP ray_skipdecode_output_tokens_total t",
+        'ray_skipdecode_output_tokens_total{run="r"} 5',
+        'ray_other_total{application="our \\"own\\"",help="ray_skipdecode_serve_"} 1',
+    ]
+    assert ours([*page, *page], 'our "own"') == page[:4]

@@ -7,6 +7,7 @@ share its batches.
 import gc
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -50,7 +51,7 @@ class Completions:
         gc.freeze()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self.endpoint, self.metrics, scrape)
+        return create_app(self.endpoint, self.metrics, partial(scrape, serve.get_replica_context().app_name))
 
     def check_health(self) -> None:
         """Called by Ray every two seconds; a replica whose engine is dead is replaced."""

@@ -1,21 +1,30 @@
-"""What a replica tells Ray's Prometheus endpoint, and that endpoint's answer for `GET /metrics`."""
+"""What a replica tells Ray's Prometheus endpoint, every name in one place, and that endpoint's answer for
+`GET /metrics`.
+
+Ray puts `ray_` before a name and `_total` behind a counter's; Serve tags each series with `application`, `deployment`
+and `replica`. Use no `_sum` of a histogram: Ray's agent makes it from the middles of the buckets. The names of
+`jobs.generate` are others (`pipeline/live_metrics.py`).
+"""
 
 import asyncio
+import json
+import re
 import urllib.request
 from collections.abc import Iterable
 
 import ray
-from ray.util.metrics import Counter, Gauge, Histogram
+from ray.serve.metrics import Counter, Gauge, Histogram
 
 from pipeline.service.endpoint import Endpoint
 
-PREFIX = "skipdecode_"
+PREFIX = "skipdecode_serve_"
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
+STATUSES = (200, 400, 404, 408, 413, 429, 500, 503)  # of completions
 SCRAPE_S = 3.0
 
 
 class RayMetrics:
-    """`Observer` of the requests; `update` for the state of the engine, from time to time."""
+    """`Observer` of the requests; `update` for the state of the engine, from time to time. Made in a replica."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -41,6 +50,14 @@ class RayMetrics:
             )
         }
         self._told = dict.fromkeys(self._counters, 0)
+        self._start_at_zero()
+
+    def _start_at_zero(self) -> None:
+        """Else Prometheus first sees a counter with its first figures in it, and `rate` never counts those."""
+        for status in STATUSES:
+            self._requests._record(0, {"status": str(status)})  # `inc` refuses 0
+        for counter in self._counters.values():
+            counter._record(0)
 
     def answered(self, status: int, ttft_s: float | None, total_s: float) -> None:
         self._requests.inc(tags={"status": str(status)})
@@ -61,16 +78,19 @@ class RayMetrics:
                 self._told[name] = now
 
 
-async def scrape() -> str:
-    """Our figures as Ray's nodes export them, Prometheus text."""
+async def scrape(application: str) -> str:
+    """The figures of all replicas of `application` as Ray's nodes export them, Prometheus text."""
     loop = asyncio.get_running_loop()
     pages = await asyncio.gather(*(loop.run_in_executor(None, _read, url) for url in _urls()))
-    return "\n".join(ours(line for page in pages for line in page.splitlines())) + "\n"
+    return "\n".join(ours((line for page in pages for line in page.splitlines()), application)) + "\n"
 
 
-def ours(lines: Iterable[str]) -> list[str]:
-    """The lines on this project's figures; headers once."""
-    kept = [line for line in lines if PREFIX in line.partition("{")[0].partition(" 0")[0]]
+def ours(lines: Iterable[str], application: str) -> list[str]:
+    """The lines on `application`, whatever else runs on its nodes; headers once."""
+    named = re.compile(rf"(# (HELP |TYPE )?)?ray_{PREFIX}")
+    value = re.escape(json.dumps(application, ensure_ascii=False))
+    tagged = re.compile(rf"[{{,]application={value}[,}}]")
+    kept = (line for line in lines if named.match(line) and (line.startswith("#") or tagged.search(line)))
     return list(dict.fromkeys(kept))
 
 
@@ -85,4 +105,4 @@ def _read(url: str) -> str:
             text: str = page.read().decode()
             return text
     except OSError as error:
-        return f"# {PREFIX}scrape {url}: {error}"
+        return f"# ray_{PREFIX}scrape {url}: {error}"
