@@ -422,7 +422,7 @@ def figures_of(answer: httpx.Response) -> dict[str, float]:
     figures: dict[str, float] = {}
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
-            name = sample.name.removeprefix("ray_").removeprefix("skipdecode_")
+            name = sample.name.removeprefix("ray_skipdecode_serve_")
             figures[name] = figures.get(name, 0.0) + sample.value
     return figures
 
