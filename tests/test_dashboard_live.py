@@ -123,7 +123,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
                     told = get(url, "query", query=f'sum(ray_skipdecode_rows_total{{run="{session}"}})')["result"]
                     return bool(told) and float(told[0]["value"][1]) == num_rows
 
-                wait_for(all_told, timeout_s=60)
+                wait_for(all_told, timeout_s=180)
                 return session, all_told
 
             earlier, _ = run("earlier", NUM_EARLIER)
