@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from actors.batches import Admission, EngineConfig, Ticket
 from actors.generator import Generator
-from skipdecode.cohort import Cohort
+from skipdecode.cohort import Cohort, rounded_columns
 
 LIFE_WEIGHT = 0.2  # of the newest cohort in the mean life of cohorts
 
@@ -59,12 +59,13 @@ class CohortBatches(Admission):
     def start(self, tickets: list[Ticket]) -> None:
         generator, is_fixed, bucket = self.generator, self.generator.config.deterministic, tickets[0].bucket
         longest = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
+        columns = min(bucket, rounded_columns(max(len(ticket.request.prompt_tokens) for ticket in tickets)))
         cohort = Cohort(
             generator.model,
             [ticket.request for ticket in tickets],
             tickets[0].schedule,
             decode_text=generator.tokenizer.decode,
-            prompt_columns=bucket if is_fixed else None,
+            prompt_columns=bucket if is_fixed else columns,
             batch_rows=generator.batch_size(bucket, longest) if is_fixed else None,
             compact_at=0.0 if is_fixed else 1.0,
             check_every=1,

@@ -29,6 +29,7 @@ COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still r
 # Tokens of the prompts that go through the model at once: on a CPU few enough that their states stay in its caches, and
 # enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's width)
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 1 << 16}
+PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
 CHECK_EVERY = {"cpu": 1, "cuda": 8}  # steps between looks at the tokens; a look waits for the device
 
 
@@ -179,6 +180,11 @@ class Cohort:
         self._live = [self._live[at] for at in running]
         self._newest, self._cache = self._newest[keep], self._cache.keep(keep)
         self._logprobs.keep([self.rows[index] for index in self._live])
+
+
+def rounded_columns(longest: int) -> int:
+    """Columns for prompts up to `longest` tokens where requests come as they please (a server)."""
+    return -(-longest // PROMPT_STEP) * PROMPT_STEP
 
 
 def pad_prompts(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.arena import Arena
-from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts
+from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts, rounded_columns
 from skipdecode.ffn_skip import SkipByRow
 from skipdecode.logprobs import LogprobRecorder
 from skipdecode.model import OPT
@@ -31,7 +31,6 @@ from skipdecode.sampling import row_uniforms
 
 CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
 NEVER = 1 << 30
-PROMPT_STEP = 16  # padding costs little, and every product prepares itself for each shape, and keeps that
 
 
 class _Member:
@@ -85,7 +84,7 @@ class ContinuousBatch:
 
     def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
         """Bytes held while so many rows join, of up to `prompt` tokens and `limit` new ones: see `Arena.bytes_with`."""
-        return self._arena.bytes_with(num_rows, prompt, limit, prompt_columns=_prompt_columns(prompt))
+        return self._arena.bytes_with(num_rows, prompt, limit, prompt_columns=rounded_columns(prompt))
 
     @torch.inference_mode()
     def join(self, requests: Sequence[Request]) -> list[Row]:
@@ -96,7 +95,7 @@ class ContinuousBatch:
         refuse_too_long(requests, self.model.config.max_position_embeddings)
         rows = [Row(request) for request in requests]
         longest = max(len(r.prompt_tokens) for r in requests)
-        tokens, num_pad = pad_prompts(self.model, requests, _prompt_columns(longest), None)
+        tokens, num_pad = pad_prompts(self.model, requests, rounded_columns(longest), None)
         cache = allocate_cache(self.model, num_pad, tokens.shape[1], self.schedule, 1)
         logits = feed_prompts(self.model, tokens, cache, self.schedule.prefill())
         members = [_Member(row, self._num_steps) for row in rows]
@@ -244,11 +243,6 @@ def _ends(runs: Sequence[Sequence[bool]]) -> list[int]:
         assert all(step[layer] == (k < count) for k, step in enumerate(runs)), f"layer {layer} is skipped and run again"
         ends.append(NEVER if count == len(runs) else count)
     return ends
-
-
-def _prompt_columns(longest: int) -> int:
-    """Columns of newcomers' prompts, padding included."""
-    return -(-longest // PROMPT_STEP) * PROMPT_STEP
 
 
 def _with_tail(h: Tensor, part: Tensor, start: int) -> Tensor:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.tokenizer import OPTTokenizer
-from skipdecode.continuous import PROMPT_STEP, ContinuousBatch, _layer_ends, check_continuous, generate_continuous
+from skipdecode.cohort import rounded_columns
+from skipdecode.continuous import ContinuousBatch, _layer_ends, check_continuous, generate_continuous
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
 from skipdecode.model import OPT
@@ -175,8 +176,7 @@ def test_the_price_of_a_join_is_what_it_takes(loaded: OPT, data: st.DataObject) 
         price = batch.bytes_with(count, prompt, limit)
         batch.join([Request(f"{turn}-{i}", p, greedy(limit, ignore_eos=True)) for i, p in enumerate(prompts)])
         is_replaced = batch._arena._k is not memory and batch.cache_bytes >= before
-        columns = -(-prompt // PROMPT_STEP) * PROMPT_STEP
-        prompt_cache = 2 * L * count * columns * loaded.config.hidden_size * 4
+        prompt_cache = 2 * L * count * rounded_columns(prompt) * loaded.config.hidden_size * 4
         if batch._arena._k is memory or batch.cache_bytes >= before:
             assert price == prompt_cache + before + is_replaced * batch.cache_bytes
         assert price >= prompt_cache + max(before, batch.cache_bytes)
