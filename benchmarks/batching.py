@@ -104,6 +104,7 @@ def compare(model: OPT, kind: str, name: str, schedule: Schedule, repeats: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(num_cores())
@@ -124,7 +125,7 @@ def main() -> None:
         "batch": BATCH,
         "results": [
             compare(model, kind, name, schedule, arguments.repeats)
-            for kind in LENGTHS
+            for kind in arguments.lengths
             for name, schedule in schedules.items()
         ],
     }

@@ -19,7 +19,7 @@ from skipdecode.schedule import make_schedule
 
 NUM_EXAMPLES = 3  # failed rows shown of each code
 MAX_MESSAGE_CHARS = 500
-MAX_BARS = 40  # of a histogram
+MAX_BARS, MOST = 40, 0.995  # of a histogram; the share of rows that it shows at least
 
 
 @dataclass
@@ -81,22 +81,28 @@ def _count_failed(table: pa.Table, totals: DataTotals) -> None:
 
 
 def lengths(counts: Counter[int]) -> dict[str, Any] | None:
-    """Mean, quantiles and a histogram of at most MAX_BARS bars of equal width; `edges` are whole, the last excluded."""
+    """Mean, quantiles and a histogram of at most MAX_BARS bars of equal width; `edges` are whole, the last excluded.
+
+    A few rows many times as long as the others would leave one bar of all of these: those are `beyond` the bars.
+    """
     if not counts:
         return None
-    total, low, high = counts.total(), min(counts), max(counts)
+    total, low, most = counts.total(), min(counts), quantile(counts, MOST)
+    high = max(counts) if max(counts) - low <= 3 * (most - low + 1) else most
     width = -(-(high - low + 1) // MAX_BARS)
     bars = [0] * (-(-(high - low + 1) // width))
     for length, rows in counts.items():
-        bars[(length - low) // width] += rows
+        if length < low + width * len(bars):
+            bars[(length - low) // width] += rows
     return {
         "mean": sum(length * rows for length, rows in counts.items()) / total,
         "min": low,
         "p50": quantile(counts, 0.5),
         "p95": quantile(counts, 0.95),
-        "max": high,
+        "max": max(counts),
         "edges": [low + width * i for i in range(len(bars) + 1)],
         "rows": bars,
+        "beyond": total - sum(bars),
     }
 
 

@@ -40,7 +40,8 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-n
 td, th { border-bottom: 1px solid var(--grid); padding: .35rem .8rem .35rem 0; text-align: left; vertical-align: top; }
 th { color: var(--muted); font-weight: 500; } tr:last-child td { border-bottom: 0; }
 td.n, th.n { text-align: right; white-space: nowrap; padding: .35rem 0 .35rem .8rem; }
-code, pre { font: .84rem/1.45 ui-monospace, SFMono-Regular, Menlo, monospace; } td code { overflow-wrap: anywhere; }
+code, pre { font: .84rem/1.45 ui-monospace, SFMono-Regular, Menlo, monospace; }
+td code { overflow-wrap: anywhere; } .scroll td:first-child code { white-space: nowrap; }
 pre { overflow-x: auto; margin: .5rem 0 0; } summary { cursor: pointer; font-weight: 600; }
 .key { display: inline-block; width: .7rem; height: .7rem; border-radius: .15rem; margin: 0 .3rem 0 .8rem; }
 .key:first-child { margin-left: 0; }

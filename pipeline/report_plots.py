@@ -150,6 +150,8 @@ def lengths_plot(report: dict[str, Any], kind: str) -> str:
             axes.axvline(found[name], color=FG, linewidth=1, linestyle=(0, (4, 3)))
         axes.set(xlabel=f"tokens per {what}", ylim=(0, top * 1.05), xlim=(found["edges"][0], found["edges"][-1]))
         title = f"rows (dashed: median {found['p50']:,}, 95 % up to {found['p95']:,})"
+        if found["beyond"]:
+            title += f"\n{found['beyond']:,} longer ones, up to {found['max']:,}, not drawn"
         axes.set_title(title, loc="left", color=MUTED, fontsize=9.5)
         axes.grid(axis="x", visible=False)
         axes.yaxis.set_major_formatter("{x:,.0f}")

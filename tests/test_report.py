@@ -1,6 +1,7 @@
 """The figures of a report on hand-made records, where the right answer is known."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ from pipeline import report_batches
 from pipeline.metrics import BATCH_SCHEMA
 from pipeline.progress import describe
 from pipeline.report_batches import BatchTotals
-from pipeline.report_data import DataTotals, layers_by_step
+from pipeline.report_data import DataTotals, layers_by_step, lengths
 from pipeline.report_html import _speed
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 
@@ -134,6 +135,17 @@ def test_the_page_says_why_nothing_was_measured(found: dict[str, Any], fraction:
     text = _speed(found, fraction)
     assert said in text
     assert ("baseline.fraction" in text) == ("baseline.fraction" in said)
+
+
+def test_a_few_very_long_rows_do_not_squeeze_the_histogram() -> None:
+    usual = Counter(dict.fromkeys(range(10, 50), 100))
+    found = lengths(usual + Counter({1900: 3}))
+    assert found is not None
+    assert (found["edges"][-1], found["rows"], found["beyond"]) == (50, [100] * 40, 3)
+    assert (found["max"], found["mean"]) == (1900, pytest.approx((100 * sum(range(10, 50)) + 3 * 1900) / 4003))
+    found = lengths(usual + Counter({100: 3}))
+    assert found is not None
+    assert (sum(found["rows"]), found["beyond"]) == (4003, 0)
 
 
 def test_the_progress_line() -> None:
