@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
 NUM_ROWS = 6000
 
@@ -48,7 +48,7 @@ def test_a_killed_run_is_resumed_exactly_once(tiny_checkpoint: Path, tmp_path: P
     time.sleep(3)  # what Ray still had in hand may land
     before = rows(tmp_path / "run")
     assert 0 < len(before) < NUM_ROWS, "it must die in the middle for this test to mean anything"
-    done = subprocess.run([*run, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*run, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     after = rows(tmp_path / "run")
     assert after.keys() == {f"r{i}" for i in range(NUM_ROWS)}
@@ -56,7 +56,7 @@ def test_a_killed_run_is_resumed_exactly_once(tiny_checkpoint: Path, tmp_path: P
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["books"] == {"input": NUM_ROWS, "ok": NUM_ROWS, "failed": 0, "closed": True}
     undisturbed = subprocess.run(
-        [*command, "-o", str(tmp_path / "whole")], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [*command, "-o", str(tmp_path / "whole")], cwd=ROOT, capture_output=True, text=True, timeout=400
     )
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert rows(tmp_path / "whole") == after
