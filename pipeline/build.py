@@ -44,8 +44,9 @@ def build_pipeline(spec: PipelineSpec, metrics: Any, ledger: Any, leftovers: Any
     light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "zero_copy_batch": True, "compute": few}
     source = CorpusDatasource(spec.plan, spec.input, spec.done)
     rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, compute=few)
-    # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end
-    rows = rows.repartition(target_num_rows_per_block=spec.window_rows)
+    # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Strict:
+    # else the last rows of every block that was read would be a window of their own, of a batch and a bit
+    rows = rows.repartition(target_num_rows_per_block=spec.window_rows, strict=True)
     rows = rows.map_batches(tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, **light)
     rows = rows.map_batches(
         DecodeStage,

@@ -66,6 +66,8 @@ def start_ray() -> Cluster:
         # "local": else Ray joins whatever a file left behind by another cluster points to
         options |= {"address": "local", "num_cpus": max(8, 4 * cores), "include_dashboard": False}
         options |= {"object_store_memory": min(OBJECT_STORE_BYTES, _total_bytes() // 5)}
+        # Ray's 15 lets everything else on the machine go before decoding; a thread that waits holds up all of a product
+        os.environ.setdefault("RAY_worker_niceness", "0")
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     ray.init(**options)
@@ -138,8 +140,10 @@ def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) ->
         )
     cores = min(cluster.num_cores, int(max(cpus for cpus, _ in node_shapes(cluster))))  # of one node
     per_node = -(-high // len(node_shapes(cluster)))
-    threads = max(1, cores // per_node) if not num_gpus else max(1, int(num_cpus))
-    return Pool(low, high, num_cpus, num_gpus, threads)
+    threads = cores // per_node if not num_gpus else int(num_cpus)
+    if actors.num_cpus != "auto":
+        threads = min(threads, int(num_cpus))  # no more than it was given
+    return Pool(low, high, num_cpus, num_gpus, max(1, threads))
 
 
 def node_shapes(cluster: Cluster) -> list[tuple[float, float]]:

@@ -131,6 +131,7 @@ class ActorsConfig(Section):
     """A number, or [min, max] for a pool that grows and shrinks."""
     num_gpus: Auto | Annotated[float, Field(ge=0)] = "auto"
     num_cpus: Auto | Annotated[float, Field(gt=0)] = "auto"
+    """Of each actor; a number bounds its torch threads too."""
     batch_size: Auto | Annotated[int, Field(ge=1)] = "auto"
     length_buckets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
         32,

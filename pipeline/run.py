@@ -13,6 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 import ray
+from ray.data._internal.execution.backpressure_policy.downstream_capacity_backpressure_policy import (
+    DownstreamCapacityBackpressurePolicy,
+)
 
 from pipeline.attempts import start_ledger
 from pipeline.build import PipelineSpec, build_pipeline
@@ -293,6 +296,8 @@ def _stream(spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], no
     context.target_max_block_size = BLOCK_BYTES
     context.custom_execution_callback_classes = [KeepWorkers] if helpers[2] is not None else []
     context.execution_no_progress_timeout_s = no_progress_timeout_s
+    # blocks under 100 KB live in the driver: reading must not run ahead until half of the object store is full
+    DownstreamCapacityBackpressurePolicy.OBJECT_STORE_BUDGET_UTIL_THRESHOLD = 0.0
     with warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")

@@ -23,6 +23,8 @@ def free(cluster: Cluster) -> dict[str, float]:
         ({"num_actors": 2}, LAPTOP, (2, 2), 1),
         ({"num_actors": 2}, SMALL, (2, 2), 1),
         ({}, CPU_CLUSTER, (16, 16), 4),
+        ({"num_actors": 2, "num_cpus": 4}, CPU_CLUSTER, (2, 2), 4),
+        ({"num_cpus": 0.5}, LAPTOP, (1, 1), 1),
         ({}, GPU_BOX, (8, 8), 1),
         ({"num_gpus": 0.5}, GPU_BOX, (16, 16), 1),
         ({"num_actors": (1, 4)}, GPU_BOX, (1, 4), 1),

@@ -4,7 +4,6 @@ One deployment: FastAPI ingress, and in the same process the engine thread that 
 share its batches.
 """
 
-import gc
 import logging
 from dataclasses import replace
 from functools import partial
@@ -46,9 +45,6 @@ class Completions:
             spec = replace(spec, generator=replace(spec.generator, num_threads=replica_threads(num_cores(), reserved)))
         self.endpoint = Endpoint(spec)
         self.metrics = RayMetrics(self.endpoint)
-        # libraries are half a million objects: a full collection looks at all, and waits for a quarter as many new ones
-        gc.collect()
-        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.endpoint, self.metrics, partial(scrape, serve.get_replica_context().app_name))
