@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TQDM_DISABLE"] = "1"
 
 import shutil
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,8 @@ from skipdecode.weights import load_opt
 
 torch.set_num_threads(1)
 hf_logging.disable_progress_bar()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background of a shell; jobs must hear their Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a red test is red for everyone.
 settings.register_profile(

@@ -82,7 +82,7 @@ def capacity(
 
 @pytest.mark.slow
 def test_three_times_too_much(tmp_path: Path) -> None:
-    """Nothing but 429 beside answers, each right; a 429 within 50 ms (p90; p99 within 100, on two cores that send the
+    """Nothing but 429 beside answers, each right; a 429 within 50 ms (p90; p99 within 150, on two cores that send the
     load too). One that comes when the queue has just begun to empty is let in, and waits for that queue alone."""
     max_waiting, batch_size = 32, 16
     with served(tmp_path, f"limits.max_waiting={max_waiting}", f"engine.batch_size={batch_size}") as server:
@@ -109,7 +109,7 @@ def test_three_times_too_much(tmp_path: Path) -> None:
         assert probed.is_good
         assert probed.e2el_s < 2 * (max_waiting + batch_size) / most
         assert p90 < 50
-        assert p99 < 100
+        assert p99 < 150
 
 
 @pytest.mark.slow
