@@ -47,6 +47,8 @@ def build_pipeline(spec: PipelineSpec, metrics: Any, ledger: Any, leftovers: Any
     # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Strict:
     # else the last rows of every block that was read would be a window of their own, of a batch and a bit
     rows = rows.repartition(target_num_rows_per_block=spec.window_rows, strict=True)
+    # it has no argument for it; a whole CPU, as Ray would ask for, may never be free beside readers that wait for it
+    rows._logical_plan.dag.ray_remote_args["num_cpus"] = STAGE_CPUS
     rows = rows.map_batches(tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, **light)
     rows = rows.map_batches(
         DecodeStage,

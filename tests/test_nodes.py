@@ -1,6 +1,7 @@
 """Runs on several Ray nodes of this machine: work spreads, a node joins late and gets work, a node goes and no row is
 lost; a corpus larger than the object store passes through it without spilling."""
 
+import json
 import os
 import re
 import signal
@@ -163,3 +164,25 @@ def test_a_corpus_larger_than_the_object_store_does_not_spill(
     assert done.returncode == 0, done.stderr
     assert state(output)["books"] == {"input": 2000, "ok": 2000, "failed": 0, "closed": True}
     assert spilled(cluster.address) == 0
+
+
+def test_a_large_file_moves_where_one_cpu_is_left_for_all_but_decoding(
+    make_cluster: Callable[..., Cluster], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """A reader that must wait holds its share of that CPU: every stage behind it must find one too."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "run"
+    with source.open("w") as lines:
+        for number in range(40_000):
+            row = {"id": f"r{number}", "prompt": f"row {number % 97}", "note": "x" * 2000}
+            lines.write(json.dumps(row) + "\n")
+    address = make_cluster(num_cpus=2, object_store_memory=400 * MIB).address
+    more = ["actors.num_cpus=1", "sampling.max_new_tokens=5", "actors.batch_size=128", "actors.window_batches=4"]
+    done = run(
+        command(tiny_checkpoint, source, output, "actors.num_actors=1", *more),
+        environment(None, tmp_path, RAY_ADDRESS=address),
+        timeout_s=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert state(output)["books"] | {"ok": 40_000, "failed": 0, "closed": True} == state(output)["books"]
+    windows = ds.dataset(sorted((output / "metrics").glob("windows-*.parquet"))).to_table()["rows"].to_pylist()
+    assert sorted(windows)[1:] == [512] * (40_000 // 512), "every window but the last is full"
