@@ -95,7 +95,7 @@ def test_a_node_that_joins_late_gets_work_and_one_that_goes_loses_nothing(
         second = cluster.add_node(num_cpus=12, object_store_memory=150 * MIB)
         on_second = wait_for(lambda: decoders(second), driver)
         files = written()
-        wait_for(lambda: written() > files + 6, driver)
+        wait_for(lambda: written() > files + 20, driver)  # time to load the model and to decode
         third = cluster.add_node(num_cpus=12, object_store_memory=150 * MIB)
         assert driver.poll() is None, "the run was over before the node went"
         cluster.remove_node(second, allow_graceful=False)
