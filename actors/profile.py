@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 import skipdecode.model
+from skipdecode import cpu_kernels
 from skipdecode.cache import KVCache
 from skipdecode.cohort import Cohort
+from skipdecode.cpu_block import TileBlock
 from skipdecode.generate import Request
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule
@@ -64,7 +66,7 @@ def _timed(model: OPT) -> Iterator[dict[str, float]]:
         (model, "embed", "embedding"),
         (model, "head", "head"),
         (Sampler, "__call__", "choice of tokens"),
-        (KVCache, "attend", "attention"),
+        (cpu_kernels, "attend", "attention"),
         (KVCache, "append", "cache write"),
         (skipdecode.model, "attention", "attention"),
     ]
@@ -74,12 +76,17 @@ def _timed(model: OPT) -> Iterator[dict[str, float]]:
         places += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
     if model.swift is not None:
         places += [(model.swift, "write", "swiftkv"), *((q, "forward", "query, key, value") for q in model.swift.q)]
+    TileBlock.seconds = in_blocks = torch.zeros(len(TileBlock.STAGES), dtype=torch.float64)
     had = [vars(owner).get(name) for owner, name, _ in places]  # None: it comes from the class
     try:
         for owner, name, stage in places:
             setattr(owner, name, timed(stage, getattr(owner, name)))
         yield seconds
+        for stage, took in zip(TileBlock.STAGES, in_blocks.tolist(), strict=True):
+            if took:
+                seconds[stage] = seconds.get(stage, 0.0) + took
     finally:
+        TileBlock.seconds = None
         for (owner, name, _), before in zip(places, had, strict=True):
             delattr(owner, name) if before is None else setattr(owner, name, before)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from skipdecode import cpu_kernels
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig
+from skipdecode.cpu_kernels import Columns
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
 
@@ -170,13 +171,11 @@ class ArenaSlice:
     def can_attend(self) -> bool:
         return cpu_kernels.is_available(self._arena._k[0])
 
-    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """As `KVCache.attend`: every row over its own columns, [n, D] -> [n, D]."""
+    def columns(self, layer: int) -> Columns:
+        """As `KVCache.columns`: every row has its own."""
         arena, span = self._arena, slice(self._start, self._end)
         owner, rows = arena._owners[layer], slice(arena.first + self._start, arena.first + self._end)
-        return cpu_kernels.attend(
-            q, arena._k[owner][rows], arena._v[owner][rows], arena._zeros[span], arena._at[span], new
-        )
+        return Columns(arena._k[owner][rows], arena._v[owner][rows], arena._zeros[span], arena._at[span])
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [n, H, 1, K] in each row's own column; gives back `read`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from skipdecode import cpu_kernels
 from skipdecode.config import OPTConfig
+from skipdecode.cpu_kernels import Columns
 
 
 class KVCache:
@@ -70,18 +71,15 @@ class KVCache:
 
     @property
     def can_attend(self) -> bool:
-        """Whether `attend` is there for this device and type."""
+        """Whether `cpu_kernels.attend` is there for this device and type."""
         return cpu_kernels.is_available(self.k[0])
 
-    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Attention of one new column per row, q [B, D], over its row's columns up to itself: [B, D].
-
-        `new`: its key and value [B, D], stored first; None when they lie in the cache already.
-        """
+    def columns(self, layer: int) -> Columns:
+        """Memory, first and last column of every row for one new column per row (`cpu_kernels.attend`)."""
         assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
         if self._last is None or self._last[0] != self.length:  # once per step, not once per layer
             self._last = (self.length, torch.full_like(self.num_pad, self.length))
-        return cpu_kernels.attend(q, self.k[layer], self.v[layer], self.num_pad, self._last[1], new)
+        return Columns(self.k[layer], self.v[layer], self.num_pad, self._last[1])
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [B, H, T, K] behind the filled columns; gives back all of the layer's K and V, [B, H, S, K]."""

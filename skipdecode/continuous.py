@@ -147,29 +147,30 @@ class ContinuousBatch:
         entered = num_rows  # under SwiftKV: the first row whose K/V of the upper layers are written
         for i, block in enumerate(self.model.layers):
             # rows with k < end, i.e. -k > -end
-            start = bisect_left(minus_ages, 1 - self._attn_ends[i])
+            start, feeds_from = (bisect_left(minus_ages, 1 - ends[i]) for ends in (self._attn_ends, self._ffn_ends))
+            feeds_too = False
             if start < num_rows:
-                part = h[start:]
+                part, rows = h[start:], arena.slice(start)
                 if first_kv is not None and i >= first_kv:
                     assert self.model.swift is not None, "a plan for SwiftKV, and a model without"
                     if start < entered:
                         youngest: LayerPlan = self.schedule.step(-minus_ages[entered - 1])
                         self.model.swift.write(h[start:entered], arena.slice(start, entered), youngest.attn)
                         entered = start
-                    query, rows = self.model.swift.query(i), arena.slice(start)
+                    query = self.model.swift.query(i)
                     if rows.can_attend:
                         part = block.attend_to_cached(part, query, rows, i)
                     else:
                         part = block.attend_to(part, query, *rows.read(i, 1), arena.mask(start))
-                elif arena.slice(start).can_attend:
-                    part = block.attend_cached(part, arena.slice(start), i)
+                elif rows.can_attend:
+                    feeds_too = start == feeds_from
+                    part = block.step(part, rows, i, feeds=feeds_too)
                 else:
-                    part = block.attend(part, partial(arena.slice(start).append, i), arena.mask(start))
-                h = part if start == 0 else _with_tail(h, part, start)
-            start = bisect_left(minus_ages, 1 - self._ffn_ends[i])
-            if start < num_rows:
-                part = block.feed(h[start:])
-                h = part if start == 0 else _with_tail(h, part, start)
+                    part = block.attend(part, partial(rows.append, i), arena.mask(start))
+                h = _with_tail(h, part, start)
+            if feeds_from < num_rows and not feeds_too:
+                part, rows = h[feeds_from:], arena.slice(feeds_from)
+                h = _with_tail(h, block.step(part, rows, i, attends=False), feeds_from)
         return h
 
     def _drop_ended(self, carry: float) -> None:
@@ -247,7 +248,10 @@ def _ends(runs: Sequence[Sequence[bool]]) -> list[int]:
 
 def _with_tail(h: Tensor, part: Tensor, start: int) -> Tensor:
     """h with its rows from `start` on replaced, in place: h is ours from the second layer on."""
-    h[start:] = part
+    if start == 0:
+        return part
+    if part.data_ptr() != h[start:].data_ptr():  # not by a kernel that works in place
+        h[start:] = part
     return h
 
 

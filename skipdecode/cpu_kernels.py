@@ -17,16 +17,19 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-SOURCES = [Path(__file__).parent / name for name in ("cpu_attention.cpp", "cpu_linear.cpp")]
+HERE = Path(__file__).parent
+SOURCES = [HERE / name for name in ("cpu_attention.cpp", "cpu_linear.cpp", "cpu_block.cpp")]
+HEADERS = [HERE / name for name in ("cpu_attention.h", "cpu_tiles.h")]
 # Sums may be reordered, which is what makes them vectors. Not -ffast-math: at linking it adds code that takes subnormal
 # numbers away from the whole process.
 MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffinite-math-only -freciprocal-math"
-FLAGS = ("-O3", "-march=native", *MATH.split(), "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()  # compilers choose 256
+FLAGS = ("-O3", "-march=native", *WIDE, *MATH.split(), "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 POINTER, INT, INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
@@ -39,6 +42,15 @@ def is_available(tensor: Tensor) -> bool:
 def status() -> str:
     """`compiled`, or why torch's operators are used instead."""
     return _library()[1]
+
+
+class Columns(NamedTuple):
+    """Where one new column per row goes, and what it may attend to: as the arguments of `attend`."""
+
+    k: Tensor
+    v: Tensor
+    first: Tensor
+    last: Tensor
 
 
 def attend(
@@ -70,7 +82,7 @@ def attend(
         assert columns.shape == (B,), (columns.shape, B)
         assert columns.is_contiguous(), columns.stride()
     out = q.new_empty(B, H * K)
-    _function("attend", q.dtype)(
+    function("attend", q.dtype)(
         K,
         B,
         H,
@@ -93,8 +105,7 @@ def argmax(logits: Tensor) -> Tensor:
     """The index of each row's largest value, the lowest where several are equal (NaN aside): [B, V] -> [B] int64."""
     logits = logits.contiguous()
     out = torch.empty(len(logits), dtype=torch.int64)
-    function = _function("argmax", logits.dtype)
-    function(*logits.shape, logits.data_ptr(), out.data_ptr(), torch.get_num_threads())
+    function("argmax", logits.dtype)(*logits.shape, logits.data_ptr(), out.data_ptr(), torch.get_num_threads())
     return out
 
 
@@ -112,7 +123,7 @@ def pack(weight: Tensor) -> Tensor:
     assert inputs % 32 == 0, inputs
     weight = weight.detach().contiguous()
     packed = torch.empty(-(-outputs // 32), inputs // 32, 2, 16, 32, dtype=torch.bfloat16)
-    _function("pack_tiles")(outputs, inputs, weight.data_ptr(), packed.data_ptr())
+    function("pack_tiles")(outputs, inputs, weight.data_ptr(), packed.data_ptr())
     return packed
 
 
@@ -143,7 +154,7 @@ def linear(
     for tensor in (x, packed, bias, residual):
         assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
     assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous()), "a bias of another layer"
-    _function("linear_tiles")(
+    function("linear_tiles")(
         len(rows),
         outputs,
         inputs,
@@ -160,6 +171,7 @@ def linear(
 
 
 ARGUMENTS = {
+    "block_tiles": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
     "attend": [*[INT64] * 3, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack_tiles": [INT64, INT64, POINTER, POINTER],
@@ -168,12 +180,13 @@ ARGUMENTS = {
 
 
 @cache
-def _function(name: str, dtype: torch.dtype | None = None) -> Any:
+def function(name: str, dtype: torch.dtype | None = None) -> Any:
+    """A function of the library, with the types of its arguments; that of `dtype` where there are several."""
     library, reason = _library()
     assert library is not None, reason
-    function = getattr(library, name if dtype is None else f"{name}_{NAMES[dtype]}")
-    function.argtypes, function.restype = ARGUMENTS[name], None
-    return function
+    found = getattr(library, name if dtype is None else f"{name}_{NAMES[dtype]}")
+    found.argtypes, found.restype = ARGUMENTS[name], None
+    return found
 
 
 @cache
@@ -241,6 +254,6 @@ def _digest() -> str:
         cpu = next(line for line in lines if line.startswith(("flags", "Features")))
     except (OSError, StopIteration):
         cpu = platform.processor()
-    sources = [source.read_text(encoding="utf-8") for source in SOURCES]
+    sources = [source.read_text(encoding="utf-8") for source in [*SOURCES, *HEADERS]]
     system = [platform.machine(), *platform.libc_ver(), torch.__version__, cpu]
     return hashlib.sha256("\0".join([*FLAGS, *system, *sources]).encode()).hexdigest()[:16]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode import cpu_kernels
+from skipdecode.cpu_block import Product
 
 
 class Packed(Protocol):
@@ -43,6 +44,12 @@ class Linear(nn.Linear):
         self.packed = pack(self.weight)
         if self.packed is not None:
             self.register_parameter("weight", None)
+
+    def product(self) -> Product | None:
+        """For a kernel that does more than this layer; None where its weight does not lie in tiles."""
+        if not isinstance(self.packed, _Tiles):
+            return None
+        return Product(self.packed.weight, self.packed.outputs, self.bias)
 
 
 def pack(weight: Tensor) -> Packed | None:

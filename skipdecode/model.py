@@ -15,8 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipdecode import cpu_kernels
 from skipdecode.cache import KVCache
 from skipdecode.config import POSITION_OFFSET, OPTConfig, SwiftKVConfig
+from skipdecode.cpu_block import Product, TileBlock
+from skipdecode.cpu_kernels import Columns
 from skipdecode.ffn_rows import RowFFNs
 from skipdecode.linear import Linear, Packed, pack
 from skipdecode.plan import LayerPlan
@@ -26,10 +29,10 @@ Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the new K and V [B, H, T, K], gives all that may be attended to [B, H, S, K]."""
 
 
-class CanAttend(Protocol):
-    """A cache with an attention of its own for one new column per row (`KVCache.attend`)."""
+class HasColumns(Protocol):
+    """A cache whose memory the kernels for one new column per row take (`KVCache.columns`)."""
 
-    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tensor: ...
+    def columns(self, layer: int) -> Columns: ...
 
 
 class Block(nn.Module):
@@ -46,6 +49,14 @@ class Block(nn.Module):
         self.ffn_norm = nn.LayerNorm(width, elementwise_affine=affine)
         self.fc1 = Linear(width, config.ffn_dim, bias=bias)
         self.fc2 = Linear(config.ffn_dim, width, bias=bias)
+        self.tiles: TileBlock | None = None
+
+    def fuse(self) -> None:
+        """`step` as one kernel, where the packed weights lie in tiles."""
+        products = [linear.product() for linear in (self.qkv, self.out_proj, self.fc1, self.fc2)]
+        if self.is_pre_norm and None not in products:
+            qkv, out, fc1, fc2 = cast(list[Product], products)
+            self.tiles = TileBlock(self.num_heads, self.attn_norm, qkv, out, self.ffn_norm, fc1, fc2)
 
     def attend(self, h: Tensor, store: Store, mask: Tensor | None) -> Tensor:
         """h [B, T, D] -> [B, T, D]. `mask` [B, 1, T, S] bool, True = may attend; None: causal, no padding."""
@@ -56,10 +67,15 @@ class Block(nn.Module):
         keys, values = store(k, v)
         return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
 
-    def attend_cached(self, h: Tensor, cache: CanAttend, layer: int) -> Tensor:
-        """As `attend` for the one column behind those in `cache`, by its `attend`: h [B, 1, D] -> [B, 1, D]."""
-        q, k, v = self.qkv(self.attn_norm(h) if self.is_pre_norm else h)[:, 0].chunk(3, dim=-1)  # each [B, D]
-        return self._add_attention(h, cache.attend(layer, q, (k, v))[:, None])
+    def step(self, h: Tensor, cache: HasColumns, layer: int, *, attends: bool = True, feeds: bool = True) -> Tensor:
+        """`attend`, `feed` or both for the one column behind those in `cache`: h [B, 1, D] -> [B, 1, D], the same
+        memory where that is one kernel."""
+        if self.tiles is not None and (attends or feeds):
+            return self.tiles(h, cache.columns(layer) if attends else None, feeds=feeds)
+        if attends:
+            q, k, v = self.qkv(self.attn_norm(h) if self.is_pre_norm else h)[:, 0].chunk(3, dim=-1)  # each [B, D]
+            h = self._add_attention(h, cpu_kernels.attend(q, *cache.columns(layer), (k, v))[:, None])
+        return self.feed(h) if feeds else h
 
     def attend_to(self, h: Tensor, query: nn.Module, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention over K and V [B, H, S, K] from elsewhere, with a query projection from elsewhere (SwiftKV)."""
@@ -67,9 +83,10 @@ class Block(nn.Module):
         q = query(self.attn_norm(h)).view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2)  # [B, H, T, K]
         return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
 
-    def attend_to_cached(self, h: Tensor, query: nn.Module, cache: CanAttend, layer: int) -> Tensor:
+    def attend_to_cached(self, h: Tensor, query: nn.Module, cache: HasColumns, layer: int) -> Tensor:
         """As `attend_to` for the one column whose K and V lie in `cache` already: h [B, 1, D] -> [B, 1, D]."""
-        return self._add_attention(h, cache.attend(layer, query(self.attn_norm(h))[:, 0])[:, None])
+        q = query(self.attn_norm(h))[:, 0]  # [B, D]
+        return self._add_attention(h, cpu_kernels.attend(q, *cache.columns(layer))[:, None])
 
     def _add_attention(self, h: Tensor, out: Tensor) -> Tensor:
         h = self.out_proj(out, residual=h)
@@ -124,6 +141,8 @@ class OPT(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | SwiftKV):
                 module.pack()
+        for block in self.layers:
+            block.fuse()
         self._packed_head = pack(self.embed_tokens.weight)
         return self
 
@@ -196,7 +215,9 @@ class OPT(nn.Module):
         mask = None if is_cached else cache.mask(T)
         has_shared = False  # K/V of the layers from plan.kv_layers on are written
         for i, block in enumerate(self.layers):
-            if plan.attn[i] and plan.kv_layers is not None and i >= plan.kv_layers:
+            is_by_row = bool(plan.by_row) and plan.by_row[i]
+            attends, feeds = plan.attn[i], plan.ffn[i] and not is_by_row
+            if attends and plan.kv_layers is not None and i >= plan.kv_layers:
                 assert self.swift is not None, "a plan for SwiftKV, and a model without"
                 if not has_shared:
                     self.swift.write(h, cache, plan.attn)
@@ -205,15 +226,15 @@ class OPT(nn.Module):
                     h = block.attend_to_cached(h, self.swift.query(i), cache, i)
                 else:
                     h = block.attend_to(h, self.swift.query(i), *cache.read(i, T), mask)
-            elif plan.attn[i] and is_cached:
-                h = block.attend_cached(h, cache, i)
-            elif plan.attn[i]:
-                h = block.attend(h, partial(cache.append, i), mask)
-            if plan.by_row and plan.by_row[i]:
+                attends = False
+            if is_cached:
+                h = block.step(h, cache, i, attends=attends, feeds=feeds)
+            else:
+                h = block.attend(h, partial(cache.append, i), mask) if attends else h
+                h = block.feed(h) if feeds else h
+            if is_by_row:
                 assert rows is not None, "the plan leaves blocks to the rows, and nothing decides for them"
                 h = rows.feed(i, block, h)
-            elif plan.ffn[i]:
-                h = block.feed(h)
         cache.length += T
         return self.head(h[:, -1])
 

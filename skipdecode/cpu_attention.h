@@ -1,0 +1,179 @@
+// Attention of one new column per row over that row's cached keys and values, at the speed of memory; for
+// cpu_attention.cpp and cpu_block.cpp.
+//
+// Plain C++ that a compiler vectorises; no intrinsics, no torch headers, so that it compiles in a second. The prefetches
+// are what matters: while keys are read, the values of the same row and head are on their way, and while values are
+// read, the next head's keys. Hardware prefetchers stop at the end of a page, which is less than one head's cache.
+
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace cpu {
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+inline float load(float x) { return x; }
+inline float load(bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+inline void store(float& to, float x) { to = x; }
+inline void store(bfloat16& to, float x) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  to.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// exp(x) for x <= 0, relative error below 4e-7: 2^n e^r, |r| <= ln(2) / 2, the polynomial of Cephes. In the open, since
+// a call into the C library would not be vectorised everywhere.
+inline float exp_of_negative(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  const int32_t n = int32_t(x * 1.44269504f - 0.5f);
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln(2) in two parts
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t bits = uint32_t(n + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return p * scale;
+}
+
+// Into the L2 cache: as many lines on their way to the L1 cache as a core can have are half of memory's speed.
+template <typename T>
+inline void prefetch(const T* line, int64_t count) {
+  const char* at = reinterpret_cast<const char*>(line);
+  for (int64_t offset = 0; offset < count * int64_t(sizeof(T)); offset += 64) __builtin_prefetch(at + offset, 0, 2);
+}
+
+// The numbers of one head in the order in which they are cheapest to widen: as they lie.
+template <typename T, int DIM>
+struct Head {
+  static void load_scaled(const T* from, float scale, int64_t dim, float* to) {
+    for (int64_t d = 0; d < dim; ++d) to[d] = load(from[d]) * scale;
+  }
+  static float dot(const float* x, const T* y, int64_t dim) {
+    float sum = 0.0f;
+    for (int64_t d = 0; d < dim; ++d) sum += x[d] * load(y[d]);
+    return sum;
+  }
+  static void add(float* sum, float weight, const T* y, int64_t dim) {
+    for (int64_t d = 0; d < dim; ++d) sum[d] += weight * load(y[d]);
+  }
+  static void store_scaled(const float* from, float scale, int64_t dim, T* to) {
+    for (int64_t d = 0; d < dim; ++d) store(to[d], from[d] * scale);
+  }
+};
+
+// Two bfloat16 in a word: a shift widens the first, a mask the second. First all the first ones, then all the second.
+template <int DIM>
+struct Pairs {
+  static constexpr int HALF = DIM / 2;
+  static uint32_t word(const bfloat16* at, int i) {
+    uint32_t bits;
+    std::memcpy(&bits, at + 2 * i, 4);
+    return bits;
+  }
+  static float number(uint32_t bits) {
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+  }
+  static void load_scaled(const bfloat16* from, float scale, int64_t, float* to) {
+    for (int i = 0; i < HALF; ++i) to[i] = load(from[2 * i]) * scale, to[HALF + i] = load(from[2 * i + 1]) * scale;
+  }
+  static float dot(const float* x, const bfloat16* y, int64_t) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < HALF; ++i)
+      sum += x[i] * number(word(y, i) << 16) + x[HALF + i] * number(word(y, i) & 0xffff0000u);
+    return sum;
+  }
+  static void add(float* sum, float weight, const bfloat16* y, int64_t) {
+#pragma omp simd
+    for (int i = 0; i < HALF; ++i) {
+      sum[i] += weight * number(word(y, i) << 16);
+      sum[HALF + i] += weight * number(word(y, i) & 0xffff0000u);
+    }
+  }
+  static void store_scaled(const float* from, float scale, int64_t, bfloat16* to) {
+    for (int i = 0; i < HALF; ++i) store(to[2 * i], from[i] * scale), store(to[2 * i + 1], from[HALF + i] * scale);
+  }
+};
+template <> struct Head<bfloat16, 32> : Pairs<32> {};
+template <> struct Head<bfloat16, 64> : Pairs<64> {};
+template <> struct Head<bfloat16, 80> : Pairs<80> {};
+template <> struct Head<bfloat16, 128> : Pairs<128> {};
+
+// A thread's part of it, to be called by all threads of a parallel region, which wait for none at the end.
+// q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
+template <typename T, int DIM>
+void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_k, const T* new_v, int64_t row_stride,
+            T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, T* out) {
+  const int64_t dim = DIM ? DIM : dim_;
+  const float scale = 1.0f / std::sqrt(float(dim));
+  const int64_t step = capacity * dim;  // from one head's cache to the next
+  std::vector<float> weights(capacity), query(dim), sums(dim);
+#pragma omp for schedule(static) nowait
+  for (int64_t unit = 0; unit < rows * heads; ++unit) {
+    const int64_t row = unit / heads, start = first[row], end = last[row];
+    const int64_t at = row * row_stride + (unit % heads) * dim;
+    T *keys = k + unit * step, *values = v + unit * step;
+    if (new_k) {
+      std::memcpy(keys + end * dim, new_k + at, dim * sizeof(T));
+      std::memcpy(values + end * dim, new_v + at, dim * sizeof(T));
+    }
+    auto run = [&](float* x, float* sum) {
+      Head<T, DIM>::load_scaled(q + at, scale, dim, x);
+      float top = -FLT_MAX;
+      for (int64_t s = start; s <= end; ++s) {
+        prefetch(values + s * dim, dim);
+        weights[s] = Head<T, DIM>::dot(x, keys + s * dim, dim);
+        top = weights[s] > top ? weights[s] : top;
+      }
+      float total = 0.0f;
+      for (int64_t s = start; s <= end; ++s) {
+        weights[s] = exp_of_negative(weights[s] - top);
+        total += weights[s];
+      }
+      const T* next = keys + (unit + 1 < rows * heads ? step : 0);
+      for (int64_t d = 0; d < dim; ++d) sum[d] = 0.0f;
+      for (int64_t s = start; s <= end; ++s) {
+        prefetch(next + s * dim, dim);
+        Head<T, DIM>::add(sum, weights[s], values + s * dim, dim);
+      }
+      Head<T, DIM>::store_scaled(sum, 1.0f / total, dim, out + unit * dim);
+    };
+    if constexpr (DIM > 0) {
+      float x[DIM], sum[DIM];  // in registers
+      run(x, sum);
+    } else {
+      run(query.data(), sums.data());
+    }
+  }
+}
+
+template <typename T, typename... Args>
+void attend_of(int64_t dim, int64_t rows, int64_t heads, Args... args) {
+  const auto run = dim == 32    ? attend<T, 32>    // the demo model
+                   : dim == 64  ? attend<T, 64>    // OPT-125m to 1.3B
+                   : dim == 80  ? attend<T, 80>    // 2.7B
+                   : dim == 128 ? attend<T, 128>   // 6.7B and larger
+                                : attend<T, 0>;
+  run(rows, heads, dim, args...);
+}
+
+}  // namespace cpu

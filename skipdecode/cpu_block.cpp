@@ -1,0 +1,112 @@
+// One decoder layer for one new column per row, in one parallel region: norm, query/key/value, attention over the cache,
+// output, norm, feed-forward. As calls of their own these are seven, each with its entry from Python and its fork and
+// join of threads; where the layers are small that is most of a step.
+
+#include "cpu_attention.h"
+#include "cpu_tiles.h"
+
+#ifdef HAS_TILES
+
+#include <chrono>
+
+namespace {
+
+using namespace cpu;
+
+struct Norm {
+  const bfloat16 *weight, *bias;  // null: 1 and 0
+};
+
+struct Product {
+  int64_t outputs, inputs;
+  const uint16_t *weight, *bias;  // packed; null: no bias
+};
+
+struct Block {
+  int64_t heads;
+  double epsilon;
+  Norm attn_norm;
+  Product qkv, out;
+  Norm ffn_norm;
+  Product fc1, fc2;
+};
+
+enum Stage { NORMS, QKV, ATTENTION, OUT, FEED, NUM_STAGES };
+
+// A thread's rows of a layer norm over `width` numbers, in float32, rounded once.
+void normalise(int64_t rows, int64_t width, const Norm& norm, float epsilon, const bfloat16* x, bfloat16* y) {
+#pragma omp for schedule(static) nowait
+  for (int64_t row = 0; row < rows; ++row) {
+    const bfloat16* from = x + row * width;
+    bfloat16* to = y + row * width;
+    float sum = 0.0f, squares = 0.0f;
+    for (int64_t i = 0; i < width; ++i) sum += load(from[i]);
+    const float mean = sum / width;
+    for (int64_t i = 0; i < width; ++i) squares += (load(from[i]) - mean) * (load(from[i]) - mean);
+    const float scale = 1.0f / std::sqrt(squares / width + epsilon);
+    if (norm.weight && norm.bias)
+      for (int64_t i = 0; i < width; ++i) store(to[i], (load(from[i]) - mean) * scale * load(norm.weight[i]) + load(norm.bias[i]));
+    else
+      for (int64_t i = 0; i < width; ++i) store(to[i], (load(from[i]) - mean) * scale);
+  }
+}
+
+template <Then THEN>
+void multiply_rows(int64_t rows, const Product& p, const uint16_t* x, const uint16_t* residual, uint16_t* y) {
+  linear<THEN>(rows, p.outputs, p.inputs, x, p.inputs, x + rows / 32 * 32 * p.inputs, p.weight, p.bias, residual, y);
+}
+
+}  // namespace
+
+// h [rows, width], in place. k, v: the cache of the layer [rows, heads, capacity, width / heads]. `seconds` by stage are
+// added to, where asked for.
+extern "C" void block_tiles(const Block* block, int64_t rows, uint16_t* h, int attends, int feeds, uint16_t* k,
+                            uint16_t* v, int64_t capacity, const int64_t* first, const int64_t* last, double* seconds,
+                            int num_threads) {
+  const int64_t width = block->qkv.inputs, room = (rows + 31) / 32 * 32;  // a tile reads 32 rows
+  const int64_t widest = 3 * width > block->fc1.outputs ? 3 * width : block->fc1.outputs;
+  thread_local std::vector<uint16_t> scratch;  // kept from layer to layer
+  if (int64_t(scratch.size()) < room * (width + widest) + 32) scratch.resize(room * (width + widest) + 32);
+  uint16_t* narrow = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) / 2;
+  uint16_t* wide = narrow + room * width;
+  bfloat16 *states = reinterpret_cast<bfloat16*>(h), *normed = reinterpret_cast<bfloat16*>(narrow);
+#pragma omp parallel num_threads(num_threads)
+  {
+    configure_tiles();
+    auto begun = std::chrono::steady_clock::now();
+    auto end = [&](Stage stage) {
+#pragma omp barrier
+      if (seconds) {
+#pragma omp master
+        {
+          const auto now = std::chrono::steady_clock::now();
+          seconds[stage] += std::chrono::duration<double>(now - begun).count();
+          begun = now;
+        }
+      }
+    };
+    if (attends) {
+      normalise(rows, width, block->attn_norm, float(block->epsilon), states, normed);
+      end(NORMS);
+      multiply_rows<NOTHING>(rows, block->qkv, narrow, nullptr, wide);
+      end(QKV);
+      const bfloat16* qkv = reinterpret_cast<bfloat16*>(wide);
+      attend_of<bfloat16>(width / block->heads, rows, block->heads, qkv, qkv + width, qkv + 2 * width, 3 * width,
+                          reinterpret_cast<bfloat16*>(k), reinterpret_cast<bfloat16*>(v), capacity, first, last, normed);
+      end(ATTENTION);
+      multiply_rows<ADD>(rows, block->out, narrow, h, h);
+      end(OUT);
+    }
+    if (feeds) {
+      normalise(rows, width, block->ffn_norm, float(block->epsilon), states, normed);
+      end(NORMS);
+      multiply_rows<RELU>(rows, block->fc1, narrow, nullptr, wide);
+#pragma omp barrier
+      multiply_rows<ADD>(rows, block->fc2, wide, h, h);
+      end(FEED);
+    }
+    _tile_release();
+  }
+}
+
+#endif
