@@ -53,7 +53,7 @@ void normalise(int64_t rows, int64_t width, const Norm& norm, float epsilon, con
 
 template <Then THEN>
 void multiply_rows(int64_t rows, const Product& p, const uint16_t* x, const uint16_t* residual, uint16_t* y) {
-  linear<THEN>(rows, p.outputs, p.inputs, x, p.inputs, x + rows / 32 * 32 * p.inputs, p.weight, p.bias, residual, y);
+  by_outputs<THEN>(rows, p.outputs, p.inputs, x, p.inputs, x + rows / 32 * 32 * p.inputs, p.weight, p.bias, residual, y);
 }
 
 }  // namespace
@@ -65,10 +65,8 @@ extern "C" void block_tiles(const Block* block, int64_t rows, uint16_t* h, int a
                             int num_threads) {
   const int64_t width = block->qkv.inputs, room = (rows + 31) / 32 * 32;  // a tile reads 32 rows
   const int64_t widest = 3 * width > block->fc1.outputs ? 3 * width : block->fc1.outputs;
-  thread_local std::vector<uint16_t> scratch;  // kept from layer to layer
-  if (int64_t(scratch.size()) < room * (width + widest) + 32) scratch.resize(room * (width + widest) + 32);
-  uint16_t* narrow = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) / 2;
-  uint16_t* wide = narrow + room * width;
+  thread_local Buffer<uint16_t> kept;
+  uint16_t *narrow = kept.room(room * (width + widest)), *wide = narrow + room * width;
   bfloat16 *states = reinterpret_cast<bfloat16*>(h), *normed = reinterpret_cast<bfloat16*>(narrow);
 #pragma omp parallel num_threads(num_threads)
   {

@@ -14,15 +14,19 @@ namespace {
 using namespace cpu;
 
 template <Then THEN>
-void linear_of(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* w,
-               const uint16_t* bias, const uint16_t* residual, uint16_t* y, int num_threads) {
-  const int64_t left = rows % 32;
+void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* w,
+            const uint16_t* bias, const uint16_t* residual, uint16_t* y, int num_threads) {
+  const bool is_many = rows >= MANY * num_threads;
+  const int64_t left = is_many ? 0 : rows % 32;
   std::vector<uint16_t> last(left ? 32 * inputs : 0);
   for (int64_t r = 0; r < left; ++r) std::memcpy(&last[r * inputs], x + (rows - left + r) * stride, inputs * 2);
 #pragma omp parallel num_threads(num_threads)
   {
     configure_tiles();
-    linear<THEN>(rows, outputs, inputs, x, stride, last.data(), w, bias, residual, y);
+    if (is_many)
+      by_rows<THEN>(rows, outputs, inputs, x, stride, w, bias, residual, y);
+    else
+      by_outputs<THEN>(rows, outputs, inputs, x, stride, last.data(), w, bias, residual, y);
     _tile_release();
   }
 }
@@ -50,7 +54,7 @@ extern "C" void pack_tiles(int64_t outputs, int64_t inputs, const uint16_t* weig
 extern "C" void linear_tiles(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
                              const uint16_t* w, const uint16_t* bias, int then, const uint16_t* residual, uint16_t* y,
                              int num_threads) {
-  const auto run = then == RELU ? linear_of<RELU> : then == ADD ? linear_of<ADD> : linear_of<NOTHING>;
+  const auto run = then == RELU ? linear<RELU> : then == ADD ? linear<ADD> : linear<NOTHING>;
   run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);
 }
 

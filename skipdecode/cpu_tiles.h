@@ -16,12 +16,29 @@
 #define HAS_TILES
 
 #include <immintrin.h>
+#include <omp.h>
+#include <vector>
 
 namespace cpu {
 
+// Memory that is kept from call to call, on a line of the cache.
+template <typename T>
+class Buffer {
+ public:
+  T* room(int64_t count) {
+    if (int64_t(held_.size()) < count + 64) held_.resize(count + 64);
+    return held_.data() + (64 - reinterpret_cast<uintptr_t>(held_.data()) % 64) / sizeof(T);
+  }
+
+ private:
+  std::vector<T> held_;
+};
+
 constexpr int64_t TILE = 512;             // numbers in a tile of bfloat16, 1 KiB
 constexpr int64_t AHEAD = 8192;           // bytes
-constexpr int64_t ROWS_BYTES = 3 << 19;  // of x, at a time: with the weights of 32 outputs they stay in the L2 cache
+constexpr int64_t ROWS_BYTES = 3 << 19;   // of x, at a time: with the weights of 32 outputs they stay in the L2 cache
+constexpr int64_t MANY = 256;             // rows per thread that are worth that each thread reads all weights
+constexpr int64_t ROWS = 512, INPUTS = 1024, DEEP = 256;  // of `by_rows`: 1 MiB of rows, 16 KiB of weights at a time
 
 enum Then { NOTHING, RELU, ADD };
 
@@ -69,28 +86,75 @@ inline void multiply(const uint16_t* x, int64_t stride, const uint16_t* w, int64
   }
 }
 
-// Bias, ReLU or residual, and rounding, of `rows` x `columns` sums.
+// The same for 32 rows in tiles (`to_tiles`), added to `sums` where they are not `fresh`, while `lines` of 64 bytes at
+// `next` are on their way.
+inline void multiply_tiles(const uint16_t* x, const uint16_t* w, int64_t steps, float* sums, bool fresh, const char* next,
+                           int64_t lines) {
+  if (fresh) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, 128);
+    _tile_loadd(1, sums + 16, 128);
+    _tile_loadd(2, sums + 512, 128);
+    _tile_loadd(3, sums + 528, 128);
+  }
+  for (int64_t i = 0; i < lines; ++i) _mm_prefetch(next + 64 * i, _MM_HINT_T1);
+  for (int64_t k = 0; k < steps; ++k, w += 2 * TILE, x += 2 * TILE) {
+    _tile_loadd(6, w, 64);
+    _tile_loadd(7, w + TILE, 64);
+    _tile_loadd(4, x, 64);
+    _tile_loadd(5, x + TILE, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + 512, 128);
+  _tile_stored(3, sums + 528, 128);
+}
+
+// Bias, ReLU or residual, and rounding, of the sums of `count` rows from `row` on and 32 outputs: y [rows][outputs].
 template <Then THEN>
-inline void finish(const float* sums, int rows, int columns, const uint16_t* bias, const uint16_t* residual, uint16_t* y,
-                   int64_t width) {
-  for (int c = 0; c < columns; c += 16) {
-    const __mmask16 mask = columns - c < 16 ? (1u << (columns - c)) - 1 : 0xffff;
-    const __m512 b = bias ? widen(_mm256_maskz_loadu_epi16(mask, bias + c)) : _mm512_setzero_ps();
-    for (int r = 0; r < rows; ++r) {
-      __m512 v = _mm512_add_ps(_mm512_load_ps(sums + 32 * r + c), b);
-      if (THEN == RELU) v = _mm512_max_ps(_mm512_setzero_ps(), v);  // in this order NaN stays NaN
-      if (THEN == ADD) v = _mm512_add_ps(v, widen(_mm256_maskz_loadu_epi16(mask, residual + r * width + c)));
-      _mm256_mask_storeu_epi16(y + r * width + c, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
+inline void finish(const float* sums, int64_t row, int count, int64_t block, int64_t outputs, const uint16_t* bias,
+                   const uint16_t* residual, uint16_t* y) {
+  const int64_t first = 32 * block, at = row * outputs + first;
+  const __mmask32 mask = outputs - first < 32 ? (1u << (outputs - first)) - 1 : ~0u;
+  const __m512i b = bias ? _mm512_maskz_loadu_epi16(mask, bias + first) : _mm512_setzero_si512();
+  const __m512 low = widen(_mm512_castsi512_si256(b)), high = widen(_mm512_extracti64x4_epi64(b, 1));
+  for (int r = 0; r < count; ++r) {
+    __m512 u = _mm512_add_ps(_mm512_load_ps(sums + 32 * r), low), v = _mm512_add_ps(_mm512_load_ps(sums + 32 * r + 16), high);
+    if (THEN == RELU) {  // in this order NaN stays NaN
+      u = _mm512_max_ps(_mm512_setzero_ps(), u);
+      v = _mm512_max_ps(_mm512_setzero_ps(), v);
     }
+    if (THEN == ADD) {
+      const __m512i other = _mm512_maskz_loadu_epi16(mask, residual + at + r * outputs);
+      u = _mm512_add_ps(u, widen(_mm512_castsi512_si256(other)));
+      v = _mm512_add_ps(v, widen(_mm512_extracti64x4_epi64(other, 1)));
+    }
+    _mm512_mask_storeu_epi16(y + at + r * outputs, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v, u)));
   }
 }
 
-// x W^T + bias: a thread's part of it, to be called by all threads of a parallel region that have configured their tiles;
-// they wait for none at the end. x: `stride` numbers from row to row. `last`: the last rows % 32 rows, `inputs` apart, with
-// room behind them for 32, since a tile reads whole rows.
+// `rows` rows of x to tiles [rows / 32][steps][2][16][32], filled up with zeros to 32 rows.
+inline void to_tiles(int64_t rows, int64_t steps, const uint16_t* x, int64_t stride, uint16_t* tiles) {
+  for (int64_t row = 0; row < rows; row += 32)
+    for (int64_t k = 0; k < steps; ++k)
+      for (int64_t r = row; r < row + 32; ++r, tiles += 32)
+        _mm512_store_si512(tiles, r < rows ? _mm512_loadu_si512(x + r * stride + k * 32) : _mm512_setzero_si512());
+}
+
+// x W^T + bias, cut by outputs: each weight is read by one thread. For all threads of a parallel region that have
+// configured their tiles; they wait for none at the end. x: `stride` numbers from row to row. `last`: the last rows % 32
+// rows, `inputs` apart, with room behind them for 32, since a tile reads whole rows.
 template <Then THEN>
-void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* last,
-            const uint16_t* w, const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
+void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* last,
+                const uint16_t* w, const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
   const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32;
   const int64_t at_once = ROWS_BYTES / (2 * inputs) < 32 ? 32 : ROWS_BYTES / (2 * inputs) / 32 * 32;
   alignas(64) float sums[32 * 32];
@@ -99,7 +163,6 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, in
 #pragma omp for schedule(static) nowait
     for (int64_t block = 0; block < blocks; ++block) {
       const uint16_t* weights = w + block * steps * 2 * TILE;
-      const int columns = outputs - 32 * block < 32 ? int(outputs - 32 * block) : 32;
       for (int64_t row = from; row < to; row += 32) {
         const int count = to - row < 32 ? int(to - row) : 32;
         const uint16_t* part = count < 32 ? last : x + row * stride;
@@ -107,8 +170,48 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, in
         const auto run = count > 16 ? (row == from ? multiply<true, true> : multiply<true, false>)
                                     : (row == from ? multiply<false, true> : multiply<false, false>);
         run(part, apart, weights, steps, sums);
-        const int64_t at = row * outputs + 32 * block;
-        finish<THEN>(sums, count, columns, bias ? bias + 32 * block : nullptr, residual + at, y + at, outputs);
+        finish<THEN>(sums, row, count, block, outputs, bias, residual, y);
+      }
+    }
+  }
+}
+
+// The same cut by rows, ROWS of them at a time, and of their inputs first the first ones (INPUTS), so that they stay in a
+// core's own L2 cache as tiles: to share them would mean to fetch what another core wrote. Of a block's weights DEEP inputs
+// at a time stay in the L1 cache while the rows go by; sums wait in memory meanwhile.
+template <Then THEN>
+void by_rows(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* w,
+             const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
+  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, parts = (inputs + INPUTS - 1) / INPUTS;
+  const int64_t threads = omp_get_num_threads(), own = ((rows + 31) / 32 + threads - 1) / threads * 32;
+  const int64_t begin = omp_get_thread_num() * own, end = begin + own < rows ? begin + own : rows;
+  thread_local Buffer<uint16_t> tiles_kept;
+  thread_local Buffer<float> sums_kept;
+  uint16_t* tiles = tiles_kept.room(ROWS * INPUTS);
+  float* sums = sums_kept.room((parts == 1 ? 1 : blocks) * ROWS * 32);
+  for (int64_t from = begin; from < end; from += ROWS) {
+    const int64_t count = end - from < ROWS ? end - from : ROWS, groups = (count + 31) / 32;
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = part * INPUTS / 32, span = steps - first < INPUTS / 32 ? steps - first : INPUTS / 32;
+      to_tiles(count, span, x + from * stride + first * 32, stride, tiles);
+      for (int64_t block = 0; block < blocks; ++block) {
+        const uint16_t* weights = w + (block * steps + first) * 2 * TILE;
+        float* block_sums = sums + (parts == 1 ? 0 : block) * ROWS * 32;
+        for (int64_t k = 0; k < span; k += DEEP / 32) {
+          const int64_t deep = span - k < DEEP / 32 ? span - k : DEEP / 32, lines = (deep * 32 + groups - 1) / groups;
+          const uint16_t* next = k + deep < span ? weights + (k + deep) * 2 * TILE : weights + steps * 2 * TILE;
+          const bool is_first = part == 0 && k == 0, is_last = part == parts - 1 && k + deep == span;
+          for (int64_t group = 0; group < groups; ++group) {
+            float* group_sums = is_first && is_last ? sums : block_sums + group * 1024;
+            const int64_t row = from + 32 * group;
+            const int many = end - row < 32 ? int(end - row) : 32;
+            if (is_last)
+              for (int r = 0; r < many; ++r) __builtin_prefetch(y + (row + r) * outputs + 32 * block, 1, 2);
+            multiply_tiles(tiles + (group * span + k) * 2 * TILE, weights + k * 2 * TILE, deep, group_sums, is_first,
+                           reinterpret_cast<const char*>(next) + group * lines * 64, lines);
+            if (is_last) finish<THEN>(group_sums, row, many, block, outputs, bias, residual, y);
+          }
+        }
       }
     }
   }

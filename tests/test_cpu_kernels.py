@@ -161,15 +161,28 @@ def test_products_on_tiles_are_those_of_float32(
 
 
 @tiles
-def test_many_rows_go_through_in_parts() -> None:
-    """More rows than stay in the cache at once; each row's bits are those it has alone."""
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("then", ["nothing", "relu", "residual"])
+@pytest.mark.parametrize(("rows", "inputs"), [(1100, 3072), (2000, 96), (1537, 1024 + 288)])
+def test_many_rows_go_through_in_parts(rows: int, inputs: int, then: str, threads: int) -> None:
+    """More rows, and more inputs, than stay in the cache at once; each row's bits are those it has alone."""
     torch.manual_seed(0)
-    x, weight = torch.randn(1100, 3072).bfloat16(), torch.randn(40, 3072).bfloat16()
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (40, inputs), (40,)))
+    residual = torch.randn(rows, 40).bfloat16() if then == "residual" else None
     packed = cpu_kernels.pack(weight)
-    made, wanted = cpu_kernels.linear(x, packed, 40, None), x.float() @ weight.float().T
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        made = cpu_kernels.linear(x, packed, 40, bias, relu=then == "relu", residual=residual)
+    finally:
+        torch.set_num_threads(before)
+    wanted = F.linear(x.float(), weight.float(), bias.float())
+    wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
     assert (made.float() - wanted).abs().max() <= wanted.abs().max() / 256
-    for row in (0, 255, 256, 600, 1099):
-        assert torch.equal(cpu_kernels.linear(x[row : row + 1], packed, 40, None)[0], made[row])
+    for row in (0, 255, 256, 600, rows - 1):
+        own = None if residual is None else residual[row : row + 1]
+        alone = cpu_kernels.linear(x[row : row + 1], packed, 40, bias, relu=then == "relu", residual=own)
+        assert torch.equal(alone[0], made[row])
 
 
 @tiles
