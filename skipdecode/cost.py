@@ -160,8 +160,11 @@ def cache_bytes_per_row(
 
 
 def measure_ceilings(device: str, dtype: str) -> Ceilings:
-    """A micro-benchmark of about half a second: a matrix product, a large copy, and a chain of tiny calls."""
+    """A micro-benchmark of about half a second: a product with a weight as models have it (`linear.pack`), a large copy,
+    and a chain of tiny calls."""
     import torch
+
+    from skipdecode.linear import pack
 
     kind = getattr(torch, dtype)
     is_cuda = device.startswith("cuda")
@@ -180,8 +183,9 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
         return median(times[1:])
 
     with torch.inference_mode():
-        a = torch.randn(n, n, device=device).to(kind)
-        matmul_s = timed(lambda: a @ a, 6)
+        x, weight = (torch.randn(rows, n, device=device).to(kind) for rows in (2 * n, n))
+        packed = pack(weight)
+        matmul_s = timed(lambda: x @ weight.T if packed is None else packed(x, None), 6)
         source = torch.empty((1 << 30) if is_cuda else (1 << 26), dtype=torch.uint8, device=device).fill_(1)
         target = torch.empty_like(source)
         copy_s = timed(lambda: target.copy_(source), 6)
@@ -192,4 +196,4 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
                 small.add(1.0)
 
         call_s = timed(chain, 8) / 200
-    return Ceilings(2.0 * n**3 / matmul_s, 2.0 * source.numel() / copy_s, call_s)
+    return Ceilings(4.0 * n**3 / matmul_s, 2.0 * source.numel() / copy_s, call_s)
