@@ -160,8 +160,8 @@ def cache_bytes_per_row(
 
 
 def measure_ceilings(device: str, dtype: str) -> Ceilings:
-    """A micro-benchmark of about half a second: a product with a weight as models have it (`linear.pack`), a large copy,
-    and a chain of tiny calls."""
+    """A micro-benchmark of about half a second: a product with a weight as models pack it, a large copy, a chain of
+    tiny calls."""
     import torch
 
     from skipdecode.linear import pack
