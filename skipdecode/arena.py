@@ -125,11 +125,15 @@ class Arena:
         self._k, self._v = self._allocate(0, dict.fromkeys(self._ends, 0))
 
     def _allocate(self, num_rows: int, columns: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """K and V of zeros, in one piece: many of a few MB each would leave holes behind when they are freed."""
+        """K and V of zeros, in one piece: many of a few MB each would leave holes behind when they are freed.
+
+        On a CPU pages are made when they are first written: beside an answer of 1,000 tokens every row has as many
+        columns, most of which it never fills, and to fill them all with zeros takes half a second.
+        """
         heads, dim = self._config.num_attention_heads, self._config.head_dim
         shapes = [(num_rows, heads, columns[owner], dim) for owner in self._ends] * 2
         sizes = [math.prod(shape) for shape in shapes]
-        pieces = torch.split(torch.zeros(sum(sizes), dtype=self._dtype, device=self._device), sizes)
+        pieces = torch.split(_zeros(sum(sizes), self._dtype, self._device), sizes)
         views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         count = len(self._ends)
         return dict(zip(self._ends, views[:count], strict=True)), dict(zip(self._ends, views[count:], strict=True))
@@ -145,15 +149,35 @@ class Arena:
         stay = 0
         while k is self._k and stay < len(rows) and self.first + rows[stay] == stay:
             stay += 1
-        moved = rows[stay:]
-        written = max((self._lengths[row] for row in moved), default=0)
-        at = torch.tensor(list(moved), dtype=torch.int64, device=self._device) + self.first
+        parts = [
+            (torch.tensor(some, device=self._device), max(self._lengths[rows[at]] for at in some))
+            for some in _of_like_length([self._lengths[row] for row in rows], stay)
+        ]
+        source = torch.tensor(list(rows), dtype=torch.int64, device=self._device) + self.first
         # the largest first: where there is memory to copy it through there is for all, so none stays behind
         for owner in sorted(self._ends, key=lambda owner: -self._k[owner].shape[2]):
             for old, new in ((self._k, k), (self._v, v)):
-                shared = min(old[owner].shape[2], new[owner].shape[2], written)
-                new[owner][stay : len(rows), :, :shared] = old[owner][at, :, :shared]  # indexing copies first
+                columns_of = min(old[owner].shape[2], new[owner].shape[2])
+                # indexing copies: all is read before any of it is written
+                copies = [old[owner][source[at], :, : min(columns_of, written)] for at, written in parts]
+                for (at, _), copied in zip(parts, copies, strict=True):
+                    new[owner][at, :, : copied.shape[2]] = copied
         self._k, self._v, self._num_rows, self.first = k, v, room, 0
+
+
+def _of_like_length(lengths: Sequence[int], stay: int) -> list[list[int]]:
+    """The places from `stay` on, cut in those of usual length and those far longer."""
+    places = range(stay, len(lengths))
+    usual = 2 * sorted(lengths[stay:])[len(places) // 2] if places else 0
+    parts = [at for at in places if lengths[at] <= usual], [at for at in places if lengths[at] > usual]
+    return [part for part in parts if part]
+
+
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[count] zeros; on a CPU without writing them (calloc)."""
+    if device.type != "cpu":
+        return torch.zeros(count, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(count, dtype=f"i{dtype.itemsize}")).view(dtype)
 
 
 def _with_spare(num_rows: int) -> int:

@@ -82,14 +82,17 @@ def capacity(
 
 @pytest.mark.slow
 def test_three_times_too_much(tmp_path: Path) -> None:
-    """Nothing but 429 beside answers, each right; a 429 within 50 ms (p90; p99 within 150, on two cores that send the
-    load too). One that comes when the queue has just begun to empty is let in, and waits for that queue alone."""
-    max_waiting, batch_size = 32, 16
+    """Nothing but 429 beside answers, each right; a 429 within 50 ms (p90; p99 within 100, on two cores that send the
+    load too). One that comes when the queue has just begun to empty is let in, and waits for that queue alone.
+
+    Of 64 tokens, as answers come to in `configs/bench-serve.yaml`: with shorter ones three times the load is so many
+    requests per second that Ray Serve alone takes both cores."""
+    max_waiting, batch_size, length = 32, 16, 64
     with served(tmp_path, f"limits.max_waiting={max_waiting}", f"engine.batch_size={batch_size}") as server:
         body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        most = capacity(server, 24, body, count=max_waiting)
-        load = make_work(3 * most, 15, tokens=[24], weights=[1.0], seed=1)
-        probe = Work(load[-1].due_s + batch_size / most, PROMPTS[0], 24)  # a batch has left the queue by then
+        most = capacity(server, length, body, count=max_waiting)
+        load = make_work(3 * most, 15, tokens=[length], weights=[1.0], seed=1)
+        probe = Work(load[-1].due_s + batch_size / most, PROMPTS[0], length)  # a batch has left the queue by then
         *made, probed = asyncio.run(offer(server.url, [*load, probe], body, keep_text=True))
         refused = sorted(one.last_s - one.sent_s for one in made if one.status == 429)
         good = [one for one in made if one.is_good]
@@ -103,13 +106,13 @@ def test_three_times_too_much(tmp_path: Path) -> None:
         assert len(refused) > len(made) / 3
         offline = Offline()
         for one in [*good, probed]:
-            completion = offline(one.work.prompt, 24, ignore_eos=True)
+            completion = offline(one.work.prompt, length, ignore_eos=True)
             assert one.text == offline.text(completion)
         assert probed.sent_s < until_s, "nobody was inside any more when the probe was sent"
         assert probed.is_good
         assert probed.e2el_s < 2 * (max_waiting + batch_size) / most
         assert p90 < 50
-        assert p99 < 150
+        assert p99 < 100
 
 
 @pytest.mark.slow
