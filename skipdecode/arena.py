@@ -125,15 +125,15 @@ class Arena:
         self._k, self._v = self._allocate(0, dict.fromkeys(self._ends, 0))
 
     def _allocate(self, num_rows: int, columns: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """K and V of zeros, in one piece: many of a few MB each would leave holes behind when they are freed.
+        """K and V in one piece: many of a few MB each would leave holes behind when they are freed.
 
-        On a CPU pages are made when they are first written: beside an answer of 1,000 tokens every row has as many
-        columns, most of which it never fills, and to fill them all with zeros takes half a second.
+        Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros to
+        all of them would take half a second, so where nobody reads them nothing is written.
         """
         heads, dim = self._config.num_attention_heads, self._config.head_dim
         shapes = [(num_rows, heads, columns[owner], dim) for owner in self._ends] * 2
         sizes = [math.prod(shape) for shape in shapes]
-        pieces = torch.split(_zeros(sum(sizes), self._dtype, self._device), sizes)
+        pieces = torch.split(_memory(sum(sizes), self._dtype, self._device), sizes)
         views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         count = len(self._ends)
         return dict(zip(self._ends, views[:count], strict=True)), dict(zip(self._ends, views[count:], strict=True))
@@ -173,11 +173,11 @@ def _of_like_length(lengths: Sequence[int], stay: int) -> list[list[int]]:
     return [part for part in parts if part]
 
 
-def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[count] zeros; on a CPU without writing them (calloc)."""
-    if device.type != "cpu":
-        return torch.zeros(count, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(count, dtype=f"i{dtype.itemsize}")).view(dtype)
+def _memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[count] numbers: rubbish where attention reads a row's own columns alone, else zeros, for what is masked must be
+    finite."""
+    empty = torch.empty(count, dtype=dtype, device=device)
+    return empty if cpu_kernels.is_available(empty) else empty.zero_()
 
 
 def _with_spare(num_rows: int) -> int:

@@ -69,6 +69,8 @@ class TileBlock:
         fc2: Product,
     ) -> None:
         self._held = (attn_norm, qkv, out, ffn_norm, fc1, fc2)  # what the pointers point to
+        for tensor in (*attn_norm.parameters(), *ffn_norm.parameters(), *(p.bias for p in (qkv, out, fc1, fc2))):
+            assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
         norms = [_Norm(_pointer(norm.weight), _pointer(norm.bias)) for norm in (attn_norm, ffn_norm)]
         self._width = out.outputs
         self._block = _Block(

@@ -24,7 +24,7 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, in
   {
     configure_tiles();
     if (is_many)
-      by_rows<THEN>(rows, outputs, inputs, x, stride, w, bias, residual, y);
+      by_rows<THEN>(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);
     else
       by_outputs<THEN>(rows, outputs, inputs, x, stride, last.data(), w, bias, residual, y);
     _tile_release();

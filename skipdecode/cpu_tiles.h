@@ -1,4 +1,4 @@
-// Products of few rows with bfloat16 weights on a CPU's matrix tiles (AMX), with a bias, and a ReLU or a residual, in the
+// Products with bfloat16 weights on a CPU's matrix tiles (AMX), with a bias, and a ReLU or a residual, in the
 // same pass; for cpu_linear.cpp and cpu_block.cpp.
 //
 // Decoding multiplies few rows by weights that come from memory, so the weights lie in the order in which they are read,
@@ -16,7 +16,6 @@
 #define HAS_TILES
 
 #include <immintrin.h>
-#include <omp.h>
 #include <vector>
 
 namespace cpu {
@@ -180,11 +179,9 @@ void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x
 // core's own L2 cache as tiles: to share them would mean to fetch what another core wrote. Of a block's weights DEEP inputs
 // at a time stay in the L1 cache while the rows go by; sums wait in memory meanwhile.
 template <Then THEN>
-void by_rows(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* w,
-             const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
+void rows_of(int64_t begin, int64_t end, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
+             const uint16_t* w, const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
   const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, parts = (inputs + INPUTS - 1) / INPUTS;
-  const int64_t threads = omp_get_num_threads(), own = ((rows + 31) / 32 + threads - 1) / threads * 32;
-  const int64_t begin = omp_get_thread_num() * own, end = begin + own < rows ? begin + own : rows;
   thread_local Buffer<uint16_t> tiles_kept;
   thread_local Buffer<float> sums_kept;
   uint16_t* tiles = tiles_kept.room(ROWS * INPUTS);
@@ -215,6 +212,16 @@ void by_rows(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, i
       }
     }
   }
+}
+
+template <Then THEN>
+void by_rows(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* w,
+             const uint16_t* bias, const uint16_t* residual, uint16_t* y, int slices) {
+  const int64_t own = ((rows + 31) / 32 + slices - 1) / slices * 32;
+#pragma omp for schedule(static) nowait
+  for (int slice = 0; slice < slices; ++slice)
+    rows_of<THEN>(slice * own, (slice + 1) * own < rows ? (slice + 1) * own : rows, outputs, inputs, x, stride, w, bias,
+                  residual, y);
 }
 
 }  // namespace cpu
