@@ -175,9 +175,9 @@ void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x
   }
 }
 
-// The same cut by rows, ROWS of them at a time, and of their inputs first the first ones (INPUTS), so that they stay in a
-// core's own L2 cache as tiles: to share them would mean to fetch what another core wrote. Of a block's weights DEEP inputs
-// at a time stay in the L1 cache while the rows go by; sums wait in memory meanwhile.
+// The same for the rows from `begin` to `end`, by one thread: ROWS of them at a time, and of their inputs first the first
+// ones (INPUTS), so that they stay in its core's own L2 cache as tiles: to share them would mean to fetch what another core
+// wrote. Of a block's weights DEEP inputs at a time stay in the L1 cache while the rows go by; sums wait in memory meanwhile.
 template <Then THEN>
 void rows_of(int64_t begin, int64_t end, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
              const uint16_t* w, const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
@@ -214,6 +214,7 @@ void rows_of(int64_t begin, int64_t end, int64_t outputs, int64_t inputs, const 
   }
 }
 
+// The same cut by rows, for all threads of a parallel region: each reads all weights.
 template <Then THEN>
 void by_rows(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* w,
              const uint16_t* bias, const uint16_t* residual, uint16_t* y, int slices) {

@@ -68,7 +68,6 @@ SPECS = {
     ),
     "RayService": fields(
         ["serveConfigV2", "rayClusterConfig"], serveConfigV2=TEXT, rayClusterConfig=CLUSTER,
-        serviceUnhealthySecondThreshold=COUNT, deploymentUnhealthySecondThreshold=COUNT,
     ),
 }  # fmt: skip
 
