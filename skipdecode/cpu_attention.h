@@ -13,6 +13,8 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu_threads.h"
+
 namespace cpu {
 
 struct bfloat16 {
@@ -127,8 +129,7 @@ void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_
   const float scale = 1.0f / std::sqrt(float(dim));
   const int64_t step = capacity * dim;  // from one head's cache to the next
   std::vector<float> weights(capacity), query(dim), sums(dim);
-#pragma omp for schedule(static) nowait
-  for (int64_t unit = 0; unit < rows * heads; ++unit) {
+  share(rows * heads, [&](int64_t unit) {
     const int64_t row = unit / heads, start = first[row], end = last[row];
     const int64_t at = row * row_stride + (unit % heads) * dim;
     T *keys = k + unit * step, *values = v + unit * step;
@@ -163,7 +164,7 @@ void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_
     } else {
       run(query.data(), sums.data());
     }
-  }
+  });
 }
 
 template <typename T, typename... Args>

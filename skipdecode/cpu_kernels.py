@@ -24,7 +24,7 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("cpu_attention.cpp", "cpu_linear.cpp", "cpu_block.cpp")]
-HEADERS = [HERE / name for name in ("cpu_attention.h", "cpu_tiles.h")]
+HEADERS = [HERE / name for name in ("cpu_attention.h", "cpu_threads.h", "cpu_tiles.h")]
 # Sums may be reordered, which is what makes them vectors. Not -ffast-math: at linking it adds code that takes subnormal
 # numbers away from the whole process.
 MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffinite-math-only -freciprocal-math"

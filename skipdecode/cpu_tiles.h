@@ -18,6 +18,8 @@
 #include <immintrin.h>
 #include <vector>
 
+#include "cpu_threads.h"
+
 namespace cpu {
 
 // Memory that is kept from call to call, on a line of the cache.
@@ -159,8 +161,7 @@ void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x
   alignas(64) float sums[32 * 32];
   for (int64_t from = 0; from < rows; from += at_once) {
     const int64_t to = from + at_once < rows ? from + at_once : rows;
-#pragma omp for schedule(static) nowait
-    for (int64_t block = 0; block < blocks; ++block) {
+    share(blocks, [&](int64_t block) {
       const uint16_t* weights = w + block * steps * 2 * TILE;
       for (int64_t row = from; row < to; row += 32) {
         const int count = to - row < 32 ? int(to - row) : 32;
@@ -171,7 +172,7 @@ void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x
         run(part, apart, weights, steps, sums);
         finish<THEN>(sums, row, count, block, outputs, bias, residual, y);
       }
-    }
+    });
   }
 }
 
