@@ -82,7 +82,7 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
     for _ in range(repeats):
         for name, schedule in named:
             runs[name].append(generate(model, requests, schedule, graphs=graphs).stats)
-    ceilings = measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch."))
+    ceilings = measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch."), model.quantization)
     rows, predictions = [], {}
     for name, schedule in named:
         stats = runs[name][0]
@@ -93,6 +93,7 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
             prompt_columns=case.prompt_tokens,
             batch_rows=stats.batch_rows,
             itemsize=model.dtype.itemsize,
+            weight_itemsize=model.weight_itemsize,
             ffn_rows=stats.ffn_rows,
         )
         decode_s, prefill_s = (median(getattr(s, key) for s in runs[name]) for key in ("decode_s", "prefill_s"))

@@ -18,6 +18,7 @@ import torch
 from actors.batching import Batch, cut_batches
 from actors.tokenizer import OPTTokenizer
 from skipdecode import cpu_kernels
+from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.plan import FullDepth, Schedule
@@ -47,6 +48,7 @@ class GeneratorConfig:
     """`swiftkv`: the prompt stops where the checkpoint's SwiftKV says."""
     tokenizer: str | None = None
     dtype: str = "auto"
+    quantization: Quantization | None = None
     device: str = "auto"
     num_threads: int | None = None
     batch_size: int | None = None
@@ -82,7 +84,7 @@ class Generator:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack()
+        self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
         if self.device.type == "cpu" and cpu_kernels.status() != "compiled":
             logger.warning("the CPU kernels are not used, decoding is slower: %s", cpu_kernels.status())
         # a graph attends over padded columns behind a mask, the engine over exact ones: other bits for the same row
@@ -91,7 +93,8 @@ class Generator:
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
         if config.baseline_fraction > 0:
-            self.ceilings = measure_ceilings(str(self.device), str(self.dtype).removeprefix("torch."))
+            dtype = str(self.dtype).removeprefix("torch.")
+            self.ceilings = measure_ceilings(str(self.device), dtype, config.quantization)
         self._num_batches = self._num_turns = self._num_pairs = 0
         self._warm_up()
         self.load_s = time.perf_counter() - start
@@ -255,6 +258,7 @@ class Generator:
                 rows=result.stats.rows,
                 batch_rows=result.stats.batch_rows,
                 itemsize=self.dtype.itemsize,
+                weight_itemsize=self.model.weight_itemsize,
                 ffn_rows=result.stats.ffn_rows if chosen is schedule else None,
             )
             record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}

@@ -9,6 +9,7 @@ from pydantic import Field
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section, SwiftKVSection, build_config, read_tree
 from pipeline.machine import provenance
+from skipdecode.config import Quantization
 
 
 class BenchConfig(Section):
@@ -21,6 +22,7 @@ class BenchConfig(Section):
     """Gives `shape` the projections of SwiftKV, so that `schedules` may have `prefill: swiftkv`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Quantization | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
     batch_sizes: tuple[Annotated[int, Field(ge=1)] | Literal["largest"], ...] = (8, 32)
     """largest: as many rows as have room at full depth."""
@@ -53,6 +55,8 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
         raise ConfigError("batch_sizes: largest is for work=decode")
     if profile and config.work == "train":
         raise ConfigError("work: --profile is for work=decode")
+    if config.work == "train" and config.quantization is not None:
+        raise ConfigError("quantization: is for work=decode")
     if config.work == "train" and dtype == torch.float16:
         raise ConfigError("dtype: float16 is not trained in; use bfloat16 or float32")
     kept = torch.float32 if config.work == "train" else dtype
@@ -78,7 +82,10 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
     if max(config.prompt_tokens) > room:
         raise ConfigError(f"prompt_tokens: {max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
     if config.work == "decode":
-        model.pack()
+        try:
+            model.pack(config.quantization)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     rows: list[dict[str, Any]] = []
     schedules, precision = list(config.schedules), str(dtype).removeprefix("torch.")
     for prompt_tokens in config.prompt_tokens:

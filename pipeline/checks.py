@@ -17,7 +17,7 @@ from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import Listing
 from pipeline.run_folder import Note, RunFolder
-from skipdecode.config import OPTConfig
+from skipdecode.config import OPTConfig, Quantization
 from skipdecode.hub import resolve_source
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.weights import check_folder
@@ -124,6 +124,21 @@ def default_decode(opt: OPTConfig, note: Note) -> dict[str, Any]:
 def resolve_dtype(name: str, device: str) -> str:
     """`auto` settled once, here, so that all workers and all sessions of a run decode in the same type."""
     return str(choose_dtype(name, torch.device(device))).removeprefix("torch.")
+
+
+def check_quantization(quantization: Quantization | None, opt: OPTConfig, dtype: str, device: str) -> None:
+    """ConfigError where workers on `device` in `dtype`, as it is settled, could not load the model with it."""
+    if quantization is None:
+        return
+    if device != "cpu" or dtype != "bfloat16":
+        raise ConfigError(
+            f"model.quantization: {quantization} weights are for bfloat16 on CPUs with AMX, and this would decode in "
+            f"{dtype} on {device}; null keeps the weights as they are"
+        )
+    widths = {"hidden_size": opt.hidden_size, "ffn_dim": opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
+    for key, width in widths.items():
+        if width % 32:
+            raise ConfigError(f"model.quantization: {key} {width} of this model is no multiple of 32; null takes it")
 
 
 def check_apart(folder: RunFolder, listing: Listing) -> None:

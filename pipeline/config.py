@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from skipdecode.config import OPTConfig, SwiftKVConfig
+from skipdecode.config import OPTConfig, Quantization, SwiftKVConfig
 
 
 class ConfigError(ValueError):
@@ -34,6 +34,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """A folder or a hub id; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Quantization | None = None
+    """int8: weights of 8 bits, half of the bytes of a step and other tokens; for bfloat16 on CPUs with AMX."""
 
 
 class FFNSkipConfig(Section):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from actors.generator import Generator, GeneratorConfig, choose_device, free_bytes
-from pipeline.checks import Model, check_model, resolve_dtype
+from pipeline.checks import Model, check_model, check_quantization, resolve_dtype
 from pipeline.cluster import OBJECT_STORE_BYTES, Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import list_input
@@ -128,6 +128,7 @@ def choice(config: JobConfig, device: torch.device, note: Note) -> dict[str, Any
     does; else `load_s` and `batch_size` are null."""
     model = check_model(config, note)
     dtype = resolve_dtype(config.model.dtype, device.type)
+    check_quantization(config.model.quantization, model.config, dtype, device.type)
     new = config.sampling.max_new_tokens
     buckets = [b for b in config.actors.length_buckets if b + new <= model.config.max_position_embeddings]
     swiftkv = model.config.kv_layers(config.prefill.method)
@@ -140,6 +141,7 @@ def choice(config: JobConfig, device: torch.device, note: Note) -> dict[str, Any
         "decode": model.decode,
         "device": str(device),
         "dtype": dtype,
+        "quantization": config.model.quantization,
         "load_s": None,
         "batch_size": None,
         "cache_bytes_per_row": {
@@ -163,6 +165,7 @@ def generator_config(config: JobConfig, model: Model, device: torch.device, dtyp
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=dtype,
+        quantization=config.model.quantization,
         device=device.type,
         batch_size=None if size == "auto" else size,
         length_buckets=config.actors.length_buckets,

@@ -24,6 +24,7 @@ def fingerprint(
 ) -> dict[str, Any]:
     """`decode`, `dtype`: as they are settled, never "auto". A resumed run must agree in every entry."""
     entries: dict[str, Any] = {"code_version": CODE_VERSION, "model.dtype": dtype}
+    entries["model.quantization"] = config.model.quantization
     entries |= {f"decode.{key}": value for key, value in decode.items() if key != "ffn_skip"}
     entries |= {f"decode.ffn_skip.{key}": value for key, value in (decode.get("ffn_skip") or {}).items()}
     for section, names in (

@@ -19,7 +19,7 @@ from ray.data._internal.execution.backpressure_policy.downstream_capacity_backpr
 
 from pipeline.attempts import start_ledger
 from pipeline.build import PipelineSpec, build_pipeline
-from pipeline.checks import Model, check_apart, check_model, check_output, resolve_dtype
+from pipeline.checks import Model, check_apart, check_model, check_output, check_quantization, resolve_dtype
 from pipeline.cluster import STAGE_CPUS, Pool, find_pool, start_ray
 from pipeline.commit import finish_commit
 from pipeline.config import ConfigError, JobConfig
@@ -118,7 +118,9 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     stop_on_sigterm()
     note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = find_pool(config.actors, cluster)
-    dtype = resolve_dtype(config.model.dtype, "cuda" if pool.num_gpus else "cpu")
+    device = "cuda" if pool.num_gpus else "cpu"
+    dtype = resolve_dtype(config.model.dtype, device)
+    check_quantization(config.model.quantization, model.config, dtype, device)
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, note)
@@ -269,7 +271,11 @@ def first_state(planned: PlannedRun, session: str, name: str) -> dict[str, Any]:
         "state": name,
         "fingerprint": earlier.get("fingerprint", planned.fingerprint),
         "config": earlier.get("config", planned.config.model_dump(mode="json")),
-        "model": {"source": planned.model.source, "layers": planned.model.config.num_hidden_layers},
+        "model": {
+            "source": planned.model.source,
+            "layers": planned.model.config.num_hidden_layers,
+            "quantization": planned.config.model.quantization,
+        },
         "decode": planned.model.decode,
         "input": {"format": planned.input.listing.format, "files": list_files(planned.input)},
         "columns": list_columns(output_schema(planned.input)),

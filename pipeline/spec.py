@@ -30,6 +30,7 @@ def make_spec(
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=dtype,
+        quantization=config.model.quantization,
         device="cuda" if pool.num_gpus else "cpu",
         num_threads=pool.num_threads,
         batch_size=None if batch_size == "auto" else batch_size,

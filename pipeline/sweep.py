@@ -33,6 +33,7 @@ from pipeline.quality import rouge_rows, scores, slot_share
 from pipeline.report_batches import BatchTotals, agreement, speedup
 from pipeline.run_folder import Note
 from pipeline.sweep_report import headline, write_json, write_report
+from skipdecode.config import Quantization
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import listed_schedule
@@ -63,6 +64,7 @@ class SweepDecode(DecodeConfig):
 class SweepRun(Section):
     label: str
     model: str
+    quantization: Quantization | None = None
     decode: Annotated[tuple[SweepDecode, ...], Field(min_length=1)]
 
 
@@ -140,7 +142,7 @@ def measure_all(
     """The lines of the table, one by one; each checkpoint is loaded once. `settings`: those of each entry of `runs`."""
     total, done = sum(map(len, settings)), 0
     for run, own in zip(config.runs, settings, strict=True):
-        generator = Generator(generator_config(config, run.model))
+        generator = Generator(generator_config(config, run))
         encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_id)
         pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
         full_texts = texts_of(generator.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
@@ -150,6 +152,7 @@ def measure_all(
                 "label": run.label,
                 "name": setting.name,
                 "model": run.model,
+                "quantization": run.quantization,
                 "decode": setting.decode,
                 "prefill": setting.prefill,
             }
@@ -220,9 +223,10 @@ def load_corpus(data: SweepData, note: Note) -> Corpus:
     return Corpus(list(grouped), list(grouped.values()), [pair for pair in pairs if pair[0] in grouped])
 
 
-def generator_config(config: SweepConfig, source: str) -> GeneratorConfig:
+def generator_config(config: SweepConfig, run: SweepRun) -> GeneratorConfig:
     return GeneratorConfig(
-        source=source,
+        source=run.model,
+        quantization=run.quantization,
         decode={"method": "full"},
         dtype=config.dtype,
         device=config.device,

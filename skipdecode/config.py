@@ -7,7 +7,10 @@ refused by name instead of being ignored.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Quantization = Literal["int8"]
+"""Of a model that decodes: weights as whole numbers of 8 bits times a scale per output; the embedding stays."""
 
 POSITION_OFFSET = 2  # Hugging Face OPTLearnedPositionalEmbedding: the table has two rows more than positions
 

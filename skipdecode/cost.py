@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
-from skipdecode.config import OPTConfig
+from skipdecode.config import OPTConfig, Quantization
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_per_layer
 
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
@@ -42,37 +43,50 @@ class Ceilings:
 
 
 def attention_cost(
-    config: OPTConfig, *, rows: int, new_columns: int, context: int, itemsize: int, makes_kv: bool = True
+    config: OPTConfig,
+    *,
+    rows: int,
+    new_columns: int,
+    context: int,
+    itemsize: int,
+    weight_itemsize: int | None = None,
+    makes_kv: bool = True,
 ) -> Cost:
     """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved).
 
-    Without `makes_kv`, keys and values are there already (SwiftKV), and two of the four projections are not run.
+    `weight_itemsize`, here and below: bytes of a weight where it is not `itemsize` (int8). Without `makes_kv`, keys and
+    values are there already (SwiftKV), and two of the four projections are not run.
     """
     d = config.hidden_size
     tokens, projections = rows * new_columns, 4 if makes_kv else 2
     flops = 2 * tokens * projections * d * d + 4 * tokens * context * d
-    moved = itemsize * (projections * d * d + 2 * rows * context * d + 6 * tokens * d)  # weights, K and V, activations
+    moved = (weight_itemsize or itemsize) * projections * d * d
+    moved += itemsize * (2 * rows * context * d + 6 * tokens * d)  # K and V, activations
     return Cost(flops, moved, ATTN_CALLS)
 
 
-def shared_kv_cost(config: OPTConfig, plan: LayerPlan, *, tokens: int, itemsize: int) -> Cost:
+def shared_kv_cost(
+    config: OPTConfig, plan: LayerPlan, *, tokens: int, itemsize: int, weight_itemsize: int | None = None
+) -> Cost:
     """Norm and one projection to the K and V of every group of which `plan` runs a layer (SwiftKV)."""
     assert config.swiftkv is not None
     first, size, d = config.swiftkv.kv_layers, config.swiftkv.group_size, config.hidden_size
     groups = len({(layer - first) // size for layer in range(first, len(plan.attn)) if plan.attn[layer]})
-    return Cost(4.0 * tokens * groups * d * d, itemsize * (2 * groups * d * d + tokens * (2 + 4 * groups) * d), 4)
+    moved = (weight_itemsize or itemsize) * 2 * groups * d * d + itemsize * tokens * (2 + 4 * groups) * d
+    return Cost(4.0 * tokens * groups * d * d, moved, 4)
 
 
-def ffn_cost(config: OPTConfig, *, tokens: int, itemsize: int) -> Cost:
+def ffn_cost(config: OPTConfig, *, tokens: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
     weights = 2 * config.hidden_size * config.ffn_dim
-    moved = itemsize * (weights + tokens * (4 * config.hidden_size + 2 * config.ffn_dim))
+    moved = (weight_itemsize or itemsize) * weights + itemsize * tokens * (4 * config.hidden_size + 2 * config.ffn_dim)
     return Cost(2.0 * tokens * weights, moved, FFN_CALLS)
 
 
-def head_cost(config: OPTConfig, *, rows: int, itemsize: int) -> Cost:
+def head_cost(config: OPTConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
     """Final projection to the vocabulary and the choice of a token."""
     weights = config.vocab_size * config.embed_dim
-    return Cost(2.0 * rows * weights, itemsize * weights + 8.0 * rows * config.vocab_size, STEP_CALLS)
+    moved = (weight_itemsize or itemsize) * weights + 8.0 * rows * config.vocab_size
+    return Cost(2.0 * rows * weights, moved, STEP_CALLS)
 
 
 def plan_parts(
@@ -83,6 +97,7 @@ def plan_parts(
     new_columns: int,
     context: int,
     itemsize: int,
+    weight_itemsize: int | None = None,
     ffn_rows: Sequence[int] | None = None,
 ) -> list[Cost]:
     """The costs of one forward call, one entry per sublayer that runs, the head last.
@@ -90,21 +105,22 @@ def plan_parts(
     `ffn_rows`: on how many rows each block in `plan.by_row` ran; None: on all.
     """
     first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
-    attn = attention_cost(config, rows=rows, new_columns=new_columns, context=context, itemsize=itemsize)
-    ffn = ffn_cost(config, tokens=rows * new_columns, itemsize=itemsize)
-    above = ffn_cost(config, tokens=rows, itemsize=itemsize)  # SwiftKV: one column per row goes on
+    sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+    attn = attention_cost(config, rows=rows, new_columns=new_columns, context=context, **sizes)
+    ffn = ffn_cost(config, tokens=rows * new_columns, **sizes)
+    above = ffn_cost(config, tokens=rows, **sizes)  # SwiftKV: one column per row goes on
     parts = [attn] * sum(plan.attn[:first])
     parts += [ffn] * (sum(plan.ffn[:first]) - sum(plan.by_row[:first]))
     parts += [above] * (sum(plan.ffn[first:]) - sum(plan.by_row[first:]))
     if any(plan.attn[first:]):
-        parts.append(shared_kv_cost(config, plan, tokens=rows * new_columns, itemsize=itemsize))
-        last = attention_cost(config, rows=rows, new_columns=1, context=context, itemsize=itemsize, makes_kv=False)
+        parts.append(shared_kv_cost(config, plan, tokens=rows * new_columns, **sizes))
+        last = attention_cost(config, rows=rows, new_columns=1, context=context, makes_kv=False, **sizes)
         parts += [last] * sum(plan.attn[first:])
     for n in [rows] * sum(plan.by_row) if ffn_rows is None else ffn_rows:
         parts.append(Cost(calls=FIND_CALLS))
         if n:
-            parts += [Cost(calls=ROW_CALLS), ffn_cost(config, tokens=n, itemsize=itemsize)]
-    return [*parts, head_cost(config, rows=rows, itemsize=itemsize)]
+            parts += [Cost(calls=ROW_CALLS), ffn_cost(config, tokens=n, **sizes)]
+    return [*parts, head_cost(config, rows=rows, **sizes)]
 
 
 def predict_s(
@@ -115,6 +131,7 @@ def predict_s(
     prompt_columns: int,
     batch_rows: Sequence[int],
     itemsize: int,
+    weight_itemsize: int | None = None,
     rows: int | None = None,
     ffn_rows: Sequence[Sequence[int]] | None = None,
 ) -> tuple[float, float]:
@@ -128,7 +145,8 @@ def predict_s(
 
     def seconds(plan: LayerPlan, rows: int, new: int, context: int, ran: Sequence[int] | None = None) -> float:
         shape = {"rows": rows, "new_columns": new, "context": context, "itemsize": itemsize}
-        return sum(ceilings.seconds(part) for part in plan_parts(config, plan, **shape, ffn_rows=ran))
+        parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, ffn_rows=ran)
+        return sum(map(ceilings.seconds, parts))
 
     prefill = seconds(schedule.prefill(), rows, prompt_columns, prompt_columns)
     decode = sum(
@@ -159,7 +177,7 @@ def cache_bytes_per_row(
     return 2 * sum(columns.values()) * config.hidden_size * itemsize
 
 
-def measure_ceilings(device: str, dtype: str) -> Ceilings:
+def measure_ceilings(device: str, dtype: str, quantization: Quantization | None = None) -> Ceilings:
     """A micro-benchmark of about half a second: a product with a weight as models pack it, a large copy, a chain of
     tiny calls."""
     import torch
@@ -184,7 +202,7 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
 
     with torch.inference_mode():
         x, weight = (torch.randn(rows, n, device=device).to(kind) for rows in (2 * n, n))
-        packed = pack(weight)
+        packed = pack(weight, quantization)
         matmul_s = timed(lambda: x @ weight.T if packed is None else packed(x, None), 6)
         source = torch.empty((1 << 30) if is_cuda else (1 << 26), dtype=torch.uint8, device=device).fill_(1)
         target = torch.empty_like(source)

@@ -3,6 +3,7 @@
 // join of threads; where the layers are small that is most of a step.
 
 #include "cpu_attention.h"
+#include "cpu_int8.h"
 #include "cpu_tiles.h"
 
 #ifdef HAS_TILES
@@ -19,7 +20,9 @@ struct Norm {
 
 struct Product {
   int64_t outputs, inputs;
-  const uint16_t *weight, *bias;  // packed; null: no bias
+  const void* weight;    // packed
+  const float* scales;   // of int8; null: the weight is bfloat16
+  const uint16_t* bias;  // null: none
 };
 
 struct Block {
@@ -51,9 +54,22 @@ void normalise(int64_t rows, int64_t width, const Norm& norm, float epsilon, con
   }
 }
 
+// Rows of x for a product with `p`, each by the thread that `omp for` gives it.
+void prepare(int64_t rows, const Product& p, const uint16_t* x, WholeRows whole) {
+  if (!p.scales) return;
+#pragma omp for schedule(static) nowait
+  for (int64_t row = 0; row < rows; ++row) to_whole(row, p.inputs, x + row * p.inputs, whole);
+}
+
+// x, or `whole` where the weight is int8.
 template <Then THEN>
-void multiply_rows(int64_t rows, const Product& p, const uint16_t* x, const uint16_t* residual, uint16_t* y) {
-  by_outputs<THEN>(rows, p.outputs, p.inputs, x, p.inputs, x + rows / 32 * 32 * p.inputs, p.weight, p.bias, residual, y);
+void multiply_rows(int64_t rows, const Product& p, const uint16_t* x, WholeRows whole, const uint16_t* residual,
+                   uint16_t* y) {
+  if (p.scales)
+    by_outputs<THEN>(rows, whole, {p.outputs, p.inputs, static_cast<const int8_t*>(p.weight), p.scales, p.bias}, residual, y);
+  else
+    by_outputs<THEN>(rows, p.outputs, p.inputs, x, p.inputs, x + rows / 32 * 32 * p.inputs,
+                     static_cast<const uint16_t*>(p.weight), p.bias, residual, y);
 }
 
 }  // namespace
@@ -65,8 +81,13 @@ extern "C" void block_tiles(const Block* block, int64_t rows, uint16_t* h, int a
                             int num_threads) {
   const int64_t width = block->qkv.inputs, room = (rows + 31) / 32 * 32;  // a tile reads 32 rows
   const int64_t widest = 3 * width > block->fc1.outputs ? 3 * width : block->fc1.outputs;
+  const int64_t deepest = width > block->fc2.inputs ? width : block->fc2.inputs;
   thread_local Buffer<uint16_t> kept;
+  thread_local Buffer<uint8_t> tiles_kept;
+  thread_local Buffer<float> scales_kept;
   uint16_t *narrow = kept.room(room * (width + widest)), *wide = narrow + room * width;
+  const WholeRows whole = {block->qkv.scales ? tiles_kept.room(room * ((deepest + 63) / 64) * 128) : nullptr,
+                           scales_kept.room(rows)};
   bfloat16 *states = reinterpret_cast<bfloat16*>(h), *normed = reinterpret_cast<bfloat16*>(narrow);
 #pragma omp parallel num_threads(num_threads)
   {
@@ -85,22 +106,32 @@ extern "C" void block_tiles(const Block* block, int64_t rows, uint16_t* h, int a
     };
     if (attends) {
       normalise(rows, width, block->attn_norm, float(block->epsilon), states, normed);
+      prepare(rows, block->qkv, narrow, whole);  // the rows that this thread has made
       end(NORMS);
-      multiply_rows<NOTHING>(rows, block->qkv, narrow, nullptr, wide);
+      multiply_rows<NOTHING>(rows, block->qkv, narrow, whole, nullptr, wide);
       end(QKV);
       const bfloat16* qkv = reinterpret_cast<bfloat16*>(wide);
       attend_of<bfloat16>(width / block->heads, rows, block->heads, qkv, qkv + width, qkv + 2 * width, 3 * width,
                           reinterpret_cast<bfloat16*>(k), reinterpret_cast<bfloat16*>(v), capacity, first, last, normed);
       end(ATTENTION);
-      multiply_rows<ADD>(rows, block->out, narrow, h, h);
+      if (block->out.scales) {
+        prepare(rows, block->out, narrow, whole);
+#pragma omp barrier
+      }
+      multiply_rows<ADD>(rows, block->out, narrow, whole, h, h);
       end(OUT);
     }
     if (feeds) {
       normalise(rows, width, block->ffn_norm, float(block->epsilon), states, normed);
+      prepare(rows, block->fc1, narrow, whole);
       end(NORMS);
-      multiply_rows<RELU>(rows, block->fc1, narrow, nullptr, wide);
+      multiply_rows<RELU>(rows, block->fc1, narrow, whole, nullptr, wide);
 #pragma omp barrier
-      multiply_rows<ADD>(rows, block->fc2, wide, h, h);
+      if (block->fc2.scales) {
+        prepare(rows, block->fc2, wide, whole);
+#pragma omp barrier
+      }
+      multiply_rows<ADD>(rows, block->fc2, wide, whole, h, h);
       end(FEED);
     }
     _tile_release();

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from skipdecode import cpu_kernels
-from skipdecode.cpu_kernels import INT64, POINTER, Columns
+from skipdecode.cpu_kernels import INT64, POINTER, Columns, Int8Weight
 
 
 class _Norm(ctypes.Structure):
@@ -19,7 +19,7 @@ class _Norm(ctypes.Structure):
 
 
 class _Product(ctypes.Structure):
-    _fields_ = [("outputs", INT64), ("inputs", INT64), ("weight", POINTER), ("bias", POINTER)]
+    _fields_ = [("outputs", INT64), ("inputs", INT64), ("weight", POINTER), ("scales", POINTER), ("bias", POINTER)]
 
 
 class _Block(ctypes.Structure):
@@ -37,14 +37,18 @@ class _Block(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer: its weight as `pack` gives it, its bias [outputs] or None."""
+    """A linear layer: its weight as `pack` or `pack_int8` gives it, its bias [outputs] or None."""
 
-    packed: Tensor
+    packed: Tensor | Int8Weight
     outputs: int
     bias: Tensor | None
 
     def struct(self) -> _Product:
-        return _Product(self.outputs, self.packed.shape[1] * 32, self.packed.data_ptr(), _pointer(self.bias))
+        if isinstance(self.packed, Int8Weight):
+            tiles, scales, inputs = self.packed
+        else:
+            tiles, scales, inputs = self.packed, None, self.packed.shape[1] * 32
+        return _Product(self.outputs, inputs, _pointer(tiles), _pointer(scales), _pointer(self.bias))
 
 
 class TileBlock:

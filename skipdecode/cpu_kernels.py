@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("cpu_attention.cpp", "cpu_linear.cpp", "cpu_block.cpp")]
-HEADERS = [HERE / name for name in ("cpu_attention.h", "cpu_threads.h", "cpu_tiles.h")]
+HEADERS = [HERE / name for name in ("cpu_attention.h", "cpu_int8.h", "cpu_threads.h", "cpu_tiles.h")]
 # Sums may be reordered, which is what makes them vectors. Not -ffast-math: at linking it adds code that takes subnormal
 # numbers away from the whole process.
 MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffinite-math-only -freciprocal-math"
@@ -127,9 +128,31 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
+class Int8Weight(NamedTuple):
+    """A weight [out, in] as whole numbers in [-127, 127] times a scale per output, packed (`pack_int8`)."""
+
+    tiles: Tensor
+    """[out / 32, in / 64, 2, 16, 16, 4] int8."""
+    scales: Tensor
+    """[out] float32, filled up to a multiple of 32."""
+    inputs: int
+
+
+def pack_int8(weight: Tensor) -> Int8Weight:
+    """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127."""
+    outputs, inputs = weight.shape
+    assert inputs % 32 == 0, inputs
+    assert inputs <= 1 << 16, "sums would not fit into 32 bits"
+    weight = F.pad(weight.detach().float(), (0, -inputs % 64, 0, -outputs % 32))
+    scales = weight.abs().amax(dim=1) / 127.0
+    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
+    tiles = whole.view(-1, 2, 16, whole.shape[1] // 64, 16, 4).permute(0, 3, 1, 4, 2, 5)
+    return Int8Weight(tiles.contiguous(), scales, inputs)
+
+
 def linear(
     x: Tensor,
-    packed: Tensor,
+    packed: Tensor | Int8Weight,
     outputs: int,
     bias: Tensor | None,
     *,
@@ -138,12 +161,13 @@ def linear(
 ) -> Tensor:
     """x W^T + bias, then ReLU or plus `residual` [..., outputs]: [..., in] -> [..., outputs], all in bfloat16.
 
-    `packed`: W as `pack` gives it. Sums in float32, rounded once.
+    `packed`: W as `pack` or `pack_int8` gives it. Sums in float32, or exact for int8 and x in 16 bits per row; rounded
+    once.
     """
     assert not (relu and residual is not None), "one of the two"
-    inputs = packed.shape[1] * 32
-    assert x.shape[-1] == inputs, (x.shape, packed.shape)
-    assert packed.shape[0] == -(-outputs // 32), (outputs, packed.shape)
+    tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)
+    assert x.shape[-1] == inputs, (x.shape, inputs)
+    assert tiles.shape[0] == -(-outputs // 32), (outputs, tiles.shape)
     rows = x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -151,16 +175,19 @@ def linear(
     if residual is not None:
         assert residual.shape == out.shape, (residual.shape, out.shape)
         residual = residual.contiguous()
-    for tensor in (x, packed, bias, residual):
+    for tensor in (x, bias, residual):
         assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
     assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous()), "a bias of another layer"
-    function("linear_tiles")(
+    is_int8 = isinstance(packed, Int8Weight)
+    assert tiles.dtype == (torch.int8 if is_int8 else torch.bfloat16), tiles.dtype
+    function("linear_int8" if is_int8 else "linear_tiles")(
         len(rows),
         outputs,
         inputs,
         rows.data_ptr(),
         rows.stride(0),
-        packed.data_ptr(),
+        tiles.data_ptr(),
+        *([packed.scales.data_ptr()] if isinstance(packed, Int8Weight) else []),
         None if bias is None else bias.data_ptr(),
         1 if relu else 0 if residual is None else 2,
         None if residual is None else residual.data_ptr(),
@@ -176,6 +203,7 @@ ARGUMENTS = {
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack_tiles": [INT64, INT64, POINTER, POINTER],
     "linear_tiles": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
+    "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 3, INT, POINTER, POINTER, INT],
 }
 
 

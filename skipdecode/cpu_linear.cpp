@@ -1,5 +1,6 @@
-// A linear layer in bfloat16 on a CPU's matrix tiles, its weights packed for them.
+// A linear layer in bfloat16 on a CPU's matrix tiles, its weights, bfloat16 or int8, packed for them.
 
+#include "cpu_int8.h"
 #include "cpu_tiles.h"
 
 #ifdef HAS_TILES
@@ -31,6 +32,28 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, in
   }
 }
 
+constexpr int64_t WHOLE_BYTES = 1 << 25;  // of rows as whole numbers, at a time
+
+template <Then THEN>
+void linear_whole(int64_t rows, const uint16_t* x, int64_t stride, const Int8Weight& w, const uint16_t* residual,
+                  uint16_t* y, int num_threads) {
+  thread_local Buffer<uint8_t> tiles_kept;
+  thread_local Buffer<float> scales_kept;
+  const int64_t group_bytes = w.steps() * LINES, fit = (WHOLE_BYTES / group_bytes + 1) * 16;
+  for (int64_t from = 0; from < rows; from += fit) {
+    const int64_t count = rows - from < fit ? rows - from : fit;
+    const WholeRows whole = {tiles_kept.room((count + 15) / 16 * group_bytes), scales_kept.room(count)};
+#pragma omp parallel num_threads(num_threads)
+    {
+      configure_tiles();
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < count; ++row) to_whole(row, w.inputs, x + (from + row) * stride, whole);
+      by_outputs<THEN>(count, whole, w, residual ? residual + from * w.outputs : nullptr, y + from * w.outputs);
+      _tile_release();
+    }
+  }
+}
+
 }  // namespace
 
 // The system saves the state of tiles for processes that ask for it.
@@ -56,6 +79,13 @@ extern "C" void linear_tiles(int64_t rows, int64_t outputs, int64_t inputs, cons
                              int num_threads) {
   const auto run = then == RELU ? linear<RELU> : then == ADD ? linear<ADD> : linear<NOTHING>;
   run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);
+}
+
+extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
+                            const int8_t* w, const float* scales, const uint16_t* bias, int then,
+                            const uint16_t* residual, uint16_t* y, int num_threads) {
+  const auto run = then == RELU ? linear_whole<RELU> : then == ADD ? linear_whole<ADD> : linear_whole<NOTHING>;
+  run(rows, x, stride, {outputs, inputs, w, scales, bias}, residual, y, num_threads);
 }
 
 #else

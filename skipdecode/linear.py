@@ -2,8 +2,8 @@
 
 oneDNN reorders a plain bfloat16 weight in every call; with few rows that is half of the time. A packed layer computes
 the same product, and fuses a ReLU or a residual into it. bfloat16 on AMX tiles goes through a kernel of our own
-(`cpu_linear.cpp`), the rest through oneDNN. Packing is for inference: there is no gradient, and the plain weight is
-given up.
+(`cpu_linear.cpp`), the rest through oneDNN. On these tiles weights may be int8, which is another model and half of the
+bytes. Packing is for inference: there is no gradient, and the plain weight is given up.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode import cpu_kernels
+from skipdecode.config import Quantization
 from skipdecode.cpu_block import Product
 
 
@@ -39,9 +40,9 @@ class Linear(nn.Linear):
             y = F.relu(y)
         return y if residual is None else residual + y
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization | None = None) -> None:
         """Gives up `weight` for a packed one, where this CPU and type gain by it; else nothing happens."""
-        self.packed = pack(self.weight)
+        self.packed = pack(self.weight, quantization)
         if self.packed is not None:
             self.register_parameter("weight", None)
 
@@ -52,11 +53,16 @@ class Linear(nn.Linear):
         return Product(self.packed.weight, self.packed.outputs, self.bias)
 
 
-def pack(weight: Tensor) -> Packed | None:
-    """The weight [out, in] in as many bytes, or None where that is no gain."""
+def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | None:
+    """The weight [out, in] in as many bytes, or None where that is no gain; with `quantization` in half of them.
+
+    ValueError where there is no kernel for that.
+    """
+    if quantization == "int8":
+        return _Tiles(cpu_kernels.pack_int8(_for_int8(weight)), len(weight))
     if weight.device.type != "cpu":
         return None
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and cpu_kernels.has_tiles():
+    if _fits_tiles(weight):
         return _Tiles(cpu_kernels.pack(weight), len(weight))
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
@@ -65,9 +71,23 @@ def pack(weight: Tensor) -> Packed | None:
     return None
 
 
+def _fits_tiles(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and cpu_kernels.has_tiles()
+
+
+def _for_int8(weight: Tensor) -> Tensor:
+    kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        raise ValueError(f"quantization: int8 weights are for bfloat16 on CPUs with AMX, and this is {kind}")
+    if not _fits_tiles(weight):
+        why = f"inputs are no multiple of 32: {weight.shape[1]}" if cpu_kernels.has_tiles() else "this CPU has none"
+        raise ValueError(f"quantization: int8 weights need AMX tiles and a compiler; {why} ({cpu_kernels.status()})")
+    return weight
+
+
 @dataclass
 class _Tiles:
-    weight: Tensor
+    weight: Tensor | cpu_kernels.Int8Weight
     outputs: int
 
     def __call__(self, x: Tensor, bias: Tensor | None, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:

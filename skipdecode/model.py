@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from skipdecode import cpu_kernels
 from skipdecode.cache import KVCache
-from skipdecode.config import POSITION_OFFSET, OPTConfig, SwiftKVConfig
+from skipdecode.config import POSITION_OFFSET, OPTConfig, Quantization, SwiftKVConfig
 from skipdecode.cpu_block import Product, TileBlock
 from skipdecode.cpu_kernels import Columns
 from skipdecode.ffn_rows import RowFFNs
@@ -129,21 +129,24 @@ class OPT(nn.Module):
         has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
         self.swift = SwiftKV(config) if has_shared else None
         self._packed_head: Packed | None = None
+        self.quantization: Quantization | None = None
+        """Of the packed weights."""
 
-    def pack(self) -> "OPT":
+    def pack(self, quantization: Quantization | None = None) -> "OPT":
         """For decoding on a CPU: weights as its matrix units read them (`skipdecode.linear`). Gives back itself.
 
         From then on the model is for decoding: it cannot be trained, saved, copied or converted. The head is a packed
-        copy of the embedding, which stays. Elsewhere nothing happens.
+        copy of the embedding, which stays. Elsewhere nothing happens, and `quantization` is a ValueError.
         """
         if self.is_packed:
             return self
+        self._packed_head = pack(self.embed_tokens.weight, quantization)
         for module in self.modules():
             if isinstance(module, Linear | SwiftKV):
-                module.pack()
+                module.pack(quantization)
         for block in self.layers:
             block.fuse()
-        self._packed_head = pack(self.embed_tokens.weight)
+        self.quantization = quantization
         return self
 
     def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> "OPT":
@@ -170,6 +173,11 @@ class OPT(nn.Module):
     @property
     def is_packed(self) -> bool:
         return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes that a product reads per weight."""
+        return 1 if self.quantization == "int8" else self.dtype.itemsize
 
     @property
     def layers(self) -> list[Block]:

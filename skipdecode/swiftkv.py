@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.config import OPTConfig
+from skipdecode.config import OPTConfig, Quantization
 from skipdecode.linear import Linear, Packed, pack
 
 
@@ -58,9 +58,9 @@ class SwiftKV(nn.Module):
             groups = [parts[at : at + self.group_size] for at in range(0, len(parts), self.group_size)]
             own.copy_(torch.cat([torch.stack(group).mean(dim=0) for group in groups]))
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization | None = None) -> None:
         """As `Linear.pack`, for K/V by group, since a step needs those of the layers it runs only."""
-        packed = [pack(part) for part in self.kv.weight.chunk(self._num_groups)]
+        packed = [pack(part, quantization) for part in self.kv.weight.chunk(self._num_groups)]
         if None not in packed:
             self._packed = [part for part in packed if part is not None]
             self.kv.register_parameter("weight", None)

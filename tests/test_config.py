@@ -11,12 +11,14 @@ from pydantic import ValidationError
 
 from pipeline.bench import load_bench_config
 from pipeline.calibrate import CalibrateConfig
+from pipeline.checks import check_quantization
 from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
 from pipeline.distill import with_defaults
 from pipeline.finetune_config import FinetuneConfig, load_finetune_config
 from pipeline.service.bench import load_serve_bench_config
 from pipeline.service.run import load as load_serve_config
 from pipeline.sweep import SweepConfig
+from skipdecode.config import OPTConfig
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -58,7 +60,7 @@ def test_every_config_file_has_a_comment_of_its_own_and_a_place_in_the_readme() 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
     config = load_config(None).model_dump(mode="json")
-    assert config["model"] == {"source": "models/opt-e2e", "tokenizer": None, "dtype": "auto"}
+    assert config["model"] == {"source": "models/opt-e2e", "tokenizer": None, "dtype": "auto", "quantization": None}
     assert config["sampling"] == {
         "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
         "ignore_eos": False, "deterministic": False,
@@ -160,3 +162,16 @@ def test_all_sections_forbid_unknown_keys() -> None:
         with pytest.raises(ConfigError, match=f"{name}.no_such_key: unknown key"):
             load_config(None, [f"{name}.no_such_key=1"])
         assert field.annotation is not None
+
+
+def test_quantization_that_no_worker_could_load_is_refused() -> None:
+    opt = OPTConfig.released("opt-125m")
+    check_quantization(None, opt, "float32", "cuda")
+    check_quantization("int8", opt, "bfloat16", "cpu")
+    for dtype, device in (("float32", "cpu"), ("bfloat16", "cuda")):
+        with pytest.raises(ConfigError, match=rf"model\.quantization: int8 .* {dtype} on {device}; null"):
+            check_quantization("int8", opt, dtype, device)
+    with pytest.raises(ConfigError, match=r"model\.quantization: hidden_size 48 "):
+        check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu")
+    with pytest.raises(ConfigError, match=r"model\.quantization"):
+        build_config(JobConfig, {"model": {"quantization": "int4"}})

@@ -57,6 +57,18 @@ def test_ffn_by_hand() -> None:
     assert cost.calls == FFN_CALLS
 
 
+def test_weights_of_another_size_by_hand() -> None:
+    """int8: a byte per weight, two per activation, for every part of a plan."""
+    sizes = {"itemsize": 2, "weight_itemsize": 1}
+    assert ffn_cost(TINY, tokens=3, **sizes).bytes == 64 + 2 * 3 * (4 * 4 + 2 * 8)
+    assert head_cost(TINY, rows=3, **sizes).bytes == 40 + 3 * 10 * 8
+    plan = LayerPlan(attn=(True, True), ffn=(True, True))
+    keys = {"rows": 3, "new_columns": 1, "context": 5, "itemsize": 2}
+    plain, small = (plan_parts(TINY, plan, **keys, weight_itemsize=size) for size in (None, 1))
+    assert [a.bytes - b.bytes for a, b in zip(plain, small, strict=True)] == [64, 64, 64, 64, 40]
+    assert [a.flops for a in plain] == [a.flops for a in small]
+
+
 def test_head_by_hand() -> None:
     cost = head_cost(TINY, rows=3, itemsize=2)
     assert cost.flops == 3 * 2 * 4 * 10

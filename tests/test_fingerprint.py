@@ -71,6 +71,7 @@ CHANGES = [
     ({"decode__speedup": 3}, ["decode.speedup"]),
     ({"input__too_long": "truncate_left"}, ["input.too_long"]),
     ({"model__dtype": "float16"}, ["model.dtype"]),
+    ({"model__quantization": "int8"}, ["model.quantization"]),
     ({"sampling__deterministic": True}, ["actors.batch_size", "actors.length_buckets", "sampling.deterministic"]),
     ({"input__limit": 5}, ["input.limit", "input.files"]),
     ({"input__format": "jsonl"}, []),

@@ -5,6 +5,7 @@ Where batches must fail, `generate` inside `actors.generator` is wrapped: it rai
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 from actors import generator as module
 from actors.generator import DETERMINISTIC_ROWS, Answer, Generator, GeneratorConfig, RowFailure, WindowResult, agreement
+from pipeline.demo_corpus import make_prompts
+from skipdecode import cpu_kernels
 from skipdecode.generate import BatchResult, BatchStats, Completion, Request, generate
 from skipdecode.plan import EarlyExit, FullDepth, SkipDecode
 from skipdecode.sampling import Sampling
@@ -437,6 +440,26 @@ def test_types_and_devices(build: Callable[..., Generator]) -> None:
     assert {p.dtype for p in generator.model.parameters()} == {torch.bfloat16}
     assert generator.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert generator.load_s > 0
+
+
+@pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+def test_int8_weights_keep_most_tokens_of_the_demo_model() -> None:
+    """Another model's tokens, and nearly always the same; its full-depth pairs and predictions are int8's own."""
+    requests = [Request(row["id"], [], Sampling(max_new_tokens=40)) for row in make_prompts(96)]
+    texts = [row["prompt"] for row in make_prompts(96)]
+    made = []
+    for quantization in (None, "int8"):
+        config = GeneratorConfig("models/opt-e2e", {"method": "full"}, dtype="bfloat16", quantization=quantization)
+        generator = Generator(config)
+        prompts = generator.tokenizer.encode(texts)
+        given = [replace(r, prompt_tokens=ids) for r, ids in zip(requests, prompts, strict=True)]
+        made.append([answer.tokens for answer in generator(given).answers if isinstance(answer, Completion)])
+    assert generator.model.weight_itemsize == 1
+    same = sum(a == b for a, b in zip(*made, strict=True))
+    assert 70 <= same < 96
+    skipping = Generator(replace(config, decode={"method": "skipdecode", "speedup": 3}, baseline_fraction=1.0))
+    for record in skipping(given).batches:
+        assert 0 < record["predicted_decode_s"] < record["full_predicted_decode_s"]
 
 
 def test_bad_schedule_is_found_while_loading(build: Callable[..., Generator]) -> None:

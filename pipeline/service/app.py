@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
-from pipeline.checks import check_model
+from pipeline.checks import check_model, check_quantization, resolve_dtype
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.service.config import DEPLOYMENT, ServeConfig
@@ -76,6 +76,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     sampling = SamplingConfig(max_new_tokens=config.sampling.max_new_tokens)
     job = JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling)
     model = check_model(job, logging.getLogger("ray.serve").warning)
+    check_quantization(config.model.quantization, model.config, resolve_dtype(config.model.dtype, "cpu"), "cpu")
     if config.engine.scheduler == "continuous":
         if config.sampling.deterministic:
             raise ConfigError(
@@ -93,6 +94,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=config.model.dtype,
+        quantization=config.model.quantization,
         num_threads=config.engine.num_threads,  # null: the replica knows its node
         batch_size=config.engine.batch_size,
         length_buckets=config.engine.length_buckets,

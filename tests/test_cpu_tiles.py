@@ -1,0 +1,237 @@
+"""bfloat16 on AMX tiles: int8 products against exact sums, and the whole decoder against its parts one by one."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from actors.bench import random_model
+from skipdecode import continuous, cpu_kernels, sampler
+from skipdecode.config import OPTConfig, Quantization
+from skipdecode.continuous import generate_continuous
+from skipdecode.generate import Request, generate
+from skipdecode.linear import Linear
+from skipdecode.model import OPT
+from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
+
+tiles = pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+QUANTIZATIONS = [None, "int8"]
+
+
+def whole(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest whole numbers and their scales [out, 1], in float64; in between, float32 decides."""
+    scales = weight.float().abs().amax(dim=1, keepdim=True) / 127
+    numbers = (weight.float() / scales.clamp(min=1e-30)).round().double()
+    assert torch.all((numbers * scales - weight).abs() <= 0.50001 * scales)
+    return numbers, scales.double()
+
+
+def made_with(threads: int, make: Callable[[], Tensor]) -> Tensor:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        return make()
+    finally:
+        torch.set_num_threads(before)
+
+
+@tiles
+@given(
+    rows=st.integers(0, 140),
+    steps=st.integers(1, 9),
+    outputs=st.integers(1, 110),
+    seed=st.integers(0, 2**31),
+    then=st.sampled_from(["nothing", "relu", "residual"]),
+    has_bias=st.booleans(),
+    is_strided=st.booleans(),
+    outlier=st.sampled_from([1.0, 100.0]),
+    threads=st.integers(1, 3),
+)
+def test_int8_products_are_those_of_the_whole_numbers(
+    rows: int,
+    steps: int,
+    outputs: int,
+    seed: int,
+    then: str,
+    has_bias: bool,
+    is_strided: bool,
+    outlier: float,
+    threads: int,
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, 32 * steps, generator=rng).bfloat16() for n in (rows, outputs))
+    x[:, :1] *= outlier
+    bias = torch.randn(outputs, generator=rng).bfloat16() if has_bias else None
+    residual = torch.randn(rows, outputs, generator=rng).bfloat16() if then == "residual" else None
+    numbers, scales = whole(weight)
+    wanted = x.double() @ (numbers * scales).T + (0 if bias is None else bias.double())
+    wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.double()
+    # half a step of a row's 16 bits in each input, half a unit in the last place of bfloat16
+    steps_of_rows = x.double().abs().amax(dim=1, keepdim=True) / 32767 / 2 if rows else 0.0
+    limit = steps_of_rows * (numbers.abs() * scales).sum(dim=1) + wanted.abs() / 256 + 1e-5
+    if is_strided:
+        x = torch.stack([x + 1, x], dim=1)[:, -1]
+    packed = cpu_kernels.pack_int8(weight)
+    keys = {"relu": then == "relu"}
+    made = made_with(threads, lambda: cpu_kernels.linear(x, packed, outputs, bias, **keys, residual=residual))
+    assert made.shape == (rows, outputs)
+    assert torch.all((made.double() - wanted).abs() <= limit)
+    if residual is None:
+        for row in range(min(rows, 2)):
+            assert torch.equal(cpu_kernels.linear(x[row : row + 1], packed, outputs, bias, **keys)[0], made[row])
+
+
+@tiles
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize(("rows", "inputs"), [(1100, 3072), (600, 96), (70, 20000), (40, 32 * 2048)])
+def test_many_rows_and_inputs_go_through_in_parts(rows: int, inputs: int, threads: int) -> None:
+    """More than stays in the caches at once, and the most inputs there may be; a row's bits are those it has alone."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (70, inputs), (70,)))
+    numbers, scales = whole(weight)
+    packed = cpu_kernels.pack_int8(weight)
+    made = made_with(threads, lambda: cpu_kernels.linear(x, packed, 70, bias))
+    wanted = x.double() @ (numbers * scales).T + bias.double()
+    assert (made.double() - wanted).abs().max() <= wanted.abs().max() / 256
+    for row in (0, 15, 16, rows - 1):
+        assert torch.equal(cpu_kernels.linear(x[row : row + 1], packed, 70, bias)[0], made[row])
+
+
+@tiles
+def test_sums_of_the_largest_numbers_fit() -> None:
+    """The most inputs, every byte at its limit."""
+    x, weight = torch.ones(2, 1 << 16).bfloat16(), torch.ones(3, 1 << 16).bfloat16()
+    x[1] = -1
+    made = cpu_kernels.linear(x, cpu_kernels.pack_int8(weight), 3, None)
+    assert made.tolist() == [[65536.0] * 3, [-65536.0] * 3]
+    with pytest.raises(AssertionError, match="32 bits"):
+        cpu_kernels.pack_int8(torch.ones(1, (1 << 16) + 32))
+
+
+@tiles
+def test_zeros_and_what_is_not_a_number() -> None:
+    weight = torch.ones(3, 96).bfloat16()
+    weight[1] = 0
+    packed = cpu_kernels.pack_int8(weight)
+    x = torch.ones(5, 96).bfloat16()
+    x[1], x[2], x[3, 5], x[4, 7] = 0, 1e-40, torch.nan, torch.inf
+    made = cpu_kernels.linear(x, packed, 3, None)
+    assert made[0].tolist() == [96.0, 0.0, 96.0]
+    assert made[1:3].tolist() == [[0.0] * 3] * 2
+    assert made[3:].isnan().all()
+
+
+@tiles
+def test_a_wrong_operand_is_refused() -> None:
+    packed = cpu_kernels.pack_int8(torch.ones(3, 96))
+    for wrong in (torch.ones(2, 96), torch.ones(2, 128).bfloat16(), torch.ones(2, 32).bfloat16()):
+        with pytest.raises(AssertionError):
+            cpu_kernels.linear(wrong, packed, 3, None)
+    with pytest.raises(AssertionError):
+        cpu_kernels.linear(torch.ones(2, 96).bfloat16(), packed, 33, None)
+
+
+def test_int8_weights_where_they_cannot_be() -> None:
+    config = OPTConfig(vocab_size=64, hidden_size=48, num_hidden_layers=1, ffn_dim=64, num_attention_heads=2)
+    model = random_model(config, device="cpu", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"quantization: int8 weights are for bfloat16.*float32 on cpu"):
+        model.pack("int8")
+    with pytest.raises(ValueError, match=r"quantization: int8 weights need AMX"):
+        model.bfloat16().pack("int8")
+    assert not model.is_packed
+
+
+# The whole decoder. Its tokens are chosen by place, so that both sides go the same way whatever the last bits are.
+
+CONFIG = OPTConfig(vocab_size=96, hidden_size=64, num_hidden_layers=6, ffn_dim=160, num_attention_heads=2)
+
+
+@dataclass
+class Run:
+    name: str
+    schedule: Schedule
+    is_continuous: bool = False
+
+
+def by_rows() -> Schedule:
+    skip = {"mode": "row", "threshold": 0.9, "cold_start": 1, "cold_end": 1, "warmup_tokens": 2}
+    return make_schedule({"method": "full", "ffn_skip": skip}, num_layers=6, max_new_tokens=12)
+
+
+RUNS = [
+    Run("full", FullDepth(6)),
+    Run("skipdecode", SkipDecode(6, 5, 2, 1, 11)),
+    Run("continuous", SkipDecode(6, 5, 2, 1, 11), is_continuous=True),
+    Run("swiftkv", SwiftPrefill(SkipDecode(6, 5, 3, 1, 11), 2)),
+    Run("by row", by_rows()),
+]
+
+
+def logits_of(model: OPT, run: Run, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Of every forward call, in order."""
+    seen: list[Tensor] = []
+
+    def choose(logits: Tensor) -> Tensor:
+        seen.append(logits.float().clone())
+        return 4 + (torch.arange(len(logits)) + 7 * len(seen)) % 80
+
+    for module in (sampler, continuous):
+        monkeypatch.setattr(module, "likeliest", choose)
+    requests = [
+        Request(str(i), [2, *range(5, 5 + n)], Sampling(max_new_tokens=4 + 4 * (i % 3), ignore_eos=True))
+        for i, n in enumerate((3, 19, 1, 14, 6, 2, 33, 8, 40, 5))
+    ]
+    if run.is_continuous:
+        generate_continuous(model, requests, run.schedule, max_rows=4)
+    else:
+        generate(model, requests, run.schedule)
+    return seen
+
+
+@tiles
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_layers_in_one_call_are_the_decoder_of_parts(
+    run: Run, quantization: Quantization | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same weights in float32, plain: as near as layers made of their parts in bfloat16 are."""
+    model = random_model(CONFIG, device="cpu", dtype=torch.float32)
+    if isinstance(run.schedule, SwiftPrefill):
+        model = model.with_swiftkv(2, 2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3 if parameter.ndim == 1 else 0.1)
+    model = model.bfloat16()
+    exact = copy.deepcopy(model).float()
+    if quantization:
+        for module in exact.modules():  # the embedding as well, for the head; what it embeds stays
+            if isinstance(module, Linear):
+                numbers, scales = whole(module.weight)
+                module.weight.copy_(numbers * scales)
+        if exact.swift is not None:
+            numbers, scales = whole(exact.swift.kv.weight)
+            exact.swift.kv.weight.copy_(numbers * scales)
+        numbers, scales = whole(exact.embed_tokens.weight)
+        head = (numbers * scales).float()
+        monkeypatch.setattr(exact, "head", lambda h: exact.final_norm(h) @ head.T)  # type: ignore[misc]
+    model.pack(quantization)
+    fused = logits_of(model, run, monkeypatch)
+    assert all(block.tiles is not None for block in model.layers)
+    for block in model.layers:
+        block.tiles = None
+    parts = logits_of(model, run, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_kernels, "is_available", lambda _: False)
+        wanted = logits_of(exact, run, patch)
+    assert len(fused) == len(parts) == len(wanted) > 8
+    top = max(float(logits.abs().max()) for logits in wanted)
+    for ours, apart, true in zip(fused, parts, wanted, strict=True):
+        assert ours.shape == apart.shape == true.shape
+        assert (apart - true).abs().max() <= 0.02 * top
+        assert (ours - true).abs().max() <= 0.02 * top
