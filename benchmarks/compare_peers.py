@@ -34,7 +34,9 @@ Engine = Callable[[Prompts, int], list[list[int]]]
 
 CPU = [
     "full",
+    "full-int8",
     "skipdecode-2x",
+    "skipdecode-2x-int8",
     "hf-dynamic",
     "hf-static-compiled",
     "ctranslate2-int8",
@@ -46,14 +48,15 @@ CUDA = ["full", "skipdecode-2x", "hf-dynamic", "hf-static-compiled", "vllm"]
 OURS = {"full": {"method": "full"}} | {
     f"skipdecode-{s}x": {"method": "skipdecode", "speedup": float(s)} for s in (2, 3, 4, 5)
 }
+"""Each also with `-int8` behind its name."""
 
 
 def make_engine(name: str, model: Path, work: Path, dtype: str, device: str, threads: int) -> Engine:
     import torch
 
     torch.set_num_threads(threads)
-    if name in OURS:
-        return ours(OURS[name], model, getattr(torch, dtype), device)
+    if (plain := name.removesuffix("-int8")) in OURS:
+        return ours(OURS[plain], model, getattr(torch, dtype), device, "int8" if plain != name else None)
     if name.startswith("hf-"):
         return hugging_face(model, getattr(torch, dtype), device, is_static=name == "hf-static-compiled")
     if name.startswith("ctranslate2-"):
@@ -65,14 +68,14 @@ def make_engine(name: str, model: Path, work: Path, dtype: str, device: str, thr
     raise SystemExit(f"engine {name!r} is not one of {sorted({*CPU, *CUDA, *OURS})}")
 
 
-def ours(decode: dict[str, Any], folder: Path, dtype: Any, device: str) -> Engine:
+def ours(decode: dict[str, Any], folder: Path, dtype: Any, device: str, quantization: Any) -> Engine:
     from skipdecode.generate import Request, generate
     from skipdecode.sampling import Sampling
     from skipdecode.schedule import make_schedule
     from skipdecode.step_graphs import step_graphs
     from skipdecode.weights import load_opt
 
-    model = load_opt(folder, device=device, dtype=dtype).pack()
+    model = load_opt(folder, device=device, dtype=dtype).pack(quantization)
     graphs = step_graphs(model)
     layers = model.config.num_hidden_layers
 
@@ -354,7 +357,8 @@ def main() -> None:
         names = args.engines or (CPU if args.device == "cpu" else CUDA)
         if args.check:
             args.dtype = "float32"
-            names = [n for n in names if not n.startswith(("skipdecode", "ctranslate2"))] + ["ctranslate2-float32"]
+            names = [n for n in names if not n.startswith(("skipdecode", "full-int8", "ctranslate2"))]
+            names.append("ctranslate2-float32")
         assert "full" in names, "`full` is what the others are compared with"
         converted = work / f"{Path(args.model).name}-converted"
         contestants, errors = [], {}

@@ -161,6 +161,8 @@ def _load_policy(config: EvaluateConfig, state: dict[str, Any], device: torch.de
         if digest_files(folder) != state["fingerprint"]["model.files"]:
             raise ValueError(f"{source}: the checkpoint there is no longer the one that the run used")
         model = load_opt(folder, device=device, dtype=dtype)
+        if quantization := state["config"]["model"].get("quantization"):  # not in runs of earlier versions
+            model.pack(quantization)
         encoder = OPTTokenizer(tokenizer or folder, model.config)
     except ValueError as error:
         raise ConfigError(f"perplexity: {error}; --no-perplexity leaves it out") from error

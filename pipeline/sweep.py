@@ -6,6 +6,7 @@ The metrics are `pipeline.quality`; table and plot are `pipeline.sweep_report`.
 """
 
 import copy
+import operator
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -145,7 +146,8 @@ def measure_all(
         generator = Generator(generator_config(config, run))
         encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_id)
         pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
-        full_texts = texts_of(generator.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
+        plain = generator if run.quantization is None else Generator(generator_config(config, run, plain=True))
+        full_texts = texts_of(plain.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
         for setting in own:
             started = time.monotonic()
             row: dict[str, Any] = {
@@ -223,10 +225,11 @@ def load_corpus(data: SweepData, note: Note) -> Corpus:
     return Corpus(list(grouped), list(grouped.values()), [pair for pair in pairs if pair[0] in grouped])
 
 
-def generator_config(config: SweepConfig, run: SweepRun) -> GeneratorConfig:
+def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False) -> GeneratorConfig:
+    """`plain`: without quantization."""
     return GeneratorConfig(
         source=run.model,
-        quantization=run.quantization,
+        quantization=None if plain else run.quantization,
         decode={"method": "full"},
         dtype=config.dtype,
         device=config.device,
@@ -245,8 +248,8 @@ def measure(
 ) -> dict[str, Any]:
     """One line of the table: texts scored, loss of the references, layers and speedup.
 
-    `rougeL_to_full`: against the texts of the same model at full depth, `full_texts`. It says what was kept, where
-    references reward a plainer text than the model's own.
+    `rougeL_to_full`, `equal_to_full` (a share): against the texts of the same model at full depth and not quantized,
+    `full_texts`. They say what was kept, where references reward a plainer text than the model's own.
     """
     result = decode(generator, corpus.prompts, config)
     texts = texts_in(generator, result)
@@ -258,6 +261,7 @@ def measure(
         row["rougeL_rows"] = [round(value, 3) for value in rouge_rows(texts, corpus.references)["rougeL"]]
     kept = rouge_rows(texts, [[text] for text in full_texts])["rougeL"]  # 0 for two empty texts
     row["rougeL_to_full"] = fmean(100.0 if a == b else r for a, b, r in zip(texts, full_texts, kept, strict=True))
+    row["equal_to_full"] = fmean(map(operator.eq, texts, full_texts))
     row |= loss_figures(mean_loss(generator.model, pairs, schedule, config.batch_size) if pairs else None)
     return row | slot_share(corpus.prompts, texts)
 
