@@ -114,6 +114,12 @@ class Generator:
         other._warm_up()
         return other
 
+    @property
+    def numbers(self) -> str:
+        """What it computes in, for people: `bfloat16`, `bfloat16, int8 weights`."""
+        weights = "" if self.config.quantization is None else f", {self.config.quantization} weights"
+        return str(self.dtype).removeprefix("torch.") + weights
+
     def schedule(self, max_new_tokens: int) -> Schedule:
         """The schedule of a row with that limit; rows with equal schedules share batches."""
         opt = self.model.config

@@ -67,7 +67,8 @@ def show(document: dict[str, Any]) -> None:
     if choice:
         loaded = "not loaded here" if choice["load_s"] is None else f"loaded in {choice['load_s']:.1f} s"
         note(f"model: {choice['model']}, {choice['layers']} layers, {loaded}")
-        note(f"would decode in {choice['dtype']} on {choice['device']} with {choice['decode']}")
+        weights = "" if choice["quantization"] is None else f", {choice['quantization']} weights,"
+        note(f"would decode in {choice['dtype']}{weights} on {choice['device']} with {choice['decode']}")
         if choice["batch_size"] is None:
             note("batch size: known on a machine with such a GPU only")
         else:

@@ -65,6 +65,8 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     started = time.monotonic()
     if config.decode.ffn_skip is not None:
         raise ConfigError("decode.ffn_skip: is what is looked for; give the schedule beneath alone")
+    if config.model.quantization is not None:
+        raise ConfigError("model.quantization: blocks are measured with the weights as they are; leave it null")
     target = new_folder(config.output)
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():

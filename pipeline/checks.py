@@ -17,6 +17,7 @@ from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import Listing
 from pipeline.run_folder import Note, RunFolder
+from skipdecode import cpu_kernels
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.hub import resolve_source
 from skipdecode.schedule import make_schedule, settle_ffn_skip
@@ -126,8 +127,13 @@ def resolve_dtype(name: str, device: str) -> str:
     return str(choose_dtype(name, torch.device(device))).removeprefix("torch.")
 
 
-def check_quantization(quantization: Quantization | None, opt: OPTConfig, dtype: str, device: str) -> None:
-    """ConfigError where workers on `device` in `dtype`, as it is settled, could not load the model with it."""
+def check_quantization(
+    quantization: Quantization | None, opt: OPTConfig, dtype: str, device: str, *, is_here: bool = True
+) -> None:
+    """ConfigError where workers on `device` in `dtype`, as it is settled, could not load the model with it.
+
+    `is_here`: they run on this machine, whose CPU may be asked.
+    """
     if quantization is None:
         return
     if device != "cpu" or dtype != "bfloat16":
@@ -135,10 +141,18 @@ def check_quantization(quantization: Quantization | None, opt: OPTConfig, dtype:
             f"model.quantization: {quantization} weights are for bfloat16 on CPUs with AMX, and this would decode in "
             f"{dtype} on {device}; null keeps the weights as they are"
         )
+    if is_here and not cpu_kernels.has_tiles():
+        raise ConfigError(
+            f"model.quantization: {quantization} weights need a CPU with AMX and a C++ compiler; "
+            f"{cpu_kernels.why_no_tiles()}; null keeps the weights as they are"
+        )
     widths = {"hidden_size": opt.hidden_size, "ffn_dim": opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
     for key, width in widths.items():
-        if width % 32:
-            raise ConfigError(f"model.quantization: {key} {width} of this model is no multiple of 32; null takes it")
+        if width % 32 or width > cpu_kernels.MAX_INT8_INPUTS:
+            raise ConfigError(
+                f"model.quantization: {key} {width} of this model is no multiple of 32, or above "
+                f"{cpu_kernels.MAX_INT8_INPUTS}; null takes it"
+            )
 
 
 def check_apart(folder: RunFolder, listing: Listing) -> None:

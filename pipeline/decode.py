@@ -62,7 +62,7 @@ class DecodeStage:
                 "pid": os.getpid(),
                 "load_s": self.generator.load_s,
                 "device": str(self.generator.device),
-                "dtype": str(self.generator.dtype).removeprefix("torch."),
+                "dtype": self.generator.numbers,
                 "ready_at": time.time(),
             },
         )

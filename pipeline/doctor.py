@@ -16,6 +16,7 @@ from pipeline.input.files import list_input
 from pipeline.machine import provenance
 from pipeline.run_folder import Note, RunFolder
 from pipeline.versions import check_versions
+from skipdecode import cpu_kernels
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.hub import resolve_source
 from skipdecode.schedule import make_schedule
@@ -128,7 +129,8 @@ def choice(config: JobConfig, device: torch.device, note: Note) -> dict[str, Any
     does; else `load_s` and `batch_size` are null."""
     model = check_model(config, note)
     dtype = resolve_dtype(config.model.dtype, device.type)
-    check_quantization(config.model.quantization, model.config, dtype, device.type)
+    is_here = not os.environ.get("RAY_ADDRESS")
+    check_quantization(config.model.quantization, model.config, dtype, device.type, is_here=is_here)
     new = config.sampling.max_new_tokens
     buckets = [b for b in config.actors.length_buckets if b + new <= model.config.max_position_embeddings]
     swiftkv = model.config.kv_layers(config.prefill.method)
@@ -149,6 +151,8 @@ def choice(config: JobConfig, device: torch.device, note: Note) -> dict[str, Any
         },
     }
     if device.type == "cuda" and not torch.cuda.is_available():
+        return found
+    if config.model.quantization is not None and not cpu_kernels.has_tiles():
         return found
     note(f"model: loading {model.source} on {device}")
     generator = Generator(generator_config(config, model, device, dtype))

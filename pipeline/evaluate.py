@@ -24,6 +24,7 @@ from pipeline.machine import provenance
 from pipeline.pairs import encode_pairs, read_pairs
 from pipeline.quality import scores, slot_share
 from pipeline.run_folder import Note, RunFolder
+from skipdecode.config import Quantization
 from skipdecode.hub import resolve_source
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule
@@ -123,11 +124,12 @@ def _perplexity(
     config: EvaluateConfig, state: dict[str, Any] | None, pairs: list[tuple[str, str]], note: Note
 ) -> dict[str, Any]:
     """The references under model and schedule of the run; None where left out."""
-    device = choose_device(config.device)
+    is_cpu = config.device == "auto" and _quantization(state) is not None  # such weights are for CPUs
+    device = choose_device("cpu" if is_cpu else config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     torch.set_num_threads(config.threads or num_cores())
-    document = {"model": None, "decode": None, "perplexity_pairs": 0} | loss_figures(None)
+    document: dict[str, Any] = {"model": None, "decode": None, "perplexity_pairs": 0} | loss_figures(None)
     if state is None or config.perplexity_pairs == 0:
         note("perplexity: left out" + ("" if state else f"; {config.generated} has no run.json to name the policy"))
         return document | provenance(device, VERSIONS)
@@ -138,7 +140,7 @@ def _perplexity(
     if len(drawn) < min(len(pairs), config.perplexity_pairs or len(pairs)):
         note(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
     document |= {"model": state["model"]["source"], "decode": state["decode"], "perplexity_pairs": len(drawn)}
-    document["prefill"] = state["config"]["prefill"]["method"]
+    document |= {"prefill": state["config"]["prefill"]["method"], "quantization": _quantization(state)}
     document |= loss_figures(mean_loss(policy.model, drawn, policy.schedule, config.batch_size) if drawn else None)
     return document | provenance(device, VERSIONS)
 
@@ -152,16 +154,23 @@ class Policy:
     schedule: Schedule
 
 
+def _quantization(state: dict[str, Any] | None) -> Quantization | None:
+    found: Quantization | None = None if state is None else state["config"]["model"].get("quantization")
+    return found  # runs of earlier versions have no such key
+
+
 def _load_policy(config: EvaluateConfig, state: dict[str, Any], device: torch.device) -> Policy:
     """Model and schedule of a run, from its run.json; ConfigError when the files are not those of the run any more."""
     source, tokenizer = state["model"]["source"], state["config"]["model"]["tokenizer"]
-    dtype = choose_dtype(config.dtype or state["config"]["model"]["dtype"], device)
+    quantization = _quantization(state)
+    own = state["fingerprint"]["model.dtype"] if quantization else state["config"]["model"]["dtype"]
+    dtype = choose_dtype(config.dtype or own, device)
     try:
         folder = resolve_source(source)
         if digest_files(folder) != state["fingerprint"]["model.files"]:
             raise ValueError(f"{source}: the checkpoint there is no longer the one that the run used")
         model = load_opt(folder, device=device, dtype=dtype)
-        if quantization := state["config"]["model"].get("quantization"):  # not in runs of earlier versions
+        if quantization:
             model.pack(quantization)
         encoder = OPTTokenizer(tokenizer or folder, model.config)
     except ValueError as error:

@@ -13,11 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data._internal.execution.backpressure_policy.downstream_capacity_backpressure_policy import (
-    DownstreamCapacityBackpressurePolicy,
+from ray.data._internal.execution.backpressure_policy import (
+    ENABLED_BACKPRESSURE_POLICIES,
+    ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
 )
 
 from pipeline.attempts import start_ledger
+from pipeline.backpressure import FewBlocksAhead
 from pipeline.build import PipelineSpec, build_pipeline
 from pipeline.checks import Model, check_apart, check_model, check_output, check_quantization, resolve_dtype
 from pipeline.cluster import STAGE_CPUS, Pool, find_pool, start_ray
@@ -120,7 +122,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     pool = find_pool(config.actors, cluster)
     device = "cuda" if pool.num_gpus else "cpu"
     dtype = resolve_dtype(config.model.dtype, device)
-    check_quantization(config.model.quantization, model.config, dtype, device)
+    check_quantization(config.model.quantization, model.config, dtype, device, is_here=cluster.is_embedded)
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, note)
@@ -302,8 +304,7 @@ def _stream(spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], no
     context.target_max_block_size = BLOCK_BYTES
     context.custom_execution_callback_classes = [KeepWorkers] if helpers[2] is not None else []
     context.execution_no_progress_timeout_s = no_progress_timeout_s
-    # blocks under 100 KB live in the driver: reading must not run ahead until half of the object store is full
-    DownstreamCapacityBackpressurePolicy.OBJECT_STORE_BUDGET_UTIL_THRESHOLD = 0.0
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*ENABLED_BACKPRESSURE_POLICIES, FewBlocksAhead])
     with warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")

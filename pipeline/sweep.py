@@ -21,7 +21,7 @@ from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult, choose_device, choose_dtype
 from actors.trainer import mean_loss
-from pipeline.checks import check_model, resolve_decode
+from pipeline.checks import check_model, check_quantization, resolve_decode
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, DecodeConfig, InputConfig, JobConfig, Section
 from pipeline.demo_corpus import make_prompts
@@ -116,13 +116,14 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
     corpus = load_corpus(config.data, note)
-    settings = [check_run(config, index, note) for index in range(len(config.runs))]
+    dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
+    settings = [check_run(config, index, dtype, device.type, note) for index in range(len(config.runs))]
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output: {config.output} cannot be created: {error}") from error
     document = provenance(device, VERSIONS) | {
-        "dtype": str(choose_dtype(config.dtype, device)).removeprefix("torch."),
+        "dtype": dtype,
         "command": command,
         "config": config.model_dump(mode="json"),
         "prompts": len(corpus.prompts),
@@ -148,6 +149,7 @@ def measure_all(
         pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
         plain = generator if run.quantization is None else Generator(generator_config(config, run, plain=True))
         full_texts = texts_of(plain.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
+        del plain
         for setting in own:
             started = time.monotonic()
             row: dict[str, Any] = {
@@ -170,12 +172,13 @@ def measure_all(
             yield row
 
 
-def check_run(config: SweepConfig, index: int, note: Note) -> list[Setting]:
+def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: Note) -> list[Setting]:
     """The settings of one entry of `runs`, its checkpoint and schedules found fit; ConfigError otherwise."""
     run = config.runs[index]
     base = {"model": {"source": run.model}, "sampling": {"max_new_tokens": config.max_new_tokens}}
     try:
         model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), note)
+        check_quantization(run.quantization, model.config, dtype, device)
     except ConfigError as error:
         raise ConfigError(f"runs.{index}.model ({run.label}): {error}") from error
     settings = []

@@ -20,6 +20,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("ROUGE-2", lambda row: row.get("rouge2"), ".1f"),
     ("ROUGE-L", lambda row: row.get("rougeL"), ".1f"),
     ("ROUGE-L to full depth's text", lambda row: row.get("rougeL_to_full"), ".1f"),
+    ("texts equal to it, %", lambda row: _times(row.get("equal_to_full"), 100), ".1f"),
     ("slots, %", lambda row: row["slot_share"], ".1f"),
     ("loss, nats", lambda row: row["loss"], ".3f"),
     ("perplexity", lambda row: row["perplexity"], ".3f"),
@@ -154,6 +155,11 @@ def _legend(document: dict[str, Any]) -> str:
         "Speedup: time per token at full depth of the same checkpoint over time per token, same batches, prefill "
         "included.",
     ]
+    if any(row.get("quantization") for row in document["rows"]):
+        parts.append(
+            "Quantized rows: `full depth's text` is of the model as it is; `as full depth` and the speedup are over "
+            "full depth with the same weights as the row."
+        )
     if document["slot_share_of_references"] is not None:
         parts.append(f"The references themselves hold {document['slot_share_of_references']:.1f} % of the slots.")
     if failed:

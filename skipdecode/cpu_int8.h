@@ -4,7 +4,8 @@
 // A weight is a whole number in [-127, 127] times the scale of its output. A row of x becomes whole numbers of 16 bits
 // times the scale of the row, high and low bytes apart: two products of bytes, as many as one of bfloat16 takes, and no
 // weight is widened. Sums of whole numbers are exact, so that a row's bits do not depend on its batch here either. Beside
-// x in bfloat16, 16 bits are as fine wherever a number is not below 1/128 of the largest of its row.
+// x in bfloat16, 16 bits are as fine wherever a number is not below 1/128 of the largest of its row; below that it is off
+// by less than the last bit of the largest.
 //
 // Packed weights: for each 32 outputs, for each 64 inputs (the last ones filled up with zeros), two tiles of 16 outputs; a
 // tile is 16 lines of four inputs for each output.
@@ -62,7 +63,7 @@ inline void to_whole(int64_t row, int64_t inputs, const uint16_t* x, WholeRows t
   const __m512i pairs = _mm512_max_epu32(_mm512_srli_epi32(top, 16), _mm512_and_si512(top, _mm512_set1_epi32(0xffff)));
   const uint32_t bits = _mm512_reduce_max_epu32(pairs);
   const float largest = as_float(bits);
-  const bool is_none = bits < 0x0080;  // zero or subnormal
+  const bool is_none = bits < 0x0700;  // below 1e-34: zero beside all that it may be added to
   to.scales[row] = bits >= 0x7f80 ? as_float(0x7fc0) : is_none ? 0.0f : largest / 32767.0f;
   const __m512 scale = _mm512_set1_ps(is_none ? 0.0f : 32767.0f / largest);
   uint8_t* tiles = to.tiles + row / 16 * steps * LINES + row % 16 * 64;

@@ -32,6 +32,7 @@ MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno 
 WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()  # compilers choose 256
 FLAGS = ("-O3", "-march=native", *WIDE, *MATH.split(), "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+MAX_INT8_INPUTS = 1 << 16
 POINTER, INT, INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
@@ -117,6 +118,11 @@ def has_tiles() -> bool:
     return library is not None and bool(library.has_tiles())
 
 
+def why_no_tiles() -> str:
+    library, reason = _library()
+    return f"the kernels are not used: {reason}" if library is None else "this CPU or its system has none"
+
+
 def pack(weight: Tensor) -> Tensor:
     """A bfloat16 weight [out, in], in a multiple of 32, in the order in which `linear` reads it."""
     outputs, inputs = weight.shape
@@ -142,7 +148,7 @@ def pack_int8(weight: Tensor) -> Int8Weight:
     """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127."""
     outputs, inputs = weight.shape
     assert inputs % 32 == 0, inputs
-    assert inputs <= 1 << 16, "sums would not fit into 32 bits"
+    assert inputs <= MAX_INT8_INPUTS, "sums would not fit into 32 bits"
     weight = F.pad(weight.detach().float(), (0, -inputs % 64, 0, -outputs % 32))
     scales = weight.abs().amax(dim=1) / 127.0
     whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
@@ -161,8 +167,8 @@ def linear(
 ) -> Tensor:
     """x W^T + bias, then ReLU or plus `residual` [..., outputs]: [..., in] -> [..., outputs], all in bfloat16.
 
-    `packed`: W as `pack` or `pack_int8` gives it. Sums in float32, or exact for int8 and x in 16 bits per row; rounded
-    once.
+    `packed`: W as `pack` or `pack_int8` gives it. Sums in float32, rounded once; for int8 sums of whole
+    numbers, x as 16 bits times a scale per row.
     """
     assert not (relu and residual is not None), "one of the two"
     tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)

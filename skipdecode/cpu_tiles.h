@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_TILES
 
 #include <immintrin.h>

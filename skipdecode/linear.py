@@ -59,7 +59,8 @@ def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | N
     ValueError where there is no kernel for that.
     """
     if quantization == "int8":
-        return _Tiles(cpu_kernels.pack_int8(_for_int8(weight)), len(weight))
+        check_int8(weight)
+        return _Tiles(cpu_kernels.pack_int8(weight), len(weight))
     if weight.device.type != "cpu":
         return None
     if _fits_tiles(weight):
@@ -75,14 +76,17 @@ def _fits_tiles(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and cpu_kernels.has_tiles()
 
 
-def _for_int8(weight: Tensor) -> Tensor:
+def check_int8(weight: Tensor) -> None:
+    """ValueError where there is no kernel for int8 weights in place of this one."""
     kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         raise ValueError(f"quantization: int8 weights are for bfloat16 on CPUs with AMX, and this is {kind}")
     if not _fits_tiles(weight):
-        why = f"inputs are no multiple of 32: {weight.shape[1]}" if cpu_kernels.has_tiles() else "this CPU has none"
-        raise ValueError(f"quantization: int8 weights need AMX tiles and a compiler; {why} ({cpu_kernels.status()})")
-    return weight
+        odd = f"inputs are no multiple of 32: {weight.shape[1]}"
+        why = odd if cpu_kernels.has_tiles() else cpu_kernels.why_no_tiles()
+        raise ValueError(f"quantization: int8 weights need AMX tiles; {why}")
+    if weight.shape[1] > cpu_kernels.MAX_INT8_INPUTS:
+        raise ValueError(f"quantization: int8 weights have at most {cpu_kernels.MAX_INT8_INPUTS} inputs")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from skipdecode.config import POSITION_OFFSET, OPTConfig, Quantization, SwiftKVC
 from skipdecode.cpu_block import Product, TileBlock
 from skipdecode.cpu_kernels import Columns
 from skipdecode.ffn_rows import RowFFNs
-from skipdecode.linear import Linear, Packed, pack
+from skipdecode.linear import Linear, Packed, check_int8, pack
 from skipdecode.plan import LayerPlan
 from skipdecode.swiftkv import SwiftKV
 
@@ -139,7 +139,13 @@ class OPT(nn.Module):
         copy of the embedding, which stays. Elsewhere nothing happens, and `quantization` is a ValueError.
         """
         if self.is_packed:
+            assert quantization == self.quantization, "packed already"
             return self
+        if quantization == "int8":  # all of them first: half a model is of no use
+            check_int8(self.embed_tokens.weight)
+            for module in self.modules():
+                if isinstance(module, Linear):
+                    check_int8(module.weight)
         self._packed_head = pack(self.embed_tokens.weight, quantization)
         for module in self.modules():
             if isinstance(module, Linear | SwiftKV):

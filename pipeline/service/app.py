@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
-from pipeline.checks import check_model, check_quantization, resolve_dtype
+from pipeline.checks import check_model, check_quantization
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.service.config import DEPLOYMENT, ServeConfig
@@ -76,7 +76,10 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     sampling = SamplingConfig(max_new_tokens=config.sampling.max_new_tokens)
     job = JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling)
     model = check_model(job, logging.getLogger("ray.serve").warning)
-    check_quantization(config.model.quantization, model.config, resolve_dtype(config.model.dtype, "cpu"), "cpu")
+    device, dtype = "auto", config.model.dtype
+    if config.model.quantization is not None:  # a replica must not try what it has no kernel for, again and again
+        device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
+        check_quantization(config.model.quantization, model.config, dtype, device, is_here=False)
     if config.engine.scheduler == "continuous":
         if config.sampling.deterministic:
             raise ConfigError(
@@ -93,7 +96,8 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         tokenizer=tokenizer and str(tokenizer),
         decode=model.decode,
         prefill=config.prefill.method,
-        dtype=config.model.dtype,
+        dtype=dtype,
+        device=device,
         quantization=config.model.quantization,
         num_threads=config.engine.num_threads,  # null: the replica knows its node
         batch_size=config.engine.batch_size,
