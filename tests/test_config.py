@@ -10,14 +10,14 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.bench import load_bench_config
-from pipeline.calibrate import CalibrateConfig
+from pipeline.calibrate import CalibrateConfig, calibrate
 from pipeline.checks import check_quantization
 from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
 from pipeline.distill import with_defaults
 from pipeline.finetune_config import FinetuneConfig, load_finetune_config
 from pipeline.service.bench import load_serve_bench_config
 from pipeline.service.run import load as load_serve_config
-from pipeline.sweep import SweepConfig
+from pipeline.sweep import SweepConfig, run_sweep
 from skipdecode.config import OPTConfig
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -175,3 +175,14 @@ def test_quantization_that_no_worker_could_load_is_refused() -> None:
         check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu")
     with pytest.raises(ConfigError, match=r"model\.quantization"):
         build_config(JobConfig, {"model": {"quantization": "int4"}})
+
+
+def test_quantization_is_refused_before_any_work(tmp_path: Path) -> None:
+    run = {"label": "a", "model": "models/opt-e2e", "quantization": "int8", "decode": [{"method": "full"}]}
+    sweep = build_config(SweepConfig, {"runs": [run], "output": str(tmp_path), "data": {"path": None}})
+    with pytest.raises(ConfigError, match=r"runs\.0\.model \(a\): model\.quantization: .* float32 on cpu"):
+        run_sweep(sweep, print, "")
+    config = build_config(CalibrateConfig, {"model": {"quantization": "int8"}, "output": str(tmp_path / "out")})
+    with pytest.raises(ConfigError, match=r"model\.quantization: .* leave it null"):
+        calibrate(config, print)
+    assert list(tmp_path.iterdir()) == []

@@ -446,6 +446,16 @@ def test_threads_of_a_replica(num_cores: int, num_cpus: float, threads: int) -> 
     assert replica_threads(num_cores, num_cpus) == threads
 
 
+def test_a_quantized_replica_is_told_where_it_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it would fail to load, and be started again for ever."""
+    monkeypatch.setattr("pipeline.service.app.worker_path", lambda source, folder: source)  # it would start Ray
+    given = [f"model.source={DEMO}", "model.quantization=int8"]
+    config = make_spec(load(CONFIG, given, None, None).args).generator
+    assert (config.device, config.dtype, config.quantization) == ("cpu", "bfloat16", "int8")
+    with pytest.raises(ConfigError, match=r"model\.quantization: .* float32 on cpu"):
+        make_spec(load(CONFIG, [*given, "model.dtype=float32"], None, None).args)
+
+
 def test_threads_are_counted_where_the_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.service.app.worker_path", lambda source, folder: source)  # it would start Ray
     assert make_spec(load(CONFIG, [f"model.source={DEMO}"], None, None).args).generator.num_threads is None
