@@ -70,7 +70,7 @@ def show(document: dict[str, Any]) -> None:
         weights = "" if choice["quantization"] is None else f", {choice['quantization']} weights,"
         note(f"would decode in {choice['dtype']}{weights} on {choice['device']} with {choice['decode']}")
         if choice["batch_size"] is None:
-            note("batch size: known on a machine with such a GPU only")
+            note("batch size: known on a machine that can load the model only")
         else:
             sizes = ", ".join(f"{size} (up to {bucket} tokens)" for bucket, size in choice["batch_size"].items())
             note(f"batch size by prompt length: {sizes}")

@@ -35,7 +35,7 @@ class ModelConfig(Section):
     """A folder or a hub id; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Quantization | None = None
-    """int8: weights of 8 bits, half of the bytes of a step and other tokens; for bfloat16 on CPUs with AMX."""
+    """int8: weights of 8 bits, half of their bytes and other tokens; for bfloat16 on CPUs with AMX."""
 
 
 class FFNSkipConfig(Section):

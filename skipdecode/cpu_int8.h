@@ -79,17 +79,7 @@ inline void to_whole(int64_t row, int64_t inputs, const uint16_t* x, WholeRows t
 // of 64 bytes per step from `next` on are on their way.
 inline void multiply_whole(const uint8_t* x, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
                            int64_t lines) {
-  if (fresh) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, 128);
-    _tile_loadd(1, sums + 16, 128);
-    _tile_loadd(2, sums + 512, 128);
-    _tile_loadd(3, sums + 528, 128);
-  }
+  load_sums(sums, fresh);
   for (int64_t k = 0; k < steps; ++k, w += LINES, x += LINES) {
     _tile_loadd(6, w, 64);
     _tile_loadd(7, w + 1024, 64);
@@ -101,10 +91,7 @@ inline void multiply_whole(const uint8_t* x, const int8_t* w, int64_t steps, int
     _tile_dpbusd(2, 5, 6);
     _tile_dpbusd(3, 5, 7);
   }
-  _tile_stored(0, sums, 128);
-  _tile_stored(1, sums + 16, 128);
-  _tile_stored(2, sums + 512, 128);
-  _tile_stored(3, sums + 528, 128);
+  store_sums(sums);
 }
 
 // Scales, bias, ReLU or residual, and rounding, of `count` rows from `row` on and 32 outputs: y [rows][outputs].

@@ -87,10 +87,9 @@ inline void multiply(const uint16_t* x, int64_t stride, const uint16_t* w, int64
   }
 }
 
-// The same for 32 rows in tiles (`to_tiles`), added to `sums` where they are not `fresh`, while `lines` of 64 bytes at
-// `next` are on their way.
-inline void multiply_tiles(const uint16_t* x, const uint16_t* w, int64_t steps, float* sums, bool fresh, const char* next,
-                           int64_t lines) {
+// Tiles 0 to 3 from and to two rows of two tiles side by side: [2][16][2][16] numbers of 32 bits.
+template <typename T>
+inline void load_sums(const T* sums, bool fresh) {
   if (fresh) {
     _tile_zero(0);
     _tile_zero(1);
@@ -102,6 +101,21 @@ inline void multiply_tiles(const uint16_t* x, const uint16_t* w, int64_t steps, 
     _tile_loadd(2, sums + 512, 128);
     _tile_loadd(3, sums + 528, 128);
   }
+}
+
+template <typename T>
+inline void store_sums(T* sums) {
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + 512, 128);
+  _tile_stored(3, sums + 528, 128);
+}
+
+// The same for 32 rows in tiles (`to_tiles`), added to `sums` where they are not `fresh`, while `lines` of 64 bytes at
+// `next` are on their way.
+inline void multiply_tiles(const uint16_t* x, const uint16_t* w, int64_t steps, float* sums, bool fresh, const char* next,
+                           int64_t lines) {
+  load_sums(sums, fresh);
   for (int64_t i = 0; i < lines; ++i) _mm_prefetch(next + 64 * i, _MM_HINT_T1);
   for (int64_t k = 0; k < steps; ++k, w += 2 * TILE, x += 2 * TILE) {
     _tile_loadd(6, w, 64);
@@ -113,10 +127,7 @@ inline void multiply_tiles(const uint16_t* x, const uint16_t* w, int64_t steps, 
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, sums, 128);
-  _tile_stored(1, sums + 16, 128);
-  _tile_stored(2, sums + 512, 128);
-  _tile_stored(3, sums + 528, 128);
+  store_sums(sums);
 }
 
 // Bias, ReLU or residual, and rounding, of the sums of `count` rows from `row` on and 32 outputs: y [rows][outputs].

@@ -2,8 +2,8 @@
 
 oneDNN reorders a plain bfloat16 weight in every call; with few rows that is half of the time. A packed layer computes
 the same product, and fuses a ReLU or a residual into it. bfloat16 on AMX tiles goes through a kernel of our own
-(`cpu_linear.cpp`), the rest through oneDNN. On these tiles weights may be int8, which is another model and half of the
-bytes. Packing is for inference: there is no gradient, and the plain weight is given up.
+(`cpu_linear.cpp`), the rest through oneDNN. On these tiles weights may be int8, which is another model in half of the
+weights' bytes. Packing is for inference: there is no gradient, and the plain weight is given up.
 """
 
 from dataclasses import dataclass

@@ -129,7 +129,7 @@ def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
     machine = dict.fromkeys(("torch", "ray", "pyarrow", "numpy", "tokenizers", "device"), "x")
     machine |= {"has_amx_bf16": False, "usable_cores": 1, "free_memory_bytes": 1, "memory_bytes": 1}  # type: ignore[dict-item]
     show({"machine": machine, "gpus": [], "ray": None, "choice": found, "problems": []})
-    assert "on a machine with such a GPU only" in capsys.readouterr().err
+    assert "on a machine that can load the model only" in capsys.readouterr().err
 
 
 @pytest.fixture
