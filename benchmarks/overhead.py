@@ -2,12 +2,11 @@
 
     python -m benchmarks.overhead --rounds 3 --corpus 10000,100000,1000000 --output benchmarks/results/x.json
 
-`steady`: output tokens per second of a real `jobs.generate` between its first decoded window and its last one, over
-those of the same `Generator` called in this process with the same windows, in turns; of the demo model, or of a
-released shape with random weights; with all cores or, as where a host has some to spare, `--threads` of them.
-`corpus`: a checkpoint of one layer of width 16 and one new token per row, so that decoding costs next to nothing;
-seconds per row between the first window and the last one, and the peak of the driver's memory. The last line on stdout
-is one JSON document.
+`steady`: output tokens per second of a real `jobs.generate` after its first window, in which tasks and pages are still
+new, over those of the same `Generator` called in this process with the same windows, in turns; of the demo model, or of
+a released shape with random weights; with all cores or, as where a host has some to spare, `--threads` of them.
+`corpus`: a job with a decoder that only sleeps (`benchmarks.sleeper`); seconds per row after the first window, and the
+peak of the driver's memory; `--repeats` times in turns, medians. The last line on stdout is one JSON document.
 """
 
 import argparse
@@ -38,18 +37,15 @@ from skipdecode.sampling import Sampling
 from skipdecode.weights import save_opt
 
 MODEL = "models/opt-e2e"
-WINDOW = 4 * 128  # rows, as the workers take them on a CPU
-STEADY = [
-    "decode.speedup=3", "sampling.max_new_tokens=64", "sampling.ignore_eos=true", "actors.num_actors=1",
-    "actors.batch_size=128",
-]  # fmt: skip
+BATCHES_PER_WINDOW = 4  # as the workers take them on a CPU
+STEADY = ["decode.speedup=3", "sampling.max_new_tokens=64", "sampling.ignore_eos=true", "actors.num_actors=1"]
 
 
-def generate(root: Path, *overrides: str) -> tuple[Path, float]:
+def generate(root: Path, *overrides: str, job: str = "jobs.generate") -> tuple[Path, float]:
     """A whole job of its own; its run folder, and the peak of the driver's memory in MiB."""
     target = root / "run"
     shutil.rmtree(target, ignore_errors=True)
-    command = [sys.executable, "-m", "jobs.generate", "-i", str(root / "in"), "-o", str(target), "baseline.fraction=0"]
+    command = [sys.executable, "-m", job, "-i", str(root / "in"), "-o", str(target), "baseline.fraction=0"]
     with (root / "log").open("w") as log:
         driver = subprocess.Popen([*command, *overrides], stdout=log, stderr=log)
         peak = 0.0
@@ -74,13 +70,11 @@ def windows(run: Path) -> list[dict[str, Any]]:
 
 
 def pipeline_rate(run: Path) -> float:
-    """Output tokens per second between the start of the first window and the end of the last one."""
-    tokens = sum(
-        sum(pq.read_table(path, columns=["num_generated_tokens"])["num_generated_tokens"].to_pylist())
-        for path in run.glob("data/status=ok/*.parquet")
-    )
-    spans = windows(run)
-    return tokens / (spans[-1]["ended_at"] - min(row["started_at"] for row in spans))
+    """Output tokens per second between the end of the first window and that of the last one; all rows have as many."""
+    path = next(iter(run.glob("data/status=ok/*.parquet")))
+    per_row = pq.read_table(path, columns=["num_generated_tokens"])["num_generated_tokens"][0].as_py()
+    first, *later = windows(run)
+    return float(per_row * sum(row["rows"] for row in later) / (later[-1]["ended_at"] - first["ended_at"]))
 
 
 def save_random(config: OPTConfig, folder: Path) -> None:
@@ -89,11 +83,12 @@ def save_random(config: OPTConfig, folder: Path) -> None:
     shutil.copy(Path(MODEL) / "tokenizer.json", folder / "tokenizer.json")
 
 
-def steady(rounds: int, num_rows: int, shape: str | None, threads: int) -> dict[str, Any]:
+def steady(rounds: int, num_rows: int, shape: str | None, batch_size: int, threads: int) -> dict[str, Any]:
     rows = list(make_prompts(num_rows))
     root = Path(tempfile.mkdtemp(prefix="overhead-"))
     rates: dict[str, list[float]] = {"pipeline": [], "decoder": []}
     source = str(root / "model") if shape else MODEL
+    own = [f"model.source={source}", f"actors.num_cpus={threads}", f"actors.batch_size={batch_size}"]
     try:
         if shape:
             save_random(OPTConfig.released(shape), root / "model")
@@ -102,29 +97,30 @@ def steady(rounds: int, num_rows: int, shape: str | None, threads: int) -> dict[
         for turn in range(rounds):
             for what in ("pipeline", "decoder") if turn % 2 == 0 else ("decoder", "pipeline"):
                 if what == "pipeline":
-                    own = [f"model.source={source}", f"actors.num_cpus={threads}"]
                     rate = pipeline_rate(generate(root, *own, *STEADY)[0])
                 else:
-                    rate = decoder_rate(rows, source, threads)
+                    rate = decoder_rate(rows, source, batch_size, threads)
                 rates[what].append(rate)
                 print(f"{what}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(root)
     ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
-    setting = {"model": shape or MODEL, "threads": threads, "rows": num_rows}
+    setting = {"model": shape or MODEL, "batch_size": batch_size, "threads": threads, "rows": num_rows}
     return setting | {"tokens_per_s": rates, "ratios": ratios, "pipeline_over_decoder": median(ratios)}
 
 
-def decoder_rate(rows: list[dict[str, str]], source: str, threads: int) -> float:
+def decoder_rate(rows: list[dict[str, str]], source: str, batch_size: int, threads: int) -> float:
     decode = {"method": "skipdecode", "speedup": 3.0}
-    generator = Generator(GeneratorConfig(source=source, decode=decode, batch_size=128, num_threads=threads))
+    generator = Generator(GeneratorConfig(source=source, decode=decode, batch_size=batch_size, num_threads=threads))
     tokens = generator.tokenizer.encode([row["prompt"] for row in rows])
     sampling = Sampling(max_new_tokens=64, ignore_eos=True)
     requests = [Request(row["id"], ids, sampling) for row, ids in zip(rows, tokens, strict=True)]
-    made, start = 0, time.perf_counter()
-    for at in range(0, len(requests), WINDOW):
-        made += sum(len(answer.tokens) for answer in generator(requests[at : at + WINDOW]).answers)  # type: ignore[union-attr]
-    return made / (time.perf_counter() - start)
+    size = BATCHES_PER_WINDOW * batch_size
+    generator(requests[:size])
+    start = time.perf_counter()
+    results = [generator(requests[at : at + size]) for at in range(size, len(requests), size)]
+    seconds = time.perf_counter() - start
+    return sum(len(answer.tokens) for result in results for answer in result.answers) / seconds  # type: ignore[union-attr]
 
 
 def corpus(num_rows: int) -> dict[str, Any]:
@@ -142,24 +138,34 @@ def corpus(num_rows: int) -> dict[str, Any]:
         save_random(tiny, root / "model")
         more = ["decode.method=full", "sampling.max_new_tokens=1", "actors.num_actors=1"]
         start = time.perf_counter()
-        run, peak = generate(root, f"model.source={root / 'model'}", *more)
+        run, peak = generate(root, f"model.source={root / 'model'}", *more, job="benchmarks.sleeper")
         whole_s, spans = time.perf_counter() - start, windows(run)
         first = spans[0]
         steady_s = spans[-1]["ended_at"] - first["ended_at"]
         later = num_rows - first["rows"]
         assert later > 0, f"{num_rows} rows are one window, give more"
-        decoding = sum(row["ended_at"] - row["started_at"] for row in spans[1:])
+        asleep = sum(row["ended_at"] - row["started_at"] for row in spans[1:])
     finally:
         shutil.rmtree(root)
     row = {
         "rows": num_rows,
         "whole_s": whole_s,
         "us_per_row": 1e6 * steady_s / later,
-        "decoding_us_per_row": 1e6 * decoding / later,
+        "asleep_us_per_row": 1e6 * asleep / later,
         "driver_peak_mib": peak,
     }
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
+
+
+def compare_corpora(sizes: list[int], repeats: int) -> dict[str, Any]:
+    """Each size in turns; the median of each, by the number of rows."""
+    runs = [corpus(size) for _ in range(repeats) for size in sizes]
+    figures = ("us_per_row", "driver_peak_mib")
+    medians = {
+        size: {name: median(run[name] for run in runs if run["rows"] == size) for name in figures} for size in sizes
+    }
+    return {"runs": runs, "medians": medians}
 
 
 def main() -> None:
@@ -167,19 +173,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4000, help="of the steady state")
     parser.add_argument("--shape", help="of the steady state, e.g. opt-125m; without: the demo model")
+    parser.add_argument("--batch-size", type=int, default=128, help="of the steady state")
     parser.add_argument("--threads", type=int, default=num_cores(), help="of the steady state")
-    parser.add_argument("--corpus", default="10000,100000,1000000")
+    parser.add_argument("--corpus", default="10000,100000,1000000", help="rows; without any: only the steady state")
+    parser.add_argument("--repeats", type=int, default=3, help="of each corpus")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     document = provenance(torch.device("cpu")) | {
         "command": "python -m benchmarks.overhead " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
-        "steady": steady(arguments.rounds, arguments.rows, arguments.shape, arguments.threads)
-        if arguments.rounds
-        else None,
-        "corpus": [corpus(int(n)) for n in arguments.corpus.split(",") if n],
     }
+    if arguments.rounds:
+        setting = (arguments.rows, arguments.shape, arguments.batch_size, arguments.threads)
+        document["steady"] = steady(arguments.rounds, *setting)
+    if arguments.corpus:
+        document["corpus"] = compare_corpora([int(size) for size in arguments.corpus.split(",")], arguments.repeats)
     if arguments.output:
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))

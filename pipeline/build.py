@@ -1,7 +1,7 @@
-"""From a planned run to a lazy Ray Data pipeline: read, tokenise, decode, finish; `pipeline.run` writes it.
+"""From a planned run to a lazy Ray Data pipeline: read, tokenise, decode, finish, write; `pipeline.run` runs it.
 
-No side effects beyond putting the input plan into the object store. What the stages do is `pipeline.stages` and
-`pipeline.decode`.
+No side effects beyond putting the input plan into the object store. What the stages do is `pipeline.stages`,
+`pipeline.decode` and `pipeline.sink`.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from pipeline.decode import DecodeStage
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.input.source import CorpusDatasource
+from pipeline.sink import RunSink
 from pipeline.stages import TokenizeConfig, finish, tokenize
 
 LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing): one at work, one ready
@@ -37,8 +38,8 @@ class PipelineSpec:
     """Rows that an actor takes at a time."""
 
 
-def build_pipeline(spec: PipelineSpec, metrics: Any, ledger: Any, leftovers: Any) -> Dataset:
-    """Rows in, rows out: every row of the plan that is not done comes out once, in any order."""
+def build_pipeline(spec: PipelineSpec, sink: RunSink, metrics: Any, ledger: Any, leftovers: Any) -> Dataset:
+    """A dataset without rows: whoever runs it has every row of the plan that is not done written once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
     light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "zero_copy_batch": True, "compute": few}
@@ -62,9 +63,10 @@ def build_pipeline(spec: PipelineSpec, metrics: Any, ledger: Any, leftovers: Any
         num_cpus=spec.pool.num_cpus,
         num_gpus=spec.pool.num_gpus or None,
     )
-    return rows.map_batches(
+    rows = rows.map_batches(
         finish,
         fn_kwargs={"config": spec.tokenize, "extra_names": tuple(spec.plan.extra_schema.names)},
         batch_size=None,
         **light,
     )
+    return rows.map_batches(sink, batch_size=sink.rows_per_file, **light)

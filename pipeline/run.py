@@ -22,7 +22,7 @@ from pipeline.attempts import start_ledger
 from pipeline.backpressure import FewBlocksAhead
 from pipeline.build import PipelineSpec, build_pipeline
 from pipeline.checks import Model, check_apart, check_model, check_output, check_quantization, resolve_dtype
-from pipeline.cluster import STAGE_CPUS, Pool, find_pool, start_ray
+from pipeline.cluster import Pool, find_pool, start_ray
 from pipeline.commit import finish_commit
 from pipeline.config import ConfigError, JobConfig
 from pipeline.ending import (
@@ -292,7 +292,8 @@ def output_schema(plan: InputPlan) -> pa.Schema:
 
 
 def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, left: int, place: str) -> RunSink:
-    rows_per_file = left // MAX_FILES if left > MAX_FILES * spec.window_rows else None
+    windows_per_file = -(-left // (MAX_FILES * spec.window_rows))
+    rows_per_file = windows_per_file * spec.window_rows if windows_per_file > 1 else None
     return RunSink(folder.filesystem, folder.root, session, output_schema(spec.plan), rows_per_file, place)
 
 
@@ -308,7 +309,8 @@ def _stream(spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], no
     with warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
-        build_pipeline(spec, *helpers).write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        for _ in build_pipeline(spec, sink, *helpers).iter_internal_ref_bundles():
+            pass  # nothing comes out; `materialize`, as Ray's writers use it, would keep a trace of each block
 
 
 def close_books(folder: RunFolder, state: dict[str, Any]) -> None:

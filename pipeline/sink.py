@@ -1,23 +1,22 @@
-"""Writing rows: each write task makes one file per status, under a temporary name, and renames it when it is whole.
+"""Writing rows: each block of them becomes one file per status, under a temporary name that it loses when it is whole.
 
 The data files are the record of what is done: a file that is visible is complete, and its ids are done. Names follow
-from the session and the write task, so a task that Ray repeats replaces its own file. On a disk a file comes from the
+from the session and the rows, so a task that Ray repeats replaces its own file. On a disk a file comes from the
 session's staging folder, which only the driver makes: once `RunFolder.fence` has taken it away, a writer that outlived
-its session cannot add a file. Ray's `write_parquet` writes in place, where a
-killed task leaves a torn file among the data; that is why this is our own.
+its session cannot add a file. Ray's `write_parquet` writes in place, where a killed task leaves a torn file among the
+data; and all of Ray's writers keep a result per block in the driver until the end, which a corpus has too many of.
 """
 
+import hashlib
 import os
 import uuid
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from ray.data import Datasink
-from ray.data._internal.planner.plan_write_op import WRITE_UUID_KWARG_NAME
+from ray.data._internal.execution.interfaces.task_context import TaskContext
 
 from pipeline.faults import fault_point
 from pipeline.lease import read_lease
@@ -25,41 +24,43 @@ from pipeline.run_folder import STAGING, RunFolder, sync
 from pipeline.schema import STATUS
 
 
-class RunSink(Datasink[None]):  # type: ignore[misc]
-    def __init__(
-        self,
-        filesystem: pafs.FileSystem,
-        root: str,
-        session: str,
-        schema: pa.Schema,
-        rows_per_file: int | None,
-        place: str = "data",
-    ) -> None:
-        """`root`: of the run folder; `place`: the folder in it that gets `status=.../` folders."""
-        self.filesystem = filesystem
-        self.root = root
-        self.session = session
-        self.schema = schema
-        self.rows_per_file = rows_per_file
-        self.place = place
+@dataclass(frozen=True)
+class RunSink:
+    """The last stage of Ray Data: takes finished rows, gives none on."""
 
-    @property
-    def min_rows_per_write(self) -> int | None:
-        return self.rows_per_file
+    filesystem: pafs.FileSystem
+    root: str
+    """Of the run folder."""
+    session: str
+    schema: pa.Schema
+    rows_per_file: int | None
+    """None: a file per block and status."""
+    place: str = "data"
+    """The folder in the run folder that gets `status=.../` folders."""
 
-    def write(self, blocks: Iterable[Any], ctx: Any) -> None:
-        tables = [block for block in blocks if block.num_rows]
-        if not tables:
-            return
-        table = pa.concat_tables(tables)
-        name = f"part-{self.session}-{ctx.kwargs[WRITE_UUID_KWARG_NAME][:6]}-{ctx.task_idx:06d}.parquet"
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if table.num_rows:
+            self.write(table, number())
+        return table.select([STATUS]).slice(0, 0)
+
+    def write(self, table: pa.Table, number: int) -> None:
+        """One file per status. `number`: of the task, so that names are in the order of the work."""
+        rows = hashlib.sha256("\0".join(table["id"].to_pylist()).encode()).hexdigest()[:12]
+        name = f"part-{self.session}-{number:06d}-{rows}.parquet"
         for status in ("ok", "failed"):
-            rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
+            part = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
             path = f"{self.place}/status={status}/{name}"
-            if rows.num_rows:
-                write_whole(self.filesystem, self.root, path, rows.cast(self.schema), self.session)
+            if part.num_rows:
+                write_whole(self.filesystem, self.root, path, part.cast(self.schema), self.session)
             elif self.filesystem.get_file_info(f"{self.root}/{path}").type == pafs.FileType.File:
                 self.filesystem.delete_file(f"{self.root}/{path}")  # of an earlier attempt, whose row has changed sides
+
+
+def number() -> int:
+    """Of the task of Ray Data that this is; the same when Ray repeats it."""
+    context = TaskContext.get_current()
+    assert context is not None, "rows are written by tasks of Ray Data"
+    return int(context.task_idx)
 
 
 def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:

@@ -1,0 +1,27 @@
+"""A job whose decoder only sleeps: what its rows take beyond that is the pipeline's (`benchmarks.overhead`).
+
+python -m benchmarks.sleeper -i prompts.parquet -o outputs/run model.source=models/opt-e2e
+"""
+
+import time
+from collections.abc import Sequence
+
+import jobs.cli
+import jobs.generate
+import pipeline.build
+from actors.generator import WindowResult
+from pipeline.decode import DecodeStage
+from skipdecode.generate import Completion, Request
+
+ROW_S = 0.0002
+
+
+class Sleeper(DecodeStage):
+    def _generate(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
+        time.sleep(ROW_S * len(requests))
+        return WindowResult([Completion([5], "length", 1, 1) for _ in requests])
+
+
+if __name__ == "__main__":
+    pipeline.build.DecodeStage = Sleeper  # type: ignore[misc]
+    jobs.cli.start(jobs.generate.main)
