@@ -143,8 +143,9 @@ def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_pat
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["-i", str(source), "actors.batch_size=8", "actors.window_batches=1", "baseline.fraction=0"]
     code, document, err = call(generate, *arguments, "limits.max_failed_rows=5")
-    assert (code, document) == (3, {}), err
-    assert "rows have failed, more than limits.max_failed_rows allows" in err
+    assert code == document["exit_code"] == 3, err
+    assert "rows have failed, more than limits.max_failed_rows allows" in document["error"]
+    assert f"error: {document['error']}" in err
     assert "good rows stay, --resume with a larger limit goes on" in err
     assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "interrupted"
     before = {row["id"]: row for row in rows(tmp_path, "ok")}
