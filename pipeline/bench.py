@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,11 @@ from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section, SwiftKVSection, build_config, read_tree
 from pipeline.machine import provenance
 from skipdecode.config import Quantization
+
+if TYPE_CHECKING:
+    import torch
+
+    from skipdecode.model import OPT
 
 
 class BenchConfig(Section):
@@ -40,54 +45,26 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
     """All shapes; the document for stdout and `benchmarks/results/`. `profile`: the stages of a step, not speed."""
     import torch
 
-    from actors.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case, random_model
+    from actors.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
     from actors.generator import choose_device, choose_dtype
     from skipdecode import cpu_kernels
-    from skipdecode.config import OPTConfig
-    from skipdecode.schedule import listed_schedule
-    from skipdecode.weights import load_opt
 
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: torch sees no CUDA device; use device=cpu")
-    dtype = choose_dtype(config.dtype, device)
-    if config.work == "train" and "largest" in config.batch_sizes:
-        raise ConfigError("batch_sizes: largest is for work=decode")
-    if profile and config.work == "train":
-        raise ConfigError("work: --profile is for work=decode")
-    if config.work == "train" and config.quantization is not None:
-        raise ConfigError("quantization: is for work=decode")
-    if config.work == "train" and dtype == torch.float16:
-        raise ConfigError("dtype: float16 is not trained in; use bfloat16 or float32")
-    kept = torch.float32 if config.work == "train" else dtype
+    precision = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
+    if config.work == "train":
+        _check_training(config, precision, profile)
     torch.set_num_threads(config.threads or num_cores())
     try:
-        if config.source is not None:
-            if config.swiftkv is not None:
-                raise ValueError("swiftkv: is for a shape; a source carries its own, or jobs.distill gives it one")
-            model = load_opt(config.source, device=device, dtype=kept)
-        else:
-            opt = OPTConfig.released(config.shape or "")
-            if config.swiftkv is not None:
-                opt = replace(opt, swiftkv=config.swiftkv.shape(opt))
-            model = random_model(opt, device=str(device), dtype=kept)
-        for key in ("ffn_skip", "prefill"):
-            if config.work == "train" and any(decode.get(key) is not None for decode in config.schedules):
-                raise ValueError(f"schedules: {key} is not timed with work=train; work=decode times it")
-        for decode in config.schedules:
-            listed_schedule(model.config, decode, config.new_tokens)
+        model = _load_model(config, device, precision)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     room = model.config.max_position_embeddings - config.new_tokens
     if max(config.prompt_tokens) > room:
         raise ConfigError(f"prompt_tokens: {max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
-    if config.work == "decode":
-        try:
-            model.pack(config.quantization)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
     rows: list[dict[str, Any]] = []
-    schedules, precision = list(config.schedules), str(dtype).removeprefix("torch.")
+    schedules = list(config.schedules)
     for prompt_tokens in config.prompt_tokens:
         for size in config.batch_sizes:
             rows_of_batch = largest_batch(model, prompt_tokens, config.new_tokens) if size == "largest" else size
@@ -109,6 +86,45 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
         "config": config.model_dump(mode="json"),
         "rows": rows,
     }
+
+
+def _check_training(config: BenchConfig, precision: str, profile: bool) -> None:
+    """ConfigError for what `work: train` does not do."""
+    if "largest" in config.batch_sizes:
+        raise ConfigError("batch_sizes: largest is for work=decode")
+    if profile:
+        raise ConfigError("work: --profile is for work=decode")
+    if config.quantization is not None:
+        raise ConfigError("quantization: is for work=decode")
+    if precision == "float16":
+        raise ConfigError("dtype: float16 is not trained in; use bfloat16 or float32")
+    for key in ("ffn_skip", "prefill"):
+        if any(decode.get(key) is not None for decode in config.schedules):
+            raise ConfigError(f"schedules: {key} is not timed with work=train; work=decode times it")
+
+
+def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> "OPT":
+    """Ready for `config.work`; ValueError where schedules, SwiftKV or quantization do not go with it."""
+    import torch
+
+    from actors.bench import random_model
+    from skipdecode.config import OPTConfig
+    from skipdecode.schedule import listed_schedule
+    from skipdecode.weights import load_opt
+
+    dtype = torch.float32 if config.work == "train" else getattr(torch, precision)
+    if config.source is not None:
+        if config.swiftkv is not None:
+            raise ValueError("swiftkv: is for a shape; a source carries its own, or jobs.distill gives it one")
+        model = load_opt(config.source, device=device, dtype=dtype)
+    else:
+        opt = OPTConfig.released(config.shape or "")
+        if config.swiftkv is not None:
+            opt = replace(opt, swiftkv=config.swiftkv.shape(opt))
+        model = random_model(opt, device=str(device), dtype=dtype)
+    for decode in config.schedules:
+        listed_schedule(model.config, decode, config.new_tokens)
+    return model.pack(config.quantization) if config.work == "decode" else model
 
 
 LEFT_OUT = ("new_tokens", "prefill_ms")  # of the table; the document has them

@@ -5,6 +5,7 @@ No side effects beyond putting the input plan into the object store. What the st
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,7 +21,7 @@ from pipeline.input.source import CorpusDatasource
 from pipeline.sink import RunSink
 from pipeline.stages import TokenizeConfig, finish, tokenize
 
-LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing): one at work, one ready
+LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing with writing): one at work, one ready
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,5 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, metrics: Any, ledger: Any,
         num_cpus=spec.pool.num_cpus,
         num_gpus=spec.pool.num_gpus or None,
     )
-    rows = rows.map_batches(
-        finish,
-        fn_kwargs={"config": spec.tokenize, "extra_names": tuple(spec.plan.extra_schema.names)},
-        batch_size=None,
-        **light,
-    )
-    return rows.map_batches(sink, batch_size=sink.rows_per_file, **light)
+    end = partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.extra_schema.names))
+    return rows.map_batches(sink, fn_kwargs={"finish": end}, batch_size=sink.rows_per_file, **light)

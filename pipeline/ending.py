@@ -4,7 +4,6 @@ Ray Data ends a run with whatever exception reached it first; what the user need
 written here.
 """
 
-import errno
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from ray.data.exceptions import ExecutionTimeoutError
 
 from pipeline.attempts import OVERDRAWN
 from pipeline.run_folder import Note, RunFolder
+from pipeline.sink import DISK_FULL, NoSpaceLeft
 
 ASK_TIMEOUT_S = 5
 SHARE_ENDS_AT = 100  # failed rows; below, a run is too small for an early end to save anything
@@ -57,21 +57,16 @@ def note_if_full(folder: RunFolder, note: Note) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_disk_full(error):
+        if error.errno not in DISK_FULL:
             raise
         note(f"{folder.path('run.json')}: not brought up to date: {error}")
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Whether there is no space left. By the text: it is all that Ray Data passes on of what a stage has raised."""
-    return any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def reason_to_stop(error: BaseException, ledger: Any, output: str) -> BaseException:
     """The exception to show for `error`, which ended the stream of rows to `output`."""
     if not isinstance(error, Exception):
         return error
-    if is_disk_full(error):
+    if NoSpaceLeft.__name__ in str(error):
         return RunStopped(f"output.path: {output}: no space left; make room, and --resume goes on with the run")
     try:
         verdict = ray.get(ledger.verdict.remote(), timeout=ASK_TIMEOUT_S)

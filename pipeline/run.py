@@ -51,7 +51,9 @@ from pipeline.spec import make_spec
 
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
-MAX_FILES = 10_000  # output files of one status at most, for large corpora
+MAX_FILES = (
+    10_000  # output files of one status, for large corpora; more where Ray cuts windows, which it does at 12 MiB
+)
 
 BLOCK_BYTES = 8 << 20  # Ray joins blocks up to this before the next stage sees them; 128 MiB would delay the first row
 
@@ -310,7 +312,7 @@ def _stream(spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], no
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
         for _ in build_pipeline(spec, sink, *helpers).iter_internal_ref_bundles():
-            pass  # nothing comes out; `materialize`, as Ray's writers use it, would keep a trace of each block
+            pass  # nothing comes out; what Ray's writers return for each block would be kept until the end
 
 
 def close_books(folder: RunFolder, state: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ STATUSES = ("ok", "failed")
 SESSION = "[0-9a-f]{12}"
 KNOWN_NAMES = re.compile(
     rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
-    rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]+|rest-{SESSION})-[0-9a-f]+\.parquet"
+    rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})-\d+(-\d+)?\.parquet"
     rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet"
 )
 """What a finished run holds."""

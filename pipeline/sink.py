@@ -1,16 +1,18 @@
-"""Writing rows: each block of them becomes one file per status, under a temporary name that it loses when it is whole.
+"""Writing rows: what a task has finished becomes one file per status, under a temporary name until it is whole.
 
 The data files are the record of what is done: a file that is visible is complete, and its ids are done. Names follow
-from the session and the rows, so a task that Ray repeats replaces its own file. On a disk a file comes from the
+from the session and the task, so a task that Ray repeats replaces its own file. On a disk a file comes from the
 session's staging folder, which only the driver makes: once `RunFolder.fence` has taken it away, a writer that outlived
 its session cannot add a file. Ray's `write_parquet` writes in place, where a killed task leaves a torn file among the
-data; and all of Ray's writers keep a result per block in the driver until the end, which a corpus has too many of.
+data; and all of Ray's writers keep what they return for each block until the end, in the driver.
 """
 
-import hashlib
+import errno
 import os
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,10 +25,16 @@ from pipeline.lease import read_lease
 from pipeline.run_folder import STAGING, RunFolder, sync
 from pipeline.schema import STATUS
 
+DISK_FULL = errno.ENOSPC, errno.EDQUOT
+
+
+class NoSpaceLeft(OSError):
+    """Where the rows go. Its name is known to the driver, to which Ray Data passes on an error's text alone."""
+
 
 @dataclass(frozen=True)
 class RunSink:
-    """The last stage of Ray Data: takes finished rows, gives none on."""
+    """The end of Ray Data's pipeline: a callable for `map_batches` that gives no rows on."""
 
     filesystem: pafs.FileSystem
     root: str
@@ -34,33 +42,43 @@ class RunSink:
     session: str
     schema: pa.Schema
     rows_per_file: int | None
-    """None: a file per block and status."""
+    """At least, but for the last file; None: a file per block and status."""
     place: str = "data"
     """The folder in the run folder that gets `status=.../` folders."""
+    stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
 
-    def __call__(self, table: pa.Table) -> pa.Table:
-        if table.num_rows:
-            self.write(table, number())
-        return table.select([STATUS]).slice(0, 0)
+    def __call__(self, table: pa.Table, finish: Callable[[pa.Table], pa.Table]) -> pa.Table:
+        """`finish` makes finished rows of `table`: here, since between two stages Ray cuts blocks by their bytes, which
+        a task that is repeated may not do in the same place."""
+        finished = finish(table)
+        if finished.num_rows:
+            self.write(finished, next_name())
+        return finished.select([STATUS]).slice(0, 0)
 
-    def write(self, table: pa.Table, number: int) -> None:
-        """One file per status. `number`: of the task, so that names are in the order of the work."""
-        rows = hashlib.sha256("\0".join(table["id"].to_pylist()).encode()).hexdigest()[:12]
-        name = f"part-{self.session}-{number:06d}-{rows}.parquet"
+    def write(self, table: pa.Table, name: str) -> None:
+        """One file per status."""
         for status in ("ok", "failed"):
-            part = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
-            path = f"{self.place}/status={status}/{name}"
-            if part.num_rows:
-                write_whole(self.filesystem, self.root, path, part.cast(self.schema), self.session)
-            elif self.filesystem.get_file_info(f"{self.root}/{path}").type == pafs.FileType.File:
-                self.filesystem.delete_file(f"{self.root}/{path}")  # of an earlier attempt, whose row has changed sides
+            rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
+            path = f"{self.place}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
+            if rows.num_rows:
+                try:
+                    write_whole(self.filesystem, self.root, path, rows.cast(self.schema), self.session)
+                except OSError as error:
+                    if error.errno not in DISK_FULL:
+                        raise
+                    raise NoSpaceLeft(error.errno, str(error)) from error
+            else:
+                with suppress(FileNotFoundError):  # else of an earlier attempt, whose row has changed sides
+                    self.filesystem.delete_file(f"{self.root}/{path}")
 
 
-def number() -> int:
-    """Of the task of Ray Data that this is; the same when Ray repeats it."""
+def next_name() -> str:
+    """Of the next batch of this task of Ray Data: the same when the task is repeated, in the order of the tasks."""
     context = TaskContext.get_current()
     assert context is not None, "rows are written by tasks of Ray Data"
-    return int(context.task_idx)
+    earlier = context.kwargs.get("batches_written", 0)
+    context.kwargs["batches_written"] = earlier + 1
+    return f"{context.task_idx:06d}" + (f"-{earlier}" if earlier else "")
 
 
 def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:
