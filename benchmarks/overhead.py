@@ -1,12 +1,13 @@
-"""What the pipeline costs beside the decoder, and what a row costs in a corpus of ten thousand or a million.
+"""What the pipeline costs beside the decoder, and whether that depends on the size of the corpus.
 
     python -m benchmarks.overhead --rounds 3 --corpus 10000,100000,1000000 --output benchmarks/results/x.json
 
 `steady`: output tokens per second of a real `jobs.generate` after its first window, in which tasks and pages are still
 new, over those of the same `Generator` called in this process with the same windows, in turns; of the demo model, or of
 a released shape with random weights; with all cores or, as where a host has some to spare, `--threads` of them.
-`corpus`: a job with a decoder that only sleeps (`benchmarks.sleeper`); seconds per row after the first window, and the
-peak of the driver's memory; `--repeats` times in turns, medians. The last line on stdout is one JSON document.
+`corpus`: a job with a decoder that only sleeps (`benchmarks.sleeper`), `--repeats` times in turns, medians: seconds per
+row after the first window, of which the decoder sleeps 200 us; CPU time of the whole machine, which must be quiet, per
+row, from the same moment on; and the peak of the driver's memory. The last line on stdout is one JSON document.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
@@ -41,19 +44,29 @@ BATCHES_PER_WINDOW = 4  # as the workers take them on a CPU
 STEADY = ["decode.speedup=3", "sampling.max_new_tokens=64", "sampling.ignore_eos=true", "actors.num_actors=1"]
 
 
-def generate(root: Path, *overrides: str, job: str = "jobs.generate") -> tuple[Path, float]:
-    """A whole job of its own; its run folder, and the peak of the driver's memory in MiB."""
+def generate(root: Path, *overrides: str, job: str = "jobs.generate") -> tuple[Path, float, list[tuple[float, float]]]:
+    """A whole job of its own, on the CPU; its run folder, the peak of the driver's memory in MiB, and the seconds of
+    CPU time that the machine had used at points of `time.time()`."""
     target = root / "run"
     shutil.rmtree(target, ignore_errors=True)
-    command = [sys.executable, "-m", job, "-i", str(root / "in"), "-o", str(target), "baseline.fraction=0"]
+    command = [sys.executable, "-m", job, "-i", str(root / "in"), "-o", str(target)]
+    used: list[tuple[float, float]] = []
     with (root / "log").open("w") as log:
-        driver = subprocess.Popen([*command, *overrides], stdout=log, stderr=log)
+        driver = subprocess.Popen(
+            [*command, "baseline.fraction=0", "actors.num_gpus=0", *overrides], stdout=log, stderr=log
+        )
         peak = 0.0
         while driver.poll() is None:
             peak = max(peak, peak_mib(driver.pid))
+            used.append((time.time(), cpu_s()))
             time.sleep(0.2)
     assert driver.returncode == 0, (root / "log").read_text()[-3000:]
-    return target, peak
+    return target, peak, used
+
+
+def cpu_s() -> float:
+    user, nice, system, _idle, _iowait, irq, softirq = Path("/proc/stat").read_text().split(maxsplit=8)[1:8]
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_mib(pid: int) -> float:
@@ -71,9 +84,10 @@ def windows(run: Path) -> list[dict[str, Any]]:
 
 def pipeline_rate(run: Path) -> float:
     """Output tokens per second between the end of the first window and that of the last one; all rows have as many."""
-    path = next(iter(run.glob("data/status=ok/*.parquet")))
-    per_row = pq.read_table(path, columns=["num_generated_tokens"])["num_generated_tokens"][0].as_py()
+    tables = [pq.read_table(path, columns=["num_generated_tokens"]) for path in run.glob("data/status=ok/*.parquet")]
+    (per_row,) = pc.unique(pa.concat_tables(tables)["num_generated_tokens"]).to_pylist()
     first, *later = windows(run)
+    assert sum(row["failed"] for row in (first, *later)) == 0
     return float(per_row * sum(row["rows"] for row in later) / (later[-1]["ended_at"] - first["ended_at"]))
 
 
@@ -84,6 +98,7 @@ def save_random(config: OPTConfig, folder: Path) -> None:
 
 
 def steady(rounds: int, num_rows: int, shape: str | None, batch_size: int, threads: int) -> dict[str, Any]:
+    assert num_rows >= 2 * BATCHES_PER_WINDOW * batch_size, "give --rows for two windows at least"
     rows = list(make_prompts(num_rows))
     root = Path(tempfile.mkdtemp(prefix="overhead-"))
     rates: dict[str, list[float]] = {"pipeline": [], "decoder": []}
@@ -111,7 +126,9 @@ def steady(rounds: int, num_rows: int, shape: str | None, batch_size: int, threa
 
 def decoder_rate(rows: list[dict[str, str]], source: str, batch_size: int, threads: int) -> float:
     decode = {"method": "skipdecode", "speedup": 3.0}
-    generator = Generator(GeneratorConfig(source=source, decode=decode, batch_size=batch_size, num_threads=threads))
+    generator = Generator(
+        GeneratorConfig(source=source, decode=decode, batch_size=batch_size, num_threads=threads, device="cpu")
+    )
     tokens = generator.tokenizer.encode([row["prompt"] for row in rows])
     sampling = Sampling(max_new_tokens=64, ignore_eos=True)
     requests = [Request(row["id"], ids, sampling) for row, ids in zip(rows, tokens, strict=True)]
@@ -138,20 +155,21 @@ def corpus(num_rows: int) -> dict[str, Any]:
         save_random(tiny, root / "model")
         more = ["decode.method=full", "sampling.max_new_tokens=1", "actors.num_actors=1"]
         start = time.perf_counter()
-        run, peak = generate(root, f"model.source={root / 'model'}", *more, job="benchmarks.sleeper")
+        run, peak, used = generate(root, f"model.source={root / 'model'}", *more, job="benchmarks.sleeper")
         whole_s, spans = time.perf_counter() - start, windows(run)
         first = spans[0]
         steady_s = spans[-1]["ended_at"] - first["ended_at"]
         later = num_rows - first["rows"]
         assert later > 0, f"{num_rows} rows are one window, give more"
-        asleep = sum(row["ended_at"] - row["started_at"] for row in spans[1:])
+        times, seconds = zip(*used, strict=True)
+        cpu = np.interp([first["ended_at"], spans[-1]["ended_at"]], times, seconds)
     finally:
         shutil.rmtree(root)
     row = {
         "rows": num_rows,
         "whole_s": whole_s,
         "us_per_row": 1e6 * steady_s / later,
-        "asleep_us_per_row": 1e6 * asleep / later,
+        "cpu_us_per_row": 1e6 * float(cpu[1] - cpu[0]) / later,
         "driver_peak_mib": peak,
     }
     print(json.dumps(row), file=sys.stderr, flush=True)
@@ -161,7 +179,7 @@ def corpus(num_rows: int) -> dict[str, Any]:
 def compare_corpora(sizes: list[int], repeats: int) -> dict[str, Any]:
     """Each size in turns; the median of each, by the number of rows."""
     runs = [corpus(size) for _ in range(repeats) for size in sizes]
-    figures = ("us_per_row", "driver_peak_mib")
+    figures = ("whole_s", "us_per_row", "cpu_us_per_row", "driver_peak_mib")
     medians = {
         size: {name: median(run[name] for run in runs if run["rows"] == size) for name in figures} for size in sizes
     }

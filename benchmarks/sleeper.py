@@ -1,4 +1,4 @@
-"""A job whose decoder only sleeps: what its rows take beyond that is the pipeline's (`benchmarks.overhead`).
+"""A job whose decoder only sleeps: what rows take beyond that does not hide behind decoding (`benchmarks.overhead`).
 
 python -m benchmarks.sleeper -i prompts.parquet -o outputs/run model.source=models/opt-e2e
 """
