@@ -307,6 +307,7 @@ def _stream(spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], no
     context.target_max_block_size = BLOCK_BYTES
     context.custom_execution_callback_classes = [KeepWorkers] if helpers[2] is not None else []
     context.execution_no_progress_timeout_s = no_progress_timeout_s
+    context.retried_map_errors = False  # a repeat within a task would go on with its numbers of files (`pipeline.sink`)
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*ENABLED_BACKPRESSURE_POLICIES, FewBlocksAhead])
     with warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not

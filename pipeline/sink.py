@@ -26,6 +26,7 @@ from pipeline.run_folder import STAGING, RunFolder, sync
 from pipeline.schema import STATUS
 
 DISK_FULL = errno.ENOSPC, errno.EDQUOT
+FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memory of their table
 
 
 class NoSpaceLeft(OSError):
@@ -50,7 +51,8 @@ class RunSink:
     def __call__(self, table: pa.Table, finish: Callable[[pa.Table], pa.Table]) -> pa.Table:
         """`finish` makes finished rows of `table`: here, since between two stages Ray cuts blocks by their bytes, which
         a task that is repeated may not do in the same place."""
-        finished = finish(table)
+        parts = range(0, max(table.num_rows, 1), FINISHED_AT_ONCE)
+        finished = pa.concat_tables([finish(table.slice(at, FINISHED_AT_ONCE)) for at in parts])
         if finished.num_rows:
             self.write(finished, next_name())
         return finished.select([STATUS]).slice(0, 0)
@@ -73,12 +75,12 @@ class RunSink:
 
 
 def next_name() -> str:
-    """Of the next batch of this task of Ray Data: the same when the task is repeated, in the order of the tasks."""
+    """Of the next batch of this task of Ray Data: the same when the task is repeated, in the order of the work."""
     context = TaskContext.get_current()
     assert context is not None, "rows are written by tasks of Ray Data"
     earlier = context.kwargs.get("batches_written", 0)
     context.kwargs["batches_written"] = earlier + 1
-    return f"{context.task_idx:06d}" + (f"-{earlier}" if earlier else "")
+    return f"{context.task_idx:06d}-{earlier:03d}"
 
 
 def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:

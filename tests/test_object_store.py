@@ -17,8 +17,9 @@ from moto.server import ThreadedMotoServer
 
 from jobs import generate, retry, verify
 from pipeline.lease import Lease
-from pipeline.run_folder import RunFolder
-from pipeline.sink import write_whole
+from pipeline.run_folder import STATUSES, RunFolder
+from pipeline.schema import STATUS
+from pipeline.sink import RunSink, write_whole
 
 ROWS = [{"id": f"r{i}", "prompt": f"row {i}"} for i in range(40)]
 BAD = [{"id": "long", "prompt": "word " * 500}, {"id": "r3", "prompt": "a duplicate"}]
@@ -138,6 +139,18 @@ def test_a_run_on_an_object_store(uri: Callable[[str], str], tiny_checkpoint: Pa
     assert tokens(uri, "run").keys() == {row["id"] for row in ROWS if row["id"] != "r24"} | {"q24"}
 
 
+def _a_row_changes_sides(folder: RunFolder) -> None:
+    """A file that is not there is deleted without a word, one that is there is gone."""
+    schema = pa.schema([("id", pa.string())])
+    with Lease(folder, "s0", print):
+        sink = RunSink(folder.filesystem, folder.root, "s0", schema, None, stream="x")
+        for status in ("ok", "failed"):
+            sink.write(pa.table({"id": ["row"], STATUS: [status]}), "0")
+            (path,) = [path for kind in STATUSES for path in folder.data_files(kind) if "part-s0-x-0" in path]
+            assert f"status={status}/" in path
+        folder.filesystem.delete_file(path)
+
+
 def test_the_run_folder_on_an_object_store(uri: Callable[[str], str]) -> None:
     folder = RunFolder.open(uri("folder"))
     assert not folder.exists()
@@ -150,6 +163,7 @@ def test_the_run_folder_on_an_object_store(uri: Callable[[str], str]) -> None:
         for name in ("one", "two"):
             path = f"data/status=ok/part-s1-{name}.parquet"
             write_whole(folder.filesystem, folder.root, path, pa.table({"id": [name]}), "s1")
+    _a_row_changes_sides(folder)
     with pytest.raises(FileNotFoundError, match="session s1 holds this folder no more"):  # a writer that outlived it
         write_whole(folder.filesystem, folder.root, "data/status=ok/part-s1-3.parquet", pa.table({"id": ["x"]}), "s1")
     assert folder.exists()

@@ -1,11 +1,13 @@
 """Finished rows become files, each row in one, on a real Ray Data pipeline."""
 
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,9 +16,13 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.data import TaskPoolStrategy
+from ray.data._internal.execution.interfaces.task_context import TaskContext
 
 from pipeline import run
+from pipeline import sink as sink_module
+from pipeline.attempts import start_ledger
 from pipeline.cluster import STAGE_CPUS, start_ray
+from pipeline.ending import RunStopped, reason_to_stop
 from pipeline.run_folder import KNOWN_NAMES, RunFolder
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.sink import RunSink
@@ -57,10 +63,11 @@ def finished(numbers: pa.Table) -> pa.Table:
     return rows.set_column(rows.num_columns - 1, STATUS, pa.array(statuses, pa.string()))
 
 
-def write(rows: ray.data.Dataset, sink: RunSink) -> None:
+def write(rows: ray.data.Dataset, sink: RunSink, finish: Callable[[pa.Table], pa.Table] = finished) -> None:
     light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "compute": TaskPoolStrategy(size=2)}
-    written = rows.map_batches(sink, fn_kwargs={"finish": finished}, batch_size=sink.rows_per_file, **light)
-    for _ in written.iter_batches():
+    for _ in rows.map_batches(
+        sink, fn_kwargs={"finish": finish}, batch_size=sink.rows_per_file, **light
+    ).iter_batches():
         pytest.fail("a row came out")
 
 
@@ -108,10 +115,51 @@ def test_a_task_that_is_repeated_replaces_its_own_file(tmp_path: Path) -> None:
 
 def test_a_row_that_changes_sides_is_not_there_twice(tmp_path: Path) -> None:
     sink = sink_into(tmp_path)
-    sink.write(table(["a", "b"]), "000000")
-    sink.write(table(["a", "b"], "failed"), "000000")
+    sink.write(table(["a", "b"]), "000000-000")
+    sink.write(table(["a", "b"], "failed"), "000000-000")
     assert files(tmp_path) == {}
     assert list(files(tmp_path, "failed").values()) == [["a", "b"]]
+
+
+def test_many_rows_are_finished_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "FINISHED_AT_ONCE", 4)
+    sizes: list[int] = []
+
+    def finish(numbers: pa.Table) -> pa.Table:
+        sizes.append(numbers.num_rows)
+        return finished(numbers)
+
+    with TaskContext.current(TaskContext(0, "here")):
+        sink = sink_into(tmp_path)
+        assert sink(pa.table({"id": pa.array(range(10))}), finish).num_rows == 0
+        assert sink(pa.table({"id": pa.array([], pa.int64())}), finish).num_rows == 0
+    assert sizes == [4, 4, 2, 0]
+    assert [len(ids) for ids in files(tmp_path).values()] == [6]
+
+
+class Full(RunSink):
+    def write(self, table: pa.Table, name: str) -> None:
+        with patch.object(sink_module, "write_whole", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+            super().write(table, name)
+
+
+def finish_on_a_full_disk(numbers: pa.Table) -> pa.Table:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("kind", "finish", "is_told"), [(Full, finished, True), (RunSink, finish_on_a_full_disk, False)]
+)
+def test_a_full_disk_under_the_rows_is_told_from_one_elsewhere(
+    tmp_path: Path, kind: type[RunSink], finish: Callable[[pa.Table], pa.Table], is_told: bool
+) -> None:
+    opened = sink_into(tmp_path)
+    ledger = start_ledger(1, 1, 0.0, 0)
+    with pytest.raises(Exception, match="No space left") as caught:
+        write(ray.data.range(10), kind(opened.filesystem, opened.root, SESSION, OUTPUT_SCHEMA, None), finish)
+    reason = reason_to_stop(caught.value, ledger, "out/run")
+    assert isinstance(reason, RunStopped) == is_told
+    assert ("output.path: out/run: no space left" in str(reason)) == is_told
 
 
 @given(left=st.integers(1, 10**9), window_rows=st.integers(1, 4096))
