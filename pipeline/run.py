@@ -51,9 +51,7 @@ from pipeline.spec import make_spec
 
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
-MAX_FILES = (
-    10_000  # output files of one status, for large corpora; more where Ray cuts windows, which it does at 12 MiB
-)
+MAX_FILES = 10_000  # output files of one status, for large corpora; more where Ray cuts windows (above 12 MiB)
 
 BLOCK_BYTES = 8 << 20  # Ray joins blocks up to this before the next stage sees them; 128 MiB would delay the first row
 

@@ -47,6 +47,7 @@ class RunSink:
     place: str = "data"
     """The folder in the run folder that gets `status=.../` folders."""
     stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
+    """Part of the files' names: tasks are numbered from 0 in every execution."""
 
     def __call__(self, table: pa.Table, finish: Callable[[pa.Table], pa.Table]) -> pa.Table:
         """`finish` makes finished rows of `table`: here, since between two stages Ray cuts blocks by their bytes, which
