@@ -26,10 +26,9 @@ from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
-# Tokens of the prompts that go through the model at once: on a CPU few enough that their states stay in its caches, and
-# enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's width) and that threads
-# share out rows on AMX (`cpu_tiles.h`, MANY)
-PREFILL_TOKENS = {"cpu": 2048, "cuda": 1 << 16}
+# Tokens of the prompts that go through the model at once. On a CPU enough that its threads seldom wait for each other
+# at the end of a layer (2,048 on AMX: 6 % slower), and few enough that their states are small beside the cache
+PREFILL_TOKENS = {"cpu": 8192, "cuda": 1 << 16}
 PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
 CHECK_EVERY = {"cpu": 1, "cuda": 8}  # steps between looks at the tokens; a look waits for the device
 

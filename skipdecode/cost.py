@@ -50,18 +50,19 @@ def attention_cost(
     context: int,
     itemsize: int,
     weight_itemsize: int | None = None,
-    makes_kv: bool = True,
+    kv_columns: int | None = None,
 ) -> Cost:
     """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved).
 
-    `weight_itemsize`, here and below: bytes of a weight where it is not `itemsize` (int8). Without `makes_kv`, keys and
-    values are there already (SwiftKV), and two of the four projections are not run.
+    `weight_itemsize`, here and below: bytes of a weight where it is not `itemsize` (int8). `kv_columns`: of how many
+    columns it makes keys and values, where it is not `new_columns`: all of a prompt, of which one goes on; none, if
+    they are there already (SwiftKV), and two of the four projections are not run.
     """
     d = config.hidden_size
-    tokens, projections = rows * new_columns, 4 if makes_kv else 2
-    flops = 2 * tokens * projections * d * d + 4 * tokens * context * d
-    moved = (weight_itemsize or itemsize) * projections * d * d
-    moved += itemsize * (2 * rows * context * d + 6 * tokens * d)  # K and V, activations
+    tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
+    flops = 4 * (tokens + kv_tokens) * d * d + 4 * tokens * context * d
+    moved = (weight_itemsize or itemsize) * (4 if kv_tokens else 2) * d * d
+    moved += itemsize * (2 * rows * context * d + 4 * tokens * d + 2 * kv_tokens * d)  # K and V, activations
     return Cost(flops, moved, ATTN_CALLS)
 
 
@@ -105,17 +106,19 @@ def plan_parts(
     `ffn_rows`: on how many rows each block in `plan.by_row` ran; None: on all.
     """
     first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
+    top = max(plan.layers, default=0) if not plan.by_row else first
     sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
-    attn = attention_cost(config, rows=rows, new_columns=new_columns, context=context, **sizes)
-    ffn = ffn_cost(config, tokens=rows * new_columns, **sizes)
-    above = ffn_cost(config, tokens=rows, **sizes)  # SwiftKV: one column per row goes on
-    parts = [attn] * sum(plan.attn[:first])
-    parts += [ffn] * (sum(plan.ffn[:first]) - sum(plan.by_row[:first]))
-    parts += [above] * (sum(plan.ffn[first:]) - sum(plan.by_row[first:]))
+    parts = []
+    for layer in plan.layers:
+        columns = 1 if layer >= min(first, top) else new_columns  # of a prompt, one goes on behind the last K/V
+        if plan.attn[layer]:
+            kv_columns = new_columns if layer < first else 0
+            shape = {"rows": rows, "new_columns": columns, "kv_columns": kv_columns, "context": context}
+            parts.append(attention_cost(config, **shape, **sizes))
+        if plan.ffn[layer] and not (plan.by_row and plan.by_row[layer]):
+            parts.append(ffn_cost(config, tokens=rows * columns, **sizes))
     if any(plan.attn[first:]):
         parts.append(shared_kv_cost(config, plan, tokens=rows * new_columns, **sizes))
-        last = attention_cost(config, rows=rows, new_columns=1, context=context, makes_kv=False, **sizes)
-        parts += [last] * sum(plan.attn[first:])
     for n in [rows] * sum(plan.by_row) if ffn_rows is None else ffn_rows:
         parts.append(Cost(calls=FIND_CALLS))
         if n:

@@ -2,9 +2,7 @@
 // output, norm, feed-forward. As calls of their own these are seven, each with its entry from Python and its fork and
 // join of threads; where the layers are small that is most of a step.
 
-#include "cpu_attention.h"
-#include "cpu_int8.h"
-#include "cpu_tiles.h"
+#include "cpu_block.h"
 
 #ifdef HAS_TILES
 
@@ -14,44 +12,12 @@ namespace {
 
 using namespace cpu;
 
-struct Norm {
-  const bfloat16 *weight, *bias;  // null: 1 and 0
-};
-
-struct Product {
-  int64_t outputs, inputs;
-  const void* weight;    // packed
-  const float* scales;   // of int8; null: the weight is bfloat16
-  const uint16_t* bias;  // null: none
-};
-
-struct Block {
-  int64_t heads;
-  double epsilon;
-  Norm attn_norm;
-  Product qkv, out;
-  Norm ffn_norm;
-  Product fc1, fc2;
-};
-
 enum Stage { NORMS, QKV, ATTENTION, OUT, FEED, NUM_STAGES };
 
-// A thread's rows of a layer norm over `width` numbers, in float32, rounded once.
+// A thread's rows of a layer norm.
 void normalise(int64_t rows, int64_t width, const Norm& norm, float epsilon, const bfloat16* x, bfloat16* y) {
 #pragma omp for schedule(static) nowait
-  for (int64_t row = 0; row < rows; ++row) {
-    const bfloat16* from = x + row * width;
-    bfloat16* to = y + row * width;
-    float sum = 0.0f, squares = 0.0f;
-    for (int64_t i = 0; i < width; ++i) sum += load(from[i]);
-    const float mean = sum / width;
-    for (int64_t i = 0; i < width; ++i) squares += (load(from[i]) - mean) * (load(from[i]) - mean);
-    const float scale = 1.0f / std::sqrt(squares / width + epsilon);
-    if (norm.weight && norm.bias)
-      for (int64_t i = 0; i < width; ++i) store(to[i], (load(from[i]) - mean) * scale * load(norm.weight[i]) + load(norm.bias[i]));
-    else
-      for (int64_t i = 0; i < width; ++i) store(to[i], (load(from[i]) - mean) * scale);
-  }
+  for (int64_t row = 0; row < rows; ++row) normalise_row(width, norm, epsilon, x + row * width, y + row * width, 32);
 }
 
 // Rows of x for a product with `p`, each by the thread that `omp for` gives it.
@@ -66,7 +32,7 @@ template <Then THEN>
 void multiply_rows(int64_t rows, const Product& p, const uint16_t* x, WholeRows whole, const uint16_t* residual,
                    uint16_t* y) {
   if (p.scales)
-    by_outputs<THEN>(rows, whole, {p.outputs, p.inputs, static_cast<const int8_t*>(p.weight), p.scales, p.bias}, residual, y);
+    of_whole<THEN>({false}, rows, whole, p.int8(), residual, y, in_lines(p.outputs));
   else
     by_outputs<THEN>(rows, p.outputs, p.inputs, x, p.inputs, x + rows / 32 * 32 * p.inputs,
                      static_cast<const uint16_t*>(p.weight), p.bias, residual, y);

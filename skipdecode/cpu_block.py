@@ -1,6 +1,7 @@
-"""A decoder layer for one new column per row as one call of a kernel on AMX tiles (`cpu_block.cpp`).
+"""A decoder layer as one call of a kernel on AMX tiles: for one new column per row (`cpu_block.cpp`), and for prompts
+(`cpu_prompt.cpp`).
 
-B rows, D width.
+B rows, T columns, N tokens of all prompts, D width.
 """
 
 import ctypes
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode import cpu_kernels
@@ -51,8 +53,34 @@ class Product:
         return _Product(self.outputs, inputs, _pointer(tiles), _pointer(scales), _pointer(self.bias))
 
 
+class Prompts:
+    """Left-padded prompts [B, T] laid one behind the other, without the padding: [N, ...]."""
+
+    def __init__(self, positions: Tensor) -> None:
+        """`positions` [B, T] int64: -1 a padding column (`OPT.embed`)."""
+        self._is_real = positions >= 0
+        lengths = self._is_real.sum(dim=1)
+        self.columns = positions.shape[1] - lengths
+        """[B] int64: the column of each prompt's first token."""
+        self.starts = F.pad(lengths.cumsum(dim=0), (1, 0))
+        """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
+        self.num_columns, self.num_tokens = positions.shape[1], int(self.starts[-1])  # T, N
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [N, ...]"""
+        return x[self._is_real]
+
+    def unpack(self, h: Tensor) -> Tensor:
+        """[N, D] -> [B, T, D], zeros for padding."""
+        return h.new_zeros(*self._is_real.shape, h.shape[1]).masked_scatter_(self._is_real[..., None], h)
+
+    def last(self, h: Tensor) -> Tensor:
+        """Of each prompt: [N, D] -> [B, D]."""
+        return h[self.starts[1:] - 1]
+
+
 class TileBlock:
-    """A pre-norm decoder layer in bfloat16 for one new column per row, as one call (`cpu_block.cpp`).
+    """A pre-norm decoder layer in bfloat16, as one call.
 
     The same as its parts one after the other (`linear`, `attend`, a layer norm), without the entries and the threads'
     forks between them.
@@ -81,31 +109,90 @@ class TileBlock:
             heads, attn_norm.eps, norms[0], qkv.struct(), out.struct(), norms[1], fc1.struct(), fc2.struct()
         )
         self._reference = ctypes.byref(self._block)
-        self._call = cpu_kernels.function("block_tiles")
+        self._step = cpu_kernels.function("block_tiles")
+        self._read = cpu_kernels.function("prompt_tiles")
 
-    def __call__(self, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
+    def step(self, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
         """h [B, 1, D] through attention (with `columns`) and the feed-forward block (where it `feeds`), in place."""
         rows = len(h)
-        assert h.dtype == torch.bfloat16, h.dtype
-        assert h.shape == (rows, 1, self._width), h.shape
-        assert h.is_contiguous(), h.stride()
+        self._check_states(h, (rows, 1, self._width))
         memory: tuple[Any, ...] = (None, None, 0, None, None)
         if columns is not None:
             k, v, first, last = columns
-            for held in (k, v):
-                assert held.dtype == torch.bfloat16, held.dtype
-                assert held.is_contiguous(), held.stride()
-                assert held.shape == (rows, self._block.heads, k.shape[2], self._width // self._block.heads), held.shape
-            for column in (first, last):
-                assert column.dtype == torch.int64, column.dtype
-                assert column.shape == (rows,), (column.shape, rows)
-                assert column.is_contiguous(), column.stride()
+            self._check_cache(rows, k, v)
+            _check_indices(rows, first)
+            _check_indices(rows, last)
             memory = (k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr())
         seconds = _pointer(TileBlock.seconds)
-        self._call(
+        self._step(
             self._reference, rows, h.data_ptr(), columns is not None, feeds, *memory, seconds, torch.get_num_threads()
         )
         return h
+
+    def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
+        """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, H, S, K], filled up to the prompts' ends."""
+        self._prompt(h, prompts, memory, attends=memory is not None, feeds=feeds)
+        return h
+
+    def read_last(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
+        """As `read`, but only the last token of each prompt goes on behind the keys and values: [N, D] -> [B, 1, D]."""
+        last = prompts.last(h)[:, None]
+        if memory is None:
+            return self.step(last, None, feeds=feeds)
+        self._prompt(h, prompts, memory, stores=True)
+        at = torch.full_like(prompts.columns, prompts.num_columns - 1)
+        return self.step(last, Columns(*memory, prompts.columns, at), feeds=feeds)
+
+    def _prompt(
+        self,
+        h: Tensor,
+        prompts: Prompts,
+        memory: tuple[Tensor, Tensor] | None,
+        *,
+        stores: bool = False,
+        attends: bool = False,
+        feeds: bool = False,
+    ) -> None:
+        rows = len(prompts.columns)
+        self._check_states(h, (prompts.num_tokens, self._width))
+        where: tuple[Any, ...] = (None, None, 0)
+        if memory is not None:
+            k, v = memory
+            self._check_cache(rows, k, v)
+            assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
+            where = (k.data_ptr(), v.data_ptr(), k.shape[2])
+        self._read(
+            self._reference,
+            rows,
+            prompts.starts.data_ptr(),
+            h.data_ptr(),
+            stores,
+            attends,
+            feeds,
+            *where,
+            prompts.columns.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    # wrong ones would be read as if they were right
+
+    def _check_states(self, h: Tensor, shape: tuple[int, ...]) -> None:
+        assert h.dtype == torch.bfloat16, h.dtype
+        assert h.shape == shape, (h.shape, shape)
+        assert h.is_contiguous(), h.stride()
+
+    def _check_cache(self, rows: int, *memory: Tensor) -> None:
+        for held in memory:
+            assert held.dtype == torch.bfloat16, held.dtype
+            assert held.is_contiguous(), held.stride()
+            shape = (rows, self._block.heads, memory[0].shape[2], self._width // self._block.heads)
+            assert held.shape == shape, (held.shape, shape)
+
+
+def _check_indices(count: int, indices: Tensor) -> None:
+    assert indices.dtype == torch.int64, indices.dtype
+    assert indices.shape == (count,), (indices.shape, count)
+    assert indices.is_contiguous(), indices.stride()
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -97,7 +97,7 @@ inline void multiply_whole(const uint8_t* x, const int8_t* w, int64_t steps, int
 // Scales, bias, ReLU or residual, and rounding, of `count` rows from `row` on and 32 outputs: y [rows][outputs].
 template <Then THEN>
 inline void finish_whole(const int32_t* sums, const float* row_scales, int64_t row, int count, int64_t block,
-                         const Int8Weight& w, const uint16_t* residual, uint16_t* y) {
+                         const Int8Weight& w, const uint16_t* residual, uint16_t* y, Layout layout) {
   alignas(64) float numbers[16 * 32];
   const __m512 byte = _mm512_set1_ps(256.0f);
   for (int half = 0; half < 2; ++half) {
@@ -109,13 +109,14 @@ inline void finish_whole(const int32_t* sums, const float* row_scales, int64_t r
       _mm512_store_ps(numbers + 32 * r + 16 * half, _mm512_mul_ps(_mm512_fmadd_ps(high, byte, low), scale));
     }
   }
-  finish<THEN>(numbers, row, count, block, w.outputs, w.bias, residual, y);
+  finish<THEN>(numbers, row, count, block, w.outputs, w.bias, residual, y, layout);
 }
 
-// x W^T + bias, cut by outputs, for all threads of a parallel region that have configured their tiles and wait for each
-// other's rows of x; they wait for none at the end.
+// x W^T + bias, cut by outputs, by threads that have configured their tiles and waited for each other's rows of x; they
+// wait for none at the end.
 template <Then THEN>
-void by_outputs(int64_t rows, WholeRows x, const Int8Weight& w, const uint16_t* residual, uint16_t* y) {
+void of_whole(Team team, int64_t rows, WholeRows x, const Int8Weight& w, const uint16_t* residual, uint16_t* y,
+              Layout layout) {
   const int64_t steps = w.steps(), blocks = (w.outputs + 31) / 32, groups = (rows + 15) / 16;
   const int64_t fit = GROUPS_BYTES / (steps * LINES), at_once = fit > GROUPS ? GROUPS : fit < 1 ? 1 : fit;
   constexpr int64_t DEEP_STEPS = 8;  // their weights, 16 KiB, stay in the L1 cache while the rows go by
@@ -124,7 +125,7 @@ void by_outputs(int64_t rows, WholeRows x, const Int8Weight& w, const uint16_t* 
   for (int64_t from = 0; from < groups; from += at_once) {
     const int64_t to = from + at_once < groups ? from + at_once : groups;
     const int64_t lines = (32 + to - from - 1) / (to - from);  // each group fetches a part of the next weights
-    share(blocks, [&](int64_t block) {
+    team.share(blocks, [&](int64_t block) {
       for (int64_t k = 0; k < steps; k += DEEP_STEPS) {
         const int64_t deep = steps - k < DEEP_STEPS ? steps - k : DEEP_STEPS;
         const int8_t* weights = w.tiles + (block * steps + k) * LINES;
@@ -135,10 +136,10 @@ void by_outputs(int64_t rows, WholeRows x, const Int8Weight& w, const uint16_t* 
           const int count = rows - row < 16 ? int(rows - row) : 16;
           const bool is_last = k + deep == steps;
           if (is_last)
-            for (int r = 0; r < count; ++r) __builtin_prefetch(y + (row + r) * w.outputs + 32 * block, 1, 2);
+            for (int r = 0; r < count; ++r) __builtin_prefetch(y + layout.at(row + r, block), 1, 2);
           multiply_whole(x.tiles + (group * steps + k) * LINES, weights, deep, group_sums, k == 0,
                          next + (group - from) * deep * lines * 64, lines);
-          if (is_last) finish_whole<THEN>(group_sums, x.scales, row, count, block, w, residual, y);
+          if (is_last) finish_whole<THEN>(group_sums, x.scales, row, count, block, w, residual, y, layout);
         }
       }
     });

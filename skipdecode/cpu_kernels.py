@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("cpu_attention.cpp", "cpu_linear.cpp", "cpu_block.cpp")]
-HEADERS = [HERE / name for name in ("cpu_attention.h", "cpu_int8.h", "cpu_threads.h", "cpu_tiles.h")]
+SOURCES = [HERE / name for name in ("cpu_attention.cpp", "cpu_linear.cpp", "cpu_block.cpp", "cpu_prompt.cpp")]
+HEADERS = [HERE / name for name in ("cpu_attention.h", "cpu_block.h", "cpu_int8.h", "cpu_threads.h", "cpu_tiles.h")]
 # Sums may be reordered, which is what makes them vectors. Not -ffast-math: at linking it adds code that takes subnormal
 # numbers away from the whole process.
 MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffinite-math-only -freciprocal-math"
@@ -205,6 +205,7 @@ def linear(
 
 ARGUMENTS = {
     "block_tiles": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
+    "prompt_tiles": [POINTER, INT64, POINTER, POINTER, INT, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
     "attend": [*[INT64] * 3, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack_tiles": [INT64, INT64, POINTER, POINTER],

@@ -24,9 +24,17 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, in
 #pragma omp parallel num_threads(num_threads)
   {
     configure_tiles();
-    if (is_many)
-      by_rows<THEN>(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);
-    else
+    if (is_many) {
+      thread_local Buffer<uint16_t> kept;
+      uint16_t* tiles = kept.room(ROWS * inputs);
+#pragma omp for schedule(dynamic) nowait
+      for (int64_t from = 0; from < rows; from += ROWS) {
+        const int64_t count = rows - from < ROWS ? rows - from : ROWS;
+        to_tiles(count, inputs / 32, x + from * stride, stride, tiles);
+        of_tiles<THEN>({true}, count, outputs, inputs, tiles, w, bias, residual ? residual + from * outputs : nullptr,
+                       y + from * outputs, in_lines(outputs));
+      }
+    } else
       by_outputs<THEN>(rows, outputs, inputs, x, stride, last.data(), w, bias, residual, y);
     _tile_release();
   }
@@ -48,7 +56,8 @@ void linear_whole(int64_t rows, const uint16_t* x, int64_t stride, const Int8Wei
       configure_tiles();
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < count; ++row) to_whole(row, w.inputs, x + (from + row) * stride, whole);
-      by_outputs<THEN>(count, whole, w, residual ? residual + from * w.outputs : nullptr, y + from * w.outputs);
+      of_whole<THEN>({false}, count, whole, w, residual ? residual + from * w.outputs : nullptr, y + from * w.outputs,
+                     in_lines(w.outputs));
       _tile_release();
     }
   }

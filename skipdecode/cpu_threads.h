@@ -1,4 +1,4 @@
-// How the threads of a parallel region share work; for cpu_attention.h and cpu_tiles.h.
+// How the threads of a parallel region share work; for the other headers.
 
 #pragma once
 
@@ -17,5 +17,24 @@ inline void share(int64_t count, Work work) {
 #pragma omp for schedule(dynamic, piece) nowait
   for (int64_t i = own; i < count; ++i) work(i);
 }
+
+// All threads of a parallel region, or one of them that works alone.
+struct Team {
+  bool is_alone;
+
+  template <typename Work>
+  void share(int64_t count, Work work) const {
+    if (is_alone)
+      for (int64_t i = 0; i < count; ++i) work(i);
+    else
+      cpu::share(count, work);
+  }
+
+  void wait() const {
+    if (!is_alone) {
+#pragma omp barrier
+    }
+  }
+};
 
 }  // namespace cpu

@@ -1,10 +1,10 @@
 // Products with bfloat16 weights on a CPU's matrix tiles (AMX), with a bias, and a ReLU or a residual, in the
-// same pass; for cpu_linear.cpp and cpu_block.cpp.
+// same pass; for cpu_linear.cpp, cpu_block.cpp and cpu_prompt.cpp.
 //
 // Decoding multiplies few rows by weights that come from memory, so the weights lie in the order in which they are read,
 // one stream per thread, and are prefetched AHEAD of their use: with 32 rows that takes a half to a quarter of the time
 // of oneDNN, which waits for each line. A row's sums run over k in one order, whatever the number of rows: a row's bits
-// do not depend on its batch.
+// do not depend on its batch. With many rows the weights are what is read again and again: see `of_tiles`.
 //
 // Packed weights: for each 32 outputs, for each 32 inputs, two tiles of 16 outputs; a tile is 16 lines of input pairs.
 
@@ -39,7 +39,7 @@ constexpr int64_t TILE = 512;             // numbers in a tile of bfloat16, 1 Ki
 constexpr int64_t AHEAD = 8192;           // bytes
 constexpr int64_t ROWS_BYTES = 3 << 19;   // of x, at a time: with the weights of 32 outputs they stay in the L2 cache
 constexpr int64_t MANY = 256;             // rows per thread that are worth that each thread reads all weights
-constexpr int64_t ROWS = 512, INPUTS = 1024, DEEP = 256;  // of `by_rows`: 1 MiB of rows, 16 KiB of weights at a time
+constexpr int64_t ROWS = 256, INPUTS = 2048, DEEP = 256;  // of a thread: 1 MiB of rows, 16 KiB of weights at a time
 
 enum Then { NOTHING, RELU, ADD };
 
@@ -130,11 +130,21 @@ inline void multiply_tiles(const uint16_t* x, const uint16_t* w, int64_t steps, 
   store_sums(sums);
 }
 
-// Bias, ReLU or residual, and rounding, of the sums of `count` rows from `row` on and 32 outputs: y [rows][outputs].
+// How rows lie, in groups of 32 and their numbers in blocks of 32: numbers from one group, block or row to the next.
+struct Layout {
+  int64_t group, block, row;
+
+  int64_t at(int64_t row_, int64_t block_) const { return row_ / 32 * group + block_ * block + row_ % 32 * row; }
+};
+
+inline Layout in_lines(int64_t width) { return {32 * width, 32, width}; }            // one row behind the other
+inline Layout in_tiles(int64_t width) { return {32 * width, 2 * TILE, 32}; }  // as `multiply_tiles` reads them
+
+// Bias, ReLU or residual, and rounding, of the sums of `count` rows from `row` on, in one group, and 32 outputs.
 template <Then THEN>
 inline void finish(const float* sums, int64_t row, int count, int64_t block, int64_t outputs, const uint16_t* bias,
-                   const uint16_t* residual, uint16_t* y) {
-  const int64_t first = 32 * block, at = row * outputs + first;
+                   const uint16_t* residual, uint16_t* y, Layout layout) {
+  const int64_t first = 32 * block, at = layout.at(row, block);
   const __mmask32 mask = outputs - first < 32 ? (1u << (outputs - first)) - 1 : ~0u;
   const __m512i b = bias ? _mm512_maskz_loadu_epi16(mask, bias + first) : _mm512_setzero_si512();
   const __m512 low = widen(_mm512_castsi512_si256(b)), high = widen(_mm512_extracti64x4_epi64(b, 1));
@@ -145,11 +155,11 @@ inline void finish(const float* sums, int64_t row, int count, int64_t block, int
       v = _mm512_max_ps(_mm512_setzero_ps(), v);
     }
     if (THEN == ADD) {
-      const __m512i other = _mm512_maskz_loadu_epi16(mask, residual + at + r * outputs);
+      const __m512i other = _mm512_maskz_loadu_epi16(mask, residual + at + r * layout.row);
       u = _mm512_add_ps(u, widen(_mm512_castsi512_si256(other)));
       v = _mm512_add_ps(v, widen(_mm512_extracti64x4_epi64(other, 1)));
     }
-    _mm512_mask_storeu_epi16(y + at + r * outputs, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v, u)));
+    _mm512_mask_storeu_epi16(y + at + r * layout.row, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v, u)));
   }
 }
 
@@ -181,60 +191,44 @@ void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x
         const auto run = count > 16 ? (row == from ? multiply<true, true> : multiply<true, false>)
                                     : (row == from ? multiply<false, true> : multiply<false, false>);
         run(part, apart, weights, steps, sums);
-        finish<THEN>(sums, row, count, block, outputs, bias, residual, y);
+        finish<THEN>(sums, row, count, block, outputs, bias, residual, y, in_lines(outputs));
       }
     });
   }
 }
 
-// The same for the rows from `begin` to `end`, by one thread: ROWS of them at a time, and of their inputs first the first
-// ones (INPUTS), so that they stay in its core's own L2 cache as tiles: to share them would mean to fetch what another core
-// wrote. Of a block's weights DEEP inputs at a time stay in the L1 cache while the rows go by; sums wait in memory meanwhile.
+// The same for rows in tiles [rows / 32][inputs / 32][2][16][32]. A thread that has them to itself takes first the first
+// inputs of all rows (INPUTS), which stay in its core's L2 cache; threads that share them have parts of the outputs, and
+// read each weight once. Of a block's weights DEEP inputs at a time stay in the L1 cache while the rows go by.
 template <Then THEN>
-void rows_of(int64_t begin, int64_t end, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
-             const uint16_t* w, const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
-  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, parts = (inputs + INPUTS - 1) / INPUTS;
-  thread_local Buffer<uint16_t> tiles_kept;
-  thread_local Buffer<float> sums_kept;
-  uint16_t* tiles = tiles_kept.room(ROWS * INPUTS);
-  float* sums = sums_kept.room((parts == 1 ? 1 : blocks) * ROWS * 32);
-  for (int64_t from = begin; from < end; from += ROWS) {
-    const int64_t count = end - from < ROWS ? end - from : ROWS, groups = (count + 31) / 32;
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t first = part * INPUTS / 32, span = steps - first < INPUTS / 32 ? steps - first : INPUTS / 32;
-      to_tiles(count, span, x + from * stride + first * 32, stride, tiles);
-      for (int64_t block = 0; block < blocks; ++block) {
-        const uint16_t* weights = w + (block * steps + first) * 2 * TILE;
-        float* block_sums = sums + (parts == 1 ? 0 : block) * ROWS * 32;
-        for (int64_t k = 0; k < span; k += DEEP / 32) {
-          const int64_t deep = span - k < DEEP / 32 ? span - k : DEEP / 32, lines = (deep * 32 + groups - 1) / groups;
-          const uint16_t* next = k + deep < span ? weights + (k + deep) * 2 * TILE : weights + steps * 2 * TILE;
-          const bool is_first = part == 0 && k == 0, is_last = part == parts - 1 && k + deep == span;
-          for (int64_t group = 0; group < groups; ++group) {
-            float* group_sums = is_first && is_last ? sums : block_sums + group * 1024;
-            const int64_t row = from + 32 * group;
-            const int many = end - row < 32 ? int(end - row) : 32;
-            if (is_last)
-              for (int r = 0; r < many; ++r) __builtin_prefetch(y + (row + r) * outputs + 32 * block, 1, 2);
-            multiply_tiles(tiles + (group * span + k) * 2 * TILE, weights + k * 2 * TILE, deep, group_sums, is_first,
-                           reinterpret_cast<const char*>(next) + group * lines * 64, lines);
-            if (is_last) finish<THEN>(group_sums, row, many, block, outputs, bias, residual, y);
-          }
+void of_tiles(Team team, int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* tiles, const uint16_t* w,
+              const uint16_t* bias, const uint16_t* residual, uint16_t* y, Layout layout) {
+  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, groups = (rows + 31) / 32;
+  const int64_t at_once = team.is_alone ? INPUTS / 32 : steps;
+  const bool is_whole = steps <= at_once;
+  thread_local Buffer<float> kept;
+  float* sums = kept.room((is_whole ? 1 : blocks) * groups * 1024);
+  for (int64_t first = 0; first < steps; first += at_once) {
+    const int64_t end = first + at_once < steps ? first + at_once : steps;
+    team.share(blocks, [&](int64_t block) {
+      float* block_sums = sums + (is_whole ? 0 : block) * groups * 1024;
+      for (int64_t k = first; k < end; k += DEEP / 32) {
+        const int64_t deep = end - k < DEEP / 32 ? end - k : DEEP / 32, ahead = (deep * 32 + groups - 1) / groups;
+        const uint16_t* weights = w + (block * steps + k) * 2 * TILE;
+        const uint16_t* next = weights + (k + deep < end ? deep : steps - k + first) * 2 * TILE;
+        for (int64_t group = 0; group < groups; ++group) {
+          const int64_t row = 32 * group;
+          const int count = rows - row < 32 ? int(rows - row) : 32;
+          const bool is_last = k + deep == steps;
+          if (is_last)
+            for (int r = 0; r < count; ++r) __builtin_prefetch(y + layout.at(row + r, block), 1, 2);
+          multiply_tiles(tiles + (group * steps + k) * 2 * TILE, weights, deep, block_sums + group * 1024, k == 0,
+                         reinterpret_cast<const char*>(next) + group * ahead * 64, ahead);
+          if (is_last) finish<THEN>(block_sums + group * 1024, row, count, block, outputs, bias, residual, y, layout);
         }
       }
-    }
+    });
   }
-}
-
-// The same cut by rows, for all threads of a parallel region: each reads all weights.
-template <Then THEN>
-void by_rows(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* w,
-             const uint16_t* bias, const uint16_t* residual, uint16_t* y, int slices) {
-  const int64_t own = ((rows + 31) / 32 + slices - 1) / slices * 32;
-#pragma omp for schedule(static) nowait
-  for (int slice = 0; slice < slices; ++slice)
-    rows_of<THEN>(slice * own, (slice + 1) * own < rows ? (slice + 1) * own : rows, outputs, inputs, x, stride, w, bias,
-                  residual, y);
 }
 
 }  // namespace cpu

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from skipdecode import cpu_kernels
 from skipdecode.cache import KVCache
 from skipdecode.config import POSITION_OFFSET, OPTConfig, Quantization, SwiftKVConfig
-from skipdecode.cpu_block import Product, TileBlock
+from skipdecode.cpu_block import Product, Prompts, TileBlock
 from skipdecode.cpu_kernels import Columns
 from skipdecode.ffn_rows import RowFFNs
 from skipdecode.linear import Linear, Packed, check_int8, pack
@@ -52,30 +52,44 @@ class Block(nn.Module):
         self.tiles: TileBlock | None = None
 
     def fuse(self) -> None:
-        """`step` as one kernel, where the packed weights lie in tiles."""
+        """`step` and `read` as one kernel each, where the packed weights lie in tiles."""
         products = [linear.product() for linear in (self.qkv, self.out_proj, self.fc1, self.fc2)]
         if self.is_pre_norm and None not in products:
             qkv, out, fc1, fc2 = cast(list[Product], products)
             self.tiles = TileBlock(self.num_heads, self.attn_norm, qkv, out, self.ffn_norm, fc1, fc2)
 
-    def attend(self, h: Tensor, store: Store, mask: Tensor | None) -> Tensor:
-        """h [B, T, D] -> [B, T, D]. `mask` [B, 1, T, S] bool, True = may attend; None: causal, no padding."""
+    def attend(self, h: Tensor, store: Store, mask: Tensor | None, *, only_last: bool = False) -> Tensor:
+        """h [B, T, D] -> [B, T, D]. `mask` [B, 1, T, S] bool, True = may attend; None: causal, no padding.
+
+        `only_last`: keys and values of all columns, and only the last one goes on, [B, 1, D].
+        """
         B, T, D = h.shape
         x = self.attn_norm(h) if self.is_pre_norm else h
         qkv = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, K]
         keys, values = store(k, v)
+        if only_last:
+            h, q, mask = h[:, -1:], q[:, :, -1:], None if mask is None else mask[:, :, -1:]
         return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
 
     def step(self, h: Tensor, cache: HasColumns, layer: int, *, attends: bool = True, feeds: bool = True) -> Tensor:
         """`attend`, `feed` or both for the one column behind those in `cache`: h [B, 1, D] -> [B, 1, D], the same
         memory where that is one kernel."""
         if self.tiles is not None and (attends or feeds):
-            return self.tiles(h, cache.columns(layer) if attends else None, feeds=feeds)
+            return self.tiles.step(h, cache.columns(layer) if attends else None, feeds=feeds)
         if attends:
             q, k, v = self.qkv(self.attn_norm(h) if self.is_pre_norm else h)[:, 0].chunk(3, dim=-1)  # each [B, D]
             h = self._add_attention(h, cpu_kernels.attend(q, *cache.columns(layer), (k, v))[:, None])
         return self.feed(h) if feeds else h
+
+    def read(
+        self, h: Tensor, prompts: Prompts, cache: KVCache, layer: int, *, attends: bool, feeds: bool, only_last: bool
+    ) -> Tensor:
+        """`attend`, `feed` or both for whole prompts, as one kernel into an empty cache: h [N, D] -> [N, D], the same
+        memory; with `only_last` -> [B, 1, D]."""
+        assert self.tiles is not None, "a layer that is not in tiles"
+        read = self.tiles.read_last if only_last else self.tiles.read
+        return read(h, prompts, (cache.k[layer], cache.v[layer]) if attends else None, feeds=feeds)
 
     def attend_to(self, h: Tensor, query: nn.Module, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention over K and V [B, H, S, K] from elsewhere, with a query projection from elsewhere (SwiftKV)."""
@@ -198,7 +212,7 @@ class OPT(nn.Module):
         return self.embed_tokens.weight.dtype
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens, positions [B, T] int64 -> [B, T, D]. Position 0 is the first real token, -1 a padding column."""
+        """tokens, positions [...] int64 -> [..., D]. Position 0 is the first real token, -1 a padding column."""
         h: Tensor = self.embed_tokens(tokens)
         if self.project_in is not None:
             h = self.project_in(h)
@@ -224,9 +238,16 @@ class OPT(nn.Module):
         `rows` decides on the blocks in `plan.by_row`.
         """
         T = tokens.shape[1]
-        h = self.embed(tokens, positions)
-        is_cached = T == 1 and cache.can_attend and not torch.is_grad_enabled()  # the kernel has no gradient
+        has_kernels = cache.can_attend and not torch.is_grad_enabled()  # they have no gradient
+        is_cached = T == 1 and has_kernels
         mask = None if is_cached else cache.mask(T)
+        is_prompt = T > 1 and cache.length == 0 and not plan.by_row
+        # behind the last layer's keys and values only the last column is of use
+        top = max(plan.layers, default=None) if is_prompt else None
+        prompts = Prompts(positions) if is_prompt and has_kernels and self.layers[0].tiles is not None else None
+        if prompts is not None:
+            tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
+        h = self.embed(tokens, positions)
         has_shared = False  # K/V of the layers from plan.kv_layers on are written
         for i, block in enumerate(self.layers):
             is_by_row = bool(plan.by_row) and plan.by_row[i]
@@ -234,6 +255,8 @@ class OPT(nn.Module):
             if attends and plan.kv_layers is not None and i >= plan.kv_layers:
                 assert self.swift is not None, "a plan for SwiftKV, and a model without"
                 if not has_shared:
+                    if prompts is not None:
+                        h, prompts = prompts.unpack(h), None
                     self.swift.write(h, cache, plan.attn)
                     h, mask, has_shared = h[:, -1:], mask if mask is None else mask[:, :, -1:], True
                 if is_cached:
@@ -243,14 +266,17 @@ class OPT(nn.Module):
                 attends = False
             if is_cached:
                 h = block.step(h, cache, i, attends=attends, feeds=feeds)
-            else:
-                h = block.attend(h, partial(cache.append, i), mask) if attends else h
+            elif prompts is None:
+                h = block.attend(h, partial(cache.append, i), mask, only_last=i == top) if attends else h
                 h = block.feed(h) if feeds else h
+            elif attends or feeds:
+                h = block.read(h, prompts, cache, i, attends=attends, feeds=feeds, only_last=i == top)
+                prompts = None if i == top else prompts  # then h is [B, 1, D]
             if is_by_row:
                 assert rows is not None, "the plan leaves blocks to the rows, and nothing decides for them"
                 h = rows.feed(i, block, h)
         cache.length += T
-        return self.head(h[:, -1])
+        return self.head(h[:, -1] if prompts is None else prompts.last(h))
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

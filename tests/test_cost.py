@@ -103,7 +103,9 @@ def flops_only(schedule: Schedule, batch_rows: Sequence[int], rows: int | None =
 def test_prediction_by_hand() -> None:
     """FLOPs as seconds: 3 prompts, then steps of 3 and 1 rows; the second step runs layer 1 no more."""
     prefill, decode = flops_only(EarlyExit(2, 2, 1, 1, 2), [3, 1])
-    assert prefill == 2 * (15 * 4 * 32 + 15 * 5 * 16) + 2 * 15 * 128 + 3 * 80
+    layer_0 = 15 * 4 * 32 + 15 * 5 * 16 + 15 * 128
+    layer_1 = 15 * 2 * 32 + 3 * 2 * 32 + 3 * 5 * 16 + 3 * 128  # keys and values of all, the rest of the last column
+    assert prefill == layer_0 + layer_1 + 3 * 80
     step_0 = 2 * (3 * 4 * 32 + 3 * 6 * 16) + 2 * 3 * 128 + 3 * 80
     step_1 = 1 * (1 * 4 * 32 + 1 * 7 * 16) + 1 * 1 * 128 + 1 * 80
     assert decode == step_0 + step_1

@@ -1,0 +1,285 @@
+"""A layer in one call, for a step and for prompts: against float32, and against itself in other company."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from skipdecode import cpu_kernels
+from skipdecode.config import OPTConfig, Quantization
+from skipdecode.cpu_block import Prompts
+from skipdecode.linear import Linear
+from skipdecode.model import OPT, Block
+
+pytestmark = pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+SHAPES = [(32, 1), (64, 2), (96, 3), (128, 4), (160, 2), (192, 3), (256, 2)]  # width, heads
+TOLERANCE = 2e-2  # of the largest output: bfloat16's last bit is 2^-8, and weights are rounded too
+
+
+def layers(
+    width: int, heads: int, *, is_plain: bool = False, ffn_dim: int = 64, quantization: Quantization | None = None
+) -> tuple[Block, Block, Block]:
+    """One layer with random weights: as one call, as calls of its parts, and in float32."""
+    config = OPTConfig(
+        vocab_size=8, hidden_size=width, num_hidden_layers=1, ffn_dim=ffn_dim, num_attention_heads=heads,
+        enable_bias=not is_plain, layer_norm_elementwise_affine=not is_plain,
+    )  # fmt: skip
+    block = Block(config).requires_grad_(False)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.5 if parameter.ndim == 1 else parameter.shape[1] ** -0.5)
+    block = block.bfloat16()
+    exact = copy.deepcopy(block).float()
+    for linear in (block.qkv, block.out_proj, block.fc1, block.fc2):
+        linear.pack(quantization)
+    for linear in exact.modules():
+        if quantization and isinstance(linear, Linear):
+            scales = linear.weight.abs().amax(dim=1, keepdim=True) / 127
+            linear.weight.copy_((linear.weight / scales).round() * scales)
+    parts = copy.copy(block)
+    block.fuse()
+    assert block.tiles is not None
+    assert parts.tiles is None
+    return block, parts, exact
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class OneLayer:
+    """A cache of one layer, as `Block.step` sees it."""
+
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self.held = cpu_kernels.Columns(*columns)
+
+    def columns(self, _: int) -> cpu_kernels.Columns:
+        return self.held
+
+
+@given(
+    rows=st.integers(1, 70),
+    shape=st.sampled_from(SHAPES),
+    capacity=st.integers(1, 40),
+    seed=st.integers(0, 2**31),
+    does=st.sampled_from([(True, True), (True, False), (False, True)]),
+    is_plain=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_a_layer_in_one_call_is_the_layer(
+    rows: int, shape: tuple[int, int], capacity: int, seed: int, does: tuple[bool, bool], is_plain: bool, threads: int
+) -> None:
+    """Against float32, and against its parts one after the other; a row's bits are those it has alone."""
+    torch.manual_seed(seed)
+    (width, heads), (attends, feeds) = shape, does
+    block, parts, exact = layers(width, heads, is_plain=is_plain)
+    h = torch.randn(rows, 1, width).bfloat16()
+    k, v = (torch.randn(rows, heads, capacity, width // heads).bfloat16() for _ in "kv")
+    last = torch.randint(0, capacity, (rows,))
+    first = (torch.rand(rows) * (last + 1)).long()
+    keys = {"attends": attends, "feeds": feeds}
+    with torch.inference_mode(), num_threads(threads):
+        wanted = exact.step(h.float(), OneLayer(k.float(), v.float(), first, last), 0, **keys)
+        by_parts = parts.step(h.clone(), own := OneLayer(k.clone(), v.clone(), first, last), 0, **keys)
+        row = rows // 2
+        one = [x[row : row + 1].clone() for x in (k, v, first, last)]
+        alone = block.step(h[row : row + 1].clone(), OneLayer(*one), 0, **keys)
+        given_h = h.clone()
+        made = block.step(given_h, OneLayer(k, v, first, last), 0, **keys)
+    assert made.data_ptr() == given_h.data_ptr()
+    assert torch.equal(made[row], alone[0])
+    limit = TOLERANCE * float(wanted.abs().max())
+    assert (made.float() - wanted).abs().max() <= limit
+    assert (by_parts.float() - wanted).abs().max() <= limit
+    for cache, other in ((k, own.held.k), (v, own.held.v)):  # norms may differ in the last bit
+        assert (cache.float() - other.float()).abs().max() <= TOLERANCE * float(other.abs().max())
+
+
+def test_a_layer_in_one_call_refuses_what_it_would_misread() -> None:
+    config = OPTConfig(vocab_size=8, hidden_size=64, num_hidden_layers=1, ffn_dim=64, num_attention_heads=2)
+    (block,) = OPT(config).bfloat16().requires_grad_(False).pack().layers
+    k = torch.zeros(3, 2, 5, 32, dtype=torch.bfloat16)
+    h, at = torch.zeros(3, 1, 64, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
+    block.step(h, OneLayer(k, k.clone(), at, at), 0)
+    for columns in ((k[:2], k, at, at), (k.float(), k, at, at), (k, k, at[:2], at), (k, k, at, at.int())):
+        with pytest.raises(AssertionError):
+            block.step(h, OneLayer(*columns), 0)
+    for wrong in (h.float(), h[:, :, :32], torch.zeros(3, 2, 64).bfloat16()[:, :1]):
+        with pytest.raises(AssertionError):
+            block.step(wrong, OneLayer(k, k, at, at), 0)
+
+
+class Filled:
+    """Prompts of these lengths, in random order of their numbers, and a cache full of what is not a number."""
+
+    def __init__(self, lengths: list[int], width: int, heads: int, spare: int = 0) -> None:
+        self.columns = max(lengths)
+        pads = torch.tensor([self.columns - n for n in lengths])
+        self.prompts = Prompts((torch.arange(self.columns) - pads[:, None]).clamp(min=-1))
+        self.h = torch.randn(sum(lengths), width).bfloat16()
+        shape = (len(lengths), heads, self.columns + spare, width // heads)
+        self.k, self.v = (torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in "kv")
+        self.lengths, self.pads = lengths, pads
+
+    def row(self, row: int) -> "Filled":
+        """That prompt alone, without padding and with its cache empty."""
+        width, heads = self.h.shape[1], self.k.shape[1]
+        alone = Filled([self.lengths[row]], width, heads)
+        alone.h = self.h[self.span(row)].clone()
+        return alone
+
+    def span(self, row: int) -> slice:
+        return slice(int(self.prompts.starts[row]), int(self.prompts.starts[row + 1]))
+
+    def cached(self, row: int) -> Tensor:
+        """[2, H, S, K] of the prompt's own columns."""
+        return torch.stack([self.k, self.v])[:, row, :, int(self.pads[row]) : self.columns]
+
+    def read(self, block: Block, *, attends: bool, feeds: bool, only_last: bool = False) -> Tensor:
+        assert block.tiles is not None
+        memory = (self.k, self.v) if attends else None
+        run = block.tiles.read_last if only_last else block.tiles.read
+        return run(self.h.clone(), self.prompts, memory, feeds=feeds)
+
+
+def exact_prompt(block: Block, h: Tensor, *, attends: bool, feeds: bool) -> tuple[Tensor, Tensor]:
+    """A prompt [T, D] without padding through a layer of parts: [T, D], and [2, H, T, K] of keys and values."""
+    kept = torch.zeros(2, 0)
+
+    def store(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal kept
+        kept = torch.stack([k[0], v[0]])
+        return k, v
+
+    h = h[None].to(block.qkv.bias.dtype if block.qkv.bias is not None else torch.float32)
+    h = block.attend(h, store, None) if attends else h
+    return (block.feed(h) if feeds else h)[0], kept
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.one_of(
+        st.lists(st.integers(1, 40), min_size=1, max_size=12),
+        st.lists(st.integers(1, 400), min_size=1, max_size=4),
+        st.lists(st.integers(60, 70), min_size=12, max_size=20),
+    ),
+    shape=st.sampled_from(SHAPES),
+    seed=st.integers(0, 2**31),
+    does=st.sampled_from([(True, True), (True, False), (False, True)]),
+    is_plain=st.booleans(),
+    quantization=st.sampled_from([None, "int8"]),
+    threads=st.integers(1, 3),
+    spare=st.integers(0, 3),
+)
+def test_prompts_in_one_call_are_the_layer(
+    lengths: list[int],
+    shape: tuple[int, int],
+    seed: int,
+    does: tuple[bool, bool],
+    is_plain: bool,
+    quantization: Quantization | None,
+    threads: int,
+    spare: int,
+) -> None:
+    """Against float32. A prompt's bits are those it has alone, whatever it is padded with and how work is shared; the
+    last token's are those of the whole."""
+    torch.manual_seed(seed)
+    (width, heads), (attends, feeds) = shape, does
+    block, _, exact = layers(width, heads, is_plain=is_plain, quantization=quantization)
+    keys = {"attends": attends, "feeds": feeds}
+    with torch.inference_mode():
+        batch = Filled(lengths, width, heads, spare)
+        with num_threads(threads):
+            made = batch.read(block, **keys)
+        row = seed % len(lengths)
+        alone = batch.row(row)
+        assert torch.equal(alone.read(block, **keys), made[batch.span(row)])
+        if attends:
+            assert torch.equal(alone.cached(0), batch.cached(row))
+            assert batch.k[row, :, : batch.pads[row]].isnan().all()
+            assert batch.k[:, :, batch.columns :].isnan().all()
+        before = batch.cached(row)
+        with num_threads(threads):
+            last = batch.read(block, **keys, only_last=True)
+        assert last.shape == (len(lengths), 1, width)
+        wanted, cached = exact_prompt(exact, batch.h[batch.span(row)].float(), **keys)
+    if attends:
+        assert torch.equal(batch.cached(row), before)
+        assert (before.float() - cached).abs().max() <= TOLERANCE * float(cached.abs().max())
+    limit = TOLERANCE * float(wanted.abs().max())
+    assert (made[batch.span(row)].float() - wanted).abs().max() <= limit
+    assert (last[row, 0].float() - wanted[-1]).abs().max() <= limit
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_long_prompts_are_cut_anywhere(threads: int, quantization: Quantization | None) -> None:
+    """More tokens, and more inputs, than a thread takes at once."""
+    torch.manual_seed(0)
+    block, _, exact = layers(64, 2, ffn_dim=2048 + 96, quantization=quantization)
+    lengths = [1700, 1, 900, 33, 450]
+    with torch.inference_mode():
+        batch = Filled(lengths, 64, 2)
+        with num_threads(threads):
+            made = [batch.read(block, attends=True, feeds=True) for _ in range(3)]
+        assert all(torch.equal(made[0], other) for other in made[1:])
+        for row in range(len(lengths)):
+            wanted, _ = exact_prompt(exact, batch.h[batch.span(row)].float(), attends=True, feeds=True)
+            assert (made[0][batch.span(row)].float() - wanted).abs().max() <= TOLERANCE * float(wanted.abs().max())
+            assert torch.equal(batch.row(row).read(block, attends=True, feeds=True), made[0][batch.span(row)])
+
+
+def test_threads_wait_for_keys_that_others_make() -> None:
+    """A cache is full of NaN before: without the wait, one try in two reads them."""
+    torch.manual_seed(0)
+    block, _, _ = layers(512, 2)
+    with torch.inference_mode(), num_threads(5):
+        for _ in range(20):
+            assert Filled([2048], 512, 2).read(block, attends=True, feeds=False).isfinite().all()
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    block, _, exact = layers(64, 2)
+    for each in (block, exact):
+        assert each.qkv.bias is not None
+        each.qkv.bias[:128] *= 60  # of queries and keys: products of thousands
+    with torch.inference_mode():
+        batch = Filled([70], 64, 2)
+        wanted, _ = exact_prompt(exact, batch.h.float(), attends=True, feeds=False)
+        made = batch.read(block, attends=True, feeds=False)
+    assert made.isfinite().all()
+    assert (made.float() - wanted).abs().median() <= TOLERANCE * float(wanted.abs().max())
+
+
+def test_prompts_in_one_call_refuse_what_they_would_misread() -> None:
+    block, _, _ = layers(64, 2)
+    assert block.tiles is not None
+    batch = Filled([3, 5], 64, 2)
+    k, h, prompts = batch.k, batch.h, batch.prompts
+    for memory in ((k[:1], k), (k.float(), k), (k, k[:, :, :3]), (k[:, :, :4].contiguous(),) * 2):
+        with pytest.raises(AssertionError):
+            block.tiles.read(h, prompts, memory, feeds=True)
+    for wrong in (h[1:], h.float(), h[:, :32], h.T.contiguous().T):
+        with pytest.raises(AssertionError):
+            block.tiles.read(wrong, prompts, (k, k.clone()), feeds=True)
+
+
+def test_packed_prompts_and_back() -> None:
+    positions = torch.tensor([[-1, -1, 0, 1], [0, 1, 2, 3], [-1, -1, -1, 0]])
+    prompts, x = Prompts(positions), torch.arange(24.0).view(3, 4, 2)
+    packed = prompts.pack(x)
+    assert packed.tolist() == [*x[0, 2:].tolist(), *x[1].tolist(), *x[2, 3:].tolist()]
+    assert torch.equal(prompts.unpack(packed), x * (positions >= 0)[..., None])
+    assert torch.equal(prompts.last(packed), x[:, -1])
+    assert (prompts.starts.tolist(), prompts.columns.tolist()) == ([0, 2, 6, 7], [2, 0, 3])
+    assert (prompts.num_columns, prompts.num_tokens) == (4, 7)
