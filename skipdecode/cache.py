@@ -110,6 +110,12 @@ class KVCache:
         """The rows start..end-1, in the same memory, with a `length` of its own."""
         return self._of(slice(start, end), slice(start, end))
 
+    def at(self, length: int) -> Self:
+        """The same memory, of which `length` columns count as filled."""
+        cache = self.view(0, len(self.num_pad))
+        cache.length = length
+        return cache
+
     def keep(self, rows: Tensor) -> Self:
         """A smaller cache of `rows` [R] int64 (indices, in the new order)."""
         return self._of(rows, rows)

@@ -140,8 +140,9 @@ def predict_s(
 ) -> tuple[float, float]:
     """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
 
-    `rows` None: as many prompts as rows at step 0, which is wrong where rows ended with y_0. `ffn_rows`: for schedules
-    by row, what each step came to (`BatchStats.ffn_rows`), since nothing can know it before.
+    Padding of prompts is paid for, though not every kernel runs it. `rows` None: as many prompts as rows at step 0,
+    which is wrong where rows ended with y_0. `ffn_rows`: for schedules by row, what each step came to
+    (`BatchStats.ffn_rows`), since nothing can know it before.
     """
     if rows is None:
         rows = batch_rows[0] if batch_rows else 1

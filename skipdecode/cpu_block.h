@@ -33,7 +33,8 @@ struct Block {
 };
 
 // A row's layer norm over `width` numbers, in float32, rounded once. y: `apart` numbers from one 32 of them to the next.
-inline void normalise_row(int64_t width, const Norm& norm, float epsilon, const bfloat16* x, bfloat16* y, int64_t apart) {
+// Not inlined: sums may be reordered, and are to be in one order everywhere.
+[[gnu::noinline]] inline void normalise_row(int64_t width, const Norm& norm, float epsilon, const bfloat16* x, bfloat16* y, int64_t apart) {
   float sum = 0.0f, squares = 0.0f;
   for (int64_t i = 0; i < width; ++i) sum += load(x[i]);
   const float mean = sum / width;

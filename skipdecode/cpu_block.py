@@ -5,6 +5,7 @@ B rows, T columns, N tokens of all prompts, D width.
 """
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,15 @@ class Product:
             tiles, scales, inputs = self.packed, None, self.packed.shape[1] * 32
         return _Product(self.outputs, inputs, _pointer(tiles), _pointer(scales), _pointer(self.bias))
 
+    def tail(self, start: int) -> "Product":
+        """That of the outputs from `start` on, a multiple of 32."""
+        packed = self.packed
+        if isinstance(packed, Int8Weight):
+            packed = Int8Weight(packed.tiles[start // 32 :], packed.scales[start:], packed.inputs)
+        else:
+            packed = packed[start // 32 :]
+        return Product(packed, self.outputs - start, None if self.bias is None else self.bias[start:])
+
 
 class Prompts:
     """Left-padded prompts [B, T] laid one behind the other, without the padding: [N, ...]."""
@@ -60,23 +70,67 @@ class Prompts:
         """`positions` [B, T] int64: -1 a padding column (`OPT.embed`)."""
         self._is_real = positions >= 0
         lengths = self._is_real.sum(dim=1)
+        assert bool((positions[:, -1] == lengths - 1).all() & (lengths > 0).all()), (
+            "left-padded, and none of them empty"
+        )
         self.columns = positions.shape[1] - lengths
         """[B] int64: the column of each prompt's first token."""
         self.starts = F.pad(lengths.cumsum(dim=0), (1, 0))
         """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
         self.num_columns, self.num_tokens = positions.shape[1], int(self.starts[-1])  # T, N
 
+    def __len__(self) -> int:
+        return len(self.columns)
+
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]"""
         return x[self._is_real]
 
-    def unpack(self, h: Tensor) -> Tensor:
-        """[N, D] -> [B, T, D], zeros for padding."""
-        return h.new_zeros(*self._is_real.shape, h.shape[1]).masked_scatter_(self._is_real[..., None], h)
-
     def last(self, h: Tensor) -> Tensor:
-        """Of each prompt: [N, D] -> [B, D]."""
-        return h[self.starts[1:] - 1]
+        """The last token of each prompt: [N, D] -> [B, 1, D]."""
+        return h[self.starts[1:] - 1][:, None]
+
+    def last_columns(self, k: Tensor, v: Tensor) -> Columns:
+        """For a step of that token, with `memory` k, v [B, H, S, K]."""
+        return Columns(k, v, self.columns, torch.full_like(self.columns, self.num_columns - 1))
+
+    def pointers(self) -> tuple[int, int, int]:
+        return len(self), self.starts.data_ptr(), self.columns.data_ptr()
+
+
+class TileStore:
+    """A layer norm, and keys and values of the tokens of prompts in one or several layers, in bfloat16, as one call."""
+
+    def __init__(self, heads: int, norm: nn.LayerNorm, products: Sequence[Product]) -> None:
+        """`products`: of each layer, D -> 2 D, K above V."""
+        self._held = (norm, products)  # what the pointers point to
+        self._heads, self._epsilon = heads, norm.eps
+        self._norm, self._products = _norm(norm), [product.struct() for product in products]
+        self._width = self._products[0].inputs
+        self._call = cpu_kernels.function("store_tiles")
+
+    def __call__(self, h: Tensor, prompts: Prompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """h [N, D] -> for each product that `memory` names k, v [B, H, S, K], filled up to the prompts' ends."""
+        if not memory:
+            return
+        _check_states(h, (prompts.num_tokens, self._width))
+        for k, v in memory.values():
+            _check_cache(len(prompts), self._heads, self._width, k, v)
+            assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
+        count = len(memory)
+        self._call(
+            self._heads,
+            self._epsilon,
+            ctypes.byref(self._norm),
+            count,
+            (_Product * count)(*(self._products[layer] for layer in memory)),
+            *prompts.pointers(),
+            h.data_ptr(),
+            (POINTER * count)(*(k.data_ptr() for k, _ in memory.values())),
+            (POINTER * count)(*(v.data_ptr() for _, v in memory.values())),
+            (INT64 * count)(*(k.shape[2] for k, _ in memory.values())),
+            torch.get_num_threads(),
+        )
 
 
 class TileBlock:
@@ -88,7 +142,7 @@ class TileBlock:
 
     STAGES = ("norms", "query, key, value", "attention", "attention output", "feed-forward")
     seconds: Tensor | None = None
-    """[5] float64 by stage: what calls add their times to, while it is set (`actors.profile`)."""
+    """[5] float64 by stage: what steps add their times to, while it is set (`actors.profile`)."""
 
     def __init__(
         self,
@@ -103,11 +157,18 @@ class TileBlock:
         self._held = (attn_norm, qkv, out, ffn_norm, fc1, fc2)  # what the pointers point to
         for tensor in (*attn_norm.parameters(), *ffn_norm.parameters(), *(p.bias for p in (qkv, out, fc1, fc2))):
             assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
-        norms = [_Norm(_pointer(norm.weight), _pointer(norm.bias)) for norm in (attn_norm, ffn_norm)]
         self._width = out.outputs
         self._block = _Block(
-            heads, attn_norm.eps, norms[0], qkv.struct(), out.struct(), norms[1], fc1.struct(), fc2.struct()
+            heads,
+            attn_norm.eps,
+            _norm(attn_norm),
+            qkv.struct(),
+            out.struct(),
+            _norm(ffn_norm),
+            fc1.struct(),
+            fc2.struct(),
         )
+        self._store = TileStore(heads, attn_norm, [qkv.tail(self._width)])
         self._reference = ctypes.byref(self._block)
         self._step = cpu_kernels.function("block_tiles")
         self._read = cpu_kernels.function("prompt_tiles")
@@ -115,11 +176,11 @@ class TileBlock:
     def step(self, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
         """h [B, 1, D] through attention (with `columns`) and the feed-forward block (where it `feeds`), in place."""
         rows = len(h)
-        self._check_states(h, (rows, 1, self._width))
+        _check_states(h, (rows, 1, self._width))
         memory: tuple[Any, ...] = (None, None, 0, None, None)
         if columns is not None:
             k, v, first, last = columns
-            self._check_cache(rows, k, v)
+            _check_cache(rows, self._block.heads, self._width, k, v)
             _check_indices(rows, first)
             _check_indices(rows, last)
             memory = (k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr())
@@ -131,62 +192,43 @@ class TileBlock:
 
     def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
         """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, H, S, K], filled up to the prompts' ends."""
-        self._prompt(h, prompts, memory, attends=memory is not None, feeds=feeds)
-        return h
-
-    def read_last(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
-        """As `read`, but only the last token of each prompt goes on behind the keys and values: [N, D] -> [B, 1, D]."""
-        last = prompts.last(h)[:, None]
-        if memory is None:
-            return self.step(last, None, feeds=feeds)
-        self._prompt(h, prompts, memory, stores=True)
-        at = torch.full_like(prompts.columns, prompts.num_columns - 1)
-        return self.step(last, Columns(*memory, prompts.columns, at), feeds=feeds)
-
-    def _prompt(
-        self,
-        h: Tensor,
-        prompts: Prompts,
-        memory: tuple[Tensor, Tensor] | None,
-        *,
-        stores: bool = False,
-        attends: bool = False,
-        feeds: bool = False,
-    ) -> None:
-        rows = len(prompts.columns)
-        self._check_states(h, (prompts.num_tokens, self._width))
+        _check_states(h, (prompts.num_tokens, self._width))
         where: tuple[Any, ...] = (None, None, 0)
         if memory is not None:
             k, v = memory
-            self._check_cache(rows, k, v)
+            _check_cache(len(prompts), self._block.heads, self._width, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
             where = (k.data_ptr(), v.data_ptr(), k.shape[2])
-        self._read(
-            self._reference,
-            rows,
-            prompts.starts.data_ptr(),
-            h.data_ptr(),
-            stores,
-            attends,
-            feeds,
-            *where,
-            prompts.columns.data_ptr(),
-            torch.get_num_threads(),
-        )
+        threads = torch.get_num_threads()
+        self._read(self._reference, *prompts.pointers(), h.data_ptr(), memory is not None, feeds, *where, threads)
+        return h
 
-    # wrong ones would be read as if they were right
+    def read_last(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
+        """As `read`, but behind the keys and values only the last token of each prompt goes on: [N, D] -> [B, 1, D]."""
+        if memory is None:
+            return self.step(prompts.last(h), None, feeds=feeds)
+        self._store(h, prompts, {0: memory})
+        return self.step(prompts.last(h), prompts.last_columns(*memory), feeds=feeds)
 
-    def _check_states(self, h: Tensor, shape: tuple[int, ...]) -> None:
-        assert h.dtype == torch.bfloat16, h.dtype
-        assert h.shape == shape, (h.shape, shape)
-        assert h.is_contiguous(), h.stride()
 
-    def _check_cache(self, rows: int, *memory: Tensor) -> None:
-        for held in memory:
-            assert held.dtype == torch.bfloat16, held.dtype
-            assert held.is_contiguous(), held.stride()
-            shape = (rows, self._block.heads, memory[0].shape[2], self._width // self._block.heads)
-            assert held.shape == shape, (held.shape, shape)
+def _norm(norm: nn.LayerNorm) -> _Norm:
+    return _Norm(_pointer(norm.weight), _pointer(norm.bias))
+
+
+# wrong ones would be read as if they were right
+
+
+def _check_states(h: Tensor, shape: tuple[int, ...]) -> None:
+    assert h.dtype == torch.bfloat16, h.dtype
+    assert h.shape == shape, (h.shape, shape)
+    assert h.is_contiguous(), h.stride()
+
+
+def _check_cache(rows: int, heads: int, width: int, *memory: Tensor) -> None:
+    for held in memory:
+        assert held.dtype == torch.bfloat16, held.dtype
+        assert held.is_contiguous(), held.stride()
+        assert held.shape == (rows, heads, memory[0].shape[2], width // heads), held.shape
 
 
 def _check_indices(count: int, indices: Tensor) -> None:

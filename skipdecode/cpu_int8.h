@@ -1,5 +1,5 @@
 // Products with int8 weights on a CPU's matrix tiles (AMX): half of the bytes that a bfloat16 weight takes from memory; for
-// cpu_linear.cpp and cpu_block.cpp.
+// cpu_linear.cpp, cpu_block.cpp and cpu_prompt.cpp.
 //
 // A weight is a whole number in [-127, 127] times the scale of its output. A row of x becomes whole numbers of 16 bits
 // times the scale of the row, high and low bytes apart: two products of bytes, as many as one of bfloat16 takes, and no
@@ -94,7 +94,7 @@ inline void multiply_whole(const uint8_t* x, const int8_t* w, int64_t steps, int
   store_sums(sums);
 }
 
-// Scales, bias, ReLU or residual, and rounding, of `count` rows from `row` on and 32 outputs: y [rows][outputs].
+// Scales, bias, ReLU or residual, and rounding, of `count` rows from `row` on and 32 outputs.
 template <Then THEN>
 inline void finish_whole(const int32_t* sums, const float* row_scales, int64_t row, int count, int64_t block,
                          const Int8Weight& w, const uint16_t* residual, uint16_t* y, Layout layout) {

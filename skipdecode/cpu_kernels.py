@@ -33,7 +33,7 @@ WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64
 FLAGS = ("-O3", "-march=native", *WIDE, *MATH.split(), "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_INT8_INPUTS = 1 << 16
-POINTER, INT, INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+POINTER, INT, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 
 
 def is_available(tensor: Tensor) -> bool:
@@ -205,7 +205,8 @@ def linear(
 
 ARGUMENTS = {
     "block_tiles": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
-    "prompt_tiles": [POINTER, INT64, POINTER, POINTER, INT, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
+    "prompt_tiles": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
+    "store_tiles": [INT64, DOUBLE, POINTER, INT64, POINTER, INT64, *[POINTER] * 6, INT],
     "attend": [*[INT64] * 3, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack_tiles": [INT64, INT64, POINTER, POINTER],

@@ -1,9 +1,10 @@
 // One decoder layer for whole prompts, in one parallel region. A thread takes some of the tokens through all of the layer,
-// so that it finds what it made in its core's own L2 cache; before it attends it waits for the keys of earlier tokens of
-// its first prompt, should another thread have these. Few tokens are shared by all threads instead (`Team`), so that each
-// weight is read once.
+// so that it finds what it made in its own caches; before it attends it waits for the keys of earlier tokens of its first
+// prompt, should another thread have these. Few tokens are shared by all threads instead (`Team`), so that each weight is
+// read once.
 //
-// Prompts lie one behind the other without padding. A token's bits depend on its prompt up to it and on nothing else.
+// Prompts lie one behind the other without padding. Of finite numbers a token's bits depend on its prompt up to it and on
+// nothing else; what becomes of NaN and infinities is not defined.
 
 #include "cpu_block.h"
 
@@ -18,17 +19,21 @@ namespace {
 
 using namespace cpu;
 
-constexpr int64_t QUERIES = 128;  // of a prompt and head, for which keys and values are made ready at a time
+constexpr int64_t QUERIES = 128;     // of a prompt and head, for which keys and values are made ready at a time
+constexpr int64_t TEAM_ROWS = 2048;  // tokens that threads share at a time
 
 struct Prompts {
   int64_t count;
   const int64_t* starts;   // [count + 1], of their tokens
   const int64_t* columns;  // [count], where the first token of each lies in the cache
-  bfloat16 *k, *v;  // [count, heads, capacity, dim]
+};
+
+struct Memory {
+  bfloat16 *k, *v;  // [prompts, heads, capacity, dim]
   int64_t capacity;
 
-  int64_t at(int64_t prompt, int64_t heads, int64_t head, int64_t dim) const {  // its first token
-    return ((prompt * heads + head) * capacity + columns[prompt]) * dim;
+  int64_t at(const Prompts& prompts, int64_t prompt, int64_t heads, int64_t head, int64_t dim) const {  // its first token
+    return ((prompt * heads + head) * capacity + prompts.columns[prompt]) * dim;
   }
 };
 
@@ -199,15 +204,14 @@ struct Room {
   WholeRows whole;
 };
 
-Room room_for(int64_t rows, const Block& block) {
-  const int64_t width = block.qkv.inputs, hidden = block.fc1.outputs, deepest = std::max(width, hidden);
+// `made`: the most numbers per token that any product makes, and what else lies beside them.
+Room room_for(int64_t rows, int64_t width, int64_t made, bool is_int8) {
   thread_local Buffer<uint16_t> kept;
   thread_local Buffer<uint8_t> tiles_kept;
   thread_local Buffer<float> scales_kept;
-  rows = (rows + 31) / 32 * 32;
-  uint16_t* narrow = kept.room(rows * (width + std::max(4 * width, hidden)));
+  uint16_t* narrow = kept.room(rows * (width + made));
   return {narrow, narrow + rows * width,
-          {block.qkv.scales ? tiles_kept.room(rows * ((deepest + 63) / 64) * 128) : nullptr, scales_kept.room(rows)}};
+          {is_int8 ? tiles_kept.room(rows * ((std::max(width, made) + 63) / 64) * 128) : nullptr, scales_kept.room(rows)}};
 }
 
 // How a product reads its rows.
@@ -237,28 +241,18 @@ void normalise(Team team, int64_t rows, const Norm& norm, float epsilon, const u
   team.wait();
 }
 
-// The product that makes keys and values, the second and third part of that which makes queries too.
-Product keys_and_values(const Product& qkv) {
-  const int64_t width = qkv.inputs, weights = qkv.scales ? (width + 63) / 64 * LINES : width / 32 * 2 * TILE * 2;
-  return {2 * width, width, static_cast<const char*>(qkv.weight) + width / 32 * weights,
-          qkv.scales ? qkv.scales + width : nullptr, qkv.bias ? qkv.bias + width : nullptr};
-}
-
-// Norm and `p` of `rows` tokens, which lie in `parts` of prompts; the last two `width` numbers that it makes of each are
-// keys and values, and go into the cache.
-void project(Team team, const Block& block, const Product& p, const std::vector<Part>& parts, const Prompts& prompts,
-             int64_t rows, const uint16_t* h, Room room) {
-  const int64_t heads = block.heads, width = p.inputs, dim = width / heads;
-  normalise(team, rows, block.attn_norm, float(block.epsilon), h, p, room.narrow);
-  multiply_rows<NOTHING>(team, rows, p, room.narrow, room.whole, nullptr, room.wide, in_lines(p.outputs));
-  const bfloat16* made = reinterpret_cast<bfloat16*>(room.wide) + p.outputs - 2 * width;
+// What `p` made of tokens in `parts` of prompts, the last two `width` numbers of each, into the cache as keys and values.
+void store_made(Team team, const Product& p, int64_t heads, const std::vector<Part>& parts, const Prompts& prompts,
+                const Memory& memory, const uint16_t* made) {
+  const int64_t width = p.inputs, dim = width / heads;
+  const bfloat16* keys = reinterpret_cast<const bfloat16*>(made) + p.outputs - 2 * width;
   team.share(int64_t(parts.size()) * heads, [&](int64_t unit) {
     const Part& part = parts[unit / heads];
-    const int64_t head = unit % heads, to = prompts.at(part.prompt, heads, head, dim);
+    const int64_t head = unit % heads, to = memory.at(prompts, part.prompt, heads, head, dim);
     for (int64_t token = part.from; token < part.to; ++token) {
-      const bfloat16* line = made + (part.row + token - part.from) * p.outputs + head * dim;
-      std::memcpy(prompts.k + to + token * dim, line, dim * sizeof(bfloat16));
-      std::memcpy(prompts.v + to + token * dim, line + width, dim * sizeof(bfloat16));
+      const bfloat16* line = keys + (part.row + token - part.from) * p.outputs + head * dim;
+      std::memcpy(memory.k + to + token * dim, line, dim * sizeof(bfloat16));
+      std::memcpy(memory.v + to + token * dim, line + width, dim * sizeof(bfloat16));
     }
   });
   team.wait();
@@ -267,17 +261,19 @@ void project(Team team, const Block& block, const Product& p, const std::vector<
 // Tokens in `parts` of prompts, `rows` in all, through attention. `stored` is called when their keys and values are in the
 // cache, and comes back when those of earlier tokens of their prompts are, too.
 template <typename Stored>
-void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, const Prompts& prompts, int64_t rows,
-                 uint16_t* h, Room room, Stored stored) {
+void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, const Prompts& prompts,
+                 const Memory& memory, int64_t rows, uint16_t* h, Room room, Stored stored) {
   const int64_t heads = block.heads, width = block.qkv.inputs, dim = width / heads;
   const bfloat16* q = reinterpret_cast<bfloat16*>(room.wide);
   uint16_t* out = room.wide + (rows + 31) / 32 * 32 * 3 * width;
-  project(team, block, block.qkv, parts, prompts, rows, h, room);
+  normalise(team, rows, block.attn_norm, float(block.epsilon), h, block.qkv, room.narrow);
+  multiply_rows<NOTHING>(team, rows, block.qkv, room.narrow, room.whole, nullptr, room.wide, in_lines(3 * width));
+  store_made(team, block.qkv, heads, parts, prompts, memory, room.wide);
   stored();
   team.share(int64_t(parts.size()) * heads, [&](int64_t unit) {
     const Part& part = parts[unit / heads];
-    const int64_t head = unit % heads, at = prompts.at(part.prompt, heads, head, dim);
-    attend_part(dim, part.from, part.to, q + part.row * 3 * width + head * dim, 3 * width, prompts.k + at, prompts.v + at,
+    const int64_t head = unit % heads, at = memory.at(prompts, part.prompt, heads, head, dim);
+    attend_part(dim, part.from, part.to, q + part.row * 3 * width + head * dim, 3 * width, memory.k + at, memory.v + at,
                 reinterpret_cast<bfloat16*>(out) + part.row * width + head * dim, width);
   });
   team.wait();
@@ -299,48 +295,88 @@ void feed_rows(Team team, const Block& block, int64_t rows, uint16_t* h, Room ro
   multiply_rows<ADD>(team, rows, block.fc2, room.wide, room.whole, h, h, in_lines(block.qkv.inputs));
 }
 
-}  // namespace
+// How rows are cut: into chunks that threads take one by one, or that all of them share.
+struct Cut {
+  Team team;
+  int64_t groups, chunks;  // of 32 rows
 
-// h [tokens, width], in place; starts [prompts + 1]: of which tokens each prompt consists. k, v: the cache of the layer
-// [prompts, heads, capacity, width / heads], filled from column columns[prompt] on, be it all that is asked for (`stores`).
-extern "C" void prompt_tiles(const Block* block, int64_t count, const int64_t* starts, uint16_t* h, int stores, int attends,
-                             int feeds,
-                             uint16_t* k, uint16_t* v, int64_t capacity, const int64_t* columns, int num_threads) {
-  const int64_t rows = starts[count], width = block->qkv.inputs;
-  const Prompts prompts = {count, starts, columns, reinterpret_cast<bfloat16*>(k), reinterpret_cast<bfloat16*>(v), capacity};
-  const Team team = {rows >= MANY * num_threads};
-  const int64_t rounds = (rows + ROWS * num_threads - 1) / (ROWS * num_threads);
-  const int64_t own = team.is_alone ? (rows + rounds * num_threads - 1) / (rounds * num_threads) : rows;
-  const int64_t size = (own + 31) / 32 * 32, chunks = (rows + size - 1) / size;
-  std::vector<std::atomic<bool>> is_stored(chunks);
-  for (auto& flag : is_stored) flag = false;
-  const Room shared = team.is_alone ? Room{} : room_for(size, *block);
-  auto run = [&](int64_t chunk, Room room) {
-    const int64_t from = chunk * size, to = std::min(rows, from + size);
-    uint16_t* states = h + from * width;
-    const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
-    if (stores) project(team, *block, keys_and_values(block->qkv), parts, prompts, to - from, states, room);
-    if (attends)
-      attend_rows(team, *block, parts, prompts, to - from, states, room, [&] {
-        is_stored[chunk].store(true, std::memory_order_release);
-        const int64_t prompt = std::upper_bound(starts, starts + count, from) - starts - 1;
-        for (int64_t earlier = starts[prompt] / size; earlier < chunk; ++earlier)
-          while (!is_stored[earlier].load(std::memory_order_acquire)) std::this_thread::yield();
-      });
-    if (feeds) feed_rows(team, *block, to - from, states, room);
-  };
+  Cut(int64_t rows, int num_threads) : team{rows >= MANY * num_threads}, groups((rows + 31) / 32) {
+    const int64_t most = team.is_alone ? ROWS * num_threads : TEAM_ROWS, rounds = (rows + most - 1) / most;
+    chunks = team.is_alone ? rounds * num_threads : rounds;
+  }
+  int64_t begin(int64_t chunk) const { return groups * chunk / chunks * 32; }
+  int64_t of(int64_t row) const { return ((row / 32 + 1) * chunks - 1) / groups; }
+  int64_t most() const { return (groups + chunks - 1) / chunks * 32; }
+};
+
+// Calls work(chunk, from, to, room) for all chunks; none begins before all earlier ones have.
+template <typename Work, typename MakeRoom>
+void run(int64_t rows, const Cut& cut, int num_threads, MakeRoom make_room, Work work) {
+  const Room shared = cut.team.is_alone ? Room{} : make_room();
+  std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(num_threads)
   {
     configure_tiles();
-    if (team.is_alone) {
-      const Room room = room_for(size, *block);
-#pragma omp for schedule(monotonic : dynamic) nowait  // in order: what a chunk waits for has begun
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk, room);
+    auto run_one = [&](int64_t chunk, Room room) {
+      work(chunk, cut.begin(chunk), std::min(rows, cut.begin(chunk + 1)), room);
+    };
+    if (cut.team.is_alone) {
+      const Room room = make_room();
+      for (int64_t chunk; (chunk = next.fetch_add(1)) < cut.chunks;) run_one(chunk, room);
     } else {
-      run(0, shared);
+      for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) run_one(chunk, shared);
     }
     _tile_release();
   }
+}
+
+}  // namespace
+
+// h [tokens, width], in place; starts [prompts + 1]: of which tokens each prompt consists. k, v: the cache of the layer
+// [prompts, heads, capacity, width / heads], filled from column columns[prompt] on.
+extern "C" void prompt_tiles(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns, uint16_t* h,
+                             int attends, int feeds, uint16_t* k, uint16_t* v, int64_t capacity, int num_threads) {
+  const int64_t rows = starts[count], width = block->qkv.inputs;
+  const Prompts prompts = {count, starts, columns};
+  const Memory memory = {reinterpret_cast<bfloat16*>(k), reinterpret_cast<bfloat16*>(v), capacity};
+  const Cut cut(rows, num_threads);
+  std::vector<std::atomic<bool>> is_stored(cut.chunks);
+  for (auto& flag : is_stored) flag = false;
+  auto make_room = [&] {
+    return room_for(cut.most(), width, std::max(4 * width, block->fc1.outputs), block->qkv.scales != nullptr);
+  };
+  run(rows, cut, num_threads, make_room, [&](int64_t chunk, int64_t from, int64_t to, Room room) {
+    uint16_t* states = h + from * width;
+    const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
+    if (attends)
+      attend_rows(cut.team, *block, parts, prompts, memory, to - from, states, room, [&] {
+        is_stored[chunk].store(true, std::memory_order_release);
+        for (int64_t earlier = cut.of(starts[parts[0].prompt]); earlier < chunk; ++earlier)
+          while (!is_stored[earlier].load(std::memory_order_acquire)) std::this_thread::yield();
+      });
+    if (feeds) feed_rows(cut.team, *block, to - from, states, room);
+  });
+}
+
+// Keys and values alone, [2 width] of each of `layers` products, from the norm of h [tokens, width], which stays; k, v,
+// capacities [layers]. Also for layers that share the state they are made of (SwiftKV).
+extern "C" void store_tiles(int64_t heads, double epsilon, const Norm* norm, int64_t layers, const Product* products,
+                            int64_t count, const int64_t* starts, const int64_t* columns, const uint16_t* h,
+                            uint16_t* const* k, uint16_t* const* v, const int64_t* capacities, int num_threads) {
+  const int64_t rows = starts[count], width = products[0].inputs;
+  const Prompts prompts = {count, starts, columns};
+  const Cut cut(rows, num_threads);
+  auto make_room = [&] { return room_for(cut.most(), width, 2 * width, products[0].scales != nullptr); };
+  run(rows, cut, num_threads, make_room, [&](int64_t, int64_t from, int64_t to, Room room) {
+    const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
+    normalise(cut.team, to - from, *norm, float(epsilon), h + from * width, products[0], room.narrow);
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      const Memory memory = {reinterpret_cast<bfloat16*>(k[layer]), reinterpret_cast<bfloat16*>(v[layer]), capacities[layer]};
+      multiply_rows<NOTHING>(cut.team, to - from, products[layer], room.narrow, room.whole, nullptr, room.wide,
+                             in_lines(2 * width));
+      store_made(cut.team, products[layer], heads, parts, prompts, memory, room.wide);
+    }
+  });
 }
 
 #endif

@@ -197,37 +197,41 @@ void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x
   }
 }
 
-// The same for rows in tiles [rows / 32][inputs / 32][2][16][32]. A thread that has them to itself takes first the first
-// inputs of all rows (INPUTS), which stay in its core's L2 cache; threads that share them have parts of the outputs, and
-// read each weight once. Of a block's weights DEEP inputs at a time stay in the L1 cache while the rows go by.
+// The same for rows in tiles [rows / 32][inputs / 32][2][16][32]. A thread that has them to itself, not more than ROWS,
+// takes first the first inputs of all rows (INPUTS), which stay in its core's L2 cache. Threads that share them have parts
+// of the outputs, and as many rows at a time as stay there whole. Of a block's weights DEEP inputs at a time stay in the
+// L1 cache while the rows go by.
 template <Then THEN>
 void of_tiles(Team team, int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* tiles, const uint16_t* w,
               const uint16_t* bias, const uint16_t* residual, uint16_t* y, Layout layout) {
-  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, groups = (rows + 31) / 32;
-  const int64_t at_once = team.is_alone ? INPUTS / 32 : steps;
+  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, fit = ROWS_BYTES / (64 * inputs);
+  const int64_t at_once = team.is_alone ? INPUTS / 32 : steps, some = team.is_alone ? (rows + 31) / 32 : fit < 1 ? 1 : fit;
   const bool is_whole = steps <= at_once;
   thread_local Buffer<float> kept;
-  float* sums = kept.room((is_whole ? 1 : blocks) * groups * 1024);
-  for (int64_t first = 0; first < steps; first += at_once) {
-    const int64_t end = first + at_once < steps ? first + at_once : steps;
-    team.share(blocks, [&](int64_t block) {
-      float* block_sums = sums + (is_whole ? 0 : block) * groups * 1024;
-      for (int64_t k = first; k < end; k += DEEP / 32) {
-        const int64_t deep = end - k < DEEP / 32 ? end - k : DEEP / 32, ahead = (deep * 32 + groups - 1) / groups;
-        const uint16_t* weights = w + (block * steps + k) * 2 * TILE;
-        const uint16_t* next = weights + (k + deep < end ? deep : steps - k + first) * 2 * TILE;
-        for (int64_t group = 0; group < groups; ++group) {
-          const int64_t row = 32 * group;
-          const int count = rows - row < 32 ? int(rows - row) : 32;
-          const bool is_last = k + deep == steps;
-          if (is_last)
-            for (int r = 0; r < count; ++r) __builtin_prefetch(y + layout.at(row + r, block), 1, 2);
-          multiply_tiles(tiles + (group * steps + k) * 2 * TILE, weights, deep, block_sums + group * 1024, k == 0,
-                         reinterpret_cast<const char*>(next) + group * ahead * 64, ahead);
-          if (is_last) finish<THEN>(block_sums + group * 1024, row, count, block, outputs, bias, residual, y, layout);
+  float* sums = kept.room((is_whole ? 1 : blocks) * some * 1024);
+  for (int64_t from = 0; from < rows; from += 32 * some) {
+    const int64_t to = from + 32 * some < rows ? from + 32 * some : rows, groups = (to - from + 31) / 32;
+    for (int64_t first = 0; first < steps; first += at_once) {
+      const int64_t end = first + at_once < steps ? first + at_once : steps;
+      team.share(blocks, [&](int64_t block) {
+        float* block_sums = sums + (is_whole ? 0 : block) * groups * 1024;
+        for (int64_t k = first; k < end; k += DEEP / 32) {
+          const int64_t deep = end - k < DEEP / 32 ? end - k : DEEP / 32, ahead = (deep * 32 + groups - 1) / groups;
+          const uint16_t* weights = w + (block * steps + k) * 2 * TILE;
+          const uint16_t* next = weights + (k + deep < end ? deep : steps - k + first) * 2 * TILE;
+          for (int64_t group = 0; group < groups; ++group) {
+            const int64_t row = from + 32 * group;
+            const int count = to - row < 32 ? int(to - row) : 32;
+            const bool is_last = k + deep == steps;
+            if (is_last)
+              for (int r = 0; r < count; ++r) __builtin_prefetch(y + layout.at(row + r, block), 1, 2);
+            multiply_tiles(tiles + (row / 32 * steps + k) * 2 * TILE, weights, deep, block_sums + group * 1024, k == 0,
+                           reinterpret_cast<const char*>(next) + group * ahead * 64, ahead);
+            if (is_last) finish<THEN>(block_sums + group * 1024, row, count, block, outputs, bias, residual, y, layout);
+          }
         }
-      }
-    });
+      });
+    }
   }
 }
 

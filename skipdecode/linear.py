@@ -48,9 +48,12 @@ class Linear(nn.Linear):
 
     def product(self) -> Product | None:
         """For a kernel that does more than this layer; None where its weight does not lie in tiles."""
-        if not isinstance(self.packed, _Tiles):
-            return None
-        return Product(self.packed.weight, self.packed.outputs, self.bias)
+        return product(self.packed, self.bias)
+
+
+def product(packed: Packed | None, bias: Tensor | None) -> Product | None:
+    """For a kernel that does more than this product; None where the weight does not lie in tiles."""
+    return Product(packed.weight, packed.outputs, bias) if isinstance(packed, _Tiles) else None
 
 
 def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | None:

@@ -195,6 +195,11 @@ class OPT(nn.Module):
         return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
 
     @property
+    def is_in_tiles(self) -> bool:
+        """Whether every layer is one kernel (`cpu_block`)."""
+        return all(block.tiles is not None for block in self.layers)
+
+    @property
     def weight_itemsize(self) -> int:
         """Bytes that a product reads per weight."""
         return 1 if self.quantization == "int8" else self.dtype.itemsize
@@ -239,36 +244,37 @@ class OPT(nn.Module):
         """
         T = tokens.shape[1]
         has_kernels = cache.can_attend and not torch.is_grad_enabled()  # they have no gradient
-        is_cached = T == 1 and has_kernels
-        mask = None if is_cached else cache.mask(T)
         is_prompt = T > 1 and cache.length == 0 and not plan.by_row
-        # behind the last layer's keys and values only the last column is of use
+        # behind the last layer's keys and values only the last column of a prompt is of use
         top = max(plan.layers, default=None) if is_prompt else None
-        prompts = Prompts(positions) if is_prompt and has_kernels and self.layers[0].tiles is not None else None
+        prompts = Prompts(positions) if is_prompt and has_kernels and self.is_in_tiles else None
         if prompts is not None:
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h = self.embed(tokens, positions)
+        newest = cache if T == 1 and has_kernels else None  # where a kernel for one column goes on
+        mask = cache.mask(T) if newest is None and prompts is None else None
         has_shared = False  # K/V of the layers from plan.kv_layers on are written
         for i, block in enumerate(self.layers):
             is_by_row = bool(plan.by_row) and plan.by_row[i]
             attends, feeds = plan.attn[i], plan.ffn[i] and not is_by_row
             if attends and plan.kv_layers is not None and i >= plan.kv_layers:
                 assert self.swift is not None, "a plan for SwiftKV, and a model without"
-                if not has_shared:
-                    if prompts is not None:
-                        h, prompts = prompts.unpack(h), None
+                if not has_shared and prompts is not None:
+                    self.swift.write_prompts(h, prompts, cache, plan.attn)
+                    h, prompts, newest = prompts.last(h), None, cache.at(T - 1)
+                elif not has_shared:
                     self.swift.write(h, cache, plan.attn)
-                    h, mask, has_shared = h[:, -1:], mask if mask is None else mask[:, :, -1:], True
-                if is_cached:
-                    h = block.attend_to_cached(h, self.swift.query(i), cache, i)
+                    h, mask = h[:, -1:], mask if mask is None else mask[:, :, -1:]
+                has_shared, attends = True, False
+                if newest is not None:
+                    h = block.attend_to_cached(h, self.swift.query(i), newest, i)
                 else:
                     h = block.attend_to(h, self.swift.query(i), *cache.read(i, T), mask)
-                attends = False
-            if is_cached:
-                h = block.step(h, cache, i, attends=attends, feeds=feeds)
+            if newest is not None:
+                h = block.step(h, newest, i, attends=attends, feeds=feeds)
             elif prompts is None:
                 h = block.attend(h, partial(cache.append, i), mask, only_last=i == top) if attends else h
-                h = block.feed(h) if feeds else h
+                h = block.feed(h[:, -1:] if i == top else h) if feeds else h
             elif attends or feeds:
                 h = block.read(h, prompts, cache, i, attends=attends, feeds=feeds, only_last=i == top)
                 prompts = None if i == top else prompts  # then h is [B, 1, D]
@@ -276,7 +282,7 @@ class OPT(nn.Module):
                 assert rows is not None, "the plan leaves blocks to the rows, and nothing decides for them"
                 h = rows.feed(i, block, h)
         cache.length += T
-        return self.head(h[:, -1] if prompts is None else prompts.last(h))
+        return self.head((h if prompts is None else prompts.last(h))[:, -1])
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

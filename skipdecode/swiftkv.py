@@ -8,14 +8,15 @@ B rows, T columns, D width, H heads, K head dim, G groups.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.config import OPTConfig, Quantization
-from skipdecode.linear import Linear, Packed, pack
+from skipdecode.cpu_block import Product, Prompts, TileStore
+from skipdecode.linear import Linear, Packed, pack, product
 
 
 class Teacher(Protocol):
@@ -31,6 +32,13 @@ class Columns(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor) -> object: ...
 
 
+class Memory(Protocol):
+    """K and V of every layer, [B, H, S, K] (`skipdecode.cache.KVCache`)."""
+
+    k: list[Tensor]
+    v: list[Tensor]
+
+
 class SwiftKV(nn.Module):
     """What a SwiftKV checkpoint has beside the model: `norm`, a query projection per upper layer, fused K/V."""
 
@@ -43,6 +51,7 @@ class SwiftKV(nn.Module):
         self.q = nn.ModuleList(Linear(width, width, bias=bias) for _ in range(shape.num_shared(config)))
         self._num_groups = shape.num_groups(config)
         self._packed: list[Packed] = []  # the parts of `kv.weight`, one per group
+        self._tiles: TileStore | None = None
         self.kv = nn.Linear(width, 2 * width * shape.num_groups(config), bias=bias)  # [group][K, V] along its rows
 
     @torch.no_grad()
@@ -64,6 +73,10 @@ class SwiftKV(nn.Module):
         if None not in packed:
             self._packed = [part for part in packed if part is not None]
             self.kv.register_parameter("weight", None)
+            biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
+            products = [product(part, bias) for part, bias in zip(self._packed, biases, strict=True)]
+            if None not in products:
+                self._tiles = TileStore(self.num_heads, self.norm, cast(list[Product], products))
 
     def query(self, layer: int) -> nn.Module:
         """The query projection of `layer` >= first."""
@@ -94,9 +107,19 @@ class SwiftKV(nn.Module):
 
     def write(self, h: Tensor, cache: Columns, attn: Sequence[bool]) -> None:
         """Stores K and V of every group of which `attn` [L] runs a layer, from h [B, T, D]."""
-        needed = sorted({self.group(layer) for layer in range(self.first, len(attn)) if attn[layer]})
+        needed = self._needed(attn)
         starts = [group for group in needed if group - 1 not in needed]
         ends = [group + 1 for group in needed if group + 1 not in needed]
         for start, end in zip(starts, ends, strict=True):  # rows of the weight that lie together: one product
             for group, (k, v) in enumerate(self.project(h, start, end), start):
                 cache.append(self.leader(group), k, v)
+
+    def write_prompts(self, h: Tensor, prompts: Prompts, cache: Memory, attn: Sequence[bool]) -> None:
+        """The same for whole prompts as one kernel, from h [N, D] into an empty cache."""
+        assert self._tiles is not None, "weights that are not in tiles"
+        leaders = {group: self.leader(group) for group in self._needed(attn)}
+        self._tiles(h, prompts, {group: (cache.k[layer], cache.v[layer]) for group, layer in leaders.items()})
+
+    def _needed(self, attn: Sequence[bool]) -> list[int]:
+        """The groups of which `attn` runs a layer."""
+        return sorted({self.group(layer) for layer in range(self.first, len(attn)) if attn[layer]})
