@@ -65,6 +65,7 @@ def _timed(model: OPT) -> Iterator[dict[str, float]]:
     places: list[tuple[Any, str, str]] = [
         (model, "embed", "embedding"),
         (model, "head", "head"),
+        (model, "likeliest", "head"),  # and the choice of tokens
         (Sampler, "__call__", "choice of tokens"),
         (cpu_kernels, "attend", "attention"),
         (KVCache, "append", "cache write"),

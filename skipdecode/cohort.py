@@ -116,7 +116,8 @@ class Cohort:
         """Feeds the prompts and makes y_0."""
         start = now(self.model.device)
         plan = self.schedule.prefill()
-        self._choose(feed_prompts(self.model, self._prompt, self._cache, plan, in_equal_parts=self._has_fixed_shape))
+        keys = {"in_equal_parts": self._has_fixed_shape, "only_likeliest": self._is_plain}
+        self._choose(feed_prompts(self.model, self._prompt, self._cache, plan, **keys))
         self.stats.prefill_s = now(self.model.device) - start
         self._look_if_due()
 
@@ -132,21 +133,27 @@ class Cohort:
         if ffns is not None:
             ffns.start(k) if plan.by_row else ffns.rest()
         if self._graphs is not None and not plan.by_row:
-            logits = self._graphs(newest, cache, plan)
+            made = self._graphs(newest, cache, plan)
         else:
             last = self.model.config.max_position_embeddings - 1
             positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
-            logits = self.model(newest[:, None], positions, cache, plan, ffns)
-        self._choose(logits)
+            made = self.model(newest[:, None], positions, cache, plan, ffns, only_likeliest=self._is_plain)
+        self._choose(made)
         stats.ffn_rows.append([] if ffns is None else ffns.rows_run)
         self._look_if_due()
 
-    def _choose(self, logits: Tensor) -> None:
-        """The next token of every row from [B, V] logits."""
-        self._newest = self._sampler(logits, self._num_made)  # [B]
+    @property
+    def _is_plain(self) -> bool:
+        """Nobody wants more of the logits than the likeliest token."""
+        return self._sampler.is_greedy and not self._logprobs.is_asked and self._graphs is None
+
+    def _choose(self, made: Tensor) -> None:
+        """The next token of every row from [B, V] logits, or those tokens [B] themselves (`_is_plain`)."""
+        self._newest = made if self._is_plain else self._sampler(made, self._num_made)  # [B]
         self._made.append(self._newest)
         self._num_made += 1
-        self._logprobs.see(logits, self._newest)
+        if self._logprobs.is_asked:
+            self._logprobs.see(made, self._newest)
 
     def _look_if_due(self) -> None:
         if len(self._made) == self.check_every or self._num_made == self.num_new:
@@ -205,9 +212,15 @@ def pad_prompts(
 
 
 def feed_prompts(
-    model: OPT, tokens: Tensor, cache: KVCache, plan: LayerPlan, *, in_equal_parts: bool = False
+    model: OPT,
+    tokens: Tensor,
+    cache: KVCache,
+    plan: LayerPlan,
+    *,
+    in_equal_parts: bool = False,
+    only_likeliest: bool = False,
 ) -> Tensor:
-    """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V].
+    """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V], or its likeliest token, [B].
 
     Several rows at a time (PREFILL_TOKENS). `in_equal_parts`: a row's bits do not depend on its place in the batch.
     """
@@ -217,9 +230,12 @@ def feed_prompts(
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
     parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]
-    logits = [model(tokens[part], positions[part], cache.view(part.start, part.stop), plan) for part in parts]
+    made = [
+        model(tokens[part], positions[part], cache.view(part.start, part.stop), plan, only_likeliest=only_likeliest)
+        for part in parts
+    ]
     cache.length += tokens.shape[1]
-    return torch.cat(logits)
+    return torch.cat(made)
 
 
 def allocate_cache(

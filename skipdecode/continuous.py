@@ -97,12 +97,14 @@ class ContinuousBatch:
         longest = max(len(r.prompt_tokens) for r in requests)
         tokens, num_pad = pad_prompts(self.model, requests, rounded_columns(longest), None)
         cache = allocate_cache(self.model, num_pad, tokens.shape[1], self.schedule, 1)
-        logits = feed_prompts(self.model, tokens, cache, self.schedule.prefill())
         members = [_Member(row, self._num_steps) for row in rows]
-        first = _choose(logits, members, _params(members, self.model.device), self._num_steps)
-        recorder = LogprobRecorder(rows, self.model.device)
-        recorder.see(logits, first)
-        recorder.give()
+        params, recorder = _params(members, self.model.device), LogprobRecorder(rows, self.model.device)
+        is_plain = params is None and not recorder.is_asked  # nobody wants more than the likeliest token
+        made = feed_prompts(self.model, tokens, cache, self.schedule.prefill(), only_likeliest=is_plain)
+        first = made if is_plain else _choose(made, members, params, self._num_steps)
+        if recorder.is_asked:
+            recorder.see(made, first)
+            recorder.give()
         for row, token in zip(rows, first.tolist(), strict=True):
             row.take([token], self.model.config.eos_token_id, self._decode_text)
         stay = [at for at, row in enumerate(rows) if row.is_running]
@@ -131,12 +133,15 @@ class ContinuousBatch:
         self._arena.begin(positions)
         at = torch.tensor(positions, device=self.model.device)[:, None]
         h = self._run_layers(self.model.embed(self._newest[:, None], at), [-k for k in ages])
-        logits = self.model.head(h[:, -1])
         self._num_steps += 1
         self.row_steps += len(members)
-        self._newest = _choose(logits, members, self._params, self._num_steps)
-        self._logprobs.see(logits, self._newest)
-        self._logprobs.give()
+        if self._params is None and not self._logprobs.is_asked:
+            self._newest = self.model.likeliest(h[:, -1])
+        else:
+            logits = self.model.head(h[:, -1])
+            self._newest = _choose(logits, members, self._params, self._num_steps)
+            self._logprobs.see(logits, self._newest)
+            self._logprobs.give()
         for member, token in zip(members, self._newest.tolist(), strict=True):
             if member.row.is_running:
                 member.row.take([token], self.model.config.eos_token_id, self._decode_text)

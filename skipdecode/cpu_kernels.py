@@ -203,6 +203,26 @@ def linear(
     return out
 
 
+def likeliest(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """`argmax(linear(x, packed, outputs, None))` without the logits in between: [B, in] bfloat16 -> [B] int64."""
+    assert x.dtype == packed.dtype == torch.bfloat16, (x.dtype, packed.dtype)
+    assert x.shape[1] == packed.shape[1] * 32, (x.shape, packed.shape)
+    assert packed.shape[0] == -(-outputs // 32), (outputs, packed.shape)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(len(x), dtype=torch.int64)
+    function("likeliest_tiles")(
+        len(x),
+        outputs,
+        packed.shape[1] * 32,
+        x.data_ptr(),
+        x.stride(0),
+        packed.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
 ARGUMENTS = {
     "block_tiles": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
     "prompt_tiles": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
@@ -211,6 +231,7 @@ ARGUMENTS = {
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack_tiles": [INT64, INT64, POINTER, POINTER],
     "linear_tiles": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
+    "likeliest_tiles": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT],
     "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 3, INT, POINTER, POINTER, INT],
 }
 

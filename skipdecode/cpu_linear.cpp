@@ -5,6 +5,7 @@
 
 #ifdef HAS_TILES
 
+#include <cfloat>
 #include <cstring>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -91,6 +92,37 @@ extern "C" void linear_tiles(int64_t rows, int64_t outputs, int64_t inputs, cons
                              int num_threads) {
   const auto run = then == RELU ? linear<RELU> : then == ADD ? linear<ADD> : linear<NOTHING>;
   run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);
+}
+
+// The output with the largest sum of each row, the lowest where several are equal as bfloat16: argmax of what `linear_tiles`
+// gives, which is never written.
+extern "C" void likeliest_tiles(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
+                                const uint16_t* w, int64_t* out, int num_threads) {
+  const int64_t left = rows % 32;
+  std::vector<uint16_t> last(left ? 32 * inputs : 0);
+  for (int64_t r = 0; r < left; ++r) std::memcpy(&last[r * inputs], x + (rows - left + r) * stride, inputs * 2);
+  std::vector<float> best(rows, -FLT_MAX);
+  for (int64_t row = 0; row < rows; ++row) out[row] = 0;  // where there is nothing but NaN
+#pragma omp parallel num_threads(num_threads)
+  {
+    configure_tiles();
+    thread_local Buffer<Largest> kept;
+    Largest* largest = kept.room(rows);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int lane = 0; lane < 32; ++lane) largest[row].values[lane] = -FLT_MAX, largest[row].blocks[lane] = 0;
+    multiply_outputs(rows, outputs, inputs, x, stride, last.data(), w,
+                     [&](const float* sums, int64_t row, int count, int64_t block) {
+                       see_largest(sums, count, block, outputs, largest + row);
+                     });
+    _tile_release();
+#pragma omp critical
+    for (int64_t row = 0; row < rows; ++row)
+      for (int lane = 0; lane < 32; ++lane) {
+        const float value = largest[row].values[lane];
+        const int64_t at = int64_t(largest[row].blocks[lane]) * 32 + lane;
+        if (value > best[row] || (value == best[row] && at < out[row])) best[row] = value, out[row] = at;
+      }
+  }
 }
 
 extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,

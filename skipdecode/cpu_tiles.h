@@ -174,9 +174,10 @@ inline void to_tiles(int64_t rows, int64_t steps, const uint16_t* x, int64_t str
 // x W^T + bias, cut by outputs: each weight is read by one thread. For all threads of a parallel region that have
 // configured their tiles; they wait for none at the end. x: `stride` numbers from row to row. `last`: the last rows % 32
 // rows, `inputs` apart, with room behind them for 32, since a tile reads whole rows.
-template <Then THEN>
-void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* last,
-                const uint16_t* w, const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
+// `finish` is called with the sums of some rows and 32 outputs: (sums, first row, rows, block of outputs).
+template <typename Finish>
+void multiply_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
+                      const uint16_t* last, const uint16_t* w, Finish finish) {
   const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32;
   const int64_t at_once = ROWS_BYTES / (2 * inputs) < 32 ? 32 : ROWS_BYTES / (2 * inputs) / 32 * 32;
   alignas(64) float sums[32 * 32];
@@ -191,9 +192,41 @@ void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x
         const auto run = count > 16 ? (row == from ? multiply<true, true> : multiply<true, false>)
                                     : (row == from ? multiply<false, true> : multiply<false, false>);
         run(part, apart, weights, steps, sums);
-        finish<THEN>(sums, row, count, block, outputs, bias, residual, y, in_lines(outputs));
+        finish(sums, row, count, block);
       }
     });
+  }
+}
+
+template <Then THEN>
+void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* last,
+                const uint16_t* w, const uint16_t* bias, const uint16_t* residual, uint16_t* y) {
+  multiply_outputs(rows, outputs, inputs, x, stride, last, w, [&](const float* sums, int64_t row, int count, int64_t block) {
+    finish<THEN>(sums, row, count, block, outputs, bias, residual, y, in_lines(outputs));
+  });
+}
+
+// The largest sums so far of each row, rounded to bfloat16, in 32 lanes: output 32 block + lane. The first of equals.
+struct alignas(64) Largest {
+  float values[32];
+  int32_t blocks[32];
+};
+
+inline void see_largest(const float* sums, int count, int64_t block, int64_t outputs, Largest* rows) {
+  const int64_t left = outputs - 32 * block;
+  const __mmask32 mask = left < 32 ? (1u << left) - 1 : ~0u;
+  const __m512i at = _mm512_set1_epi32(int32_t(block));
+  for (int r = 0; r < count; ++r) {
+    const __m512i numbers = reinterpret_cast<__m512i>(
+        _mm512_cvtne2ps_pbh(_mm512_load_ps(sums + 32 * r + 16), _mm512_load_ps(sums + 32 * r)));
+    const __m512 halves[] = {widen(_mm512_castsi512_si256(numbers)), widen(_mm512_extracti64x4_epi64(numbers, 1))};
+    for (int half = 0; half < 2; ++half) {
+      float* values = rows[r].values + 16 * half;
+      const __mmask16 own = __mmask16(mask >> (16 * half));
+      const __mmask16 larger = _mm512_mask_cmp_ps_mask(own, halves[half], _mm512_load_ps(values), _CMP_GT_OQ);
+      _mm512_mask_store_ps(values, larger, halves[half]);
+      _mm512_mask_store_epi32(rows[r].blocks + 16 * half, larger, at);
+    }
   }
 }
 

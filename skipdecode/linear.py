@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from skipdecode import cpu_kernels
 from skipdecode.config import Quantization
 from skipdecode.cpu_block import Product
+from skipdecode.sampler import likeliest
 
 
 class Packed(Protocol):
@@ -24,6 +25,9 @@ class Packed(Protocol):
     def __call__(
         self, x: Tensor, bias: Tensor | None, *, relu: bool = False, residual: Tensor | None = None
     ) -> Tensor: ...
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        """The output that is largest, without a bias, the lower of two that are equal: [B, in] -> [B] int64."""
 
 
 class Linear(nn.Linear):
@@ -100,6 +104,11 @@ class _Tiles:
     def __call__(self, x: Tensor, bias: Tensor | None, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
         return cpu_kernels.linear(x, self.weight, self.outputs, bias, relu=relu, residual=residual)
 
+    def likeliest(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, cpu_kernels.Int8Weight):
+            return cpu_kernels.argmax(self(x, None))
+        return cpu_kernels.likeliest(x, self.weight, self.outputs)
+
 
 @dataclass
 class _OneDNN:
@@ -115,6 +124,9 @@ class _OneDNN:
         else:
             y = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "relu" if relu else "none", [], "")
         return y
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return likeliest(self(x, None))
 
 
 def _has_bfloat16() -> bool:

@@ -31,6 +31,10 @@ class LogprobRecorder:
         self._num_top = max([1, *(row.request.top_logprobs or 0 for row in self._rows)])
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
+    @property
+    def is_asked(self) -> bool:
+        return bool(self._rows)
+
     def see(self, logits: Tensor, chosen: Tensor) -> None:
         """Logits [B, V] and the tokens chosen from them [B]."""
         if self._rows:

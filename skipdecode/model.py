@@ -23,6 +23,7 @@ from skipdecode.cpu_kernels import Columns
 from skipdecode.ffn_rows import RowFFNs
 from skipdecode.linear import Linear, Packed, check_int8, pack
 from skipdecode.plan import LayerPlan
+from skipdecode.sampler import likeliest
 from skipdecode.swiftkv import SwiftKV
 
 Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -226,21 +227,40 @@ class OPT(nn.Module):
 
     def head(self, h: Tensor) -> Tensor:
         """Final norm and tied head: [..., D] -> logits [..., V]."""
+        x = self._head_states(h)
+        if self._packed_head is not None:
+            return self._packed_head(x, None)
+        logits: Tensor = F.linear(x, self.embed_tokens.weight)
+        return logits
+
+    def likeliest(self, h: Tensor) -> Tensor:
+        """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
+        do without them they are not written."""
+        if self._packed_head is not None:
+            return self._packed_head.likeliest(self._head_states(h))
+        return likeliest(self.head(h))
+
+    def _head_states(self, h: Tensor) -> Tensor:
+        """[..., D] -> what the embeddings are compared with, [..., E]."""
         if self.final_norm is not None:
             h = self.final_norm(h)
         if self.project_out is not None:
             h = self.project_out(h)
-        if self._packed_head is not None:
-            return self._packed_head(h, None)
-        logits: Tensor = F.linear(h, self.embed_tokens.weight)
-        return logits
+        return h
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, plan: LayerPlan, rows: RowFFNs | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        plan: LayerPlan,
+        rows: RowFFNs | None = None,
+        *,
+        only_likeliest: bool = False,
     ) -> Tensor:
         """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V].
 
-        `rows` decides on the blocks in `plan.by_row`.
+        `rows` decides on the blocks in `plan.by_row`. `only_likeliest`: the likeliest token instead, [B] int64.
         """
         T = tokens.shape[1]
         has_kernels = cache.can_attend and not torch.is_grad_enabled()  # they have no gradient
@@ -282,7 +302,8 @@ class OPT(nn.Module):
                 assert rows is not None, "the plan leaves blocks to the rows, and nothing decides for them"
                 h = rows.feed(i, block, h)
         cache.length += T
-        return self.head((h if prompts is None else prompts.last(h))[:, -1])
+        last = (h if prompts is None else prompts.last(h))[:, -1]
+        return self.likeliest(last) if only_likeliest else self.head(last)
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

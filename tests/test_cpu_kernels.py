@@ -160,6 +160,45 @@ def test_products_on_tiles_are_those_of_float32(
 
 
 @tiles
+@given(
+    rows=st.integers(1, 140),
+    steps=st.integers(1, 4),
+    outputs=st.integers(1, 300),
+    seed=st.integers(0, 2**31),
+    levels=st.sampled_from([2, 1000]),
+    threads=st.integers(1, 3),
+)
+def test_the_likeliest_output_is_that_of_the_logits(
+    rows: int, steps: int, outputs: int, seed: int, levels: int, threads: int
+) -> None:
+    """The lowest of equals, of which few levels make many."""
+    rng = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randint(-levels, levels, (n, 32 * steps), generator=rng).bfloat16() for n in (rows, outputs))
+    packed = cpu_kernels.pack(weight)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        made = cpu_kernels.likeliest(x, packed, outputs)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(made, cpu_kernels.argmax(cpu_kernels.linear(x, packed, outputs, None)))
+
+
+@tiles
+def test_the_likeliest_output_of_strange_numbers() -> None:
+    packed = cpu_kernels.pack(-torch.ones(70, 32, dtype=torch.bfloat16))
+    x = torch.ones(3, 32, dtype=torch.bfloat16)
+    x[1], x[2] = torch.nan, 3e38
+    made = cpu_kernels.likeliest(x, packed, 70).tolist()
+    assert made[:2] == [0, 0]
+    assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
+    with pytest.raises(AssertionError):
+        cpu_kernels.likeliest(x.float(), packed, 70)
+    with pytest.raises(AssertionError):
+        cpu_kernels.likeliest(x[:, :16], packed, 70)
+
+
+@tiles
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("then", ["nothing", "relu", "residual"])
 @pytest.mark.parametrize(("rows", "inputs"), [(1100, 3072), (2100, 96), (1537, 2048 + 288)])
@@ -299,7 +338,7 @@ def test_a_fixed_shape_gives_the_same_bits_at_every_place(
     hook = model.register_forward_hook(lambda _module, _args, out: seen.append(out.clone()))
     sampling = Sampling(max_new_tokens=2, ignore_eos=True)
     for at in (0, place):
-        rows = [Request(str(i), prompt if i == at else other, sampling) for i in range(20)]
+        rows = [Request(str(i), prompt if i == at else other, sampling, top_logprobs=0) for i in range(20)]
         seen.clear()
         generate(model, rows, FullDepth(6), prompt_columns=128, batch_rows=20, compact=False)
         logits = torch.cat(seen[:-1])[at], seen[-1][at]

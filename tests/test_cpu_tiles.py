@@ -185,7 +185,9 @@ def logits_of(model: OPT, run: Run, monkeypatch: pytest.MonkeyPatch) -> list[Ten
     for module in (sampler, continuous):
         monkeypatch.setattr(module, "likeliest", choose)
     requests = [
-        Request(str(i), [2, *range(5, 5 + n)], Sampling(max_new_tokens=4 + 4 * (i % 3), ignore_eos=True))
+        Request(
+            str(i), [2, *range(5, 5 + n)], Sampling(max_new_tokens=4 + 4 * (i % 3), ignore_eos=True), top_logprobs=0
+        )
         for i, n in enumerate((3, 19, 1, 14, 6, 2, 33, 8, 40, 5))
     ]
     if run.is_continuous:
@@ -235,3 +237,23 @@ def test_layers_in_one_call_are_the_decoder_of_parts(
         assert ours.shape == apart.shape == true.shape
         assert (apart - true).abs().max() <= 0.02 * top
         assert (ours - true).abs().max() <= 0.02 * top
+
+
+@tiles
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_tokens_without_logits_are_those_with(quantization: Quantization | None, is_continuous: bool) -> None:
+    model = random_model(CONFIG, device="cpu", dtype=torch.bfloat16).pack(quantization)
+    made = []
+    for top_logprobs in (None, 0):
+        requests = [
+            Request(str(i), [2, *range(5, 5 + n)], Sampling(max_new_tokens=9, ignore_eos=True), top_logprobs)
+            for i, n in enumerate((3, 19, 1, 14, 40))
+        ]
+        if is_continuous:
+            rows, _ = generate_continuous(model, requests, FullDepth(6), max_rows=3)
+            made.append([row.tokens for row in rows])
+        else:
+            made.append([c.tokens for c in generate(model, requests, FullDepth(6)).completions])
+    assert made[0] == made[1]
+    assert len({tuple(tokens) for tokens in made[0]}) > 1

@@ -4,6 +4,7 @@ Everything in float32; tokens must be equal, one by one.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,10 @@ def hf_generate(reference: OPTForCausalLM, prompts: Sequence[list[int]], num_new
 def logged(model: OPT, requests: Sequence[Request], schedule: Schedule, **keys: object) -> tuple[BatchResult, Tensor]:
     """The result, and the logits [B, N, V] of all calls of the model."""
     calls: list[Tensor] = []
+    asking = [replace(request, top_logprobs=0) for request in requests]  # else there are only tokens to see
     hook = model.register_forward_hook(lambda _module, _args, out: calls.append(out.clone()))
     try:
-        result = generate(model, requests, schedule, compact=False, **keys)  # type: ignore[arg-type]
+        result = generate(model, asking, schedule, compact=False, **keys)  # type: ignore[arg-type]
     finally:
         hook.remove()
     return result, torch.stack(calls, dim=1)

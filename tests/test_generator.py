@@ -212,9 +212,9 @@ def test_deterministic_shapes_do_not_follow_free_memory(
 def test_deterministic_logits_are_bit_for_bit(build: Callable[..., Generator]) -> None:
     """bfloat16, where one bit would show: alone, in a full batch of full-length rows, at another place."""
     generator = build(deterministic=True, batch_size=4, dtype="bfloat16", length_buckets=(8,))
-    requests = [
-        Request(str(i), [2, *range(10 + i, 17 + i)], Sampling(max_new_tokens=8, ignore_eos=True)) for i in range(8)
-    ]
+    sampling = Sampling(max_new_tokens=8, ignore_eos=True)
+    # who asks for log-probabilities has logits made
+    requests = [Request(str(i), [2, *range(10 + i, 17 + i)], sampling, top_logprobs=0) for i in range(8)]
 
     def logits_of_last(window: list[Request]) -> torch.Tensor:
         logs: list[torch.Tensor] = []

@@ -171,7 +171,8 @@ def test_deterministic_bfloat16_is_bit_for_bit(tiny_checkpoint: Path) -> None:
     """A full batch of full-length rows needs no mask, and must take the same kernels as a row among padding rows."""
     model = load_opt(tiny_checkpoint, device=DEVICE, dtype=torch.bfloat16)
     sampling = Sampling(max_new_tokens=16, ignore_eos=True)
-    rows = [Request(str(i), [2, *range(10 + i, 17 + i)], sampling) for i in range(4)]
+    # who asks for log-probabilities has logits made
+    rows = [Request(str(i), [2, *range(10 + i, 17 + i)], sampling, top_logprobs=0) for i in range(4)]
 
     def logits_of_first(requests: list[Request]) -> torch.Tensor:
         logs: list[torch.Tensor] = []
