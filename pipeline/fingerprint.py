@@ -14,7 +14,7 @@ from pipeline.config import ConfigError, JobConfig
 from pipeline.input.plan import InputPlan
 from skipdecode.hub import resolve_source
 
-CODE_VERSION = 7  # raise when a change alters the tokens or rows that the same configuration gives
+CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file
 NUM_SHOWN = 3  # input files that an error names
 
