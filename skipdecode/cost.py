@@ -84,7 +84,8 @@ def ffn_cost(config: OPTConfig, *, tokens: int, itemsize: int, weight_itemsize: 
 
 
 def head_cost(config: OPTConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
-    """Final projection to the vocabulary and the choice of a token."""
+    """Final projection to the vocabulary and the choice of a token, logits written and read (which a kernel for greedy
+    tokens does without)."""
     weights = config.vocab_size * config.embed_dim
     moved = (weight_itemsize or itemsize) * weights + 8.0 * rows * config.vocab_size
     return Cost(2.0 * rows * weights, moved, STEP_CALLS)

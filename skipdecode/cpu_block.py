@@ -104,6 +104,7 @@ class TileStore:
     def __init__(self, heads: int, norm: nn.LayerNorm, products: Sequence[Product]) -> None:
         """`products`: of each layer, D -> 2 D, K above V."""
         self._held = (norm, products)  # what the pointers point to
+        _check_types(*norm.parameters(), *(product.bias for product in products))
         self._heads, self._epsilon = heads, norm.eps
         self._norm, self._products = _norm(norm), [product.struct() for product in products]
         self._width = self._products[0].inputs
@@ -155,8 +156,7 @@ class TileBlock:
         fc2: Product,
     ) -> None:
         self._held = (attn_norm, qkv, out, ffn_norm, fc1, fc2)  # what the pointers point to
-        for tensor in (*attn_norm.parameters(), *ffn_norm.parameters(), *(p.bias for p in (qkv, out, fc1, fc2))):
-            assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
+        _check_types(*attn_norm.parameters(), *ffn_norm.parameters(), *(p.bias for p in (qkv, out, fc1, fc2)))
         self._width = out.outputs
         self._block = _Block(
             heads,
@@ -216,6 +216,11 @@ def _norm(norm: nn.LayerNorm) -> _Norm:
 
 
 # wrong ones would be read as if they were right
+
+
+def _check_types(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
 
 
 def _check_states(h: Tensor, shape: tuple[int, ...]) -> None:

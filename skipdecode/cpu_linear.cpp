@@ -1,4 +1,4 @@
-// A linear layer in bfloat16 on a CPU's matrix tiles, its weights, bfloat16 or int8, packed for them.
+// A linear layer in bfloat16 on a CPU's matrix tiles, its weights, bfloat16 or int8, packed for them; and its largest output.
 
 #include "cpu_int8.h"
 #include "cpu_tiles.h"

@@ -1,7 +1,7 @@
 // One decoder layer for whole prompts, in one parallel region. A thread takes some of the tokens through all of the layer,
 // so that it finds what it made in its own caches; before it attends it waits for the keys of earlier tokens of its first
-// prompt, should another thread have these. Few tokens are shared by all threads instead (`Team`), so that each weight is
-// read once.
+// prompt, should another thread have these. Few tokens are shared by all threads instead (`Team`), each of which reads some
+// of the weights. Keys and values alone, of one layer or several, go the same way (`store_tiles`).
 //
 // Prompts lie one behind the other without padding. Of finite numbers a token's bits depend on its prompt up to it and on
 // nothing else; what becomes of NaN and infinities is not defined.

@@ -171,7 +171,7 @@ inline void to_tiles(int64_t rows, int64_t steps, const uint16_t* x, int64_t str
         _mm512_store_si512(tiles, r < rows ? _mm512_loadu_si512(x + r * stride + k * 32) : _mm512_setzero_si512());
 }
 
-// x W^T + bias, cut by outputs: each weight is read by one thread. For all threads of a parallel region that have
+// x W^T, cut by outputs: each weight is read by one thread. For all threads of a parallel region that have
 // configured their tiles; they wait for none at the end. x: `stride` numbers from row to row. `last`: the last rows % 32
 // rows, `inputs` apart, with room behind them for 32, since a tile reads whole rows.
 // `finish` is called with the sums of some rows and 32 outputs: (sums, first row, rows, block of outputs).
@@ -206,7 +206,8 @@ void by_outputs(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x
   });
 }
 
-// The largest sums so far of each row, rounded to bfloat16, in 32 lanes: output 32 block + lane. The first of equals.
+// The largest sums so far of each row, rounded to bfloat16, in 32 lanes: output 32 block + lane. The first of equals, since
+// a thread's blocks rise.
 struct alignas(64) Largest {
   float values[32];
   int32_t blocks[32];
@@ -238,7 +239,8 @@ template <Then THEN>
 void of_tiles(Team team, int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* tiles, const uint16_t* w,
               const uint16_t* bias, const uint16_t* residual, uint16_t* y, Layout layout) {
   const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, fit = ROWS_BYTES / (64 * inputs);
-  const int64_t at_once = team.is_alone ? INPUTS / 32 : steps, some = team.is_alone ? (rows + 31) / 32 : fit < 1 ? 1 : fit;
+  const int64_t at_once = team.is_alone ? INPUTS / 32 : steps, all = (rows + 31) / 32;
+  const int64_t some = team.is_alone || fit > all ? all : fit < 1 ? 1 : fit;
   const bool is_whole = steps <= at_once;
   thread_local Buffer<float> kept;
   float* sums = kept.room((is_whole ? 1 : blocks) * some * 1024);

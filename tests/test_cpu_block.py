@@ -263,20 +263,21 @@ def test_scores_far_apart_do_not_overflow() -> None:
     assert made.isfinite().all()
 
 
-def test_keys_and_values_of_several_layers_in_one_call() -> None:
+@pytest.mark.parametrize(("lengths", "threads"), [([5, 30, 1], 2), ([300, 1, 499], 2), ([2900, 40, 7], 16)])
+def test_keys_and_values_of_several_layers_in_one_call(lengths: list[int], threads: int) -> None:
     """As SwiftKV has them: what is stored is the norm and the product of each, and only where it is asked for."""
     torch.manual_seed(0)
     norm = torch.nn.LayerNorm(96).bfloat16().requires_grad_(False)
     torch.nn.init.normal_(norm.weight)
     linears = [Linear(96, 192).bfloat16().requires_grad_(False) for _ in range(3)]
-    batch = Filled([5, 30, 1], 96, 3)
+    batch = Filled(lengths, 96, 3)
     memory = {layer: (batch.k.clone(), batch.v.clone()) for layer in (2, 0)}
     x = copy.deepcopy(norm).float()(batch.h.float())
     wanted = {layer: F.linear(x, linears[layer].weight.float(), linears[layer].bias.float()) for layer in memory}
     for linear in linears:
         linear.pack()
     products = [linear.product() for linear in linears]
-    with torch.inference_mode():
+    with torch.inference_mode(), num_threads(threads):
         TileStore(3, norm, [product for product in products if product])(batch.h, batch.prompts, memory)
     for layer, stored in memory.items():
         for held, made in zip(stored, wanted[layer].chunk(2, dim=1), strict=True):

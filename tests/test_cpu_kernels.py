@@ -186,11 +186,13 @@ def test_the_likeliest_output_is_that_of_the_logits(
 
 @tiles
 def test_the_likeliest_output_of_strange_numbers() -> None:
-    packed = cpu_kernels.pack(-torch.ones(70, 32, dtype=torch.bfloat16))
+    weight = -torch.ones(70, 32, dtype=torch.bfloat16)
+    weight[5] = -0.5
+    packed = cpu_kernels.pack(weight)
     x = torch.ones(3, 32, dtype=torch.bfloat16)
     x[1], x[2] = torch.nan, 3e38
     made = cpu_kernels.likeliest(x, packed, 70).tolist()
-    assert made[:2] == [0, 0]
+    assert made[:2] == [5, 0]
     assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
     with pytest.raises(AssertionError):
         cpu_kernels.likeliest(x.float(), packed, 70)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from actors.bench import random_model
 from skipdecode import continuous, cpu_kernels, sampler
+from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.continuous import generate_continuous
 from skipdecode.generate import Request, generate
 from skipdecode.linear import Linear
 from skipdecode.model import OPT
-from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, kv_owners
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 
@@ -242,18 +243,57 @@ def test_layers_in_one_call_are_the_decoder_of_parts(
 @tiles
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("is_continuous", [False, True])
-def test_tokens_without_logits_are_those_with(quantization: Quantization | None, is_continuous: bool) -> None:
+def test_tokens_without_logits_are_those_with(
+    quantization: Quantization | None, is_continuous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits for nobody, for all, and for some, who are gone before the others."""
     model = random_model(CONFIG, device="cpu", dtype=torch.bfloat16).pack(quantization)
     made = []
-    for top_logprobs in (None, 0):
+    for asking in ([], range(5), [0, 3]):
         requests = [
-            Request(str(i), [2, *range(5, 5 + n)], Sampling(max_new_tokens=9, ignore_eos=True), top_logprobs)
+            Request(str(i), [2, *range(5, 5 + n)], Sampling(max_new_tokens=5 + 5 * (i % 3), ignore_eos=True),
+                    top_logprobs=0 if i in asking else None)
             for i, n in enumerate((3, 19, 1, 14, 40))
-        ]
-        if is_continuous:
-            rows, _ = generate_continuous(model, requests, FullDepth(6), max_rows=3)
-            made.append([row.tokens for row in rows])
-        else:
-            made.append([c.tokens for c in generate(model, requests, FullDepth(6)).completions])
-    assert made[0] == made[1]
+        ]  # fmt: skip
+        with monkeypatch.context() as patch:
+            if not asking:
+                patch.setattr(model, "head", lambda h: 1 / 0)
+            if is_continuous:
+                rows, _ = generate_continuous(model, requests, FullDepth(6), max_rows=3)
+                made.append([row.tokens for row in rows])
+            else:
+                made.append([c.tokens for c in generate(model, requests, FullDepth(6)).completions])
+    assert made[0] == made[1] == made[2]
     assert len({tuple(tokens) for tokens in made[0]}) > 1
+
+
+@tiles
+@pytest.mark.parametrize(
+    ("kv_layers", "group_size", "lengths"), [(0, 1, (3, 9)), (5, 1, (8, 2)), (2, 2, (1, 1)), (3, 3, (30, 600))]
+)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_swiftkv_prompts_of_any_shape(
+    kv_layers: int, group_size: int, lengths: tuple[int, ...], quantization: Quantization | None
+) -> None:
+    """Prompts and one step against the parts: layers as calls of their own."""
+    torch.manual_seed(0)
+    model = random_model(CONFIG, device="cpu", dtype=torch.float32).with_swiftkv(kv_layers, group_size)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3 if parameter.ndim == 1 else 0.1)
+    model = model.bfloat16().pack(quantization)
+    columns, num_pad = max(lengths), torch.tensor([max(lengths) - n for n in lengths])
+    tokens, positions = torch.randint(4, 90, (2, columns)), (torch.arange(columns) - num_pad[:, None]).clamp(min=-1)
+    plan = SwiftPrefill(FullDepth(6), kv_layers).prefill()
+    owners = kv_owners(SwiftPrefill(FullDepth(6), kv_layers), group_size)
+    seen = []
+    for is_fused in (True, False):
+        for block in model.layers:
+            block.tiles = block.tiles if is_fused else None
+        cache = KVCache.allocate(
+            CONFIG, num_pad=num_pad, capacities=[columns + 1] * 6, owners=owners, dtype=torch.bfloat16
+        )
+        with torch.inference_mode():
+            first = model(tokens, positions, cache, plan)
+            seen.append((first, model(tokens[:, :1], positions[:, -1:] + 1, cache, plan)))
+    for ours, parts in zip(*seen, strict=True):
+        assert (ours.float() - parts.float()).abs().max() <= 0.02 * float(parts.float().abs().max())
