@@ -164,7 +164,8 @@ class ContinuousBatch:
                         entered = start
                     query = self.model.swift.query(i)
                     if rows.can_attend:
-                        part = block.attend_to_cached(part, query, rows, i)
+                        feeds_too = start == feeds_from
+                        part = block.step(part, rows, i, feeds=feeds_too, query=query)
                     else:
                         part = block.attend_to(part, query, *rows.read(i, 1), arena.mask(start))
                 elif rows.can_attend:

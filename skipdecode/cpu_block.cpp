@@ -76,8 +76,9 @@ extern "C" void block_tiles(const Block* block, int64_t rows, uint16_t* h, int a
       end(NORMS);
       multiply_rows<NOTHING>(rows, block->qkv, narrow, whole, nullptr, wide);
       end(QKV);
-      const bfloat16* qkv = reinterpret_cast<bfloat16*>(wide);
-      attend_of<bfloat16>(width / block->heads, rows, block->heads, qkv, qkv + width, qkv + 2 * width, 3 * width,
+      const int64_t made = block->qkv.outputs;  // queries alone where keys and values are in the cache (SwiftKV)
+      const bfloat16 *q = reinterpret_cast<bfloat16*>(wide), *new_k = made > width ? q + width : nullptr;
+      attend_of<bfloat16>(width / block->heads, rows, block->heads, q, new_k, new_k ? new_k + width : nullptr, made,
                           reinterpret_cast<bfloat16*>(k), reinterpret_cast<bfloat16*>(v), capacity, first, last, normed);
       end(ATTENTION);
       if (block->out.scales) {

@@ -155,6 +155,7 @@ class TileBlock:
         fc1: Product,
         fc2: Product,
     ) -> None:
+        """`qkv`: queries alone, for steps whose keys and values are in the cache already (SwiftKV)."""
         self._held = (attn_norm, qkv, out, ffn_norm, fc1, fc2)  # what the pointers point to
         _check_types(*attn_norm.parameters(), *ffn_norm.parameters(), *(p.bias for p in (qkv, out, fc1, fc2)))
         self._width = out.outputs
@@ -168,7 +169,7 @@ class TileBlock:
             fc1.struct(),
             fc2.struct(),
         )
-        self._store = TileStore(heads, attn_norm, [qkv.tail(self._width)])
+        self._store = TileStore(heads, attn_norm, [qkv.tail(self._width)]) if qkv.outputs > self._width else None
         self._reference = ctypes.byref(self._block)
         self._step = cpu_kernels.function("block_tiles")
         self._read = cpu_kernels.function("prompt_tiles")
@@ -193,6 +194,7 @@ class TileBlock:
     def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
         """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, H, S, K], filled up to the prompts' ends."""
         _check_states(h, (prompts.num_tokens, self._width))
+        assert self._store is not None, "no keys and values"
         where: tuple[Any, ...] = (None, None, 0)
         if memory is not None:
             k, v = memory
@@ -207,6 +209,7 @@ class TileBlock:
         """As `read`, but behind the keys and values only the last token of each prompt goes on: [N, D] -> [B, 1, D]."""
         if memory is None:
             return self.step(prompts.last(h), None, feeds=feeds)
+        assert self._store is not None, "no keys and values"
         self._store(h, prompts, {0: memory})
         return self.step(prompts.last(h), prompts.last_columns(*memory), feeds=feeds)
 

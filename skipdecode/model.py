@@ -51,13 +51,17 @@ class Block(nn.Module):
         self.fc1 = Linear(width, config.ffn_dim, bias=bias)
         self.fc2 = Linear(config.ffn_dim, width, bias=bias)
         self.tiles: TileBlock | None = None
+        self.query_tiles: TileBlock | None = None
 
-    def fuse(self) -> None:
-        """`step` and `read` as one kernel each, where the packed weights lie in tiles."""
-        products = [linear.product() for linear in (self.qkv, self.out_proj, self.fc1, self.fc2)]
+    def fuse(self, query: Linear | None = None) -> None:
+        """`step` and `read` as one kernel each, where the packed weights lie in tiles; `query` as in `step`."""
+        linears = (self.qkv, self.out_proj, self.fc1, self.fc2, *([] if query is None else [query]))
+        products = [linear.product() for linear in linears]
         if self.is_pre_norm and None not in products:
-            qkv, out, fc1, fc2 = cast(list[Product], products)
+            qkv, out, fc1, fc2, *queries = cast(list[Product], products)
             self.tiles = TileBlock(self.num_heads, self.attn_norm, qkv, out, self.ffn_norm, fc1, fc2)
+            for product in queries:
+                self.query_tiles = TileBlock(self.num_heads, self.attn_norm, product, out, self.ffn_norm, fc1, fc2)
 
     def attend(self, h: Tensor, store: Store, mask: Tensor | None, *, only_last: bool = False) -> Tensor:
         """h [B, T, D] -> [B, T, D]. `mask` [B, 1, T, S] bool, True = may attend; None: causal, no padding.
@@ -73,14 +77,30 @@ class Block(nn.Module):
             h, q, mask = h[:, -1:], q[:, :, -1:], None if mask is None else mask[:, :, -1:]
         return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
 
-    def step(self, h: Tensor, cache: HasColumns, layer: int, *, attends: bool = True, feeds: bool = True) -> Tensor:
+    def step(
+        self,
+        h: Tensor,
+        cache: HasColumns,
+        layer: int,
+        *,
+        attends: bool = True,
+        feeds: bool = True,
+        query: Linear | None = None,
+    ) -> Tensor:
         """`attend`, `feed` or both for the one column behind those in `cache`: h [B, 1, D] -> [B, 1, D], the same
-        memory where that is one kernel."""
-        if self.tiles is not None and (attends or feeds):
-            return self.tiles.step(h, cache.columns(layer) if attends else None, feeds=feeds)
+        memory where that is one kernel. `query`: K and V of that column are in `cache` already, and the query comes
+        from this projection (SwiftKV)."""
+        tiles = self.tiles if query is None or not attends else self.query_tiles
+        if tiles is not None and (attends or feeds):
+            return tiles.step(h, cache.columns(layer) if attends else None, feeds=feeds)
         if attends:
-            q, k, v = self.qkv(self.attn_norm(h) if self.is_pre_norm else h)[:, 0].chunk(3, dim=-1)  # each [B, D]
-            h = self._add_attention(h, cpu_kernels.attend(q, *cache.columns(layer), (k, v))[:, None])
+            x = self.attn_norm(h) if self.is_pre_norm else h
+            if query is not None:
+                out = cpu_kernels.attend(query(x)[:, 0], *cache.columns(layer))
+            else:
+                q, k, v = self.qkv(x)[:, 0].chunk(3, dim=-1)  # each [B, D]
+                out = cpu_kernels.attend(q, *cache.columns(layer), (k, v))
+            h = self._add_attention(h, out[:, None])
         return self.feed(h) if feeds else h
 
     def read(
@@ -97,11 +117,6 @@ class Block(nn.Module):
         B, T, D = h.shape
         q = query(self.attn_norm(h)).view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2)  # [B, H, T, K]
         return self._add_attention(h, attention(q, keys, values, mask).transpose(1, 2).reshape(h.shape))
-
-    def attend_to_cached(self, h: Tensor, query: nn.Module, cache: HasColumns, layer: int) -> Tensor:
-        """As `attend_to` for the one column whose K and V lie in `cache` already: h [B, 1, D] -> [B, 1, D]."""
-        q = query(self.attn_norm(h))[:, 0]  # [B, D]
-        return self._add_attention(h, cpu_kernels.attend(q, *cache.columns(layer))[:, None])
 
     def _add_attention(self, h: Tensor, out: Tensor) -> Tensor:
         h = self.out_proj(out, residual=h)
@@ -165,8 +180,8 @@ class OPT(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | SwiftKV):
                 module.pack(quantization)
-        for block in self.layers:
-            block.fuse()
+        for i, block in enumerate(self.layers):
+            block.fuse(self.swift.query(i) if self.swift is not None and i >= self.swift.first else None)
         self.quantization = quantization
         return self
 
@@ -276,7 +291,7 @@ class OPT(nn.Module):
         has_shared = False  # K/V of the layers from plan.kv_layers on are written
         for i, block in enumerate(self.layers):
             is_by_row = bool(plan.by_row) and plan.by_row[i]
-            attends, feeds = plan.attn[i], plan.ffn[i] and not is_by_row
+            attends, feeds, query = plan.attn[i], plan.ffn[i] and not is_by_row, None
             if attends and plan.kv_layers is not None and i >= plan.kv_layers:
                 assert self.swift is not None, "a plan for SwiftKV, and a model without"
                 if not has_shared and prompts is not None:
@@ -285,13 +300,11 @@ class OPT(nn.Module):
                 elif not has_shared:
                     self.swift.write(h, cache, plan.attn)
                     h, mask = h[:, -1:], mask if mask is None else mask[:, :, -1:]
-                has_shared, attends = True, False
-                if newest is not None:
-                    h = block.attend_to_cached(h, self.swift.query(i), newest, i)
-                else:
-                    h = block.attend_to(h, self.swift.query(i), *cache.read(i, T), mask)
+                has_shared, query = True, self.swift.query(i)
+                if newest is None:
+                    h, attends = block.attend_to(h, query, *cache.read(i, T), mask), False
             if newest is not None:
-                h = block.step(h, newest, i, attends=attends, feeds=feeds)
+                h = block.step(h, newest, i, attends=attends, feeds=feeds, query=query)
             elif prompts is None:
                 h = block.attend(h, partial(cache.append, i), mask, only_last=i == top) if attends else h
                 h = block.feed(h[:, -1:] if i == top else h) if feeds else h

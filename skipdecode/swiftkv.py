@@ -78,9 +78,9 @@ class SwiftKV(nn.Module):
             if None not in products:
                 self._tiles = TileStore(self.num_heads, self.norm, cast(list[Product], products))
 
-    def query(self, layer: int) -> nn.Module:
+    def query(self, layer: int) -> Linear:
         """The query projection of `layer` >= first."""
-        return self.q[layer - self.first]
+        return cast(Linear, self.q[layer - self.first])
 
     def group(self, layer: int) -> int:
         return (layer - self.first) // self.group_size

@@ -227,7 +227,7 @@ def test_layers_in_one_call_are_the_decoder_of_parts(
     fused = logits_of(model, run, monkeypatch)
     assert all(block.tiles is not None for block in model.layers)
     for block in model.layers:
-        block.tiles = None
+        block.tiles = block.query_tiles = None
     parts = logits_of(model, run, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(cpu_kernels, "is_available", lambda _: False)
@@ -288,7 +288,8 @@ def test_swiftkv_prompts_of_any_shape(
     seen = []
     for is_fused in (True, False):
         for block in model.layers:
-            block.tiles = block.tiles if is_fused else None
+            if not is_fused:
+                block.tiles = block.query_tiles = None
         cache = KVCache.allocate(
             CONFIG, num_pad=num_pad, capacities=[columns + 1] * 6, owners=owners, dtype=torch.bfloat16
         )
