@@ -3,8 +3,10 @@
     python -m benchmarks.overhead --rounds 3 --corpus 10000,100000,1000000 --output benchmarks/results/x.json
 
 `steady`: output tokens per second of a real `jobs.generate` after its first window, in which tasks and pages are still
-new, over those of the same `Generator` called in this process with the same windows, in turns; of the demo model, or of
-a released shape with random weights; with all cores or, as where a host has some to spare, `--threads` of them.
+new, over those of the same `Generator` called in this process with the same windows, in turns: with nothing beside it,
+and beside a Ray that was started as the job starts it and has nothing to do, so that what Ray takes and what the
+pipeline adds are told apart; of the demo model, or of a released shape with random weights; with all cores or, as where
+a host has some to spare, `--threads` of them.
 `corpus`: a job with a decoder that only sleeps (`benchmarks.sleeper`), `--repeats` times in turns, medians: seconds per
 row after the first window, of which the decoder sleeps 200 us; CPU time of the whole machine, which must be quiet, per
 row, from the same moment on; and the peak of the driver's memory. The last line on stdout is one JSON document.
@@ -19,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +44,7 @@ from skipdecode.sampling import Sampling
 from skipdecode.weights import save_opt
 
 MODEL = "models/opt-e2e"
+SETTLE_S = 10.0  # until an idle Ray has started all that it starts
 BATCHES_PER_WINDOW = 4  # as the workers take them on a CPU
 STEADY = ["decode.speedup=3", "sampling.max_new_tokens=64", "sampling.ignore_eos=true", "actors.num_actors=1"]
 
@@ -101,7 +106,7 @@ def steady(rounds: int, num_rows: int, shape: str | None, batch_size: int, threa
     assert num_rows >= 2 * BATCHES_PER_WINDOW * batch_size, "give --rows for two windows at least"
     rows = list(make_prompts(num_rows))
     root = Path(tempfile.mkdtemp(prefix="overhead-"))
-    rates: dict[str, list[float]] = {"pipeline": [], "decoder": []}
+    rates: dict[str, list[float]] = {"pipeline": [], "decoder": [], "decoder beside an idle Ray": []}
     source = str(root / "model") if shape else MODEL
     own = [f"model.source={source}", f"actors.num_cpus={threads}", f"actors.batch_size={batch_size}"]
     try:
@@ -110,18 +115,38 @@ def steady(rounds: int, num_rows: int, shape: str | None, batch_size: int, threa
         (root / "in").mkdir()
         pq.write_table(pa.Table.from_pylist(rows), root / "in/rows.parquet")
         for turn in range(rounds):
-            for what in ("pipeline", "decoder") if turn % 2 == 0 else ("decoder", "pipeline"):
+            for what in list(rates) if turn % 2 == 0 else list(rates)[::-1]:
                 if what == "pipeline":
                     rate = pipeline_rate(generate(root, *own, *STEADY)[0])
                 else:
-                    rate = decoder_rate(rows, source, batch_size, threads)
+                    with nullcontext() if what == "decoder" else idle_ray():
+                        rate = decoder_rate(rows, source, batch_size, threads)
                 rates[what].append(rate)
                 print(f"{what}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(root)
-    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
+    job, alone, beside = rates.values()
+    ratios = [a / b for a, b in zip(job, alone, strict=True)]
+    to_idle = [a / b for a, b in zip(job, beside, strict=True)]
     setting = {"model": shape or MODEL, "batch_size": batch_size, "threads": threads, "rows": num_rows}
-    return setting | {"tokens_per_s": rates, "ratios": ratios, "pipeline_over_decoder": median(ratios)}
+    medians = {"pipeline_over_decoder": median(ratios), "pipeline_over_decoder_beside_an_idle_ray": median(to_idle)}
+    return setting | {"tokens_per_s": rates, "ratios": ratios, "ratios_beside_an_idle_ray": to_idle} | medians
+
+
+@contextmanager
+def idle_ray() -> Iterator[None]:
+    """One of its own, which has settled, with a driver that waits."""
+    code = "import sys; from pipeline.cluster import start_ray; start_ray(); print('up', flush=True); sys.stdin.read()"
+    driver = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert driver.stdin
+    assert driver.stdout
+    try:
+        assert driver.stdout.readline() == "up\n", "Ray did not start"
+        time.sleep(SETTLE_S)
+        yield
+    finally:
+        driver.stdin.close()
+        driver.wait()
 
 
 def decoder_rate(rows: list[dict[str, str]], source: str, batch_size: int, threads: int) -> float:
