@@ -28,12 +28,10 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, in
     if (is_many) {
       thread_local Buffer<uint16_t> kept;
       uint16_t* tiles = kept.room(ROWS * inputs);
-      const int64_t groups = (rows + 31) / 32, rounds = (rows + ROWS * num_threads - 1) / (ROWS * num_threads);
-      const int64_t chunks = rounds * num_threads;  // as many for each thread, not more than ROWS
+      const Cut cut(rows, ROWS, num_threads);
 #pragma omp for schedule(dynamic) nowait
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t from = groups * chunk / chunks * 32, end = groups * (chunk + 1) / chunks * 32;
-        const int64_t count = (end < rows ? end : rows) - from;
+      for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
+        const int64_t from = cut.begin(chunk), count = cut.end(chunk) - from;
         to_tiles(count, inputs / 32, x + from * stride, stride, tiles);
         of_tiles<THEN>({true}, count, outputs, inputs, tiles, w, bias, residual ? residual + from * outputs : nullptr,
                        y + from * outputs, in_lines(outputs));

@@ -295,32 +295,21 @@ void feed_rows(Team team, const Block& block, int64_t rows, uint16_t* h, Room ro
   multiply_rows<ADD>(team, rows, block.fc2, room.wide, room.whole, h, h, in_lines(block.qkv.inputs));
 }
 
-// How rows are cut: into chunks that threads take one by one, or that all of them share.
-struct Cut {
-  Team team;
-  int64_t groups, chunks;  // of 32 rows
-
-  Cut(int64_t rows, int num_threads) : team{rows >= MANY * num_threads}, groups((rows + 31) / 32) {
-    const int64_t most = team.is_alone ? ROWS * num_threads : TEAM_ROWS, rounds = (rows + most - 1) / most;
-    chunks = team.is_alone ? rounds * num_threads : rounds;
-  }
-  int64_t begin(int64_t chunk) const { return groups * chunk / chunks * 32; }
-  int64_t of(int64_t row) const { return ((row / 32 + 1) * chunks - 1) / groups; }
-  int64_t most() const { return (groups + chunks - 1) / chunks * 32; }
-};
+// Into chunks that threads take one by one, or that all of them share.
+Cut cut_for(int64_t rows, Team team, int num_threads) {
+  return team.is_alone ? Cut(rows, ROWS, num_threads) : Cut(rows, TEAM_ROWS, 1);
+}
 
 // Calls work(chunk, from, to, room) for all chunks; none begins before all earlier ones have.
 template <typename Work, typename MakeRoom>
-void run(int64_t rows, const Cut& cut, int num_threads, MakeRoom make_room, Work work) {
-  const Room shared = cut.team.is_alone ? Room{} : make_room();
+void run(Team team, const Cut& cut, int num_threads, MakeRoom make_room, Work work) {
+  const Room shared = team.is_alone ? Room{} : make_room();
   std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(num_threads)
   {
     configure_tiles();
-    auto run_one = [&](int64_t chunk, Room room) {
-      work(chunk, cut.begin(chunk), std::min(rows, cut.begin(chunk + 1)), room);
-    };
-    if (cut.team.is_alone) {
+    auto run_one = [&](int64_t chunk, Room room) { work(chunk, cut.begin(chunk), cut.end(chunk), room); };
+    if (team.is_alone) {
       const Room room = make_room();
       for (int64_t chunk; (chunk = next.fetch_add(1)) < cut.chunks;) run_one(chunk, room);
     } else {
@@ -339,22 +328,23 @@ extern "C" void prompt_tiles(const Block* block, int64_t count, const int64_t* s
   const int64_t rows = starts[count], width = block->qkv.inputs;
   const Prompts prompts = {count, starts, columns};
   const Memory memory = {reinterpret_cast<bfloat16*>(k), reinterpret_cast<bfloat16*>(v), capacity};
-  const Cut cut(rows, num_threads);
+  const Team team = {rows >= MANY * num_threads};
+  const Cut cut = cut_for(rows, team, num_threads);
   std::vector<std::atomic<bool>> is_stored(cut.chunks);
   for (auto& flag : is_stored) flag = false;
   auto make_room = [&] {
-    return room_for(cut.most(), width, std::max(4 * width, block->fc1.outputs), block->qkv.scales != nullptr);
+    return room_for(cut.largest(), width, std::max(4 * width, block->fc1.outputs), block->qkv.scales != nullptr);
   };
-  run(rows, cut, num_threads, make_room, [&](int64_t chunk, int64_t from, int64_t to, Room room) {
+  run(team, cut, num_threads, make_room, [&](int64_t chunk, int64_t from, int64_t to, Room room) {
     uint16_t* states = h + from * width;
     const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
     if (attends)
-      attend_rows(cut.team, *block, parts, prompts, memory, to - from, states, room, [&] {
+      attend_rows(team, *block, parts, prompts, memory, to - from, states, room, [&] {
         is_stored[chunk].store(true, std::memory_order_release);
         for (int64_t earlier = cut.of(starts[parts[0].prompt]); earlier < chunk; ++earlier)
           while (!is_stored[earlier].load(std::memory_order_acquire)) std::this_thread::yield();
       });
-    if (feeds) feed_rows(cut.team, *block, to - from, states, room);
+    if (feeds) feed_rows(team, *block, to - from, states, room);
   });
 }
 
@@ -365,16 +355,17 @@ extern "C" void store_tiles(int64_t heads, double epsilon, const Norm* norm, int
                             uint16_t* const* k, uint16_t* const* v, const int64_t* capacities, int num_threads) {
   const int64_t rows = starts[count], width = products[0].inputs;
   const Prompts prompts = {count, starts, columns};
-  const Cut cut(rows, num_threads);
-  auto make_room = [&] { return room_for(cut.most(), width, 2 * width, products[0].scales != nullptr); };
-  run(rows, cut, num_threads, make_room, [&](int64_t, int64_t from, int64_t to, Room room) {
+  const Team team = {rows >= MANY * num_threads};
+  const Cut cut = cut_for(rows, team, num_threads);
+  auto make_room = [&] { return room_for(cut.largest(), width, 2 * width, products[0].scales != nullptr); };
+  run(team, cut, num_threads, make_room, [&](int64_t, int64_t from, int64_t to, Room room) {
     const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
-    normalise(cut.team, to - from, *norm, float(epsilon), h + from * width, products[0], room.narrow);
+    normalise(team, to - from, *norm, float(epsilon), h + from * width, products[0], room.narrow);
     for (int64_t layer = 0; layer < layers; ++layer) {
       const Memory memory = {reinterpret_cast<bfloat16*>(k[layer]), reinterpret_cast<bfloat16*>(v[layer]), capacities[layer]};
-      multiply_rows<NOTHING>(cut.team, to - from, products[layer], room.narrow, room.whole, nullptr, room.wide,
+      multiply_rows<NOTHING>(team, to - from, products[layer], room.narrow, room.whole, nullptr, room.wide,
                              in_lines(2 * width));
-      store_made(cut.team, products[layer], heads, parts, prompts, memory, room.wide);
+      store_made(team, products[layer], heads, parts, prompts, memory, room.wide);
     }
   });
 }

@@ -137,8 +137,22 @@ struct Layout {
   int64_t at(int64_t row_, int64_t block_) const { return row_ / 32 * group + block_ * block + row_ % 32 * row; }
 };
 
-inline Layout in_lines(int64_t width) { return {32 * width, 32, width}; }            // one row behind the other
+inline Layout in_lines(int64_t width) { return {32 * width, 32, width}; }     // one row behind the other
 inline Layout in_tiles(int64_t width) { return {32 * width, 2 * TILE, 32}; }  // as `multiply_tiles` reads them
+
+// Rows cut into chunks of whole groups of 32, as evenly as these allow: not more than `most` each, and a multiple of
+// `threads` chunks, so that all have as many.
+struct Cut {
+  int64_t rows, groups, chunks;
+
+  Cut(int64_t rows_, int64_t most, int64_t threads)
+      : rows(rows_), groups((rows + 31) / 32), chunks((rows + most * threads - 1) / (most * threads) * threads) {}
+
+  int64_t begin(int64_t chunk) const { return groups * chunk / chunks * 32; }
+  int64_t end(int64_t chunk) const { return begin(chunk + 1) < rows ? begin(chunk + 1) : rows; }
+  int64_t of(int64_t row) const { return ((row / 32 + 1) * chunks - 1) / groups; }
+  int64_t largest() const { return (groups + chunks - 1) / chunks * 32; }
+};
 
 // Bias, ReLU or residual, and rounding, of the sums of `count` rows from `row` on, in one group, and 32 outputs.
 template <Then THEN>

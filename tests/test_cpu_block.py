@@ -123,7 +123,7 @@ def test_a_layer_in_one_call_refuses_what_it_would_misread() -> None:
 
 
 class Filled:
-    """Prompts of these lengths, in random order of their numbers, and a cache full of what is not a number."""
+    """Prompts of these lengths with random states, and a cache full of NaN."""
 
     def __init__(self, lengths: list[int], width: int, heads: int, spare: int = 0) -> None:
         self.columns = max(lengths)
@@ -164,8 +164,7 @@ def exact_prompt(block: Block, h: Tensor, *, attends: bool, feeds: bool) -> tupl
         kept = torch.stack([k[0], v[0]])
         return k, v
 
-    h = h[None].to(block.qkv.bias.dtype if block.qkv.bias is not None else torch.float32)
-    h = block.attend(h, store, None) if attends else h
+    h = block.attend(h[None], store, None) if attends else h[None]
     return (block.feed(h) if feeds else h)[0], kept
 
 
