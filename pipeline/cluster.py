@@ -68,6 +68,9 @@ def start_ray() -> Cluster:
         options |= {"object_store_memory": min(OBJECT_STORE_BYTES, _total_bytes() // 5)}
         # Ray's 15 lets everything else on the machine go before decoding; a thread that waits holds up all of a product
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # a worker takes 0.7 % of a core while it waits: no more of them than there is work for
+        os.environ.setdefault("RAY_num_workers_soft_limit", str(max(1, cores // 2)))
+        os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")  # new logs not looked for all the time
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     ray.init(**options)

@@ -48,6 +48,7 @@ from pipeline.run_folder import STATUSES, Note, RunFolder
 from pipeline.schema import OUTPUT_SCHEMA, list_columns
 from pipeline.sink import RunSink
 from pipeline.spec import make_spec
+from pipeline.waiting import WaitForTasks
 
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
@@ -303,7 +304,7 @@ def _stream(spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], no
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.target_max_block_size = BLOCK_BYTES
-    context.custom_execution_callback_classes = [KeepWorkers] if helpers[2] is not None else []
+    context.custom_execution_callback_classes = [WaitForTasks, *([KeepWorkers] if helpers[2] is not None else [])]
     context.execution_no_progress_timeout_s = no_progress_timeout_s
     context.retried_map_errors = False  # a repeat within a task would go on with its numbers of files (`pipeline.sink`)
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*ENABLED_BACKPRESSURE_POLICIES, FewBlocksAhead])
