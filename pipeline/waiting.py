@@ -21,6 +21,6 @@ class WaitForTasks(ExecutionCallback):  # type: ignore[misc]
         self.quiet_s = 0.0
 
     def on_execution_step(self, executor: Any) -> None:
-        tasks = [task.get_waitable() for operator in executor._topology for task in operator.get_active_tasks()]
-        ready = ray.wait(tasks, num_returns=1, fetch_local=False, timeout=self.quiet_s)[0] if tasks else ()
+        tasks = {task.get_waitable() for operator in executor._topology for task in operator.get_active_tasks()}
+        ready = ray.wait(list(tasks), num_returns=1, fetch_local=False, timeout=self.quiet_s)[0] if tasks else ()
         self.quiet_s = 0.0 if ready or not tasks else min(self.quiet_s + STEP_S, QUIET_S)
