@@ -302,11 +302,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 on CUDA and on CPUs with AMX tiles, else float32."""
+    """`auto`: bfloat16 on CUDA and on CPUs that multiply it (AMX, AVX-512 BF16), else float32."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    has_bf16 = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    has_bf16 = device.type == "cuda" or cpu_kernels.has_bfloat16()
     return torch.bfloat16 if has_bf16 else torch.float32
 
 

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -109,6 +110,16 @@ def argmax(logits: Tensor) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.int64)
     function("argmax", logits.dtype)(*logits.shape, logits.data_ptr(), out.data_ptr(), torch.get_num_threads())
     return out
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself: half of float32's bytes at no loss of speed."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:  # no Linux
+        return False
+    return re.search(r"^flags\b.*\b(avx512_bf16|amx_bf16)\b", flags, re.MULTILINE) is not None
 
 
 @cache
