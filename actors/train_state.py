@@ -1,6 +1,6 @@
 """What a training keeps: its checkpoints, and the weights in them, whole on rank 0 whatever the workers hold.
 
-Tensors and dictionaries; where the files lie is `pipeline.training_folder`.
+Tensors and dictionaries; where the files lie is `pipeline.training.folder`.
 """
 
 import zipfile

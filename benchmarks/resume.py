@@ -25,13 +25,13 @@ import ray
 
 from pipeline.cluster import num_cores, start_ray
 from pipeline.config import InputConfig
+from pipeline.generate.row_index import TASK, index_outputs, mark_rows, match_rows, scan_input
 from pipeline.input.files import list_input
 from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY
 from pipeline.input.plan import plan_input
 from pipeline.input.source import read_rest
-from pipeline.row_index import TASK, index_outputs, mark_rows, match_rows, scan_input
-from pipeline.run_folder import STATUSES, RunFolder
 from pipeline.schema import OUTPUT_SCHEMA
+from pipeline.store.run_folder import STATUSES, RunFolder
 
 ROWS_PER_INPUT, ROWS_PER_OUTPUT = 100_000, 10_000
 

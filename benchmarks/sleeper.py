@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import jobs.cli
 import jobs.generate
-import pipeline.build
+import pipeline.generate.dataset
 from actors.generator import WindowResult
-from pipeline.decode import DecodeStage
+from pipeline.stages.decode import DecodeStage
 from skipdecode.generate import Completion, Request
 
 ROW_S = 0.0002
@@ -23,5 +23,5 @@ class Sleeper(DecodeStage):
 
 
 if __name__ == "__main__":
-    pipeline.build.DecodeStage = Sleeper  # type: ignore[misc]
+    pipeline.generate.dataset.DecodeStage = Sleeper  # type: ignore[misc]
     jobs.cli.start(jobs.generate.main)

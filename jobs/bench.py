@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="instead: the share of each stage of a decode step")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. shape=opt-1.3b batch_sizes=[16]")
     arguments = parser.parse_intermixed_args(argv)
-    from pipeline.bench import load_bench_config, run_bench
+    from pipeline.bench.decoder import load_bench_config, run_bench
     from pipeline.config import ConfigError
 
     target = Path(arguments.output_json) if arguments.output_json else None
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         return fail(f"--output-json {target}: not a file in an existing folder", BAD_CONFIG)
     try:
         if arguments.serve:
-            from pipeline.service.bench import load_serve_bench_config, run_serve_bench
+            from pipeline.bench.service import load_serve_bench_config, run_serve_bench
 
             document = run_serve_bench(load_serve_bench_config(arguments.config, arguments.overrides), note)
         else:

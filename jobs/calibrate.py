@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", metavar="FOLDER", help="the checkpoint to write: output")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. skip_share=0.3 warmup_tokens=10")
     arguments = parser.parse_intermixed_args(argv)
-    from pipeline.calibrate import CalibrateConfig, calibrate
     from pipeline.config import ConfigError, build_config, read_tree, set_key
+    from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 
     try:
         tree = read_tree(arguments.config, arguments.overrides)

@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     from pipeline.config import ConfigError, load_config
     from pipeline.demo_corpus import make_prompts
-    from pipeline.run import run
-    from pipeline.samples import sample_rows
+    from pipeline.generate.run import run
+    from pipeline.store.samples import sample_rows
 
     started = time.monotonic()
     prompts = Path(arguments.prompts)

@@ -28,7 +28,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     from pipeline.config import ConfigError
-    from pipeline.distill import with_defaults
+    from pipeline.training.distill import with_defaults
 
     try:
         tree = with_defaults(read_arguments(arguments))
@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def init(tree: dict[str, Any]) -> int:
     from pipeline.config import ConfigError, build_config
-    from pipeline.distill import init_swiftkv
-    from pipeline.finetune_config import FinetuneConfig
+    from pipeline.training.config import FinetuneConfig
+    from pipeline.training.distill import init_swiftkv
 
     try:
         document = init_swiftkv(build_config(FinetuneConfig, tree), note)

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. model.source=my-model")
     arguments = parser.parse_intermixed_args(argv)
-    from pipeline.versions import check_versions
+    from pipeline.doctor.versions import check_versions
 
     if missing := check_versions().missing:  # before anything that needs it is imported
         for problem in missing:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         result({"problems": missing})
         return ERROR
     from pipeline.config import ConfigError, JobConfig, build_config, read_tree, set_key
-    from pipeline.doctor import examine
+    from pipeline.doctor.examine import examine
 
     try:
         tree = read_tree(arguments.config, arguments.overrides)

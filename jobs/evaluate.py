@@ -79,7 +79,7 @@ def settings(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, A
 def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     """Models x schedules on one set of prompts."""
     from pipeline.config import build_config
-    from pipeline.sweep import SweepConfig, run_sweep
+    from pipeline.evaluation.sweep import SweepConfig, run_sweep
 
     document = run_sweep(build_config(SweepConfig, settings(arguments, arguments.words)), note, command)
     note(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
@@ -90,7 +90,7 @@ def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
 def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     """One corpus against references."""
     from pipeline.config import build_config
-    from pipeline.evaluate import EvaluateConfig, evaluate
+    from pipeline.evaluation.score import EvaluateConfig, evaluate
 
     tree = settings(arguments, arguments.words[1:]) | {"generated": arguments.words[0]}
     document = evaluate(build_config(EvaluateConfig, tree), note) | {"command": command}

@@ -45,8 +45,8 @@ def read_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 def train(tree: dict[str, Any]) -> int:
     """Trains what the configuration says; the exit code."""
     from pipeline.config import ConfigError, build_config
-    from pipeline.finetune import finetune
-    from pipeline.finetune_config import FinetuneConfig
+    from pipeline.training.config import FinetuneConfig
+    from pipeline.training.finetune import finetune
 
     try:
         finished = finetune(build_config(FinetuneConfig, tree), note)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jobs.cli import BAD_CONFIG, ERROR, OK, TOO_MANY_FAILED, fail, note, result, start
 
 if TYPE_CHECKING:
-    from pipeline.run import RunResult
+    from pipeline.generate.run import RunResult
 
 EPILOG = """\
 example: python -m jobs.generate --config configs/generate-cpu.yaml -i prompts/ -o outputs/run decode.speedup=3
@@ -43,8 +43,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     from pipeline.config import ConfigError, JobConfig, build_config, read_tree, set_key
-    from pipeline.ending import RunStopped, TooManyFailed
-    from pipeline.run import run
+    from pipeline.generate.ending import RunStopped, TooManyFailed
+    from pipeline.generate.run import run
 
     try:
         tree = read_tree(arguments.config, arguments.overrides)

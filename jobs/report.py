@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     check(parser, arguments)
     from pipeline.config import ConfigError
-    from pipeline.report import rebuild_report
-    from pipeline.report_compare import compare_runs
+    from pipeline.report.compare import compare_runs
+    from pipeline.report.figures import rebuild_report
 
     try:
         if arguments.compare:

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     add_run_folder(parser)
     arguments = parser.parse_intermixed_args(argv)
     from pipeline.config import ConfigError
-    from pipeline.retry import retry
+    from pipeline.generate.retry import retry
 
     try:
         output, tree, overrides = run_folder(parser, arguments)

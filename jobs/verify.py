@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-input", action="store_true", help="check the output alone; the input may be gone")
     arguments = parser.parse_intermixed_args(argv)
     from pipeline.config import ConfigError
-    from pipeline.verify import verify
+    from pipeline.generate.verify import verify
 
     try:
         output, tree, _ = run_folder(parser, arguments)

@@ -1,7 +1,8 @@
 """The configuration of a run: one frozen tree, from a YAML file and `key=value` overrides.
 
 An unknown key, a wrong type or an impossible combination is a `ConfigError` that names the dotted key. Nothing is
-resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until `pipeline.run.plan_run`.
+resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until
+`pipeline.generate.run.plan_run`.
 """
 
 import difflib

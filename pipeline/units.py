@@ -1,6 +1,10 @@
-"""Figures and paths as one shows them. Pure functions."""
+"""Figures and paths as one shows them, and who is told. Pure functions."""
 
 import re
+from collections.abc import Callable
+
+Note = Callable[[str], None]
+"""Takes one line for a human."""
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,7 @@ so that moving or mounting the corpus elsewhere changes nothing. What is wrong w
 path, a format, a column) is a `ConfigError` before anything starts; what is wrong with a row is that row's
 `error_code`.
 
-Which ids occur twice is `match`'s to say, for parts of all rows, wherever they are (`pipeline.row_index`); the
-driver needs 16 bytes per duplicate and a bit per row that is done. Only `source` knows Ray. Left out: tokens and
-the length of prompts (`pipeline.stages`), and a single line of 2 GiB or more, which Arrow's `string` cannot hold.
+Which ids occur twice is `match`'s to say, for parts of all rows, wherever they are (`generate.row_index`); the driver
+needs 16 bytes per duplicate and a bit per row that is done. Only `source` knows Ray. Left out: tokens and the length
+of prompts (`stages.tokens`), and a single line of 2 GiB or more, which Arrow's `string` cannot hold.
 """

@@ -1,7 +1,7 @@
 """Which input rows have the id of an earlier one, and which rows of the data files belong to which input row.
 
 Works on entries (`ids`), on any part of them in which equal digests meet: `split` cuts them that way, so that no
-process needs all rows at once. Touches no file. Left out: running this on a cluster (`pipeline.row_index`).
+process needs all rows at once. Touches no file. Left out: running this on a cluster (`pipeline.generate.row_index`).
 """
 
 from collections.abc import Sequence

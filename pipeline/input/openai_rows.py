@@ -1,7 +1,7 @@
 """OpenAI batch lines for /v1/completions: prompt or token ids, and sampling parameters of the row's own.
 
 A parameter that this program does not have fails its row, unless its value asks for nothing. Left out: the
-answer files (`pipeline.openai_batch`), and chat.
+answer files (`pipeline.generate.openai_batch`), and chat.
 """
 
 import json

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
-from pipeline.checks import check_model, check_quantization
+from pipeline.checkpoint import check_model, check_quantization, worker_path
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.service.config import DEPLOYMENT, ServeConfig
@@ -22,7 +22,6 @@ from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.keys import read_keys
 from pipeline.service.metrics import RayMetrics, scrape
 from pipeline.service.routes import create_app
-from pipeline.spec import worker_path
 from skipdecode.continuous import check_continuous
 from skipdecode.schedule import make_schedule
 

@@ -1,0 +1,1 @@
+"""Speed: the decoder alone, and endpoints under load."""

@@ -1,0 +1,174 @@
+"""`jobs.bench --serve`: the same load on several servers, one after the other, at rising request rates.
+
+Each of our servers is a real Ray Serve application; a peer is a command that listens on {port}.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from actors.bench import random_model
+from pipeline.bench.load import figures, make_work, offer
+from pipeline.config import Section, build_config, read_tree, set_key
+from pipeline.machine import provenance
+from pipeline.service.config import load_serve_file
+from pipeline.service.run import running
+from skipdecode.config import OPTConfig
+from skipdecode.weights import save_opt
+
+Positive = Annotated[float, Field(gt=0)]
+START_S = 120.0
+
+
+class System(Section):
+    """A server under load: `args` of our application, or `command`, a peer that listens on {port}."""
+
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Dotted keys over those of the benchmark, e.g. engine.scheduler."""
+    command: str | None = None
+    """{python}, {model}, {dtype} and {port} are filled in."""
+
+
+class ServeBenchConfig(Section):
+    source: str | None = "models/opt-e2e"
+    """A checkpoint; or null and `shape`, a released shape with random weights."""
+    shape: str | None = None
+    tokenizer: str | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Dotted keys of every application."""
+    systems: Annotated[tuple[System, ...], Field(min_length=1)]
+    only: tuple[str, ...] = ()
+    """Names of the systems to measure; empty: all."""
+    rates: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4, 8, 16)
+    """Requests per second."""
+    duration_s: Positive = 20
+    max_tokens: Annotated[tuple[int, ...], Field(min_length=1)] = (64,)
+    """Drawn for each request, by `weights`."""
+    weights: tuple[Positive, ...] = ()
+    ignore_eos: bool = True
+    """Answers of exactly max_tokens: the same work for every server."""
+    slo_ttft_ms: Positive = 500
+    slo_tpot_ms: Positive = 50
+    seed: int = 0
+
+
+def load_serve_bench_config(path: str | None, overrides: list[str]) -> ServeBenchConfig:
+    return build_config(ServeBenchConfig, read_tree(path, overrides))
+
+
+def run_serve_bench(config: ServeBenchConfig, note: Callable[[str], None]) -> dict[str, Any]:
+    """One row per system and rate; the document that goes to stdout and into `benchmarks/results/`."""
+    chosen = [system for system in config.systems if not config.only or system.name in config.only]
+    rows: list[dict[str, Any]] = []
+    with checkpoint(config) as source:
+        for system in chosen:
+            with started(system, source, config) as url:
+                body = {"temperature": 0, "ignore_eos": config.ignore_eos, "return_token_ids": True}
+                warm = make_work(4, 2, tokens=[8], weights=[1], seed=99)
+                asyncio.run(offer(url, warm, body))
+                for rate in config.rates:
+                    work = make_work(
+                        rate,
+                        config.duration_s,
+                        tokens=config.max_tokens,
+                        weights=config.weights or [1.0] * len(config.max_tokens),
+                        seed=config.seed,
+                    )
+                    outcomes = asyncio.run(offer(url, work, body))
+                    row = {"system": system.name, "rate": rate} | figures(
+                        outcomes, slo_ttft_s=config.slo_ttft_ms / 1e3, slo_tpot_s=config.slo_tpot_ms / 1e3
+                    )
+                    rows.append(row)
+                    note(line(row))
+    return provenance(torch.device("cpu"), ("torch", "ray")) | {"config": config.model_dump(mode="json"), "rows": rows}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for a human."""
+    parts = [f"{row['system']:24}", f"rate {row['rate']:g}", f"{row['output_throughput']:.0f} tokens/s"]
+    parts += [f"goodput {row['goodput']:.1f}/s"]
+    for name in ("ttft", "tpot", "e2el"):
+        values = [row[f"{p}_{name}_ms"] for p in ("p50", "p99")]
+        parts.append(f"{name} p50/p99 " + "/".join("-" if v is None else f"{v:.0f}" for v in values) + " ms")
+    return "  ".join([*parts, json.dumps(row["statuses"])])
+
+
+@contextmanager
+def checkpoint(config: ServeBenchConfig) -> Iterator[str]:
+    """The folder of the model; of random weights, with a tokenizer beside them, where a shape is asked for."""
+    if config.shape is None:
+        assert config.source is not None, "config.source"
+        yield config.source
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(OPTConfig.released(config.shape), device="cpu", dtype=torch.float32)
+        save_opt(model, folder)
+        tokenizer = Path(config.tokenizer or "models/opt-e2e") / "tokenizer.json"
+        (Path(folder) / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+        yield folder
+
+
+@contextmanager
+def started(system: System, source: str, config: ServeBenchConfig) -> Iterator[str]:
+    """The server, up: its URL."""
+    port = _free_port()
+    if system.command is not None:
+        with _command(system.command, source, port, str(config.args.get("model.dtype", "auto"))) as url:
+            yield url
+        return
+    args: dict[str, Any] = {}
+    for key, value in ({"model.source": source, "model_name": "bench"} | config.args | system.args).items():
+        set_key(args, key, value)
+    tree = {"applications": [{"args": args}], "http_options": {"host": "127.0.0.1", "port": port}}
+    with running(load_serve_file(tree)) as url:
+        yield url.rstrip("/")
+
+
+@contextmanager
+def _command(command: str, source: str, port: int, dtype: str) -> Iterator[str]:
+    filled = command.format(python=sys.executable, model=source, port=port, dtype=dtype)
+    process = subprocess.Popen(shlex.split(filled), stdout=subprocess.DEVNULL, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while not _answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{filled}: did not start")
+            time.sleep(0.2)
+        yield url
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(timeout=30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

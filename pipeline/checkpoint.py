@@ -1,0 +1,158 @@
+"""The checkpoint that a configuration names: found, checked, with its schedule and dtype settled. All errors are
+`ConfigError`. Left out: the output folder (`store`, `generate.places`)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from actors.generator import choose_dtype
+from actors.tokenizer import OPTTokenizer
+from pipeline.config import ConfigError, JobConfig
+from pipeline.units import Note
+from skipdecode import cpu_kernels
+from skipdecode.config import OPTConfig, Quantization
+from skipdecode.hub import resolve_source
+from skipdecode.schedule import make_schedule, settle_ffn_skip
+from skipdecode.weights import check_folder
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint that was found fit to run, and how it will be decoded."""
+
+    folder: Path
+    source: str
+    """As the configuration names it."""
+    config: OPTConfig
+    decode: dict[str, Any]
+
+
+def check_model(config: JobConfig, note: Note) -> Model:
+    """Finds the checkpoint, checks its files against its config, and settles the schedule; ConfigError otherwise."""
+    try:
+        folder = resolve_source(config.model.source)
+        opt = OPTConfig.from_folder(folder)
+        check_folder(folder)
+        tokenizer = config.model.tokenizer
+        OPTTokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
+        decode = resolve_decode(config, opt, note)
+        new = config.sampling.max_new_tokens
+        make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
+        if config.prefill.method == "swiftkv" and opt.swiftkv is None:
+            raise ConfigError(
+                "prefill.method: 'swiftkv' needs a checkpoint that carries SwiftKV's weights, and config.json of this "
+                "one has no swiftkv; jobs.distill makes one that does, and prefill.method=full needs none"
+            )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if new >= opt.max_position_embeddings:
+        raise ConfigError(
+            f"sampling.max_new_tokens: {new} leaves no room for a prompt in the model's "
+            f"{opt.max_position_embeddings} positions"
+        )
+    return Model(folder, config.model.source, opt, decode)
+
+
+def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, Any]:
+    """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2.
+
+    `ffn_skip` is apart from that: it is the job's own, on top of whatever schedule holds.
+    """
+    given = config.decode.model_dump(exclude_none=True)
+    skip = given.pop("ffn_skip", None)
+    decode = {"method": "skipdecode"} | given if given else default_decode(opt, note)
+    if skip is None:
+        return decode
+    return decode | {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, opt, note)}
+
+
+def resolve_ffn_skip(
+    skip: dict[str, Any], decode: dict[str, Any], prefill: str, opt: OPTConfig, note: Note
+) -> dict[str, Any]:
+    """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers where `calibrated` asks for them.
+
+    `decode`, `prefill`: what lies beneath.
+    """
+    if skip["mode"] != "calibrated":
+        return settle_ffn_skip(skip)
+    if "layers" in skip:
+        raise ConfigError("decode.ffn_skip.layers: has no meaning with mode 'calibrated'; use mode 'fixed'")
+    band = opt.ffn_skip
+    if band is None:
+        raise ConfigError(
+            "decode.ffn_skip.mode: this checkpoint carries no calibrated layers (ffn_skip in its config.json); "
+            "jobs.calibrate makes one that does, and mode 'row' needs none"
+        )
+    if not isinstance(band, dict) or not {"num_layers", "layers", "warmup_tokens"} <= band.keys():
+        raise ConfigError(
+            "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes"
+        )
+    if band["num_layers"] != opt.num_hidden_layers:
+        raise ConfigError(
+            f"decode.ffn_skip.mode: the layers in ffn_skip of the checkpoint's config.json were calibrated for "
+            f"{band['num_layers']} layers, and this model has {opt.num_hidden_layers}"
+        )
+    before, now = (band.get("decode", decode), band.get("prefill", "full")), (decode, prefill)
+    if before != now:
+        names = [f"{decode} with prefill {prefill}" for decode, prefill in (before, now)]
+        note(
+            f"decode.ffn_skip: the layers were calibrated on top of {names[0]}; on top of {names[1]} their share "
+            "and what they cost are others"
+        )
+    return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
+
+
+def default_decode(opt: OPTConfig, note: Note) -> dict[str, Any]:
+    """What holds where the job says nothing."""
+    if opt.skip_decode is not None:
+        return dict(opt.skip_decode)
+    note(
+        "decode: this checkpoint carries no skip_decode schedule, so it was not tuned for one; using skipdecode at "
+        "speedup 2. Its text will differ from full depth (see agreement in the report); "
+        "decode.method=full turns skipping off"
+    )
+    return {"method": "skipdecode", "speedup": 2}
+
+
+def resolve_dtype(name: str, device: str) -> str:
+    """`auto` settled once, here, so that all workers and all sessions of a run decode in the same type."""
+    return str(choose_dtype(name, torch.device(device))).removeprefix("torch.")
+
+
+def check_quantization(
+    quantization: Quantization | None, opt: OPTConfig, dtype: str, device: str, *, is_here: bool = True
+) -> None:
+    """ConfigError where workers on `device` in `dtype`, as it is settled, could not load the model with it.
+
+    `is_here`: they run on this machine, whose CPU may be asked.
+    """
+    if quantization is None:
+        return
+    if device != "cpu" or dtype != "bfloat16":
+        raise ConfigError(
+            f"model.quantization: {quantization} weights are for bfloat16 on CPUs with AMX, and this would decode in "
+            f"{dtype} on {device}; null keeps the weights as they are"
+        )
+    if is_here and not cpu_kernels.has_tiles():
+        raise ConfigError(
+            f"model.quantization: {quantization} weights need a CPU with AMX and a C++ compiler; "
+            f"{cpu_kernels.why_no_tiles()}; null keeps the weights as they are"
+        )
+    widths = {"hidden_size": opt.hidden_size, "ffn_dim": opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
+    for key, width in widths.items():
+        if width % 32 or width > cpu_kernels.MAX_INT8_INPUTS:
+            raise ConfigError(
+                f"model.quantization: {key} {width} of this model is no multiple of 32, or above "
+                f"{cpu_kernels.MAX_INT8_INPUTS}; null takes it"
+            )
+
+
+def worker_path(source: str, folder: Path) -> str:
+    """How a worker finds the model: a relative path travels with a job's working_dir; else absolute, or the hub id."""
+    if not Path(source).expanduser().is_dir():
+        return source  # a hub id: each node fetches it once
+    has_working_dir = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
+    return source if has_working_dir and not Path(source).is_absolute() else str(folder.resolve())

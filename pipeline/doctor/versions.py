@@ -1,0 +1,38 @@
+"""Whether the packages of pyproject.toml are there, in versions it allows.
+
+Imports none of them but `packaging`, so that `jobs.doctor` can say what is missing before anything that needs it.
+"""
+
+import importlib.metadata
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+@dataclass
+class Versions:
+    """What is wrong, in words, each with its remedy."""
+
+    missing: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def check_versions() -> Versions:
+    try:
+        from packaging.requirements import Requirement
+    except ModuleNotFoundError:
+        return Versions(missing=["packaging is not installed; pip install --editable ."])
+    found = Versions()
+    wanted = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
+    for requirement in map(Requirement, wanted):
+        try:
+            there = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            found.missing.append(f"{requirement.name} is not installed; pip install '{requirement}'")
+            continue
+        if not requirement.specifier.contains(there.partition("+")[0], prereleases=True):
+            wanted_text = f"wanted {requirement.specifier}; pip install '{requirement}'"
+            found.wrong.append(f"{requirement.name} is {there}, {wanted_text}")
+    return found

@@ -1,0 +1,1 @@
+"""Quality: scores, sweeps, calibration."""

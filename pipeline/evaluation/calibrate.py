@@ -1,0 +1,218 @@
+"""`jobs.calibrate` as a library call: sample prompts in, a checkpoint that carries what to skip out.
+
+The output is the model's folder again (weights linked where the filesystem can) with `ffn_skip` in its `config.json`,
+and under `calibration/` what was measured. In this process, on one device; the measuring is `actors.calibrate`.
+"""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import Field
+
+from actors.calibrate import Candidate, Progress, Sample, propose_layers, propose_rule
+from actors.generator import Generator, GeneratorConfig, RowFailure, choose_device
+from pipeline.checkpoint import Model, check_model
+from pipeline.cluster import num_cores
+from pipeline.config import (
+    ConfigError,
+    DecodeConfig,
+    InputConfig,
+    JobConfig,
+    ModelConfig,
+    PrefillConfig,
+    SamplingConfig,
+    Section,
+)
+from pipeline.input.prompts import read_prompts
+from pipeline.machine import provenance
+from pipeline.store.model_folder import new_folder, written_whole
+from pipeline.units import Note
+from skipdecode.ffn_skip import SkipBand, SkipSaturated
+from skipdecode.generate import Request
+from skipdecode.sampling import Sampling
+
+PROGRESS_S = 5.0
+
+
+class CalibrateConfig(Section):
+    model: ModelConfig = ModelConfig()
+    decode: DecodeConfig = DecodeConfig(method="full")
+    """The schedule beneath, without `ffn_skip`."""
+    prefill: PrefillConfig = PrefillConfig()
+    input: InputConfig = InputConfig()
+    """Sample prompts, as jobs.generate reads them; rows that it would fail are left out."""
+    num_prompts: Annotated[int, Field(ge=1)] = 128
+    """The first distinct ones."""
+    skip_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
+    """Feed-forward blocks of decode steps to leave out, of all that the schedule beneath runs."""
+    warmup_tokens: Annotated[int, Field(ge=0)] = 25
+    """Decode steps that skip nothing."""
+    max_new_tokens: Annotated[int, Field(ge=2)] = 64
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    output: Annotated[str, Field(min_length=1)] = "outputs/calibrated"
+
+
+def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
+    """Measures, proposes, and writes the checkpoint; gives back `calibration/calibration.json`."""
+    started = time.monotonic()
+    if config.decode.ffn_skip is not None:
+        raise ConfigError("decode.ffn_skip: is what is looked for; give the schedule beneath alone")
+    if config.model.quantization is not None:
+        raise ConfigError("model.quantization: blocks are measured with the weights as they are; leave it null")
+    target = new_folder(config.output)
+    device = choose_device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+    sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
+    try:
+        model = check_model(
+            JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling), note
+        )
+    except ConfigError as error:  # it speaks of a job's keys
+        raise ConfigError(str(error).replace("sampling.max_new_tokens", "max_new_tokens")) from error
+    prompts = read_prompts(config.input, config.num_prompts)
+    sample = write_sample(config, model, prompts, note)
+    note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
+    try:
+        layers = propose_layers(sample, config.skip_share, config.warmup_tokens, _progress(note, "fixed layers"))
+        rule = propose_rule(sample, config.skip_share, config.warmup_tokens, _progress(note, "row rule"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    document = provenance(device) | {
+        "model": config.model.source,
+        "decode": model.decode,
+        "prefill": config.prefill.method,
+        "prompts": sample.num_prompts,
+        "tokens": sample.num_tokens,
+        "calibrated": _figures(layers),
+        "row": _figures(rule),
+        "config": config.model_dump(mode="json"),
+        "elapsed_s": time.monotonic() - started,
+    }
+    with written_whole(target) as staging:
+        write_checkpoint(staging, model, layers, sample, document)
+    return document
+
+
+def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note: Note) -> Sample:
+    """Decodes the prompts under the schedule beneath; those that do not fit are left out."""
+    generator = Generator(
+        GeneratorConfig(
+            source=str(model.folder),
+            tokenizer=config.model.tokenizer,
+            decode=model.decode,
+            prefill=config.prefill.method,
+            dtype=config.model.dtype,
+            device=config.device,
+            num_threads=config.threads or num_cores(),
+            batch_size=config.batch_size,
+        )
+    )
+    room = model.config.max_position_embeddings - config.max_new_tokens
+    tokens = [ids for ids in generator.tokenizer.encode(prompts) if len(ids) <= room]
+    if len(tokens) < len(prompts):
+        note(f"{len(prompts) - len(tokens)} prompts with more than {room} tokens were left out")
+    if not tokens:
+        raise ConfigError(f"input.path: every prompt has more than {room} tokens")
+    requests = [Request(str(n), ids, Sampling(config.max_new_tokens)) for n, ids in enumerate(tokens)]
+    answers = generator(requests).answers
+    failed = [answer for answer in answers if isinstance(answer, RowFailure)]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(answers)} prompts could not be decoded: {failed[0].error_message}")
+    pairs = [(ids, a.tokens) for ids, a in zip(tokens, answers, strict=True) if not isinstance(a, RowFailure)]
+    if all(len(made) < 2 for _, made in pairs):
+        raise ConfigError("input.path: the model ends every one of these prompts with its first token")
+    base = generator.schedule(config.max_new_tokens)
+    return Sample(generator.model, base, pairs, config.batch_size)
+
+
+def write_checkpoint(staging: Path, model: Model, layers: Candidate, sample: Sample, document: dict[str, Any]) -> None:
+    """The model's files, its `config.json` with `ffn_skip`, and `calibration/`."""
+    (staging / "calibration").mkdir()
+    for path in model.folder.iterdir():
+        if path.is_file() and path.name != "config.json":
+            place = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
+            place(path.resolve(), staging / path.name)
+    raw = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
+    assert isinstance(layers.schedule, SkipBand)
+    raw["ffn_skip"] = {
+        "num_layers": model.config.num_hidden_layers,
+        "layers": list(layers.schedule.layers),
+        "warmup_tokens": layers.schedule.warmup_tokens,
+        "skip_share": layers.skip_share,
+        "decode": model.decode,
+        "prefill": document["prefill"],
+    }
+    (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    folder = staging / "calibration"
+    (folder / "calibration.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    table = sample.table()
+    pq.write_table(pa.Table.from_pylist(table), folder / "similarity.parquet")
+    figure = heat_map(table, document)
+    for kind in ("svg", "png"):
+        figure.savefig(folder / f"similarity.{kind}", dpi=120)
+
+
+def heat_map(table: list[dict[str, Any]], document: dict[str, Any]) -> Any:
+    """How far each block moves the state (1 - cosine, logarithmic) per layer and decode step; lines: skipped."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+
+    shape = (max(line["layer"] for line in table) + 1, max(line["step"] for line in table) + 1)
+    moved = np.full(shape, np.nan)
+    for line in table:
+        moved[line["layer"], line["step"]] = max(1.0 - line["mean"], 1e-6)
+    figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    image = axes.imshow(moved, aspect="auto", origin="lower", norm=LogNorm(), cmap="cividis", interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="1 - cos(h, h + FFN(h)), mean")
+    skipped = document["calibrated"]["ffn_skip"]
+    if skipped["warmup_tokens"] < shape[1]:
+        for layer in skipped["layers"]:
+            axes.plot([skipped["warmup_tokens"], shape[1] - 1], [layer, layer], color="white", linewidth=0.8)
+    axes.set(
+        xlabel="decode step", ylabel="layer", title="How far a feed-forward block moves the state; lines: calibrated"
+    )
+    return figure
+
+
+def _figures(candidate: Candidate) -> dict[str, Any]:
+    """A proposal as `decode.ffn_skip` takes it, and what it did to the sample."""
+    schedule = candidate.schedule
+    keys: dict[str, Any] = {"warmup_tokens": schedule.warmup_tokens}
+    if isinstance(schedule, SkipSaturated):
+        keys |= {"mode": "row", "threshold": schedule.threshold}
+        keys |= {"cold_start": schedule.cold_start, "cold_end": schedule.cold_end}
+    elif isinstance(schedule, SkipBand):
+        keys |= {"mode": "fixed", "layers": list(schedule.layers)}
+    measured = {name: getattr(candidate, name) for name in ("skip_share", "divergence", "token_match")}
+    return {"ffn_skip": keys} | measured
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another filesystem, or one without links
+        shutil.copy2(source, target)
+
+
+def _progress(note: Note, what: str) -> Progress:
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_S or done == total:
+            last = time.monotonic()
+            note(f"progress: {what}: {done}/{total} candidates")
+
+    return tell

@@ -1,0 +1,77 @@
+"""The texts of a generated corpus as hypotheses for evaluation: one per distinct prompt, empty where the row failed.
+
+Reads a run folder or plain Parquet, the columns it needs only. What the texts are compared with is not known here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset
+
+from pipeline.config import ConfigError
+from pipeline.store.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The hypotheses of a corpus: one per distinct prompt."""
+
+    by_prompt: dict[str, str]
+    failed: frozenset[str]
+    """Prompts whose row failed; their text is empty."""
+    num_rows: int
+    num_repeated: int
+    """Rows left out because their prompt was there before."""
+    num_without_prompt: int
+    layers_per_token: float | None
+    """As run, per decode step; None where the corpus does not say."""
+
+
+def read_texts(folder: RunFolder, state: dict[str, Any] | None) -> Texts:
+    """The texts of a run (`state` is its run.json) or of plain Parquet."""
+    source: Any = folder.root
+    if state is not None:
+        source = [path for status in ("ok", "failed") for path in folder.data_files(status)]
+        if not source:
+            raise ConfigError(f"{folder.shown}: the run has written no rows yet")
+    try:
+        dataset = pa.dataset.dataset(source, filesystem=folder.filesystem, format="parquet")
+        for name in ("prompt", "generated_text"):
+            if name not in dataset.schema.names:
+                raise ConfigError(f"{folder.shown}: no column {name!r}; it has: {', '.join(dataset.schema.names)}")
+            kind = dataset.schema.field(name).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise ConfigError(f"{folder.shown}: column {name!r} is {kind}, not text")
+        optional = ("id", "error_code", "num_generated_tokens", "layers_run")
+        names = ["prompt", "generated_text", *(name for name in optional if name in dataset.schema.names)]
+        rows = dataset.to_table(columns=names).to_pylist()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder.shown}: no such file or folder") from error
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ConfigError(f"{folder.shown}: neither a run folder nor Parquet: {error}") from error
+    return choose_texts(rows)
+
+
+def choose_texts(rows: list[dict[str, Any]]) -> Texts:
+    """Of rows with the same prompt, the one with the lowest id, whether it failed or not.
+
+    `rows` hold `prompt`, `generated_text` and, where there, `id`, `error_code`, `num_generated_tokens`, `layers_run`.
+    """
+    by_prompt: dict[str, str] = {}
+    failed = set()
+    with_prompt = [row for row in rows if row["prompt"] is not None]
+    for row in sorted(with_prompt, key=lambda row: (row.get("id") is None, row.get("id"), bool(row.get("error_code")))):
+        prompt, is_failed = row["prompt"], bool(row.get("error_code"))
+        if prompt not in by_prompt:
+            by_prompt[prompt] = "" if is_failed else row["generated_text"] or ""
+            failed |= {prompt} if is_failed else set()
+    steps = sum(max((row.get("num_generated_tokens") or 0) - 1, 0) for row in rows)
+    return Texts(
+        by_prompt=by_prompt,
+        failed=frozenset(failed),
+        num_rows=len(rows),
+        num_repeated=len(with_prompt) - len(by_prompt),
+        num_without_prompt=len(rows) - len(with_prompt),
+        layers_per_token=sum(row.get("layers_run") or 0 for row in rows) / steps if steps else None,
+    )

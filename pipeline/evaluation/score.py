@@ -1,0 +1,196 @@
+"""Evaluating a generated corpus: its texts against references, and the references under the policy that generated it.
+
+As in the E2E challenge: one hypothesis per distinct prompt, all references of that prompt. A failed row counts as an
+empty text. The metrics are `pipeline.evaluation.metrics`, many settings at once `pipeline.evaluation.sweep`. No Ray.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from actors.generator import choose_device, choose_dtype
+from actors.tokenizer import OPTTokenizer
+from actors.trainer import mean_loss
+from pipeline.cluster import num_cores
+from pipeline.config import ConfigError, Section
+from pipeline.evaluation.hypotheses import Texts, read_texts
+from pipeline.evaluation.metrics import scores, slot_share
+from pipeline.input.pairs import encode_pairs, read_pairs
+from pipeline.machine import provenance
+from pipeline.store.digest import digest_files
+from pipeline.store.run_folder import RunFolder
+from pipeline.units import Note
+from skipdecode.config import Quantization
+from skipdecode.hub import resolve_source
+from skipdecode.model import OPT
+from skipdecode.plan import Schedule
+from skipdecode.schedule import make_schedule
+from skipdecode.weights import load_opt
+
+FLAGS = ("--references", "--prompt-column", "--reference-column")  # as `jobs.evaluate` calls file and columns
+VERSIONS = ("torch", "sacrebleu", "rouge-score")
+NUM_NAMED = 3  # prompts shown of those that have no counterpart
+
+
+class ReferenceData(Section):
+    path: str | None = None
+    prompt_column: str = "mr"
+    reference_column: str = "ref"
+
+
+class EvaluateConfig(Section):
+    generated: str
+    """A run folder of `jobs.generate`, or a Parquet file or folder with `prompt` and `generated_text`."""
+    data: ReferenceData = ReferenceData()
+    perplexity_pairs: Annotated[int, Field(ge=0)] | None = None
+    """How many (prompt, reference) pairs, drawn at random, always the same; null: all; 0: no perplexity."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """For the perplexity; null: as the run."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 64
+
+
+def evaluate(config: EvaluateConfig, note: Note) -> dict[str, Any]:
+    """The figures of one corpus; everything that can be wrong is found before anything is computed."""
+    if config.data.path is None:
+        raise ConfigError("--references: name the file with the references (CSV, JSONL or Parquet)")
+    pairs = read_pairs(config.data.path, config.data.prompt_column, config.data.reference_column, FLAGS)
+    folder = RunFolder.open(config.generated)
+    state = folder.read_state()
+    texts = read_texts(folder, state)
+    if state is not None and state["state"] != "finished":
+        note(
+            f"{config.generated}: the run is not finished; {texts.num_rows} of {state['books']['input']} rows are there"
+        )
+    references = group_references(pairs)
+    chosen = [prompt for prompt in texts.by_prompt if prompt in references]
+    if not chosen:
+        raise ConfigError(
+            f"no prompt of {config.generated} is in column {config.data.prompt_column!r} of {config.data.path}: "
+            f"the run has {_named(texts.by_prompt)}, the references {_named(references)}"
+        )
+    document = {"generated": config.generated, "references": config.data.path, "rows": texts.num_rows}
+    document |= _compare(texts, references, chosen, note)
+    perplexity = _perplexity(config, state, [pair for pair in pairs if pair[0] in texts.by_prompt], note)
+    hypotheses = [texts.by_prompt[prompt] for prompt in chosen]
+    document |= scores(hypotheses, [references[prompt] for prompt in chosen])
+    document |= slot_share(chosen, hypotheses) | {"layers_per_token": texts.layers_per_token} | perplexity
+    return document
+
+
+def group_references(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """All references of each distinct prompt, in file order."""
+    grouped: dict[str, list[str]] = {}
+    for prompt, reference in pairs:
+        grouped.setdefault(prompt, []).append(reference)
+    return grouped
+
+
+def _compare(texts: Texts, references: dict[str, list[str]], chosen: Sequence[str], note: Note) -> dict[str, int]:
+    """Counts what is scored and what has no counterpart, and says so."""
+    lonely = [prompt for prompt in texts.by_prompt if prompt not in references]
+    missing = [prompt for prompt in references if prompt not in texts.by_prompt]
+    failed = [prompt for prompt in chosen if prompt in texts.failed]
+    counts = {
+        "prompts": len(chosen),
+        "failed": len(failed),
+        "repeated_rows": texts.num_repeated,
+        "rows_without_prompt": texts.num_without_prompt,
+        "prompts_without_reference": len(lonely),
+        "references_without_row": len(missing),
+    }
+    for what, prompts in (
+        ("failed rows, scored as empty texts", failed),
+        ("prompts of the run have no reference and are not scored", lonely),
+        ("prompts of the references have no row and are not scored", missing),
+    ):
+        if prompts:
+            note(f"{len(prompts)} {what}: {_named(prompts)}")
+    return counts
+
+
+def _named(prompts: Iterable[str]) -> str:
+    shown = list(prompts)
+    more = f", and {len(shown) - NUM_NAMED} more" if len(shown) > NUM_NAMED else ""
+    return ", ".join(repr(prompt) for prompt in shown[:NUM_NAMED]) + more
+
+
+def _perplexity(
+    config: EvaluateConfig, state: dict[str, Any] | None, pairs: list[tuple[str, str]], note: Note
+) -> dict[str, Any]:
+    """The references under model and schedule of the run; None where left out."""
+    is_cpu = config.device == "auto" and _quantization(state) is not None  # such weights are for CPUs
+    device = choose_device("cpu" if is_cpu else config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+    torch.set_num_threads(config.threads or num_cores())
+    document: dict[str, Any] = {"model": None, "decode": None, "perplexity_pairs": 0} | loss_figures(None)
+    if state is None or config.perplexity_pairs == 0:
+        note("perplexity: left out" + ("" if state else f"; {config.generated} has no run.json to name the policy"))
+        return document | provenance(device, VERSIONS)
+    policy = _load_policy(config, state, device)
+    limit = policy.model.config.max_position_embeddings
+    encoded = encode_pairs(policy.tokenizer, pairs, policy.model.config.eos_token_id)
+    drawn = draw_pairs(encoded, config.perplexity_pairs, limit)
+    if len(drawn) < min(len(pairs), config.perplexity_pairs or len(pairs)):
+        note(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
+    document |= {"model": state["model"]["source"], "decode": state["decode"], "perplexity_pairs": len(drawn)}
+    document |= {"prefill": state["config"]["prefill"]["method"], "quantization": _quantization(state)}
+    document |= loss_figures(mean_loss(policy.model, drawn, policy.schedule, config.batch_size) if drawn else None)
+    return document | provenance(device, VERSIONS)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a run decoded with."""
+
+    model: OPT
+    tokenizer: OPTTokenizer
+    schedule: Schedule
+
+
+def _quantization(state: dict[str, Any] | None) -> Quantization | None:
+    found: Quantization | None = None if state is None else state["config"]["model"].get("quantization")
+    return found  # runs of earlier versions have no such key
+
+
+def _load_policy(config: EvaluateConfig, state: dict[str, Any], device: torch.device) -> Policy:
+    """Model and schedule of a run, from its run.json; ConfigError when the files are not those of the run any more."""
+    source, tokenizer = state["model"]["source"], state["config"]["model"]["tokenizer"]
+    quantization = _quantization(state)
+    own = state["fingerprint"]["model.dtype"] if quantization else state["config"]["model"]["dtype"]
+    dtype = choose_dtype(config.dtype or own, device)
+    try:
+        folder = resolve_source(source)
+        if digest_files(folder) != state["fingerprint"]["model.files"]:
+            raise ValueError(f"{source}: the checkpoint there is no longer the one that the run used")
+        model = load_opt(folder, device=device, dtype=dtype)
+        if quantization:
+            model.pack(quantization)
+        encoder = OPTTokenizer(tokenizer or folder, model.config)
+    except ValueError as error:
+        raise ConfigError(f"perplexity: {error}; --no-perplexity leaves it out") from error
+    num_new = state["config"]["sampling"]["max_new_tokens"]  # rows with a limit of their own ran another schedule
+    kv_layers = model.config.kv_layers(state["config"]["prefill"]["method"])
+    layers = model.config.num_hidden_layers
+    schedule = make_schedule(state["decode"], num_layers=layers, max_new_tokens=num_new, kv_layers=kv_layers)
+    return Policy(model, encoder, schedule)
+
+
+def draw_pairs(
+    encoded: Sequence[tuple[list[int], list[int]]], count: int | None, max_tokens: int
+) -> list[tuple[list[int], list[int]]]:
+    """`count` pairs (None: all), drawn as the trainer draws its validation pairs, less those that do not fit."""
+    drawn = list(encoded) if count is None else random.Random(0).sample(encoded, min(count, len(encoded)))
+    return [(prompt, response) for prompt, response in drawn if len(prompt) + len(response) - 1 <= max_tokens]
+
+
+def loss_figures(loss: float | None) -> dict[str, float | None]:
+    """`loss` in nats per response token (EOS included), and `perplexity`."""
+    return {"loss": loss, "perplexity": None if loss is None else math.exp(loss)}

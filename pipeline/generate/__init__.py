@@ -1,0 +1,1 @@
+"""One run: plan, resume, decode, close the books; retry and verify."""

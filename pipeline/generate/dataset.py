@@ -1,0 +1,68 @@
+"""From a planned run to a lazy Ray Data pipeline: read, tokenise, decode, finish, write; `run` runs it.
+
+No side effects beyond putting the input plan into the object store. What the stages do is `pipeline.stages.tokens`,
+`pipeline.stages.decode` and `pipeline.store.write`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
+
+from actors.generator import GeneratorConfig
+from pipeline.cluster import STAGE_CPUS, Pool
+from pipeline.config import InputConfig
+from pipeline.input.match import DoneRows
+from pipeline.input.plan import InputPlan
+from pipeline.input.source import CorpusDatasource
+from pipeline.stages.decode import DecodeStage
+from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
+from pipeline.store.write import RunSink
+
+LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing with writing): one at work, one ready
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """Everything the stages are told; resolved, so that building needs no more questions."""
+
+    input: InputConfig
+    plan: InputPlan
+    done: DoneRows | None
+    """Rows that are written already."""
+    tokenize: TokenizeConfig
+    generator: GeneratorConfig
+    pool: Pool
+    window_rows: int
+    """Rows that an actor takes at a time."""
+
+
+def build_pipeline(spec: PipelineSpec, sink: RunSink, metrics: Any, ledger: Any, leftovers: Any) -> Dataset:
+    """A dataset without rows: whoever runs it has every row of the plan that is not done written once, in any order."""
+    # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
+    few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
+    light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "zero_copy_batch": True, "compute": few}
+    source = CorpusDatasource(spec.plan, spec.input, spec.done)
+    rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, compute=few)
+    # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Strict:
+    # else the last rows of every block that was read would be a window of their own, of a batch and a bit
+    rows = rows.repartition(target_num_rows_per_block=spec.window_rows, strict=True)
+    # it has no argument for it; a whole CPU, as Ray would ask for, may never be free beside readers that wait for it
+    rows._logical_plan.dag.ray_remote_args["num_cpus"] = STAGE_CPUS
+    rows = rows.map_batches(tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, **light)
+    rows = rows.map_batches(
+        DecodeStage,
+        fn_constructor_args=(spec.generator, spec.tokenize.sampling, metrics, ledger, leftovers),
+        batch_size=spec.window_rows,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        compute=ActorPoolStrategy(
+            min_size=spec.pool.min_size, max_size=spec.pool.max_size, max_tasks_in_flight_per_actor=2
+        ),
+        num_cpus=spec.pool.num_cpus,
+        num_gpus=spec.pool.num_gpus or None,
+    )
+    end = partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.extra_schema.names))
+    return rows.map_batches(sink, fn_kwargs={"finish": end}, batch_size=sink.rows_per_file, **light)

@@ -1,0 +1,85 @@
+"""How a run ends before its last row: signals that stop it, and the reason in words for everything else.
+
+Ray Data ends a run with whatever exception reached it first; what the user needs to know is in the ledger. Nothing is
+written here.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.data.exceptions import ExecutionTimeoutError
+
+from pipeline.stages.attempts import OVERDRAWN
+from pipeline.store.run_folder import RunFolder
+from pipeline.store.write import DISK_FULL, NoSpaceLeft
+from pipeline.units import Note
+
+ASK_TIMEOUT_S = 5
+SHARE_ENDS_AT = 100  # failed rows; below, a run is too small for an early end to save anything
+
+
+class RunStopped(RuntimeError):
+    """The run was ended for a reason that its message names; what is written stays, and it can be resumed."""
+
+
+class TooManyFailed(RunStopped):
+    """More rows have failed than `limits.max_failed_rows` allows: exit code 3."""
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM (a stopped job, a machine that is taken away) ends the run as Ctrl-C does. Call after Ray has started."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def allowed_failures(limit: int | float, num_rows: int) -> float:
+    """Rows that may fail of `num_rows`, by `limits.max_failed_rows`: a number, or a share."""
+    return limit if isinstance(limit, int) else limit * num_rows
+
+
+def early_limit(limit: int | float, num_rows: int) -> float:
+    """With more failed rows than this the run ends early; a share of a small corpus ends nothing."""
+    allowed = allowed_failures(limit, num_rows)
+    return allowed if isinstance(limit, int) else max(allowed, SHARE_ENDS_AT)
+
+
+def check_budget(failed: int, ends_at: float) -> None:
+    if failed > ends_at:
+        raise TooManyFailed(OVERDRAWN.format(failed))
+
+
+@contextmanager
+def note_if_full(folder: RunFolder, note: Note) -> Iterator[None]:
+    """A full disk must not hide why a run ended: `run.json` then stays as it was, which can be resumed too."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        note(f"{folder.path('run.json')}: not brought up to date: {error}")
+
+
+def reason_to_stop(error: BaseException, ledger: Any, output: str) -> BaseException:
+    """The exception to show for `error`, which ended the stream of rows to `output`."""
+    if not isinstance(error, Exception):
+        return error
+    if NoSpaceLeft.__name__ in str(error):
+        return RunStopped(f"output.path: {output}: no space left; make room, and --resume goes on with the run")
+    try:
+        verdict = ray.get(ledger.verdict.remote(), timeout=ASK_TIMEOUT_S)
+        workers = ray.get(ledger.describe.remote(), timeout=ASK_TIMEOUT_S)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        return error  # the ledger is gone with its node; there is no more to say
+    if verdict is not None:
+        return (TooManyFailed if verdict["kind"] == "budget" else RunStopped)(verdict["reason"])
+    if isinstance(error, ExecutionTimeoutError):
+        state = "\n".join(f"  {line}" for line in workers) or "  no worker has started: is there room for one?"
+        return RunStopped(
+            "no stage made progress for limits.no_progress_timeout_s; the workers:\n"
+            f"{state}\nraise the limit if a window may take that long; --resume goes on with the run"
+        )
+    return error

@@ -1,0 +1,89 @@
+"""The fingerprint: everything that decides what the rows of a run become, flat, so that a resumed run can be compared.
+
+Two things are not seen: contents changed behind an unchanged path, size and time (on a disk; an object store gives an
+etag too), and in a weight file of more than 4 MiB bytes that no sample meets.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import JobConfig
+from pipeline.input.plan import InputPlan
+from pipeline.store.digest import describe_difference, digest_files, refuse_differences
+from skipdecode.hub import resolve_source
+
+CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
+NUM_SHOWN = 3  # input files that an error names
+
+
+def fingerprint(
+    config: JobConfig, decode: dict[str, Any], model_folder: Path, dtype: str, plan: InputPlan
+) -> dict[str, Any]:
+    """`decode`, `dtype`: as they are settled, never "auto". A resumed run must agree in every entry."""
+    entries: dict[str, Any] = {"code_version": CODE_VERSION, "model.dtype": dtype}
+    entries["model.quantization"] = config.model.quantization
+    entries |= {f"decode.{key}": value for key, value in decode.items() if key != "ffn_skip"}
+    entries |= {f"decode.ffn_skip.{key}": value for key, value in (decode.get("ffn_skip") or {}).items()}
+    for section, names in (
+        ("sampling", None),
+        ("prefill", None),
+        ("input", ("prompt_column", "id_column", "too_long", "limit")),
+    ):
+        values = getattr(config, section).model_dump(mode="json")
+        entries |= {f"{section}.{key}": value for key, value in values.items() if names is None or key in names}
+    if config.sampling.deterministic:
+        entries["actors.batch_size"] = config.actors.batch_size
+        entries["actors.length_buckets"] = list(config.actors.length_buckets)
+    entries["model.files"] = digest_files(model_folder)
+    tokenizer = config.model.tokenizer
+    entries["model.tokenizer"] = tokenizer and digest_files(resolve_source(tokenizer, "model.tokenizer"))
+    entries["input.format"] = plan.listing.format
+    entries["input.files"] = _digest_rows(list_files(plan))
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in entries.items()}
+
+
+def list_files(plan: InputPlan) -> list[list[Any]]:
+    """The input as `run.json` has it: name, size in bytes, time of the last change in ns, etag, rows; per file."""
+    return [
+        [file.name, file.size_bytes, file.mtime_ns, etag, num_rows]
+        for file, etag, num_rows in zip(plan.listing.files, plan.etags, plan.num_rows_per_file, strict=True)
+    ]
+
+
+def _digest_rows(rows: Sequence[Sequence[Any]]) -> str:
+    total = hashlib.sha256()
+    for row in rows:
+        total.update(("\0".join(map(str, row)) + "\n").encode())
+    return total.hexdigest()
+
+
+def compare_fingerprints(
+    state: dict[str, Any], now: dict[str, Any], plan: InputPlan, free: Collection[str] = ()
+) -> None:
+    """ConfigError that names each entry in which `now` differs from the run of `state` (run.json), with both values.
+
+    `free`: keys that may differ.
+    """
+    before, lines = state["fingerprint"], list[str]()
+    if before.get("input.files") != now.get("input.files"):
+        files = compare_files(state.get("input", {}).get("files", []), list_files(plan))
+        lines = [f"input.files: {line}" for line in files]
+    refuse_differences(before, now, {"input.files", *free}, lines)
+
+
+def compare_files(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> list[str]:
+    """A line for each of the first files that differ between two listings (`list_files`), and one for the rest."""
+    old, new = ({row[0]: _describe_file(row) for row in rows} for rows in (before, now))
+    names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    lines = [describe_difference(name, old.get(name), new.get(name)) for name in itertools.islice(names, NUM_SHOWN)]
+    if not names and [row[0] for row in before] != [row[0] for row in now]:
+        return ["the same files come in another order"]
+    return [*lines, f"{len(names) - NUM_SHOWN} more files differ"] if len(names) > NUM_SHOWN else lines
+
+
+def _describe_file(row: Sequence[Any]) -> str:
+    _, size_bytes, mtime_ns, etag, num_rows = row
+    return f"{size_bytes} bytes, mtime {mtime_ns} ns, {num_rows} rows" + (f", etag {etag}" if etag else "")

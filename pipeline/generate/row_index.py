@@ -1,0 +1,186 @@
+"""All rows of the input and of the data files by id, on the cluster: what is done, missing, or there twice.
+
+Tasks read ids and leave entries (`input.ids`) in the object store, which spills to disk; tasks cut them by digest into
+parts of PART_ROWS; a task matches a part. So no process holds all rows: the driver keeps a bit per row and 16 bytes per
+duplicate. Measured by `benchmarks/resume.py`. Left out: what follows from a match (`run`, `retry`, `verify`).
+"""
+
+import itertools
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import ray
+from numpy.typing import NDArray
+
+from pipeline.config import ConfigError, InputConfig
+from pipeline.input.files import Listing
+from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY, ROW_BITS, input_entries, output_entries
+from pipeline.input.match import DoneRows, Match, match, match_alone, split
+from pipeline.input.plan import InputPlan
+from pipeline.input.scan import FileScan, scan_file
+from pipeline.units import Note
+
+PART_ROWS = 4_000_000  # entries that one task matches, at about 150 bytes
+MAX_GROUPS = (
+    256  # tasks that read the files; with PART_ROWS, objects stay above the 100 KB that Ray keeps in the driver
+)
+BATCH_ROWS = 65536
+NOTE_S = 10.0
+ID_COLUMNS = ["id", "error_code", "error_message"]
+
+TASK: dict[str, Any] = {"num_cpus": 1}
+
+
+def scan_input(listing: Listing, config: InputConfig, index_all: bool, note: Note) -> tuple[list[FileScan], list[Any]]:
+    """A scan per file, and references to the entries of the rows; the latter only if there are ids to compare.
+
+    `index_all`: entries of rows with made ids too, as a resume needs them. ConfigError as of `scan_file`.
+    """
+    task = ray.remote(num_returns=2, **TASK)(_scan_group)
+    held = ray.put(listing)
+    groups = group_files([file.size_bytes for file in listing.files])
+    refs = [task.remote(held, group, config, index_all) for group in groups]
+    scans = [scan for scans in gather([ref for ref, _ in refs], "input: scanned", note) for scan in scans]
+    has_own = any(scan.has_own_ids for scan in scans)
+    if has_own and not all(scan.is_indexed for scan in scans):
+        return scan_input(listing, config, True, note)  # somebody's id may look like a made one
+    return scans, [entries for _, entries in refs] if has_own or index_all else []
+
+
+def _scan_group(
+    listing: Listing, indices: Sequence[int], config: InputConfig, index_all: bool
+) -> tuple[list[FileScan] | ConfigError, NDArray[Any]]:
+    scans, parts = [], [np.empty(0, INPUT_ENTRY)]
+    for index in indices:
+        try:
+            scan, digests = scan_file(listing, index, config, index_all)
+        except ConfigError as error:  # a value: of an exception Ray would print the traceback
+            return error, parts[0]
+        scans.append(scan)
+        parts.append(input_entries(digests, index))
+    return scans, np.concatenate(parts)
+
+
+def index_outputs(
+    filesystem: pafs.FileSystem, paths: Sequence[str], note: Note, without_codes: Collection[str] = ()
+) -> tuple[int, list[Any]]:
+    """How many rows the data files have, and references to their entries; rows with `without_codes` do not count."""
+    task = ray.remote(num_returns=2, **TASK)(_index_group)
+    groups = group_files([1] * len(paths))
+    refs = [
+        task.remote(filesystem, [(index, paths[index]) for index in group], frozenset(without_codes))
+        for group in groups
+    ]
+    counts = gather([ref for ref, _ in refs], "data: read the ids of", note)
+    return sum(counts), [entries for _, entries in refs]
+
+
+def _index_group(
+    filesystem: pafs.FileSystem, files: Sequence[tuple[int, str]], without_codes: frozenset[str]
+) -> tuple[int | ConfigError, NDArray[Any]]:
+    parts = [np.empty(0, OUTPUT_ENTRY)]
+    for index, path in files:
+        try:
+            with pq.ParquetFile(filesystem.open_input_file(path)) as file:
+                parts += _read_entries(file, index, without_codes)
+        except (OSError, pa.ArrowException) as error:
+            why = f"output.path: {path}: not a whole Parquet file ({error}); delete it, and its rows are made again"
+            return ConfigError(why), parts[0]
+    entries = np.concatenate(parts)
+    return len(entries), entries
+
+
+def _read_entries(file: pq.ParquetFile, index: int, without_codes: frozenset[str]) -> Iterator[NDArray[Any]]:
+    first = 0
+    for batch in file.iter_batches(BATCH_ROWS, columns=ID_COLUMNS):
+        entries = output_entries(batch, index, first)
+        first += len(entries)
+        if without_codes:
+            is_out = pc.is_in(batch["error_code"], value_set=pa.array(sorted(without_codes)))
+            entries = entries[~np.asarray(is_out)]
+        yield entries
+
+
+def match_rows(
+    plan: InputPlan | None, inputs: list[Any], outputs: list[Any], num_outputs: int = 0, part_rows: int = PART_ROWS
+) -> Iterator[Match]:
+    """Matches the rows of `plan` with those of the data files, part by part; without a plan the latter alone."""
+    num_parts = max(1, -(-max(plan.num_rows if plan else 0, num_outputs) // part_rows))
+    cut = [[[ref] for ref in refs] if num_parts == 1 else _split_all(refs, num_parts) for refs in (inputs, outputs)]
+    task = ray.remote(**TASK)(_match_part)
+    files = (np.asarray(plan.num_rows_per_file), [file.name for file in plan.listing.files]) if plan else None
+    held = ray.put(files)
+    width = max(1, int(ray.cluster_resources().get("CPU", 1)))
+    waiting: list[Any] = []
+    for part in range(num_parts):
+        own, theirs = ([pieces[part] for pieces in side] for side in cut)
+        waiting.append(task.remote(held, len(own), *own, *theirs))
+        if len(waiting) == width:  # results that nobody has taken yet fill the object store
+            yield ray.get(waiting.pop(0))
+    while waiting:
+        yield ray.get(waiting.pop(0))
+
+
+def _split_all(refs: Sequence[Any], num_parts: int) -> list[list[Any]]:
+    task = ray.remote(num_returns=num_parts, **TASK)(split)
+    return [task.remote(ref, num_parts) for ref in refs]
+
+
+def _match_part(files: tuple[NDArray[Any], list[str]] | None, num_inputs: int, *entries: NDArray[Any]) -> Match:
+    inputs = np.concatenate([np.empty(0, INPUT_ENTRY), *entries[:num_inputs]])
+    outputs = np.concatenate([np.empty(0, OUTPUT_ENTRY), *entries[num_inputs:]])
+    if files is None:
+        return match_alone(outputs)
+    num_rows_per_file, names = files
+    rows = inputs["place"] & np.uint64(0xFFFFFFFF)
+    limit = num_rows_per_file[(inputs["place"] >> ROW_BITS).astype(np.int64)]
+    return match(inputs[rows < limit.astype(np.uint64)], outputs, names)  # input.limit may end within a file
+
+
+def mark_rows(plan: InputPlan, matches: Iterator[Match]) -> tuple[InputPlan, DoneRows]:
+    """The plan with its duplicates, and which rows are done; ConfigError where a row is done twice."""
+    done = DoneRows(plan.num_rows_per_file)
+    rows, firsts, num_doubled, num_unknown = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)], 0, 0
+    for part in matches:
+        rows.append(part.duplicates)
+        firsts.append(part.duplicate_of)
+        done.add(part.done)
+        num_doubled += part.num_doubled
+        num_unknown += part.num_unknown
+    if num_doubled or num_unknown:
+        raise ConfigError(
+            f"output.path: the data files hold {num_doubled} rows twice and {num_unknown} rows that are not in the "
+            "input; jobs.verify names them and their files. Delete those files: what is then missing is made again"
+        )
+    return plan.with_duplicates(np.concatenate(rows), np.concatenate(firsts)), done
+
+
+def group_files(sizes: Sequence[int]) -> list[list[int]]:
+    """Consecutive files in at most MAX_GROUPS groups of about the same size."""
+    if not len(sizes):
+        return []
+    ends = np.cumsum(np.asarray(sizes, dtype=np.int64) + 1)
+    group = (ends - 1) * MAX_GROUPS // ends[-1]
+    cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(sizes)]
+    return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
+
+
+def gather(refs: list[Any], what: str, note: Note) -> list[Any]:
+    """Results of tasks in order, with a note now and then; raises the first ConfigError that one gave back."""
+    left, noted_at = list(refs), time.monotonic()
+    while left:
+        _, left = ray.wait(left, num_returns=len(left), timeout=NOTE_S, fetch_local=False)
+        if left and time.monotonic() - noted_at >= NOTE_S:
+            noted_at = time.monotonic()
+            note(f"{what} {len(refs) - len(left)} of {len(refs)} groups of files")
+    results = list(ray.get(refs))
+    for result in results:
+        if isinstance(result, ConfigError):
+            raise result
+    return results

@@ -1,0 +1,56 @@
+"""From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows."""
+
+from pathlib import Path
+
+from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
+from pipeline.checkpoint import Model, worker_path
+from pipeline.cluster import Pool
+from pipeline.config import JobConfig
+from pipeline.generate.dataset import PipelineSpec
+from pipeline.input.match import DoneRows
+from pipeline.input.plan import InputPlan
+from pipeline.stages.tokens import TokenizeConfig
+from skipdecode.sampling import Sampling
+
+
+def make_spec(
+    config: JobConfig, model: Model, dtype: str, plan: InputPlan, done: DoneRows | None, pool: Pool
+) -> PipelineSpec:
+    """`dtype`: settled, so that all workers and sessions decode alike. `done`: rows written already, or None."""
+    source = worker_path(model.source, model.folder)
+    tokenizer = config.model.tokenizer and worker_path(config.model.tokenizer, Path(config.model.tokenizer))
+    s = config.sampling
+    sampling = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos)
+    batch_size = config.actors.batch_size
+    generator = GeneratorConfig(
+        source=source,
+        tokenizer=tokenizer,
+        decode=model.decode,
+        prefill=config.prefill.method,
+        dtype=dtype,
+        quantization=config.model.quantization,
+        device="cuda" if pool.num_gpus else "cpu",
+        num_threads=pool.num_threads,
+        batch_size=None if batch_size == "auto" else batch_size,
+        length_buckets=config.actors.length_buckets,
+        deterministic=s.deterministic,
+        baseline_fraction=config.baseline.fraction,
+    )
+    return PipelineSpec(
+        input=config.input,
+        plan=plan,
+        done=done,
+        tokenize=TokenizeConfig(tokenizer or source, model.config, sampling, config.input.too_long),
+        generator=generator,
+        pool=pool,
+        window_rows=window_rows(
+            config, pool.max_size, plan.num_rows - (done.num_rows if done else 0), has_gpu=bool(pool.num_gpus)
+        ),
+    )
+
+
+def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:
+    """Rows an actor takes at a time: `window_batches` batches, but so few that every actor gets two windows or more."""
+    size = config.actors.batch_size
+    rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
+    return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))

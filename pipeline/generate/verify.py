@@ -1,0 +1,188 @@
+"""`jobs.verify`: proves from the files alone that the books of a run close, or says what is wrong.
+
+Row for row: every row of the input is there once, good or failed. An id belongs to the first row that has it; a later
+row with the same id is a row of its own, failed with `duplicate_id`, and known by its place. So "every id once" reads:
+one row that is not a `duplicate_id`, and for each later row exactly one that is. Also checked: that data files are
+whole and have the run's columns, that no row contradicts itself, that nothing lies about that no run wrote, and that
+`run.json` and `report.json` count what is there. Memory: as of `row_index`. Left out: whether the tokens are right.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import ray
+
+from pipeline.cluster import start_ray
+from pipeline.config import ConfigError, InputConfig, build_config
+from pipeline.generate.fingerprint import compare_files, list_files
+from pipeline.generate.row_index import TASK, gather, group_files, match_rows, scan_input
+from pipeline.generate.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
+from pipeline.input.files import list_input
+from pipeline.input.ids import describe_place, split_place
+from pipeline.input.match import Match
+from pipeline.input.plan import InputPlan, plan_input
+from pipeline.input.read import read_file
+from pipeline.store.lease import may_live, read_lease
+from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.units import Note
+
+
+@dataclass
+class Verdict:
+    """What was found; `is_proven`: everything that was asked for."""
+
+    folder: RunFolder
+    rows: dict[str, int] = field(default_factory=dict)
+    """Counted: of the input (where it was read), good, failed."""
+    input: str = "left out"
+    """read, changed, unreadable, or left out."""
+    problems: Problems = field(default_factory=Problems)
+
+    @property
+    def is_proven(self) -> bool:
+        return not self.problems.counts
+
+
+def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: bool = True) -> Verdict:
+    """Checks the run folder `path`; ConfigError where there is none. `inputs`: where the input lies now."""
+    folder = RunFolder.open(path)
+    state = folder.read_state()
+    if state is None or not {"state", "books", "columns", "input", "config"} <= state.keys():
+        raise ConfigError(f"{path}: no run.json of a run, so not a run folder")
+    verdict = Verdict(folder)
+    _check_state(folder, state, verdict.problems)
+    verdict.problems.add("stray", folder.strays())
+    start_ray()
+    found, paths, outputs = _check_data(folder, state, note)
+    verdict.problems.join(found.problems)
+    verdict.rows = dict(found.num_rows)
+    plan = None
+    if read_input:
+        tree = state["config"]["input"] | ({"path": inputs} if inputs else {})
+        config = build_config(InputConfig, tree)
+        plan, entries = _read_input(config, state, inputs is not None, verdict, note)
+    num_outputs = sum(found.num_rows.values())
+    if plan is None:
+        _check_ids(folder, paths, match_rows(None, [], outputs, num_outputs), verdict)
+    else:
+        verdict.rows["input"] = plan.num_rows
+        missing = _check_ids(folder, paths, match_rows(plan, entries, outputs, num_outputs), verdict)
+        verdict.problems.first["missing"] = _name_inputs(plan, config, missing)
+    _check_counts(folder, state, found, verdict)
+    return verdict
+
+
+def _check_state(folder: RunFolder, state: dict[str, Any], problems: Problems) -> None:
+    lease = read_lease(folder)
+    if lease is not None and may_live(lease) and state["state"] != "finished":
+        problems.add("state", [f"run {lease['session']} may be at work in this folder (process {lease['pid']} on "
+                               f"{lease['host']}); what is checked may change"])  # fmt: skip
+    if state["state"] == "committing":
+        problems.add("state", ["a retry was cut off in its exchange of rows; jobs.retry or --resume ends it"])
+    elif state["state"] != "finished":
+        problems.add("state", [f"the run is {state['state']}, not finished; jobs.generate --resume goes on with it"])
+
+
+def _check_data(folder: RunFolder, state: dict[str, Any], note: Note) -> tuple[FilesFound, list[str], list[Any]]:
+    """What the data files hold, their paths, and references to the entries of their rows."""
+    paths = [path for status in STATUSES for path in folder.data_files(status)]
+    task = ray.remote(num_returns=2, **TASK)(check_files)
+    groups = [[(index, paths[index]) for index in group] for group in group_files([1] * len(paths))]
+    refs = [task.remote(folder.filesystem, group, state["columns"]) for group in groups]
+    total = FilesFound()
+    for found in gather([ref for ref, _ in refs], "data: checked", note):
+        total.join(found)
+    note(f"data: {total.num_rows['ok']} good and {total.num_rows['failed']} failed rows in {len(paths)} files")
+    return total, paths, [entries for _, entries in refs]
+
+
+def _read_input(
+    config: InputConfig, state: dict[str, Any], has_moved: bool, verdict: Verdict, note: Note
+) -> tuple[InputPlan | None, list[Any]]:
+    try:
+        listing = list_input(config)
+        scans, entries = scan_input(listing, config, True, note)
+        plan = plan_input(listing, scans, config)
+    except (ConfigError, OSError) as error:
+        verdict.input = "unreadable"
+        verdict.problems.add("input", [f"{error}; -i says where it lies now, --no-input checks the rest alone"])
+        return None, []
+    verdict.input = "read"
+    before, now = state["input"]["files"], list_files(plan)
+    if has_moved:  # a copy has times and etags of its own
+        before, now = ([[name, size, None, None, rows] for name, size, _, _, rows in files] for files in (before, now))
+    if differing := compare_files(before, now):
+        verdict.input = "changed"
+        verdict.problems.add("input", differing)
+    note(f"input: {plan.num_rows} rows in {len(listing.files)} files, {verdict.input}")
+    return plan, entries
+
+
+def _check_ids(folder: RunFolder, paths: list[str], matches: Iterator[Match], verdict: Verdict) -> list[int]:
+    """Notes what the matches say; gives the places of the first missing rows."""
+    missing: list[int] = []
+    for part in matches:
+        verdict.problems.add("missing", [""] * len(part.missing), part.num_missing)
+        missing += part.missing.tolist()
+        for kind, rows, count in (
+            ("doubled", part.doubled, part.num_doubled), ("unknown", part.unknown, part.num_unknown)
+        ):  # fmt: skip
+            left = NUM_SHOWN - len(verdict.problems.first.get(kind, []))
+            verdict.problems.add(kind, [_name_output(folder, paths, place) for place in rows[:left]], count)
+    return sorted(missing)[:NUM_SHOWN]
+
+
+def _name_output(folder: RunFolder, paths: list[str], place: int) -> str:
+    file, row = split_place(place)
+    ids = pq.read_table(paths[file], columns=["id"], filesystem=folder.filesystem, partitioning=None)["id"]
+    return f"{ids[row].as_py()!r} ({describe_place(paths[file], row)})"
+
+
+def _name_inputs(plan: InputPlan, config: InputConfig, missing: list[int]) -> list[str]:
+    """Ids and places of input rows (sorted places)."""
+    names = []
+    for file in sorted({split_place(place)[0] for place in missing}):
+        wanted, first = [split_place(place)[1] for place in missing if split_place(place)[0] == file], 0
+        for block in read_file(plan, file, config):
+            here = [row for row in wanted if first <= row < first + len(block)]
+            name = plan.listing.files[file].name
+            names += [f"{block['id'][row - first].as_py()!r} ({describe_place(name, row)})" for row in here]
+            first += len(block)
+            if first > wanted[-1]:
+                break
+    return names
+
+
+def _check_counts(folder: RunFolder, state: dict[str, Any], found: FilesFound, verdict: Verdict) -> None:
+    """`run.json`, `report.json` and the batch files count what the data files hold."""
+    counted = {"ok": found.num_rows["ok"], "failed": found.num_rows["failed"]}
+    books: dict[str, Any] = counted | {"input": verdict.rows.get("input", sum(counted.values())), "closed": True}
+    expected = [("run.json: books", state["books"], books)]
+    if state["state"] == "finished":
+        report = folder.read_text("report.json")
+        totals = {
+            "completed": counted["ok"],
+            "failed": counted["failed"],
+            "total_input_tokens": found.tokens["num_input_tokens"],
+            "total_output_tokens": found.tokens["num_generated_tokens"],
+            "errors": found.errors,
+        }
+        expected.append(("report.json:", json.loads(report) if report else {}, totals))
+    for where, said, is_so in expected:
+        wrong = [key for key, value in is_so.items() if said.get(key) != value]
+        verdict.problems.add("count", [f"{where} {key} is {said.get(key)!r}, counted {is_so[key]!r}" for key in wrong])
+    if state["input"]["format"] == "openai_batch" and state["state"] == "finished":
+        for name, count in (("batch_output.jsonl", counted["ok"]), ("batch_errors.jsonl", counted["failed"])):
+            lines = _count_lines(folder, name)
+            verdict.problems.add("count", [f"{name}: {lines} lines for {count} rows"] if lines != count else [])
+
+
+def _count_lines(folder: RunFolder, name: str) -> int:
+    if folder.filesystem.get_file_info(folder.path(name)).type != pafs.FileType.File:
+        return 0
+    with folder.filesystem.open_input_stream(folder.path(name)) as stream:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))

@@ -1,0 +1,1 @@
+"""Figures, plots and the page of a run."""

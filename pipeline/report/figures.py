@@ -1,0 +1,164 @@
+"""The figures of a run, computed from its files alone, so that a report can be rebuilt at any time.
+
+Row and token totals come from the data files, times and layers from `metrics/`. Names follow vLLM's benchmarks where
+they exist.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.config import ConfigError
+from pipeline.report.batches import COLUMNS, BatchTotals, Errors, agreement, ratio, speedup
+from pipeline.report.collector import read_metrics
+from pipeline.report.page import render_report
+from pipeline.report.plots import MAX_LANES
+from pipeline.report.rows import DataTotals, count_data, layers_by_step, lengths
+from pipeline.report.timeline import BATCH_COLUMNS, WINDOW_COLUMNS, Clock, Throughput, Windows, actors, lanes, tail
+from pipeline.store.run_folder import RunFolder
+from pipeline.units import Note
+
+
+@dataclass(frozen=True)
+class Report:
+    figures: dict[str, Any]
+    """`report.json`."""
+    lanes: list[dict[str, Any]]
+    """What the plot of the workers shows (`report_time.lanes`)."""
+
+
+def make_report(folder: RunFolder, state: dict[str, Any], price_per_hour: float | None = None) -> Report:
+    """`state` is `run.json`, `price_per_hour` that of all machines of the run together."""
+    clock = Clock.of(state["sessions"])
+    batches, throughput = BatchTotals(), Throughput(clock)
+    for table in read_metrics(folder, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS)))):
+        batches.add(table)
+        throughput.add(table)
+    windows = Windows.of(read_metrics(folder, "windows", WINDOW_COLUMNS))
+    starts = [start for table in read_metrics(folder, "workers") for start in table.to_pylist()]
+    figures = {
+        **_figures(count_data(folder), batches, state, clock.duration_s, price_per_hour),
+        "actors": actors(starts, windows, clock),
+        "tail": tail(windows, clock),
+        "throughput": throughput.figures(),
+    }
+    return Report(figures, lanes(starts, windows, clock, MAX_LANES))
+
+
+def _figures(
+    totals: DataTotals, batches: BatchTotals, state: dict[str, Any], duration_s: float, price_per_hour: float | None
+) -> dict[str, Any]:
+    all_tokens = totals.input_tokens + totals.output_tokens
+    decode, num_layers = state["decode"], state["model"]["layers"]
+    padded = ratio(batches.total("input_tokens"), batches.columns)
+    return {
+        "duration_s": duration_s,
+        "completed": totals.ok,
+        "failed": totals.failed,
+        "total_input_tokens": totals.input_tokens,
+        "total_output_tokens": totals.output_tokens,
+        "request_throughput": totals.ok / duration_s,
+        "output_throughput": totals.output_tokens / duration_s,
+        "total_token_throughput": all_tokens / duration_s,
+        "decode_output_throughput": ratio(batches.total("output_tokens"), batches.total("prefill_s", "decode_s")),
+        "speedup": speedup(batches),
+        "agreement": agreement(batches),
+        "layers_per_token": ratio(batches.total("layers_run"), batches.decode_steps),
+        "ffns_per_token": ratio(batches.total("ffns_run"), batches.decode_steps),
+        "padding_fraction": 0.0 if padded is None else 1 - padded,
+        "prefill_s": batches.total("prefill_s") or 0.0,
+        "decode_s": batches.total("decode_s") or 0.0,
+        "baseline_s": batches.paired_total("full_prefill_s", "full_decode_s") or 0.0,
+        "cost": None if price_per_hour is None else cost(price_per_hour, duration_s, totals.output_tokens, all_tokens),
+        "decoded_again": {
+            "rows": max(0, (batches.total("rows") or 0) - totals.ok),
+            "output_tokens": max(0, (batches.total("output_tokens") or 0) - totals.output_tokens),
+        },
+        "lengths": {"input": lengths(totals.input_lengths), "output": lengths(totals.output_lengths)},
+        "layers_by_step": layers_by_step(totals, decode, num_layers, state["config"]["sampling"]["max_new_tokens"]),
+        "errors": totals.errors,
+        "error_examples": totals.examples,
+        "split_batches": _errors(batches.split),
+        "baseline_errors": _errors(batches.full),
+        "books": state["books"],
+        "model": state["model"],
+        "decode": decode,
+        "prefill": state["config"]["prefill"]["method"],
+    }
+
+
+def _errors(errors: Errors) -> dict[str, Any]:
+    return {"count": errors.count, "first": errors.first}
+
+
+def rebuild_report(path: str, price_per_hour: float | None = None) -> tuple[RunFolder, dict[str, Any]]:
+    """Writes `report.json` and `report.html` of a run folder anew; ConfigError where there is none.
+
+    Of a run that is not finished the figures so far. Only these two files change.
+    """
+    folder, state = open_run(path)
+    report = make_report(folder, state, price_per_hour)
+    write_report(folder, report, state)
+    return folder, report.figures
+
+
+def open_run(path: str) -> tuple[RunFolder, dict[str, Any]]:
+    """A run folder and its `run.json`, where sessions that have no end yet end with their last sign of life."""
+    folder = RunFolder.open(path)
+    state = folder.read_state()
+    if state is None or not {"state", "sessions", "books", "config", "decode", "model"} <= state.keys():
+        raise ConfigError(f"{path}: no run.json of a run, so not a run folder (-o of jobs.generate)")
+    for session in state["sessions"]:
+        session["ended_at"] = session["ended_at"] or last_sign_of_life(folder, session)
+    if not Clock.of(state["sessions"]).duration_s:
+        raise ConfigError(f"{path}: the run has written nothing yet, so there is nothing to report")
+    return folder, state
+
+
+def write_report(folder: RunFolder, report: Report, state: dict[str, Any]) -> None:
+    folder.write_text("report.html", render_report(report.figures, state, report.lanes))
+    folder.write_text("report.json", json.dumps(report.figures, indent=2) + "\n")
+
+
+def finish_report(folder: RunFolder, state: dict[str, Any], note: Note) -> dict[str, Any]:
+    """The figures of a complete run, written; its counts alone where they fail: the rows are what was asked for."""
+    try:
+        report = make_report(folder, state)
+        write_report(folder, report, state)
+    except Exception as error:
+        for name in ("report.json", "report.html"):
+            folder.remove(name)  # of before a retry: it would contradict the data
+        note(
+            f"report: could not be made ({type(error).__name__}: {error}); the rows are complete and the run is "
+            f"finished, and `python -m jobs.report {folder.shown}` makes it when the reason is gone"
+        )
+        books = state["books"]
+        return {"completed": books["ok"], "failed": books["failed"], "books": books}
+    return report.figures
+
+
+def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_tokens: int) -> dict[str, Any]:
+    """In the currency of the price; `per_million_output_tokens` is what a corpus costs, null without tokens."""
+    total = price_per_hour * duration_s / 3600
+    return {
+        "price_per_hour": price_per_hour,
+        "total": total,
+        "per_million_output_tokens": ratio(1e6 * total, output_tokens),
+        "per_million_tokens": ratio(1e6 * total, all_tokens),
+    }
+
+
+def last_sign_of_life(folder: RunFolder, session: dict[str, Any]) -> float:
+    """When a session that was killed wrote its last file or record (epoch seconds): its end, as far as one can tell."""
+    written = [
+        info.mtime.timestamp()
+        for status in ("ok", "failed")
+        for info in folder.filesystem.get_file_info(folder.data_files(status))
+        if info.mtime is not None
+    ]
+    paths = [path for path in folder.files("metrics") if f"windows-{session['id']}-" in path]
+    tables = [pq.read_table(path, columns=["ended_at"], filesystem=folder.filesystem) for path in paths]
+    return float(max([session["started_at"], *written, *(pc.max(table["ended_at"]).as_py() for table in tables)]))

@@ -1,0 +1,151 @@
+"""What the data files of a run count: rows, tokens, lengths, errors with examples, layers per position.
+
+One pass, one file in memory at a time; lengths are counted by value, so their number and not the rows' decides on the
+memory. Times are `report_time`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.store.run_folder import RunFolder
+from skipdecode.schedule import make_schedule
+
+NUM_EXAMPLES = 3  # failed rows shown of each code
+MAX_MESSAGE_CHARS = 500
+MAX_BARS, MOST = 40, 0.995  # of a histogram; the share of rows that it shows at least
+
+
+@dataclass
+class DataTotals:
+    """Counted over all data files."""
+
+    ok: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_lengths: Counter[int] = field(default_factory=Counter)
+    """Good rows by `num_input_tokens`."""
+    output_lengths: Counter[int] = field(default_factory=Counter)
+    errors: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    """Of each code the first rows: `id`, `message`."""
+    layers_by_length: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Fewest and most `layers_run` of rows with so many generated tokens."""
+
+
+def count_data(folder: RunFolder) -> DataTotals:
+    totals = DataTotals()
+    for path in folder.data_files("ok"):
+        _count_good(_read(folder, path, ["num_input_tokens", "num_generated_tokens", "layers_run"]), totals)
+    for path in folder.data_files("failed"):
+        _count_failed(_read(folder, path, ["id", "error_code", "error_message"]), totals)
+    return totals
+
+
+def _read(folder: RunFolder, path: str, columns: list[str]) -> pa.Table:
+    return pq.read_table(path, columns=columns, filesystem=folder.filesystem, partitioning=None)
+
+
+def _count_good(table: pa.Table, totals: DataTotals) -> None:
+    totals.ok += table.num_rows
+    totals.input_tokens += pc.sum(table["num_input_tokens"]).as_py() or 0
+    totals.output_tokens += pc.sum(table["num_generated_tokens"]).as_py() or 0
+    for name, counter in (
+        ("num_input_tokens", totals.input_lengths),
+        ("num_generated_tokens", totals.output_lengths),
+    ):
+        counter.update({item["values"]: item["counts"] for item in table[name].value_counts().to_pylist()})
+    by_length = table.group_by("num_generated_tokens").aggregate([("layers_run", "min"), ("layers_run", "max")])
+    for row in by_length.to_pylist():
+        low, high = row["layers_run_min"], row["layers_run_max"]
+        before = totals.layers_by_length.get(row["num_generated_tokens"], (low, high))
+        totals.layers_by_length[row["num_generated_tokens"]] = (min(low, before[0]), max(high, before[1]))
+
+
+def _count_failed(table: pa.Table, totals: DataTotals) -> None:
+    totals.failed += table.num_rows
+    for item in table["error_code"].value_counts().to_pylist():
+        code = item["values"]
+        totals.errors[code] = totals.errors.get(code, 0) + item["counts"]
+        shown = totals.examples.setdefault(code, [])
+        if missing := NUM_EXAMPLES - len(shown):
+            rows = table.filter(pc.equal(table["error_code"], code)).slice(0, missing).to_pylist()
+            shown += [{"id": row["id"], "message": row["error_message"][:MAX_MESSAGE_CHARS]} for row in rows]
+
+
+def lengths(counts: Counter[int]) -> dict[str, Any] | None:
+    """Mean, quantiles and a histogram of at most MAX_BARS bars of equal width; `edges` are whole, the last excluded.
+
+    A few rows many times as long as the others would leave one bar of all of these: those are `beyond` the bars.
+    """
+    if not counts:
+        return None
+    total, low, most = counts.total(), min(counts), quantile(counts, MOST)
+    high = max(counts) if max(counts) - low <= 3 * (most - low + 1) else most
+    width = -(-(high - low + 1) // MAX_BARS)
+    bars = [0] * (-(-(high - low + 1) // width))
+    for length, rows in counts.items():
+        if length < low + width * len(bars):
+            bars[(length - low) // width] += rows
+    return {
+        "mean": sum(length * rows for length, rows in counts.items()) / total,
+        "min": low,
+        "p50": quantile(counts, 0.5),
+        "p95": quantile(counts, 0.95),
+        "max": max(counts),
+        "edges": [low + width * i for i in range(len(bars) + 1)],
+        "rows": bars,
+        "beyond": total - sum(bars),
+    }
+
+
+def quantile(counts: Counter[int], share: float) -> int:
+    """The smallest length that at least `share` of the rows do not exceed."""
+    left = share * counts.total()
+    for length in sorted(counts):
+        left -= counts[length]
+        if left <= 1e-9:
+            return length
+    return max(counts)
+
+
+def layers_by_step(totals: DataTotals, decode: dict[str, Any], num_layers: int, max_new_tokens: int) -> dict[str, Any]:
+    """Layers per decode step: `planned` by the schedule, and `run`, as the rows' own counts tell.
+
+    Rows that ended later ran the steps in between, so what they ran more is what those steps ran: pieces of
+    (`first`, `last`, `layers`), each the mean over its steps. That holds for rows of one schedule only: `run` is None,
+    and `reason` says why, when rows ran other layers in all than this schedule plans for their length.
+    """
+    schedule = make_schedule(decode, num_layers=num_layers, max_new_tokens=max_new_tokens)
+    planned = [schedule.step(k).num_layers_run for k in range(max_new_tokens - 1)]
+    by_length = sorted(totals.layers_by_length.items())
+    sums = [0, *accumulate(planned)]
+    others = [
+        length
+        for length, (low, high) in by_length
+        if length > max_new_tokens or not low == high == sums[max(length - 1, 0)]
+    ]
+    if others:
+        reason = (
+            f"rows of {others[0]} tokens ran other layers in all than the schedule for {max_new_tokens} plans, so they "
+            "had another one (max_tokens of their own, or a retry with another sampling.max_new_tokens)"
+        )
+        return {"planned": planned, "run": None, "reason": reason}
+    return {"planned": planned, "run": _layers_run(by_length), "reason": None}
+
+
+def _layers_run(by_length: Sequence[tuple[int, tuple[int, int]]]) -> list[dict[str, Any]]:
+    pieces, steps, layers = [], 0, 0
+    for length, (total, _) in by_length:
+        if length - 1 > steps:
+            mean = (total - layers) / (length - 1 - steps)
+            pieces.append({"first": steps, "last": length - 2, "layers": mean})
+            steps, layers = length - 1, total
+    return pieces

@@ -1,0 +1,177 @@
+"""What Ray Data runs on each block of rows beside decoding (`decode`): tokenise and finish, as CPU tasks.
+
+Each takes and gives Arrow tables with as many rows as it got; a row that cannot be done is a failed row. Columns that
+are not ours pass through untouched. The columns are `pipeline.schema`.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+from actors.tokenizer import OPTTokenizer
+from pipeline.schema import (
+    BAD_PARAMETERS,
+    ENGINE_ERROR,
+    OUTPUT_SCHEMA,
+    PROMPT,
+    PROMPT_NOT_TEXT,
+    PROMPT_TOKENS,
+    PROMPT_TOO_LONG,
+    SAMPLING,
+    STATUS,
+)
+from skipdecode.config import OPTConfig
+from skipdecode.sampling import Sampling, cut_at_stop
+
+TOKENS = pa.list_(pa.int32())
+
+
+def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
+    """The run's sampling with what the row itself asks for (JSON object, keys of `Sampling`)."""
+    if overrides is None:
+        return base
+    own = json.loads(overrides)
+    if "stop" in own:
+        own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
+    return replace(base, **own)
+
+
+@dataclass(frozen=True)
+class TokenizeConfig:
+    source: str
+    model: OPTConfig
+    sampling: Sampling
+    too_long: str
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(source: str, model: OPTConfig) -> OPTTokenizer:
+    """Built once per worker process, not once per block."""
+    return OPTTokenizer(source, model)
+
+
+def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
+    """Adds the prompt's tokens and their number; marks rows that cannot be decoded."""
+    tokenizer = _tokenizer(config.source, config.model)
+    prompts, given = table[PROMPT].to_pylist(), table[PROMPT_TOKENS].to_pylist()
+    codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
+    samplings = table[SAMPLING].to_pylist()
+    texts = [row for row, code in enumerate(codes) if not code and given[row] is None]
+    tokens: list[list[int]] = [[] for _ in codes]
+    parts = [cut_text(prompts[row], tokenizer.max_token_chars, config) for row in texts]
+    cut = {row for row, part in zip(texts, parts, strict=True) if len(part) < len(prompts[row])}
+    for row, ids in zip(texts, encode_each(tokenizer, parts), strict=True):
+        if isinstance(ids, str):
+            codes[row], messages[row] = ENGINE_ERROR, ids
+        else:
+            tokens[row] = ids
+    counts = [0] * len(codes)
+    for row, code in enumerate(codes):
+        if code:
+            continue
+        try:
+            if given[row] is not None:
+                tokens[row] = given[row] or [config.model.bos_token_id]
+                known = [token for token in given[row] if token < config.model.vocab_size]
+                prompts[row] = prompts[row] or tokenizer.decode(known)
+            max_new_tokens = row_sampling(config.sampling, samplings[row]).max_new_tokens
+            problem = fit(row, tokens, max_new_tokens, config, is_cut=row in cut)
+        except Exception as error:  # whatever one row makes a library raise is that row's failure
+            problem = ENGINE_ERROR, describe(error)
+        counts[row] = len(tokens[row])
+        if problem:
+            codes[row], messages[row] = problem
+            tokens[row] = []
+    columns = {
+        PROMPT: pa.array(prompts, pa.string()),
+        PROMPT_TOKENS: pa.array(tokens, TOKENS),
+        "error_code": pa.array(codes, pa.string()),
+        "error_message": pa.array(messages, pa.string()),
+        "num_input_tokens": pa.array(counts, pa.int32()),
+    }
+    return with_columns(table, columns)
+
+
+def cut_text(text: str, max_token_chars: int, config: TokenizeConfig) -> str:
+    """What of `text` can matter: more of it than this does not fit, and a file in place of a prompt (tokens take a
+    hundred times the memory of their text) must not end the process."""
+    limit = 2 * max_token_chars * config.model.max_position_embeddings
+    return text[-limit:] if config.too_long == "truncate_left" else text[:limit]
+
+
+def encode_each(tokenizer: OPTTokenizer, texts: list[str]) -> list[list[int] | str]:
+    """Tokens of each text, or why it has none. All at once; one by one when that fails."""
+    try:
+        return list(tokenizer.encode(texts))
+    except Exception as error:
+        if len(texts) == 1:
+            return [describe(error)]
+    return [encode_each(tokenizer, [text])[0] for text in texts]
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def fit(
+    row: int, tokens: list[list[int]], max_new_tokens: int, config: TokenizeConfig, is_cut: bool
+) -> tuple[str, str] | None:
+    """Cuts the row's tokens if the run says so; otherwise says why they cannot be decoded. `is_cut`: by `cut_text`."""
+    ids, limit = tokens[row], config.model.max_position_embeddings
+    vocabulary = config.model.vocab_size
+    if max(ids) >= vocabulary:
+        return PROMPT_NOT_TEXT, f"prompt token {max(ids)} is not in the vocabulary of {vocabulary} tokens"
+    room = limit - max_new_tokens
+    if room < 1:
+        return BAD_PARAMETERS, f"max_tokens {max_new_tokens} leaves no room for a prompt in {limit} positions"
+    if len(ids) <= room:
+        return None
+    if config.too_long == "fail_row":
+        count = f"more than {len(ids)}" if is_cut else len(ids)
+        return (
+            PROMPT_TOO_LONG,
+            f"{count} prompt tokens and {max_new_tokens} new ones do not fit the model's {limit} positions; "
+            "set input.too_long to truncate_left or truncate_right, or lower sampling.max_new_tokens",
+        )
+    # BOS stays in front whichever side is cut
+    tokens[row] = ids[:room] if config.too_long == "truncate_right" else [ids[0], *ids[len(ids) - room + 1 :]]
+    return None
+
+
+def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
+    """Adds the text and the status, and puts the columns in the order of the contract."""
+    tokenizer = _tokenizer(config.source, config.model)
+    names = ("generated_tokens", "layers_run", "ffns_run", "finish_reason", "error_code", "error_message")
+    tokens, layers, ffns, reasons, codes, messages = (table[name].to_pylist() for name in names)
+    texts = [""] * len(codes)
+    for row, own in enumerate(table[SAMPLING].to_pylist()):
+        try:
+            text = tokenizer.decode(tokens[row])
+            stop = row_sampling(config.sampling, own).stop if reasons[row] == "stop" else ()
+            texts[row] = cut_at_stop(text, stop)
+        except Exception as error:  # whatever one row makes a library raise is that row's failure
+            codes[row], messages[row] = ENGINE_ERROR, describe(error)
+            tokens[row], layers[row], ffns[row], reasons[row] = [], 0, 0, "error"
+    columns = {
+        "generated_text": pa.array(texts, pa.string()),
+        "generated_tokens": pa.array(tokens, TOKENS),
+        "num_generated_tokens": pa.array([len(t) for t in tokens], pa.int32()),
+        "finish_reason": pa.array(reasons, pa.string()),
+        "layers_run": pa.array(layers, pa.int32()),
+        "ffns_run": pa.array(ffns, pa.int32()),
+        "error_code": pa.array(codes, pa.string()),
+        "error_message": pa.array(messages, pa.string()),
+        STATUS: pa.array(["failed" if code else "ok" for code in codes], pa.string()),
+    }
+    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *extra_names, STATUS])
+
+
+def with_columns(table: pa.Table, columns: dict[str, Any]) -> pa.Table:
+    """`table` with these columns replaced or appended."""
+    for name, column in columns.items():
+        at = table.schema.get_field_index(name)
+        table = table.append_column(name, column) if at < 0 else table.set_column(at, name, column)
+    return table

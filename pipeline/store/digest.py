@@ -1,0 +1,39 @@
+"""Digests of model folders, and the refusal to go on where two fingerprints differ."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import ConfigError
+
+SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file
+
+
+def digest_files(folder: Path) -> str:
+    """Of configuration and tokenizer files all bytes; of weight files the size and NUM_SAMPLES samples of 64 KiB."""
+    total = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".txt", ".safetensors", ".bin")):
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        is_weights = path.suffix in (".safetensors", ".bin")
+        step = max(size // NUM_SAMPLES, SAMPLE_BYTES) if is_weights else SAMPLE_BYTES
+        with path.open("rb") as file:
+            for offset in range(0, size, step):
+                file.seek(offset)
+                total.update(file.read(SAMPLE_BYTES))
+    return total.hexdigest()
+
+
+def refuse_differences(
+    before: dict[str, Any], now: dict[str, Any], free: Collection[str] = (), lines: Sequence[str] = ()
+) -> None:
+    """ConfigError with a line for each entry that differs and is not `free`, and with `lines`, if there are any."""
+    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and key not in free]
+    found = [*(describe_difference(key, before.get(key), now.get(key)) for key in keys), *lines]
+    if found:
+        raise ConfigError("\n".join([*found, "a resumed run must not differ; use --overwrite or another output.path"]))
+
+
+def describe_difference(key: str, before: Any, now: Any) -> str:
+    return f"{key}: the run was started with {before!r}, now it is {now!r}"

@@ -1,0 +1,38 @@
+"""Where a checkpoint that a verb makes goes: a new folder, written whole or not at all."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.config import ConfigError
+
+
+def new_folder(path: str) -> Path:
+    """Where a checkpoint of `output` goes; ConfigError when something is there, or nothing can be."""
+    target = Path(path).expanduser().resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"output: {target} exists already; choose another output, or remove it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output: {target} cannot be created: {error}") from error
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"output: {target} cannot be created: {target.parent} is no folder that we may write to")
+    return target
+
+
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """An empty folder of our own beside `target` (from `new_folder`), which becomes it when the block ends well."""
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    staging.mkdir()
+    try:
+        yield staging
+        if target.is_dir():
+            target.rmdir()  # empty, as was checked
+        os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

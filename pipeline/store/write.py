@@ -1,0 +1,109 @@
+"""Writing rows: what a task has finished becomes one file per status, under a temporary name until it is whole.
+
+The data files are the record of what is done: a file that is visible is complete, and its ids are done. Names follow
+from the session and the task, so a task that Ray repeats replaces its own file. On a disk a file comes from the
+session's staging folder, which only the driver makes: once `RunFolder.fence` has taken it away, a writer that outlived
+its session cannot add a file. Ray's `write_parquet` writes in place, where a killed task leaves a torn file among the
+data; and all of Ray's writers keep what they return for each block until the end, in the driver.
+"""
+
+import errno
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from ray.data._internal.execution.interfaces.task_context import TaskContext
+
+from pipeline.faults import fault_point
+from pipeline.schema import STATUS
+from pipeline.store.lease import read_lease
+from pipeline.store.run_folder import STAGING, RunFolder, sync
+
+DISK_FULL = errno.ENOSPC, errno.EDQUOT
+FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memory of their table
+
+
+class NoSpaceLeft(OSError):
+    """Where the rows go. Its name is known to the driver, to which Ray Data passes on an error's text alone."""
+
+
+@dataclass(frozen=True)
+class RunSink:
+    """The end of Ray Data's pipeline: a callable for `map_batches` that gives no rows on."""
+
+    filesystem: pafs.FileSystem
+    root: str
+    """Of the run folder."""
+    session: str
+    schema: pa.Schema
+    rows_per_file: int | None
+    """At least, but for the last file; None: a file per block and status."""
+    place: str = "data"
+    """The folder in the run folder that gets `status=.../` folders."""
+    stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
+    """Part of the files' names: tasks are numbered from 0 in every execution."""
+
+    def __call__(self, table: pa.Table, finish: Callable[[pa.Table], pa.Table]) -> pa.Table:
+        """`finish` makes finished rows of `table`: here, since between two stages Ray cuts blocks by their bytes, which
+        a task that is repeated may not do in the same place."""
+        parts = range(0, max(table.num_rows, 1), FINISHED_AT_ONCE)
+        finished = pa.concat_tables([finish(table.slice(at, FINISHED_AT_ONCE)) for at in parts])
+        if finished.num_rows:
+            self.write(finished, next_name())
+        return finished.select([STATUS]).slice(0, 0)
+
+    def write(self, table: pa.Table, name: str) -> None:
+        """One file per status."""
+        for status in ("ok", "failed"):
+            rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
+            path = f"{self.place}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
+            if rows.num_rows:
+                try:
+                    write_whole(self.filesystem, self.root, path, rows.cast(self.schema), self.session)
+                except OSError as error:
+                    if error.errno not in DISK_FULL:
+                        raise
+                    raise NoSpaceLeft(error.errno, str(error)) from error
+            else:
+                with suppress(FileNotFoundError):  # else of an earlier attempt, whose row has changed sides
+                    self.filesystem.delete_file(f"{self.root}/{path}")
+
+
+def next_name() -> str:
+    """Of the next batch of this task of Ray Data: the same when the task is repeated, in the order of the work."""
+    context = TaskContext.get_current()
+    assert context is not None, "rows are written by tasks of Ray Data"
+    earlier = context.kwargs.get("batches_written", 0)
+    context.kwargs["batches_written"] = earlier + 1
+    return f"{context.task_idx:06d}-{earlier:03d}"
+
+
+def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:
+    """Writes `root/path` so that it is seen complete or not at all; FileNotFoundError when the session is over."""
+    target = f"{root}/{path}"
+    if not isinstance(filesystem, pafs.LocalFileSystem):
+        lease = read_lease(RunFolder(filesystem, root, root))
+        if lease is None or lease["session"] != session:  # nothing else stops a writer that outlived its session
+            raise FileNotFoundError(f"{root}: session {session} holds this folder no more")
+        whole = pa.BufferOutputStream()  # an error in the middle would close the upload, and half an object appear
+        pq.write_table(table, whole, write_page_checksum=True)
+        with filesystem.open_output_stream(target) as stream:
+            stream.write(whole.getvalue())
+        return
+    filesystem.create_dir(target.rpartition("/")[0], recursive=True)
+    # of this attempt alone: another process may be at the same task, believed dead or not
+    staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    top = path.partition("/")[0]
+    fault_point(f"{top} begun")
+    pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
+    fault_point(f"{top} staged")
+    sync(staging)  # the name must not outlive the bytes when the machine goes down
+    fault_point(f"{top} synced")
+    os.replace(staging, target)
+    fault_point(f"{top} renamed")

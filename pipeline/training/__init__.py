@@ -1,0 +1,1 @@
+"""Fine-tuning and distillation on Ray Train."""

@@ -1,0 +1,138 @@
+"""What `python -m jobs.finetune` can be told: one frozen tree, as for `jobs.generate` (`pipeline.config`).
+
+Shapes and types only; what needs a checkpoint, the data or a cluster is checked by `pipeline.training.plan`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from pipeline.config import Auto, OutputConfig, Section, SwiftKVSection, build_config, read_tree
+
+
+class ModelShape(Section):
+    """A model made from scratch, with a byte-level BPE tokenizer trained on the pairs."""
+
+    vocab_size: Annotated[int, Field(ge=300)] = 1024
+    """256 bytes and the special tokens come first."""
+    hidden_size: Annotated[int, Field(ge=1)] = 128
+    num_hidden_layers: Annotated[int, Field(ge=1)] = 24
+    num_attention_heads: Annotated[int, Field(ge=1)] = 4
+    ffn_dim: Annotated[int, Field(ge=1)] = 512
+    max_position_embeddings: Annotated[int, Field(ge=1)] = 2048
+
+
+class FinetuneModel(Section):
+    source: str | None = None
+    """The checkpoint to start from, a folder or a hub id; null: from scratch, in `shape`."""
+    shape: ModelShape = ModelShape()
+    swiftkv: SwiftKVSection | None = None
+    """Gives the model SwiftKV's weights, so that `train.schedules` may have `prefill: swiftkv`: those of `source` if
+    they have that shape, else taken from its own. null: none, not even those that `source` may have."""
+    teacher: str | None = None
+    """A frozen checkpoint with the same tokenizer that `train.distill` compares with; null: with `swiftkv` it is
+    `source`, else full depth of what is trained, as it is at that step."""
+
+
+class FinetuneData(Section):
+    path: Annotated[tuple[str, ...], Field(min_length=1)] = ("data/train.csv",)
+    """Files, folders, patterns or URIs of Parquet, JSONL or CSV."""
+    validation: Annotated[tuple[str, ...], Field(min_length=1)] = ("data/validation.csv",)
+    prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
+    response_column: Annotated[str, Field(min_length=1)] = "response"
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What becomes of rows without a response, of broken lines, and of pairs longer than the model's context."""
+    made_names_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of E2E pairs whose names are replaced by made ones (`pipeline.demo_corpus`); 0 for any other data."""
+
+    @field_validator("path", "validation", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class TrainSection(Section):
+    """The recipe; all but the last group decides what comes out, so a resumed run must agree in it."""
+
+    schedules: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)] = (
+        {"method": "full"},
+        {"method": "skipdecode", "speedup": 2},
+        {"method": "skipdecode", "speedup": 3},
+        {"method": "skipdecode", "speedup": 4},
+        {"method": "skipdecode", "speedup": 5},
+    )
+    """`decode:` mappings; each step draws one. `prefill: swiftkv` beside their keys: with the prompt under SwiftKV."""
+    default_schedule: dict[str, Any] | None = None
+    """What `jobs.generate` takes when it is told nothing; null: skipdecode at speedup 2 if that is in `schedules`,
+    else the first of them that skips, else full depth; of those without `prefill: swiftkv`, if there are any."""
+    horizon: Annotated[int, Field(ge=1)] = 63
+    """Decode steps over which the depth falls."""
+    epochs: Annotated[float, Field(gt=0)] = 3
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Pairs per optimiser step, over all workers."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    final_learning_rate: Annotated[float, Field(ge=0)] = 2e-5
+    warmup_steps: Annotated[int, Field(ge=1)] = 300
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Of AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    distill: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the loss that is the divergence from the teacher at full depth instead of the data."""
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Of the distributions that are compared; the divergence counts times its square."""
+    hidden: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the mean squared difference from the teacher's last states, beside the above."""
+    trainable: Literal["all", "swiftkv"] = "all"
+    """swiftkv: the weights that SwiftKV adds; the model itself stays as it is."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """bfloat16: autocast; weights and optimiser stay float32."""
+    validate_every: Annotated[int, Field(ge=1)] = 500
+    """Steps, as the next ones."""
+    validation_rows: Annotated[int, Field(ge=1)] = 512
+    seed: int = 0
+
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """Micro-batches that a worker's share of a step is cut into."""
+    recompute: bool = False
+    """Activation checkpointing."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    log_every: Annotated[int, Field(ge=1)] = 20
+    checkpoint_every: Annotated[int, Field(ge=1)] = 200
+    """At least so often: every best validation is a checkpoint too."""
+
+
+HOW = ("accumulate", "recompute", "parallel", "log_every", "checkpoint_every")  # of `train`: change no result
+
+
+class WorkersSection(Section):
+    num_workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """auto: one per GPU, and one on CPUs."""
+    use_gpu: Auto | bool = "auto"
+    num_cpus: Auto | Annotated[float, Field(gt=0)] = "auto"
+    """Ray CPUs that each worker asks for."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads of each worker; null: its share of the cores."""
+    max_failures: Annotated[int, Field(ge=0)] = 2
+    """How often Ray Train starts dead workers again, from the last checkpoint."""
+
+
+class FinetuneOutput(OutputConfig):
+    path: Annotated[str, Field(min_length=1)] = "outputs/finetuned"
+    """A folder that every worker sees."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Type of the stored weights; null: bfloat16, or with `train.trainable=swiftkv` that of `model.source`."""
+
+
+class FinetuneConfig(Section):
+    model: FinetuneModel = FinetuneModel()
+    data: FinetuneData = FinetuneData()
+    train: TrainSection = TrainSection()
+    workers: WorkersSection = WorkersSection()
+    output: FinetuneOutput = FinetuneOutput()
+
+
+def load_finetune_config(path: str | Path | None, overrides: Sequence[str] = ()) -> FinetuneConfig:
+    return build_config(FinetuneConfig, read_tree(path, overrides))

@@ -1,0 +1,82 @@
+"""`jobs.distill` as a library call: SwiftKV's weights for a model, taken from it and taught by it.
+
+The training is `finetune`, with the recipe of the paper for defaults; `init_swiftkv` writes what it starts from,
+ which is enough to run, to time and to test SwiftKV, while its texts are far from the teacher's.
+"""
+
+import shutil
+from typing import Any
+
+import torch
+
+from pipeline.config import ConfigError
+from pipeline.store.model_folder import new_folder, written_whole
+from pipeline.training.config import FinetuneConfig
+from pipeline.training.folder import TOKENIZER_FILES
+from pipeline.training.plan import stored_dtype
+from pipeline.units import Note
+from skipdecode.config import OPTConfig
+from skipdecode.hub import resolve_source
+from skipdecode.weights import check_folder, load_opt, save_opt
+
+# arXiv 2410.03960, section 3.3, and its authors' training code: the model frozen, KL at temperature 2, Adam without
+# weight decay, learning rate 2e-4 falling linearly to 0, one epoch. (There the warm-up is 5 % of the steps.)
+DEFAULTS: dict[str, Any] = {
+    "model": {"source": "models/opt-e2e", "swiftkv": {}},
+    "train": {
+        "schedules": [{"method": "full", "prefill": "swiftkv"}],
+        "trainable": "swiftkv",
+        "distill": 1.0,
+        "temperature": 2.0,
+        "epochs": 1,
+        "learning_rate": 2e-4,
+        "final_learning_rate": 0.0,
+        "warmup_steps": 100,
+        "betas": [0.9, 0.999],
+        "weight_decay": 0.0,
+    },
+    "output": {"path": "outputs/swiftkv"},
+}
+
+
+def with_defaults(tree: dict[str, Any], defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The keys of `tree`, and of the recipe what it does not say. An empty section says nothing."""
+    if defaults is None:
+        tree = {key: value for key, value in tree.items() if value is not None}
+    merged = dict(DEFAULTS if defaults is None else defaults)
+    for key, value in tree.items():
+        under = merged.get(key)
+        merged[key] = with_defaults(value, under) if isinstance(value, dict) and isinstance(under, dict) else value
+    return merged
+
+
+def init_swiftkv(config: FinetuneConfig, note: Note) -> dict[str, Any]:
+    """Writes the model with SwiftKV's weights beside its own: queries copied, K and V the mean over each group."""
+    try:
+        target = new_folder(config.output.path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("output: ", "output.path: ", 1)) from error
+    if config.model.source is None or config.model.swiftkv is None:
+        raise ConfigError("model: give source and swiftkv, the model and the shape of what it is given")
+    try:
+        folder = resolve_source(config.model.source)
+        opt = OPTConfig.from_folder(folder)
+        check_folder(folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        shape = config.model.swiftkv.shape(opt)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from error
+    if opt.swiftkv is not None:
+        note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
+    dtype = getattr(torch, stored_dtype(config, opt))
+    model = load_opt(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
+    with written_whole(target) as staging:
+        save_opt(model, staging)
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                shutil.copy2(folder / name, staging / name)
+    extra = [] if model.swift is None else [p.numel() for p in model.swift.parameters()]
+    total = sum(p.numel() for p in model.parameters())
+    return {"output": str(target), "swiftkv": vars(shape), "new_parameters": sum(extra), "parameters": total}

@@ -1,0 +1,204 @@
+"""One fine-tuning from configuration to a model folder: check everything, train on Ray Train, report.
+
+No training happens in this process: Ray Train starts the workers (`worker`), starts them again when one
+dies, and this process watches the log that they write.
+"""
+
+import os
+import shutil
+import signal
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from actors.trainer import num_steps
+from pipeline.checkpoint import worker_path
+from pipeline.cluster import start_ray
+from pipeline.config import ConfigError
+from pipeline.console import LiveLine
+from pipeline.store.digest import refuse_differences
+from pipeline.training.config import FinetuneConfig
+from pipeline.training.folder import TrainingFolder
+from pipeline.training.loss_plot import plot_losses
+from pipeline.training.plan import PlannedTraining, plan_training, stored_dtype
+from pipeline.training.pool import TrainPool, plan_workers
+from pipeline.training.worker import TrainingJob, run_worker
+from pipeline.units import Note
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    record: dict[str, Any]
+    """`training.json`"""
+    folder: TrainingFolder
+    was_finished: bool = False
+
+
+def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
+    """Trains what `config` asks for. ConfigError: nothing was started. Anything else raised: it broke."""
+    planned = plan_training(config, note)
+    folder, earlier = planned.folder, planned.earlier
+    if earlier is not None:
+        refuse_differences(earlier["fingerprint"], planned.fingerprint)
+        if earlier["state"] == "finished":
+            note(f"{folder.root}: finished before, nothing to do")
+            return FinetuneResult(earlier["record"], folder, was_finished=True)
+    cluster = start_ray()
+    if ray.get_runtime_context().runtime_env.get("working_dir") and not Path(config.output.path).is_absolute():
+        raise ConfigError(
+            f"output.path: {config.output.path} would lie in the package of the Ray job, which Ray deletes; "
+            "give an absolute path that every worker sees"
+        )
+    pool = plan_workers(config.workers, cluster, ray.available_resources())
+    steps = num_steps(len(planned.pairs.tokens), planned.train)
+    if planned.train.warmup_steps >= steps:
+        note(
+            f"train.warmup_steps: {planned.train.warmup_steps} of {steps} steps; the peak learning rate is not reached"
+        )
+    if config.output.if_exists == "overwrite":
+        folder.clear()
+    device = "a GPU" if pool.use_gpu else f"{pool.threads} threads"
+    found = folder.checkpoints()
+    note(
+        f"train: {pool.num_workers} workers with {device} each, schedules {list(planned.train.schedules)}"
+        + (f"; from the checkpoint of step {found[0][0]}" if found else "")
+    )
+    record = _execute(planned, pool)
+    return FinetuneResult(record, folder)
+
+
+def _execute(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
+    folder = planned.folder
+    state = {
+        "state": "running",
+        "fingerprint": planned.fingerprint,
+        "config": planned.config.model_dump(mode="json"),
+    }
+    folder.write_state(state)  # first: it says that what follows is ours
+    if not folder.has_model:
+        folder.publish(lambda staging: _write_files(staging, planned.tokenizer))
+    try:
+        with LiveLine(lambda: describe(folder)):
+            best = _fit(planned, pool)
+    except BaseException:
+        folder.write_state(state | {"state": "interrupted"})
+        raise
+    finally:
+        shutil.rmtree(folder.training / "ray", ignore_errors=True)
+        plot_losses(folder)
+    record = make_record(planned, best)
+    folder.write_json("training.json", record)
+    folder.write_state(state | {"state": "finished", "record": record})  # last: a finished run has everything
+    return record
+
+
+def _write_files(staging: Path, files: dict[str, bytes]) -> None:
+    for name, contents in files.items():
+        (staging / name).write_bytes(contents)
+
+
+def _fit(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
+    """Runs the workers to their end; the record of the best validation."""
+    config = planned.config
+    source = None if planned.source is None else worker_path(str(config.model.source), planned.source)
+    pairs = ray.put((planned.pairs.tokens, planned.validation.tokens))
+    named = str(config.model.teacher or config.model.source)
+    teacher = None if planned.teacher is None else worker_path(named, planned.teacher)
+    job = TrainingJob(
+        planned.folder.root,
+        source,
+        planned.opt,
+        teacher,
+        planned.train,
+        stored_dtype(config, planned.opt),
+        pool.threads,
+        pairs,
+    )
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths are relative to where the job was started
+    # Ray Train gives up on a start after 60 s and tries again, for ever; the room for it was checked
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
+    trainer = TorchTrainer(
+        run_worker,
+        train_loop_config={"job": job},
+        torch_config=TorchConfig(backend="nccl" if pool.use_gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=pool.num_workers,
+            use_gpu=pool.use_gpu,
+            resources_per_worker={"CPU": pool.num_cpus} | ({"GPU": 1} if pool.use_gpu else {}),
+        ),
+        run_config=ray.train.RunConfig(
+            name=uuid.uuid4().hex[:12],
+            storage_path=str(planned.folder.training / "ray"),  # holds nothing: our checkpoints are our own
+            failure_config=ray.train.FailureConfig(max_failures=config.workers.max_failures),
+            logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    outcome: dict[str, Any] = _with_own_interrupt(trainer)
+    if "error" in outcome:
+        raise RuntimeError(outcome["error"])
+    best: dict[str, Any] = outcome["best"]
+    return best
+
+
+def _with_own_interrupt(trainer: TorchTrainer) -> Any:
+    """Ray Train takes SIGINT for itself, and leaves the process with exit code 0; here it is a KeyboardInterrupt."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return trainer.fit().return_value
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+
+
+def describe(folder: TrainingFolder) -> str | None:
+    """The progress line: step, loss, speed, time to go."""
+    records = folder.records()
+    lines = [record for record in records if "train_loss" in record]
+    if not lines:
+        return "starting workers"
+    last = lines[-1]
+    validations = [record for record in records if "mean" in record]
+    # of this session alone: a resumed run may be on another machine
+    started = max((i for i, record in enumerate(records) if "start" in record), default=0)
+    recent = [record for record in records[started:] if "train_loss" in record][-10:]
+    steps = recent[-1]["step"] - recent[0]["step"] if recent else 0
+    eta = "?"
+    if steps:
+        per_step = (recent[-1]["elapsed_s"] - recent[0]["elapsed_s"]) / steps
+        eta = f"{per_step * (last['steps'] - last['step']):.0f} s"
+    return (
+        f"step {last['step']}/{last['steps']} ({100 * last['step'] / last['steps']:.0f} %)   "
+        f"loss {last['train_loss']:.4f}   "
+        + (f"validation {validations[-1]['mean']:.4f}   " if validations else "")
+        + f"{last['pairs_per_s']:.1f} pairs/s   {last['elapsed_s']:.0f} s   ETA {eta}"
+    )
+
+
+def make_record(planned: PlannedTraining, best: dict[str, Any]) -> dict[str, Any]:
+    """`training.json`: what was made, how, from what, on what."""
+    records = planned.folder.records()
+    starts = [record["start"] | {"from_step": record["step"]} for record in records if "start" in record]
+    steps = [record for record in records if "train_loss" in record]
+    return {
+        "best": best,
+        "steps": planned.num_steps,
+        "duration_s": steps[-1]["elapsed_s"],
+        "pairs": len(planned.pairs.tokens),
+        "validation_pairs": len(planned.validation.tokens),
+        "skipped_rows": len(planned.pairs.problems) + len(planned.validation.problems),
+        "response_tokens": sum(len(response) for _, response in planned.pairs.tokens),
+        "skip_decode": planned.opt.skip_decode,
+        "sessions": starts,
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "config": planned.config.model_dump(mode="json"),
+    }

@@ -1,0 +1,108 @@
+"""What each Ray Train worker runs: builds the model, finds the last checkpoint, trains, and (rank 0) writes.
+
+A start, a resume and the restart of a dead worker are one path: go on from the newest whole checkpoint of the folder.
+The loop itself is `actors.trainer`, which knows no Ray.
+"""
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from actors.train_state import Weights, load_state, model_of, save_state
+from actors.trainer import Hooks, TrainConfig, init_weights, train
+from pipeline.machine import provenance
+from pipeline.training.folder import TrainingFolder
+from skipdecode.config import OPTConfig
+from skipdecode.model import OPT
+from skipdecode.weights import load_opt, save_opt
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """What a worker is told."""
+
+    folder: Path
+    source: str | None
+    """The checkpoint to start from, as the workers find it; None: from scratch."""
+    config: OPTConfig
+    """With the schedule that the result carries."""
+    teacher: str | None
+    """The checkpoint that distillation compares with; None: full depth of the model itself."""
+    train: TrainConfig
+    dtype: str
+    """Of the stored weights."""
+    threads: int
+    pairs: Any
+    """Reference to (training pairs, validation pairs), as tokens."""
+
+
+def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
+    """{best: record of the best validation}, or {error: ...} for what another attempt would not cure."""
+    job: TrainingJob = settings["job"]
+    torch.set_num_threads(job.threads)
+    device = ray.train.torch.get_device()
+    pairs, validation = ray.get(job.pairs)
+    folder = TrainingFolder(job.folder)
+    state = _restore(folder)
+    model = _initial(job, device)
+    if dist.get_rank() == 0:
+        step = 0 if state is None else state["step"]
+        folder.rewind_log(step)
+        folder.append_log({"step": step, "start": describe(device)})
+    try:
+        teacher = None if job.teacher is None else load_opt(job.teacher, device=device)
+        return {"best": train(model, pairs, validation, job.train, _hooks(job, folder), state, teacher)}
+    except FloatingPointError as error:
+        return {"error": str(error)}
+
+
+def _restore(folder: TrainingFolder) -> dict[str, Any] | None:
+    """The same checkpoint on every worker: rank 0 chooses."""
+    chosen: list[Any] = [None]
+    if dist.get_rank() == 0 and (found := folder.load_checkpoint(load_state)):
+        chosen = [found[0]]
+    dist.broadcast_object_list(chosen)
+    return None if chosen[0] is None else load_state(dict(folder.checkpoints())[chosen[0]])
+
+
+def _initial(job: TrainingJob, device: torch.device) -> OPT:
+    if job.source is not None:
+        model, shape = load_opt(job.source, device=device), job.config.swiftkv
+        if model.config.swiftkv == shape:
+            return model
+        return model.without_swiftkv() if shape is None else model.with_swiftkv(shape.kv_layers, shape.group_size)
+    model = OPT(job.config)
+    init_weights(model, job.train.seed)
+    return model.to(device)
+
+
+def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
+    if dist.get_rank() != 0:
+        return Hooks(log=lambda _: None, keep_best=lambda *_: None, checkpoint=lambda *_: None)
+
+    def keep_best(weights: Weights, record: dict[str, Any]) -> None:
+        model, dtype = model_of(weights, job.config), getattr(torch, job.dtype)
+        folder.publish(lambda staging: save_opt(model, staging, dtype=dtype))
+
+    def checkpoint(state: dict[str, Any], record: dict[str, Any]) -> None:
+        folder.save_checkpoint(record["step"], lambda path: save_state(state, path))
+
+    return Hooks(folder.append_log, keep_best, checkpoint)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Where and with what this session trains: rank 0's process and device."""
+    return {
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "workers": dist.get_world_size(),
+    } | provenance(device, ("torch", "ray"))

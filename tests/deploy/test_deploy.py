@@ -1,0 +1,172 @@
+"""The manifests in deploy/: their fields are those of KubeRay's resources, and what they run exists here.
+
+The schema below is a subset of KubeRay's `ray.io/v1` resources, written down from its API reference
+(docs/reference/api.md) and from ray-operator/config/crd/bases/ray.io_rayjobs.yaml of ray-project/kuberay at commit
+00741298: the fields that our manifests use, and no others, so that a wrong name is an error. It is not the CRD itself
+(1.1 MB, mostly the schema of a Pod), and no Kubernetes has seen these files. KUBERAY_CRDS=FOLDER names real ones.
+"""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from jobs.generate import parse
+from pipeline.checkpoint import check_model
+from pipeline.config import ModelConfig, build_config, load_config
+from pipeline.service.app import DRAIN_S, build_app
+from pipeline.service.config import ServeConfig
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = sorted((ROOT / "deploy").glob("ray*.yaml"))
+
+
+def fields(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def items(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema, "minItems": 1}
+
+
+TEXT, COUNT, YES = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+TEXTS = {"type": "object", "additionalProperties": TEXT}  # numbers must be quoted: the CRD has strings here
+QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|[KMGT]i?)?$"}
+QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
+PORT = fields(["containerPort"], containerPort={"type": "integer", "minimum": 1, "maximum": 65535}, name=TEXT)
+SECRET = fields([], secretKeyRef=fields(["name", "key"], name=TEXT, key=TEXT))
+VARIABLE = fields(["name"], name=TEXT, valueFrom=SECRET)
+CONTAINER = fields(
+    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT), env=items(VARIABLE),
+    resources=fields([], requests=QUANTITIES, limits=QUANTITIES),
+)  # fmt: skip
+TOLERATION = fields([], key=TEXT, operator={"enum": ["Exists", "Equal"]}, value=TEXT, effect=TEXT)
+POD = fields(
+    ["containers"], containers=items(CONTAINER), tolerations=items(TOLERATION), nodeSelector=TEXTS,
+    terminationGracePeriodSeconds=COUNT,
+)  # fmt: skip
+TEMPLATE = fields(["spec"], metadata=fields([], annotations=TEXTS, labels=TEXTS), spec=POD)
+WORKERS = fields(
+    ["groupName", "template"], groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, numOfHosts=COUNT,
+    rayStartParams=TEXTS, template=TEMPLATE,
+)  # fmt: skip
+AUTOSCALER = fields([], idleTimeoutSeconds=COUNT, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]})
+CLUSTER = fields(
+    ["headGroupSpec"], rayVersion=TEXT, enableInTreeAutoscaling=YES, autoscalerOptions=AUTOSCALER,
+    headGroupSpec=fields(["template"], rayStartParams=TEXTS, template=TEMPLATE), workerGroupSpecs=items(WORKERS),
+)  # fmt: skip
+SPECS = {
+    "RayJob": fields(
+        ["entrypoint", "rayClusterSpec"], entrypoint=TEXT, runtimeEnvYAML=TEXT, backoffLimit=COUNT,
+        shutdownAfterJobFinishes=YES, ttlSecondsAfterFinished=COUNT, activeDeadlineSeconds=COUNT,
+        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]}, rayClusterSpec=CLUSTER,
+    ),
+    "RayService": fields(
+        ["serveConfigV2", "rayClusterConfig"], serveConfigV2=TEXT, rayClusterConfig=CLUSTER,
+    ),
+}  # fmt: skip
+
+
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))
+    return found
+
+
+def cluster(manifest: dict[str, Any]) -> dict[str, Any]:
+    spec = manifest["spec"]
+    return spec.get("rayClusterSpec") or spec["rayClusterConfig"]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_has_only_fields_that_the_resource_has(path: Path) -> None:
+    manifest = load(path.name)
+    top = fields(
+        ["apiVersion", "kind", "metadata", "spec"], apiVersion={"const": "ray.io/v1"}, kind={"enum": list(SPECS)},
+        metadata=fields(["name"], name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}),
+        spec=SPECS[manifest["kind"]],
+    )  # fmt: skip
+    jsonschema.validate(manifest, top)
+
+
+@pytest.mark.skipif("KUBERAY_CRDS" not in os.environ, reason="KUBERAY_CRDS names no folder with KubeRay's CRDs")
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_agrees_with_the_crd(path: Path) -> None:
+    manifest = load(path.name)
+    crd = yaml.safe_load((Path(os.environ["KUBERAY_CRDS"]) / f"ray.io_{manifest['kind'].lower()}s.yaml").read_text())
+    version = next(v for v in crd["spec"]["versions"] if v["name"] == "v1")
+    jsonschema.validate(manifest, closed(version["schema"]["openAPIV3Schema"]))
+
+
+def closed(schema: Any) -> Any:
+    """Kubernetes drops unknown fields silently; here they are errors."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def templates(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [spec["headGroupSpec"]["template"], *(group["template"] for group in spec["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_fits_this_project(path: Path) -> None:
+    spec = cluster(load(path.name))
+    pinned = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if '"ray[' in line)
+    assert f"=={spec['rayVersion']}" in pinned
+    for group in spec["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        if group["minReplicas"] < group["maxReplicas"]:
+            assert spec["enableInTreeAutoscaling"] is True, "nothing else adds nodes"
+    images = {container["image"] for template in templates(spec) for container in template["spec"]["containers"]}
+    assert len(images) == 1, "head and workers run one image"
+
+
+def test_the_job_runs_a_command_that_exists_with_a_configuration_that_loads() -> None:
+    spec = load("rayjob.yaml")["spec"]
+    shell, flag, script = shlex.split(spec["entrypoint"])
+    assert (shell, flag) == ("bash", "-c")
+    folder, command = script.split(" && ")
+    assert folder == "cd /app"
+    python, dash_m, verb, *words = shlex.split(command)
+    assert (python, dash_m, verb) == ("python", "-m", "jobs.generate")
+    arguments = parse(words)
+    config = load_config(ROOT / arguments.config, arguments.overrides)
+    assert config.output.if_exists == "resume", "backoffLimit submits it again"
+    assert spec["backoffLimit"] <= 1, "each try is a cluster of GPUs, and exit code 2 is tried again too"
+    model = ROOT / config.model.source.removeprefix("/app/")
+    assert config.model.source.startswith("/app/"), "the image is all that the pods have"
+    notes: list[str] = []
+    checked = check_model(config.model_copy(update={"model": ModelConfig(source=str(model))}), notes.append)
+    assert checked.config.num_hidden_layers > 0
+    assert config.actors.num_actors == (1, spec["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"])
+    assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["PYTHONPATH"] == "/app"
+
+
+def test_the_service_has_a_configuration_that_ray_serve_takes() -> None:
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(load("rayservice.yaml")["spec"]["serveConfigV2"]))
+    (application,) = schema.applications
+    assert application.import_path == f"{build_app.__module__}:{build_app.__name__}"
+    config = build_config(ServeConfig, application.args)
+    assert (ROOT / config.model.source.removeprefix("/app/") / "config.json").is_file()
+    (deployment,) = application.deployments
+    assert deployment.name == "Completions"
+    scaling, (group,) = deployment.autoscaling_config, cluster(load("rayservice.yaml"))["workerGroupSpecs"]
+    assert scaling["max_replicas"] * deployment.ray_actor_options.num_gpus <= group["maxReplicas"], "one GPU a node"
+
+
+def test_kubernetes_waits_for_the_last_answers() -> None:
+    found = load("rayservice.yaml")["spec"]
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(found["serveConfigV2"])).applications
+    assert build_config(ServeConfig, application.args).limits.request_timeout_s <= DRAIN_S
+    for template in templates(found["rayClusterConfig"]):
+        assert template["spec"]["terminationGracePeriodSeconds"] > DRAIN_S

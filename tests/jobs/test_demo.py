@@ -1,0 +1,67 @@
+"""The demo: its corpus, its model, and the job itself on a few rows."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import ray
+
+from actors.tokenizer import OPTTokenizer
+from jobs.demo import main
+from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
+from skipdecode.config import OPTConfig
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models/opt-e2e"
+
+
+def test_prompts_are_distinct_stable_and_in_the_format() -> None:
+    rows = list(make_prompts(2400))
+    assert rows == list(make_prompts(2400))
+    assert rows[:100] == list(make_prompts(100))
+    assert rows != list(make_prompts(2400, seed=1))
+    assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 2400
+    for row in rows:
+        assert re.fullmatch(r"name\[[^\]]+\](, \w[\w ]*\[[^\]]+\]){2,}", row["prompt"])
+        assert row["prompt"].startswith(f"name[{row['name']}]")
+
+
+def test_names_are_varied_on_both_sides_or_not_at_all() -> None:
+    pair = ("name[The Vaults], eatType[pub], near[Café Adriatic]", "The Vaults is a pub near Café Adriatic.")
+    varied = list(vary_names([pair] * 200, share=0.5, seed=0))
+    assert 60 < sum(found != pair for found in varied) < 140
+    for prompt, response in varied:
+        name, near = re.match(r"name\[(.*?)\], eatType\[pub\], near\[(.*?)\]$", prompt).groups()
+        assert response == f"{name} is a pub near {near}."
+    assert list(vary_names([pair], share=0.0, seed=0)) == [pair]
+    assert len({restaurant_name(random.Random(i)) for i in range(300)}) > 280
+
+
+def test_the_demo_model_is_whole_small_and_says_what_it_is() -> None:
+    config = OPTConfig.from_folder(MODEL)
+    assert config.num_hidden_layers == 24
+    assert config.skip_decode["method"] == "skipdecode"
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 12e6
+    card = (MODEL / "README.md").read_text(encoding="utf-8")
+    assert "CC BY-SA 4.0" in card
+    text = "name[The Copper Kettle], eatType[pub], near[Café Brazil]"
+    tokenizer = OPTTokenizer(MODEL, config)
+    assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    try:
+        code = main(["--rows", "120", "--prompts", str(tmp_path / "p.jsonl"), f"output.path={tmp_path / 'run'}"])
+    finally:
+        ray.shutdown()
+    captured = capsys.readouterr()
+    report = json.loads(captured.out.splitlines()[-1])
+    assert code == 0
+    assert report["completed"] == 120
+    assert captured.err.count(" -> ") == 5
+    assert report["speedup"]["layers"] > 1.5
+    names = [row["name"] for row in map(json.loads, (tmp_path / "p.jsonl").open(encoding="utf-8"))]
+    assert len(names) == 120

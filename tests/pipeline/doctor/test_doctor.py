@@ -1,0 +1,178 @@
+"""`jobs.doctor`: says what is there, what would be chosen, and what is wrong, each with its remedy."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from actors.generator import Generator, GeneratorConfig
+from jobs.doctor import main, show
+from pipeline.cluster import Cluster, Pool
+from pipeline.config import ActorsConfig, JobConfig, ModelConfig
+from pipeline.doctor import examine as doctor
+from pipeline.doctor import versions
+
+
+def test_it_says_what_a_worker_would_choose(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"model.source={tiny_checkpoint}", "sampling.max_new_tokens=40", "decode.speedup=2", "model.dtype=float32"]
+    assert main([*keys, "-o", str(tmp_path / "run")]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out.splitlines()[-1])
+    assert document["problems"] == []
+    assert "nothing is wrong" in captured.err
+    choice, machine = document["choice"], document["machine"]
+    assert (choice["layers"], choice["dtype"], choice["device"]) == (6, "float32", "cpu")
+    worker = Generator(
+        GeneratorConfig(str(tiny_checkpoint), {"method": "skipdecode", "speedup": 2}, dtype="float32", device="cpu")
+    )
+    assert choice["batch_size"] == {"32": worker.batch_size(32, 40), "64": worker.batch_size(64, 40)}
+    assert machine["torch"] == torch.__version__
+    assert 0 < machine["free_memory_bytes"] <= machine["memory_bytes"]
+    assert machine["usable_cores"] == len(os.sched_getaffinity(0))
+    assert not (tmp_path / "run").exists(), "it changes nothing"
+
+
+def test_it_says_all_that_is_wrong_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/file").touch()
+    keys = ["model.source=/nowhere", "-i", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "run"),
+            "actors.num_actors=3", "actors.num_gpus=1"]  # fmt: skip
+    assert main(keys) == 1
+    captured = capsys.readouterr()
+    text = "\n".join(json.loads(captured.out.splitlines()[-1])["problems"])
+    for part in ("model.source: '/nowhere'", "none.jsonl: no such file", "exists already; use --resume",
+                 "actors.num_actors: 3 actors with 1 GPUs each"):  # fmt: skip
+        assert part in text
+        assert part in captured.err
+    assert "4 problems" in captured.err
+
+
+def test_a_bad_key_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decode.spedup=3"]) == 2
+    assert "did you mean 'speedup'?" in capsys.readouterr().err
+
+
+def test_a_missing_or_old_dependency_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project]\ndependencies = ["numpy>=99", "no-such-package>=1", "torch>=2"]\n')
+    monkeypatch.setattr(versions, "PROJECT", project)
+    found = versions.check_versions()
+    assert len(found.wrong) == 1
+    assert "wanted >=99" in found.wrong[0]
+    assert found.missing == ["no-such-package is not installed; pip install 'no-such-package>=1'"]
+    assert main(["decode.no_such_key=1"]) == 1, "said before anything is imported that may need it"
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1]) == {"problems": found.missing}
+    assert "no-such-package is not installed" in captured.err
+
+
+def test_what_is_missing_is_found_without_importing_it() -> None:
+    code = (
+        "import pipeline.doctor.versions as v, sys; v.check_versions(); print(*{n.split('.')[0] for n in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", f"import jobs.doctor; {code}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not set(done.stdout.split()) & {"torch", "ray", "numpy", "pyarrow", "pydantic", "yaml", "tokenizers"}
+
+
+def test_a_tokenizer_of_its_own_is_used(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by a run, where the model's folder has none."""
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    shutil.copytree(tiny_checkpoint, model)
+    tokenizer.mkdir()
+    (model / "tokenizer.json").rename(tokenizer / "tokenizer.json")
+    keys = [f"model.source={model}", "sampling.max_new_tokens=8", "-o", str(tmp_path / "run")]
+    assert main([*keys, f"model.tokenizer={tokenizer}"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["choice"]["load_s"] > 0
+    assert main(keys) == 1, "without it a run would be refused"
+    assert "tokenizer" in json.loads(capsys.readouterr().out.splitlines()[-1])["problems"][0]
+
+
+GPUS = Cluster(64.0, 8.0, 64, is_embedded=False, node_cpus=(64.0,), node_gpus=(8.0,))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "cluster", "pool", "device"),
+    [
+        ("auto", GPUS, Pool(8, 8, 1.0, 1.0, 1), "cuda"),
+        (0, GPUS, Pool(1, 1, 1.0, 0.0, 1), "cpu"),
+        (0, GPUS, None, "cpu"),
+        ("auto", GPUS, None, "cuda"),
+        (1, None, None, "cuda"),
+        ("auto", None, None, "cpu"),
+    ],
+)
+def test_the_device_is_that_of_the_workers(
+    num_gpus: str | float, cluster: Cluster | None, pool: Pool | None, device: str
+) -> None:
+    config = JobConfig(actors=ActorsConfig(num_gpus=num_gpus))
+    assert doctor.worker_device(config, cluster, pool).type == device
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the model would be loaded")
+def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = doctor.choice(JobConfig(model=ModelConfig(source=str(tiny_checkpoint))), torch.device("cuda"), print)
+    assert (found["device"], found["dtype"], found["load_s"], found["batch_size"]) == ("cuda", "bfloat16", None, None)
+    assert found["cache_bytes_per_row"]["32"] > 0
+    machine = dict.fromkeys(("torch", "ray", "pyarrow", "numpy", "tokenizers", "device"), "x")
+    machine |= {"has_amx_bf16": False, "usable_cores": 1, "free_memory_bytes": 1, "memory_bytes": 1}  # type: ignore[dict-item]
+    show({"machine": machine, "gpus": [], "ray": None, "choice": found, "problems": []})
+    assert "on a machine that can load the model only" in capsys.readouterr().err
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A real one of two CPUs; its address."""
+    address = ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR").address_info[
+        "address"
+    ]
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    yield address
+    ray.shutdown()
+
+
+def test_a_pool_that_does_not_fit_the_cluster_is_a_problem(
+    cluster: str, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"model.source={tiny_checkpoint}", "sampling.max_new_tokens=8", "-o", str(tmp_path / "run")]
+    assert main([*keys, "actors.num_actors=64"]) == 1
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["ray"] == {"address": cluster, "num_cpus": 2.0, "num_gpus": 0.0, "nodes": 1}
+    (problem,) = document["problems"]
+    assert problem.startswith("actors.num_actors: 64 actors")
+    assert main(keys) == 0
+
+
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr("ray.init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
+    with pytest.raises(doctor.ConfigError, match=r"RAY_ADDRESS: 127\.0\.0\.1:1 does not answer \(refused\)"):
+        doctor.find_cluster()
+
+
+def test_the_list_of_verbs_names_every_one_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from jobs.__main__ import main as list_verbs
+    from jobs.__main__ import verbs
+
+    jobs = Path(__file__).parents[3] / "jobs"
+    assert set(verbs()) == {path.stem for path in jobs.glob("*.py")} - {"__init__", "__main__", "cli"}
+    assert list_verbs() == 0
+    lines = capsys.readouterr().out.splitlines()
+    for verb in verbs():
+        (line,) = [line for line in lines if line.startswith(f"  {verb} ")]
+        assert len(line.split(maxsplit=1)[1]) > 20

@@ -1,0 +1,366 @@
+"""`jobs.evaluate`: a real run scored, its figures worked out again by other means; a sweep on the tiny checkpoint."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu.metrics.bleu import BLEU
+from transformers import OPTForCausalLM
+
+from actors.tokenizer import OPTTokenizer
+from jobs.evaluate import main
+from jobs.generate import main as generate_main
+from pipeline.evaluation.hypotheses import choose_texts
+from pipeline.evaluation.score import draw_pairs
+from skipdecode.generate import Request, generate
+from skipdecode.model import OPT
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
+from skipdecode.train import response_loss, teacher_batch
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "models/opt-e2e"  # its texts are texts: scores of random tokens say nothing
+NAMED = [(name, kind) for name in ("The Otter", "The Kettle", "Köln House") for kind in ("pub", "coffee shop")]
+PROMPTS = [f"name[{name}], eatType[{kind}], area[riverside]" for name, kind in NAMED]
+TOO_LONG = "near[Willow Station] " * 400
+SENTENCES = (
+    "{name} is a {kind} by the riverside.",
+    "There is a {kind} called {name} in the riverside area.",
+    "By the river, {name} is a nice {kind}.",
+)
+Job = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def job(capsys: pytest.CaptureFixture[str]) -> Job:
+    """`job(*arguments)` runs `jobs.evaluate`: exit code, the JSON document, stderr."""
+
+    def call(*arguments: object) -> tuple[int, dict[str, Any], str]:
+        capsys.readouterr()
+        code = main([*map(str, arguments), "threads=1"])  # as all tests: the machine is shared
+        captured = capsys.readouterr()
+        return code, json.loads(captured.out.splitlines()[-1]) if captured.out else {}, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `jobs.generate` at full depth: PROMPTS, one of them twice, and a prompt that does not fit."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    source = folder / "in.jsonl"
+    rows = [{"id": f"r{i}", "prompt": prompt} for i, prompt in enumerate([*PROMPTS, PROMPTS[0], TOO_LONG])]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = ["model.dtype=float32", "sampling.max_new_tokens=24", "decode.method=full", "limits.max_failed_rows=1"]
+    paths = [f"model.source={MODEL}", "-i", str(source), "-o", str(folder / "run")]
+    try:
+        code = generate_main([*options, *paths])
+    finally:
+        ray.shutdown()
+    assert code == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def texts(finished_run: Path) -> dict[str, str]:
+    rows = [row for path in finished_run.glob("data/*/*.parquet") for row in pq.ParquetFile(path).read().to_pylist()]
+    return {row["prompt"]: row["generated_text"] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One to three references per prompt but the last; one prompt that no row has, and one whose row failed."""
+    rows = [{"mr": "name[Nobody]", "ref": "Nobody."}, {"mr": TOO_LONG, "ref": "Too long."}]
+    for i, (prompt, (name, kind)) in enumerate(zip(PROMPTS[:-1], NAMED, strict=False)):
+        rows += [{"mr": prompt, "ref": text.format(name=name, kind=kind)} for text in SENTENCES[: 1 + i % 3]]
+    path = tmp_path_factory.mktemp("references") / "references.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_a_run_is_scored_as_the_libraries_score_its_rows(
+    job: Job, finished_run: Path, references: Path, texts: dict[str, str], tmp_path: Path
+) -> None:
+    target = tmp_path / "scores.json"
+    code, document, err = job(finished_run, "--references", references, "--output-json", target)
+    assert code == 0, err
+    assert json.loads(target.read_text()) == document
+    counts = ("rows", "prompts", "failed", "repeated_rows", "prompts_without_reference", "references_without_row")
+    assert [document[name] for name in counts] == [8, 6, 1, 1, 1, 1]
+    assert "1 failed rows, scored as empty texts: 'near[Willow Station] near" in err
+    assert f"1 prompts of the run have no reference and are not scored: {PROMPTS[-1]!r}" in err
+    assert "1 prompts of the references have no row and are not scored: 'name[Nobody]'" in err
+
+    pairs = [(row["mr"], row["ref"]) for row in pq.read_table(references).to_pylist() if row["mr"] != "name[Nobody]"]
+    prompts = sorted({prompt for prompt, _ in pairs})
+    own = [[ref for prompt, ref in pairs if prompt == wanted] for wanted in prompts]
+    streams = [[refs[min(i, len(refs) - 1)] for refs in own] for i in range(3)]
+    hypotheses = ["" if prompt == TOO_LONG else texts[prompt] for prompt in prompts]
+    expected = BLEU(lowercase=True).corpus_score(hypotheses, streams).score
+    assert 5 < expected < 95, "a figure that says something"
+    assert document["bleu"] == pytest.approx(expected)
+    assert document["num_slots"] == 5 * 3 + 400
+    assert document["layers_per_token"] == 24
+    assert (document["model"], document["decode"]) == (str(MODEL), {"method": "full"})
+
+
+def test_the_perplexity_is_that_of_hugging_face(
+    job: Job, finished_run: Path, references: Path, hf: Callable[[Path], OPTForCausalLM],
+    ours: Callable[[Path], OPT],
+) -> None:  # fmt: skip
+    _, document, err = job(finished_run, "--references", references)
+    reference, model = hf(MODEL), ours(MODEL)
+    tokenizer = OPTTokenizer(MODEL, model.config)
+    total, count = 0.0, 0
+    for row in pq.read_table(references).to_pylist():
+        if row["mr"] in ("name[Nobody]", TOO_LONG):  # no row; longer than the model's context
+            continue
+        prompt, response = tokenizer.encode([row["mr"]])[0], [*tokenizer.encode([row["ref"]])[0][1:], 2]
+        logits = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(response), reduction="sum"))
+        count += len(response)
+    assert document["perplexity_pairs"] == 9
+    assert "pairs of more than 2048 tokens do not fit the model" in err
+    assert document["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert document["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_the_perplexity_is_under_the_schedule_of_the_run(
+    job: Job, finished_run: Path, references: Path, ours: Callable[[Path], OPT], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(finished_run, tmp_path / "run")
+    state = json.loads((copy / "run.json").read_text())
+    state["decode"] = {"method": "skipdecode", "max_layers": 8, "min_layers": 2}
+    (copy / "run.json").write_text(json.dumps(state))
+    _, document, _ = job(copy, "--references", references, "perplexity_pairs=10")
+    model = ours(MODEL)
+    tokenizer = OPTTokenizer(MODEL, model.config)
+    schedule = make_schedule(state["decode"], num_layers=24, max_new_tokens=24)
+    rows = [row for row in pq.read_table(references).to_pylist() if row["mr"] in PROMPTS]
+    total = count = 0.0
+    for row in rows:
+        prompt, response = tokenizer.encode([row["mr"]])[0], [*tokenizer.encode([row["ref"]])[0][1:], 2]
+        with torch.no_grad():
+            total += float(response_loss(model, teacher_batch([(prompt, response)], 1), schedule)) * len(response)
+        count += len(response)
+    assert document["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert document["decode"] == state["decode"]
+
+
+def test_plain_parquet_has_scores_and_no_perplexity(job: Job, finished_run: Path, references: Path) -> None:
+    _, whole, _ = job(finished_run, "--references", references, "--no-perplexity")
+    code, document, err = job(finished_run / "data", "--references", references)
+    assert code == 0
+    assert "perplexity: left out; " in err
+    assert document["perplexity"] is None
+    assert {key: document[key] for key in ("bleu", "chrf", "rougeL", "failed", "slots")} == {
+        key: whole[key] for key in ("bleu", "chrf", "rougeL", "failed", "slots")
+    }
+
+
+def test_a_checkpoint_that_changed_since_the_run_is_refused(
+    job: Job, finished_run: Path, references: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(finished_run, tmp_path / "run")
+    state = json.loads((copy / "run.json").read_text())
+    state["fingerprint"]["model.files"] = "another"
+    (copy / "run.json").write_text(json.dumps(state))
+    code, _, err = job(copy, "--references", references)
+    assert code == 2
+    assert "no longer the one that the run used; --no-perplexity leaves it out" in err
+    assert job(copy, "--references", references, "--no-perplexity")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{run}",), "--references: name the file"),
+        (("{run}", "--references", "/nowhere.csv"), "--references: /nowhere.csv: "),
+        (("{run}", "--references", "{run}/run.json", "--prompt-column", "no"), "--references: "),
+        (("{run}", "--references", "{references}", "--prompt-column", "no"), "--prompt-column: "),
+        (("{run}", "--references", "{references}", "--reference-column", "no"), "--reference-column: "),
+        (
+            ("{run}", "--references", "{references}", "--prompt-column", "ref", "--reference-column", "mr"),
+            "no prompt of ",
+        ),
+        (
+            ("{run}", "--references", "{references}", "--prompt-column", "ref"),
+            "--reference-column: is the prompt column",
+        ),
+        (("{run}", "--references", "{references}", "perplexity_pairs=-1"), "perplexity_pairs: "),
+        (("{run}", "--references", "{references}", "--output-json", "/nowhere/x.json"), "--output-json /nowhere/"),
+        (("/nowhere", "--references", "{references}"), "/nowhere: no such file or folder"),
+        (("{run}/report.html", "--references", "{references}"), "report.html: neither a run folder nor Parquet"),
+        (("{references}", "--references", "{references}"), "no column 'prompt'; it has: mr, ref"),
+    ],
+)
+def test_bad_input_is_named(
+    job: Job, finished_run: Path, references: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, document, err = job(*(text.format(run=finished_run, references=references) for text in arguments))
+    assert (code, document["exit_code"]) == (2, 2), err
+    assert message in err
+
+
+def row(id: str | None, prompt: str | None, text: str | None, code: str = "") -> dict[str, Any]:
+    return {"id": id, "prompt": prompt, "generated_text": text, "error_code": code}
+
+
+def test_of_rows_with_one_prompt_the_lowest_id_counts_even_if_it_failed() -> None:
+    rows = [row("b", "p", "late"), row("a", "p", "", "engine_error"), row("c", "q", "first"), row("d", None, "", "x")]
+    chosen = choose_texts([*rows, row("c", "q", "again", "duplicate_id")])
+    assert chosen.by_prompt == {"p": "", "q": "first"}
+    assert chosen.failed == {"p"}
+    assert (chosen.num_rows, chosen.num_repeated, chosen.num_without_prompt) == (5, 2, 1)
+    assert chosen.layers_per_token is None
+    assert choose_texts([{"prompt": "p", "generated_text": None}]).by_prompt == {"p": ""}
+    numbered = [{"id": i, "prompt": "p", "generated_text": str(i)} for i in (None, 2, 0, None)]
+    assert choose_texts(numbered).by_prompt == {"p": "0"}
+
+
+def test_pairs_are_drawn_once_and_must_fit() -> None:
+    pairs = [([1] * n, [2] * 3) for n in range(1, 30)]
+    assert draw_pairs(pairs, None, 10) == pairs[:8]
+    assert draw_pairs(pairs, 5, 100) == draw_pairs(pairs, 5, 100) != pairs[:5]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, tiny_checkpoint: Path) -> list[str]:
+    """Arguments of a sweep over two labels on 12 prompts with two references each."""
+    data = tmp_path / "pairs.csv"
+    lines = [
+        f'"name[The Otter], near[Willow {i}]","The Otter, near Willow {i}{end}"\n' for i in range(12) for end in ".!"
+    ]
+    data.write_text("mr,ref\n" + "".join(lines), encoding="utf-8")
+    decode = "[{method: full}, {max_layers: 4, min_layers: 2, horizon: 11}, {name: fast, speedup: 5}]"
+    runs = [f"{{label: SkipDecode, model: {tiny_checkpoint}, decode: {decode}}}"]
+    runs.append(f"{{label: unified, model: {tiny_checkpoint}, decode: [{{method: unified, layers: 3}}]}}")
+    fixed = ["max_new_tokens=12", "batch_size=4", "perplexity_pairs=8", f"output={tmp_path / 'quality'}"]
+    return ["--sweep", f"data.path={data}", f"runs=[{', '.join(runs)}]", *fixed]
+
+
+def test_a_sweep_measures_every_setting(
+    job: Job, sweep: list[str], tmp_path: Path, tiny_checkpoint: Path, ours: Callable[[Path], OPT]
+) -> None:
+    code, document, err = job(*sweep)
+    assert code == 0, err
+    names = ["SkipDecode full depth", "SkipDecode 4/2", "SkipDecode fast", "unified 3"]
+    assert [line["name"] for line in document["rows"]] == names
+    full, skip = document["rows"][:2]
+    assert (full["speedup"]["measured"], full["speedup"]["ci95"], full["agreement"]["token_match"]) == (1.0, None, 1.0)
+    assert full["layers_per_token"] == 6
+    assert skip["speedup"]["batches"] == 3, "every batch was decoded both ways"
+    assert skip["speedup"]["layers"] == pytest.approx(6 / skip["layers_per_token"])
+    assert skip["loss"] != full["loss"]
+
+    model = ours(tiny_checkpoint)
+    tokenizer = OPTTokenizer(tiny_checkpoint, model.config)
+    prompts = [f"name[The Otter], near[Willow {i}]" for i in range(12)]
+    requests = [Request("", ids, Sampling(max_new_tokens=12)) for ids in tokenizer.encode(prompts)]
+    made = {}
+    for name, decode in (("full", {"method": "full"}), ("skip", {"max_layers": 4, "min_layers": 2, "horizon": 11})):
+        made[name] = generate(model, requests, make_schedule(decode, num_layers=6, max_new_tokens=12)).completions
+    texts, full_texts = ([tokenizer.decode(c.tokens) for c in made[name]] for name in ("skip", "full"))
+    scorer = RougeScorer(["rougeL"])
+    kept = [100 * scorer.score(*pair)["rougeL"].fmeasure for pair in zip(full_texts, texts, strict=True)]
+    assert skip["rougeL_to_full"] == pytest.approx(fmean(kept))
+    assert skip["rougeL_to_full"] < full["rougeL_to_full"] == 100
+    streams = [[f"The Otter, near Willow {i}{end}" for i in range(12)] for end in ".!"]
+    assert skip["bleu"] == pytest.approx(BLEU(lowercase=True).corpus_score(texts, streams).score)
+    same = sum(a == b for f, s in zip(*made.values(), strict=True) for a, b in zip(f.tokens, s.tokens, strict=False))
+    positions = sum(max(len(f.tokens), len(s.tokens)) for f, s in zip(*made.values(), strict=True))
+    assert skip["agreement"]["token_match"] == pytest.approx(same / positions)
+
+    folder = tmp_path / "quality"
+    assert {path.name for path in folder.iterdir()} == {"quality.json", "quality.md", "quality.svg", "quality.png"}
+    kept = json.loads((folder / "quality.json").read_text())
+    rows = [line.pop("rougeL_rows") for line in kept["rows"]]
+    assert kept == document, "what is printed is what is kept, less the figures of every prompt"
+    assert [fmean(own) for own in rows] == pytest.approx([line["rougeL"] for line in document["rows"]], abs=1e-3)
+    table = (folder / "quality.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in table[2:6]] == [f"| {name}" for name in names]
+    assert len({line.count(" | ") for line in table[:6]}) == 1
+    compared = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("| unified")][1]
+    apart = [a - b for a, b in zip(rows[3], rows[1], strict=True)]
+    half = 1.96 * stdev(apart) / 12**0.5
+    shown = f"{fmean(apart):+.1f} ({fmean(apart) - half:+.1f} to {fmean(apart) + half:+.1f})"
+    assert compared[3:] == ["SkipDecode 4/2", shown], "of the schedules of the first label the most similar in depth"
+    assert "<svg" in (folder / "quality.svg").read_text()
+
+
+def test_a_sweep_without_references(job: Job, sweep: list[str], tmp_path: Path) -> None:
+    code, document, err = job(*sweep, "data.path=null", "data.limit=8")
+    assert code == 0, err
+    assert "github.com/tuetschek/e2e-dataset" in err
+    assert (document["prompts"], document["references"]) == (8, 0)
+    assert all(line["slot_share"] is not None and line["loss"] is None for line in document["rows"])
+    table = (tmp_path / "quality/quality.md").read_text()
+    assert "slots" in table
+    assert "BLEU" not in table
+
+
+def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
+    """Prompts alone, every row to its limit: time split in prompt and decoding, and a SwiftKV column set."""
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps({"text": prompt * 3}) + "\n" for prompt in PROMPTS))
+    decode = "[{method: full}, {method: full, prefill: swiftkv}, {speedup: 2, horizon: 7, prefill: swiftkv}]"
+    runs = f"runs=[{{label: both, model: {MODEL}, decode: {decode}}}]"
+    data = f"data={{path: {source}, prompt_column: text, has_references: false}}"
+    fixed = ["max_new_tokens=8", "batch_size=4", "ignore_eos=true", f"output={tmp_path / 'quality'}"]
+    code, document, err = job("--sweep", data, runs, *fixed)
+    assert code == 0, err
+    assert (document["prompts"], document["references"]) == (6, 0)
+    full, swift, both = document["rows"]
+    assert [row["name"] for row in document["rows"]] == [
+        "both full depth",
+        "both full depth, SwiftKV",
+        "both 2x, SwiftKV",
+    ]
+    assert full["speedup_prefill"] == {"measured": 1.0, "predicted": 1.0}
+    assert swift["speedup_prefill"]["predicted"] > 1
+    assert swift["agreement"]["token_match"] < 1, "full depth without SwiftKV is what it is compared with"
+    assert swift["cache_bytes_per_row"] == full["cache_bytes_per_row"] > both["cache_bytes_per_row"]
+    for row in document["rows"]:
+        ms = row["prefill_ms_per_row"] + row["decode_ms_per_row"]
+        assert row["rows_per_s"] == pytest.approx(1e3 / ms)
+        assert row["output_tokens_per_s"] == pytest.approx(8 * row["rows_per_s"]), "end-of-text ends no row"
+    head = (tmp_path / "quality/quality.md").read_text().splitlines()[0]
+    assert "| prefill, ms/row | decode, ms/row | KV, kB/row |" in head
+    code, _, err = job("--sweep", data.replace("text", "prompt"), runs, *fixed)
+    assert code == 2
+    assert "data.prompt_column: " in err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("runs=[{label: a, model: {model}, decode: [{prefill: swiftkv}]}]", "runs.0.decode.0 (a): decode.prefill: "),
+        ("data.path=/nowhere.csv", "data.path: no file /nowhere.csv; the E2E NLG challenge data (github.com/"),
+        ("data.reference_column=no", "data.reference_column: "),
+        ("runs=[{label: a, model: /nowhere, decode: [{method: full}]}]", "runs.0.model (a): "),
+        ("runs=[{label: a, model: {model}, decode: [{method: full}, {method: unified}]}]", "runs.0.decode.1 (a): "),
+        ("runs=[{label: a, model: {model}, decode: [{spedup: 2}]}]", "runs.0.decode.0.spedup: unknown key; did you"),
+        ("runs=[{label: a, model: {model}, decode: [{speedup: fast}]}]", "runs.0.decode.0.speedup: "),
+        ("runs=[]", "runs: "),
+        ("max_new_tokens=128", "sampling.max_new_tokens: 128 leaves no room"),
+        ("output={model}/config.json/x", "output: "),
+    ],
+)  # fmt: skip
+def test_a_bad_sweep_decodes_nothing(
+    job: Job, sweep: list[str], tiny_checkpoint: Path, tmp_path: Path, override: str, message: str
+) -> None:
+    code, document, err = job(*sweep, override.replace("{model}", str(tiny_checkpoint)))
+    assert (code, document["exit_code"]) == (2, 2), err
+    assert message in err
+    assert not (tmp_path / "quality").exists()
+    assert "[1/" not in err

@@ -1,0 +1,154 @@
+"""What makes a resumed run another one: every group of the fingerprint, and how a difference is told."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import pipeline.generate.fingerprint
+from pipeline.checkpoint import resolve_decode, resolve_dtype
+from pipeline.config import ConfigError, JobConfig, build_config, set_key
+from pipeline.generate.fingerprint import compare_files, compare_fingerprints, fingerprint, list_files
+from pipeline.store.digest import digest_files
+from skipdecode.config import OPTConfig
+from tests.support.input_helpers import make_plan, write_jsonl
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_checkpoint: Path) -> Path:
+    """A folder with `model/` and `in/` of two files."""
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"in/{name}.jsonl", [{"id": f"{name}{i}", "prompt": "x"} for i in range(3)])
+    return tmp_path
+
+
+def take(place: Path, **overrides: Any) -> tuple[dict[str, Any], Any]:
+    """Fingerprint and plan of a run, as `plan_run` takes them; overrides with `__` for the dot."""
+    tree: dict[str, Any] = {"input": {"path": [str(place / "in")]}, "model": {"source": str(place / "model")}}
+    for key, value in overrides.items():
+        set_key(tree, key.replace("__", "."), value)
+    config = build_config(JobConfig, tree)
+    decode = resolve_decode(config, OPTConfig.from_folder(place / "model"), print)
+    plan = make_plan(config.input)
+    return fingerprint(config, decode, place / "model", resolve_dtype(config.model.dtype, "cpu"), plan), plan
+
+
+def refused(place: Path, state: dict[str, Any], *keys: str, **overrides: Any) -> str:
+    """Asserts that exactly these keys are named."""
+    now, plan = take(place, **overrides)
+    with pytest.raises(ConfigError) as caught:
+        compare_fingerprints(state, now, plan)
+    lines = str(caught.value).splitlines()
+    assert {line.partition(":")[0] for line in lines[:-1]} == set(keys)
+    assert "a resumed run must not differ" in lines[-1]
+    return str(caught.value)
+
+
+@pytest.fixture
+def state(place: Path) -> dict[str, Any]:
+    """As `run.json` holds it: through JSON."""
+    prints, plan = take(place)
+    made: dict[str, Any] = json.loads(json.dumps({"fingerprint": prints, "input": {"files": list_files(plan)}}))
+    return made
+
+
+def test_the_same_run_may_go_on_wherever_it_lies(place: Path, state: dict[str, Any], tmp_path: Path) -> None:
+    compare_fingerprints(state, *take(place))
+    shutil.copytree(place, tmp_path / "elsewhere")  # with the times
+    compare_fingerprints(state, *take(tmp_path / "elsewhere"))
+    free = {"limits__max_failed_rows": 7, "actors__num_actors": 2, "actors__batch_size": 3, "baseline__fraction": 0.5}
+    compare_fingerprints(state, *take(place, **free))
+
+
+CHANGES = [
+    ({"sampling__seed": 4}, ["sampling.seed"]),
+    ({"sampling__stop": ["x"]}, ["sampling.stop"]),
+    ({"decode__method": "full"}, ["decode.method", "decode.speedup"]),
+    ({"decode__speedup": 3}, ["decode.speedup"]),
+    ({"input__too_long": "truncate_left"}, ["input.too_long"]),
+    ({"model__dtype": "float16"}, ["model.dtype"]),
+    ({"model__quantization": "int8"}, ["model.quantization"]),
+    ({"sampling__deterministic": True}, ["actors.batch_size", "actors.length_buckets", "sampling.deterministic"]),
+    ({"input__limit": 5}, ["input.limit", "input.files"]),
+    ({"input__format": "jsonl"}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "keys"), CHANGES, ids=[next(iter(change)) for change, _ in CHANGES])
+def test_configuration(place: Path, state: dict[str, Any], overrides: dict[str, Any], keys: list[str]) -> None:
+    if keys:
+        refused(place, state, *keys, **overrides)
+    else:
+        compare_fingerprints(state, *take(place, **overrides))  # what auto came to is what counts
+
+
+def test_auto_dtype_is_settled(place: Path, state: dict[str, Any]) -> None:
+    assert state["fingerprint"]["model.dtype"] in ("bfloat16", "float32")
+    other = "float32" if state["fingerprint"]["model.dtype"] == "bfloat16" else "bfloat16"
+    message = refused(place, state, "model.dtype", model__dtype=other)
+    assert f"now it is {other!r}" in message
+
+
+def test_weights_and_settings_of_the_model(place: Path, state: dict[str, Any], tiny_checkpoint: Path) -> None:
+    model = place / "model"
+    assert digest_files(model) == digest_files(tiny_checkpoint)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.decoder.layers.5.fc2.bias"][7] += 1e-3
+    save_file(tensors, model / "model.safetensors")
+    refused(place, state, "model.files")
+    shutil.copy(tiny_checkpoint / "model.safetensors", model)
+    compare_fingerprints(state, *take(place))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
+    refused(place, state, "model.files")
+
+
+def test_tokenizer(place: Path, state: dict[str, Any]) -> None:
+    (place / "tokenizer").mkdir()
+    shutil.copy(place / "model/tokenizer.json", place / "tokenizer")
+    refused(place, state, "model.tokenizer", model__tokenizer=str(place / "tokenizer"))
+    own, _ = take(place, model__tokenizer=str(place / "tokenizer"))
+    text = (place / "tokenizer/tokenizer.json").read_text()
+    (place / "tokenizer/tokenizer.json").write_text(text.replace('"version"', ' "version"', 1))
+    changed, _ = take(place, model__tokenizer=str(place / "tokenizer"))
+    assert own["model.tokenizer"] != changed["model.tokenizer"]
+    text = (place / "model/tokenizer.json").read_text()
+    (place / "model/tokenizer.json").write_text(text + "\n")
+    refused(place, state, "model.files")
+
+
+def test_code_version(place: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.generate.fingerprint, "CODE_VERSION", 999)
+    message = refused(place, state, "code_version")
+    assert "now it is 999" in message
+
+
+def test_input_files(place: Path, state: dict[str, Any]) -> None:
+    path = place / "in/b.jsonl"
+    os.utime(path, ns=(1, 1))
+    message = refused(place, state, "input.files")
+    assert "input.files: b.jsonl: the run was started with '" in message
+    assert "mtime 1 ns, 3 rows'" in message
+    assert "a.jsonl" not in message
+    path.unlink()
+    assert "now it is None" in refused(place, state, "input.files")
+    for name in "cdefg":
+        write_jsonl(place / f"in/{name}.jsonl", [{"id": name, "prompt": "x"}])
+    assert "input.files: 3 more files differ" in refused(place, state, "input.files")
+
+
+def test_files_in_another_order_are_another_input() -> None:
+    a, b = ["a", 1, 1, None, 1], ["b", 1, 1, None, 1]
+    assert compare_files([a, b], [a, b]) == []
+    assert compare_files([a, b], [b, a]) == ["the same files come in another order"]
+    assert "etag x" in compare_files([a], [["a", 1, 1, "x", 1]])[0]
+
+
+def test_keys_that_a_retry_may_change(place: Path, state: dict[str, Any]) -> None:
+    now, plan = take(place, input__too_long="truncate_left")
+    compare_fingerprints(state, now, plan, free=("input.too_long",))

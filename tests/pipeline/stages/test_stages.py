@@ -1,0 +1,113 @@
+"""Tokenise and finish on tables in this process: whatever one row makes a library raise is that row's failure alone."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from actors.tokenizer import OPTTokenizer
+from pipeline.schema import OUTPUT_SCHEMA, STATUS
+from pipeline.stages import tokens as stages
+from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
+from skipdecode.config import OPTConfig
+from skipdecode.sampling import Sampling
+
+
+@pytest.fixture
+def config(tiny_checkpoint: Path) -> TokenizeConfig:
+    return TokenizeConfig(str(tiny_checkpoint), OPTConfig.from_folder(tiny_checkpoint), Sampling(8), "fail_row")
+
+
+def table(rows: int, **columns: Any) -> pa.Table:
+    """Rows as `pipeline.input` gives them, with `columns` (lists) replaced."""
+    own: dict[str, Any] = {
+        "id": [f"r{i}" for i in range(rows)],
+        "prompt": [f"prompt {i}" for i in range(rows)],
+        "_prompt_tokens": pa.array([None] * rows, pa.list_(pa.int32())),
+        "_sampling": pa.array([None] * rows, pa.string()),
+        "error_code": [""] * rows,
+        "error_message": [""] * rows,
+    }
+    return pa.table(own | columns)
+
+
+def test_a_prompt_that_the_tokenizer_cannot_take_fails_alone(
+    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """As the Rust library's bindings raise it."""
+
+    class Panics:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def encode_batch_fast(self, texts: list[str], **more: Any) -> Any:
+            if "prompt 2" in texts:
+                raise PanicException("index out of bounds")
+            return self.inner.encode_batch_fast(texts, **more)
+
+    tokenizer = OPTTokenizer(config.source, config.model)
+    plain = tokenize(table(5), config=config)
+    tokenizer._tokenizer = Panics(tokenizer._tokenizer)  # type: ignore[assignment]
+    monkeypatch.setattr(stages, "_tokenizer", lambda *_: tokenizer)
+    got = tokenize(table(5), config=config).to_pylist()
+    assert [row["error_code"] for row in got] == ["", "", "engine_error", "", ""]
+    assert got[2]["error_message"] == "RuntimeError: the tokenizer panicked: index out of bounds"
+    assert got[2]["_prompt_tokens"] == []
+    assert [got[row] for row in (0, 1, 3, 4)] == [plain.to_pylist()[row] for row in (0, 1, 3, 4)]
+
+
+def test_given_tokens_out_of_range_fail_alone(config: TokenizeConfig) -> None:
+    given = pa.array([[2, 5], [2, -1], [2, 10**6], []], pa.list_(pa.int32()))
+    got = tokenize(table(4, _prompt_tokens=given, prompt=pa.array([None] * 4, pa.string())), config=config).to_pylist()
+    assert [row["error_code"] for row in got] == ["", "engine_error", "prompt_not_text", ""]
+    assert "OverflowError" in got[1]["error_message"]
+
+
+def test_tokens_that_cannot_be_made_text_fail_alone(config: TokenizeConfig) -> None:
+    decoded = table(
+        3,
+        num_input_tokens=pa.array([3, 3, 3], pa.int32()),
+        generated_tokens=pa.array([[5, 6], [7, -9], [8]], pa.list_(pa.int32())),
+        num_generated_tokens=pa.array([2, 2, 1], pa.int32()),
+        finish_reason=["length", "stop", "stop"],
+        layers_run=pa.array([6, 6, 0], pa.int32()),
+        ffns_run=pa.array([6, 5, 0], pa.int32()),
+        extra=["x", "y", "z"],
+    )
+    done = finish(decoded, config=config, extra_names=("extra",))
+    assert done.schema.names == [*OUTPUT_SCHEMA.names, "extra", STATUS]
+    rows = done.to_pylist()
+    assert [row[STATUS] for row in rows] == ["ok", "failed", "ok"]
+    bad = rows[1]
+    assert bad["error_code"] == "engine_error"
+    assert "OverflowError" in bad["error_message"]
+    assert (bad["generated_text"], bad["generated_tokens"], bad["num_generated_tokens"]) == ("", [], 0)
+    assert (bad["finish_reason"], bad["layers_run"], bad["ffns_run"], bad["extra"]) == ("error", 0, 0, "y")
+    assert rows[0]["generated_text"] == OPTTokenizer(config.source, config.model).decode([5, 6])
+
+
+def test_a_file_in_place_of_a_prompt_is_not_tokenised_whole(
+    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"word{i} " for i in range(20_000)]
+    given, seen = table(2, prompt=["short", "".join(words)]), []
+    encode = OPTTokenizer.encode
+    monkeypatch.setattr(
+        OPTTokenizer, "encode", lambda self, texts: (seen.extend(map(len, texts)), encode(self, texts))[1]
+    )
+    (short, huge) = tokenize(given, config=config).to_pylist()
+    limit = 2 * OPTTokenizer(config.source, config.model).max_token_chars * config.model.max_position_embeddings
+    assert seen == [5, limit]
+    assert len("".join(words)) > limit
+    assert (short["error_code"], huge["error_code"], huge["prompt"]) == ("", "prompt_too_long", "".join(words))
+    assert huge["error_message"].startswith("more than ")
+    monkeypatch.undo()
+    for too_long in ("truncate_left", "truncate_right"):
+        some = replace(config, too_long=too_long)
+        whole = OPTTokenizer(config.source, config.model).encode(["".join(words)])[0]
+        room = config.model.max_position_embeddings - 8
+        kept = [whole[0], *whole[len(whole) - room + 1 :]] if too_long == "truncate_left" else whole[:room]
+        assert tokenize(given, config=some)["_prompt_tokens"][1].as_py() == kept

@@ -1,0 +1,194 @@
+"""The configuration tree: defaults of the contract, overrides, and messages that name the key."""
+
+import re
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from pipeline.bench.decoder import load_bench_config
+from pipeline.bench.service import load_serve_bench_config
+from pipeline.checkpoint import check_quantization
+from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
+from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
+from pipeline.evaluation.sweep import SweepConfig, run_sweep
+from pipeline.service.run import load as load_serve_config
+from pipeline.training.config import FinetuneConfig, load_finetune_config
+from pipeline.training.distill import with_defaults
+from skipdecode import cpu_kernels
+from skipdecode.config import OPTConfig
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def load_sweep_config(path: str, overrides: list[str]) -> SweepConfig:
+    return build_config(SweepConfig, read_tree(path, overrides))
+
+
+def loader(path: Path) -> Callable[[str, list[str]], object]:
+    """A configuration file's name begins with the job that takes it."""
+    loaders: dict[str, Callable[[str, list[str]], object]] = {
+        "bench": load_serve_bench_config if path.stem == "bench-serve" else load_bench_config,
+        "calibrate": lambda path, overrides: build_config(CalibrateConfig, read_tree(path, overrides)),
+        "distill": lambda path, overrides: build_config(FinetuneConfig, with_defaults(read_tree(path, overrides))),
+        "finetune": load_finetune_config,
+        "quality": load_sweep_config,
+        "serve": lambda path, overrides: load_serve_config(path, overrides, None, None),
+        "speed": load_sweep_config,
+    }
+    return loaders.get(path.stem.split("-")[0], load_config)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_file_loads_and_says_for_whom(path: Path) -> None:
+    loader(path)(str(path), [])
+    assert re.search(r"\b[Ff]or (an?|any|anyone|one|spot)\b", opening_comment(path))
+
+
+def opening_comment(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("# "), lines))
+
+
+def test_every_config_file_has_a_comment_of_its_own_and_a_place_in_the_readme() -> None:
+    assert len({opening_comment(path) for path in CONFIGS}) == len(CONFIGS)
+    readme = (CONFIGS[0].parent.parent / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in CONFIGS if path.name not in readme] == []
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    config = load_config(None).model_dump(mode="json")
+    assert config["model"] == {"source": "models/opt-e2e", "tokenizer": None, "dtype": "auto", "quantization": None}
+    assert config["sampling"] == {
+        "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
+        "ignore_eos": False, "deterministic": False,
+    }  # fmt: skip
+    assert config["input"] == {
+        "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,
+        "too_long": "fail_row",
+    }  # fmt: skip
+    assert config["output"] == {"path": "outputs/run", "if_exists": "fail"}
+    assert config["actors"]["length_buckets"] == [32, 64, 128, 256, 512, 1024, 2048]
+    assert config["baseline"] == {"fraction": 0.02}
+    assert config["limits"] == {"max_failed_rows": 0.01, "max_row_attempts": 3, "no_progress_timeout_s": 1800}
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({"decode": {"method": "skipdecode", "speedup": 2}, "sampling": {"seed": 7}}))
+    config = load_config(path, ["decode.speedup=4", "sampling.stop=['\\n', END]", "decode.speedup=5"])
+    assert (config.decode.speedup, config.sampling.seed, config.sampling.stop) == (5, 7, ("\\n", "END"))
+
+
+def test_the_tree_is_frozen() -> None:
+    config = load_config(None)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.decode.speedup = 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("decode.spedup=3", "decode.spedup: unknown key; did you mean 'speedup'?"),
+        ("decoder.speedup=3", "decoder: unknown key; did you mean 'decode'?"),
+        ("sampling.top_p=0", "sampling.top_p: "),
+        ("sampling.temperature=.inf", "sampling.temperature: "),
+        ("sampling.max_new_tokens=0", "sampling.max_new_tokens: "),
+        ("sampling.max_new_tokens=many", "sampling.max_new_tokens: "),
+        ("sampling.stop=['']", "sampling.stop"),
+        ("actors.num_actors=0", "actors.num_actors: "),
+        ("actors.num_actors=[3,1]", "actors.num_actors: a pool is [min, max]"),
+        ("actors.length_buckets=[64,32]", "actors.length_buckets: must be strictly increasing"),
+        ("limits.max_failed_rows=1.5", "limits.max_failed_rows: "),
+        ("limits.max_failed_rows=-1", "limits.max_failed_rows: "),
+        ("output.if_exists=append", "output.if_exists: "),
+        ("input.path=[]", "input.path: "),
+        ("input.limit=0", "input.limit: "),
+        ("decode.method=fast", "decode.method: "),
+        ("decode.ffn_skip={mode: layer}", "decode.ffn_skip.mode: "),
+        ("decode.ffn_skip={treshold: 0.9}", "decode.ffn_skip.treshold: unknown key; did you mean 'threshold'?"),
+        ("decode.ffn_skip=0.9", "decode.ffn_skip: "),
+        ("decode.ffn_skip={layers: [1, x]}", "decode.ffn_skip.layers: "),
+        ("prefill.method=swift", "prefill.method: "),
+        ("model.source=[1]", "model.source: "),
+        ("model=3", "model: "),
+        ("decode", "expected key=value"),
+        ("model.source.x=3", "model.source.x: source is a value, not a section"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_the_key(override: str, message: str) -> None:
+    overrides = ["model.source=here", override] if override.startswith("model.source.x") else [override]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert message in str(caught.value)
+
+
+def test_an_empty_section_is_all_defaults_and_one_stop_string_needs_no_list(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("decode:\nsampling: {stop: END}\n")
+    assert load_config(path).decode == load_config(None).decode
+    assert load_config(path).sampling.stop == ("END",)
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes("# caf\xe9".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"job\.yaml: not valid YAML in UTF-8"):
+        load_config(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("- 1", "expected a mapping")])
+def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"job\.yaml") as caught:
+        load_config(path)
+    assert message in str(caught.value)
+
+
+def test_an_absent_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--config /nowhere/job.yaml: No such file"):
+        load_config("/nowhere/job.yaml")
+
+
+def test_share_and_count_of_failed_rows_are_told_apart() -> None:
+    assert isinstance(load_config(None, ["limits.max_failed_rows=1"]).limits.max_failed_rows, int)
+    assert isinstance(load_config(None, ["limits.max_failed_rows=1.0"]).limits.max_failed_rows, float)
+
+
+def test_all_sections_forbid_unknown_keys() -> None:
+    for name, field in JobConfig.model_fields.items():
+        with pytest.raises(ConfigError, match=f"{name}.no_such_key: unknown key"):
+            load_config(None, [f"{name}.no_such_key=1"])
+        assert field.annotation is not None
+
+
+def test_quantization_that_no_worker_could_load_is_refused() -> None:
+    opt = OPTConfig.released("opt-125m")
+    check_quantization(None, opt, "float32", "cuda")
+    check_quantization("int8", opt, "bfloat16", "cpu", is_here=False)
+    if cpu_kernels.has_tiles():
+        check_quantization("int8", opt, "bfloat16", "cpu")
+    else:
+        with pytest.raises(ConfigError, match=r"model\.quantization: int8 weights need a CPU with AMX"):
+            check_quantization("int8", opt, "bfloat16", "cpu")
+    for dtype, device in (("float32", "cpu"), ("bfloat16", "cuda")):
+        with pytest.raises(ConfigError, match=rf"model\.quantization: int8 .* {dtype} on {device}; null"):
+            check_quantization("int8", opt, dtype, device)
+    with pytest.raises(ConfigError, match=r"model\.quantization: hidden_size 48 "):
+        check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu", is_here=False)
+    with pytest.raises(ConfigError, match=r"model\.quantization"):
+        build_config(JobConfig, {"model": {"quantization": "int4"}})
+
+
+def test_quantization_is_refused_before_any_work(tmp_path: Path) -> None:
+    run = {"label": "a", "model": "models/opt-e2e", "quantization": "int8", "decode": [{"method": "full"}]}
+    sweep = build_config(SweepConfig, {"runs": [run], "output": str(tmp_path), "data": {"path": None}})
+    with pytest.raises(ConfigError, match=r"runs\.0\.model \(a\): model\.quantization: .* float32 on cpu"):
+        run_sweep(sweep, print, "")
+    config = build_config(CalibrateConfig, {"model": {"quantization": "int8"}, "output": str(tmp_path / "out")})
+    with pytest.raises(ConfigError, match=r"model\.quantization: .* leave it null"):
+        calibrate(config, print)
+    assert list(tmp_path.iterdir()) == []

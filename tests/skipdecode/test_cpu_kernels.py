@@ -1,0 +1,387 @@
+"""The compiled CPU kernels against torch's operators, over any shapes; and what happens without a compiler."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode import cohort, cpu_kernels
+from skipdecode.continuous import generate_continuous
+from skipdecode.generate import Request, generate
+from skipdecode.linear import Linear
+from skipdecode.model import OPT
+from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.sampling import Sampling
+from skipdecode.weights import load_opt, save_opt
+
+ROOT = Path(__file__).parents[2]
+DTYPES = [torch.float32, torch.bfloat16]
+# Of the largest output: float32 sums in another order; bfloat16's last bit is 2^-8, and torch rounds its weights too.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+compiled = pytest.mark.skipif(cpu_kernels.status() != "compiled", reason=cpu_kernels.status())
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    rows=st.integers(1, 9),
+    heads=st.integers(1, 5),
+    dim=st.sampled_from([1, 3, 16, 64, 80, 128]),
+    capacity=st.integers(1, 70),
+    seed=st.integers(0, 2**31),
+    is_new=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_attention_is_that_of_torch(
+    dtype: torch.dtype, rows: int, heads: int, dim: int, capacity: int, seed: int, is_new: bool, threads: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(rows, heads, capacity, dim, generator=rng).to(dtype) for _ in "kv")
+    last = torch.randint(0, capacity, (rows,), generator=rng)
+    first = (torch.rand(rows, generator=rng) * (last + 1)).long()
+    qkv = torch.randn(rows, 3 * heads * dim, generator=rng).to(dtype)
+    q, new_k, new_v = qkv.chunk(3, dim=-1)
+    wanted_k, wanted_v = k.clone(), v.clone()
+    if is_new:
+        for cache, new in ((wanted_k, new_k), (wanted_v, new_v)):
+            cache[torch.arange(rows), :, last] = new.view(rows, heads, dim)
+    columns = torch.arange(capacity)
+    mask = (columns >= first[:, None]) & (columns <= last[:, None])
+    query = q.reshape(rows, heads, 1, dim)
+    wanted = F.scaled_dot_product_attention(
+        query.float(), wanted_k.float(), wanted_v.float(), attn_mask=mask[:, None, None]
+    )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        made = cpu_kernels.attend(q, k, v, first, last, (new_k, new_v) if is_new else None)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(k, wanted_k)  # only the new column was written
+    assert torch.equal(v, wanted_v)
+    difference = (made.float() - wanted.reshape(rows, -1)).abs().max()
+    assert difference <= TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
+
+
+@compiled
+def test_weights_far_apart_do_not_overflow() -> None:
+    q = torch.full((1, 64), 50.0)
+    k = torch.stack([torch.full((64,), x) for x in (-40.0, 40.0, 39.0)])[None, None].contiguous()
+    v = torch.stack([torch.full((64,), x) for x in (1.0, 2.0, 3.0)])[None, None].contiguous()
+    made = cpu_kernels.attend(q, k, v, torch.tensor([0]), torch.tensor([2]))
+    assert torch.equal(made, torch.full((1, 64), 2.0))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.integers(1, 7), size=st.integers(1, 1300), seed=st.integers(0, 2**31), levels=st.integers(1, 60))
+def test_argmax_is_the_lowest_of_the_largest(dtype: torch.dtype, rows: int, size: int, seed: int, levels: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    x = (torch.randint(-levels, levels + 1, (rows, size), generator=rng) / 8 - levels / 16).to(dtype)  # many ties
+    wanted = np.argmax(x.float().numpy(), axis=1)  # numpy promises the first
+    assert cpu_kernels.argmax(x).tolist() == wanted.tolist()
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_of_strange_numbers(dtype: torch.dtype) -> None:
+    infinity = float("inf")
+    rows = [[-0.0, 0.0, -1.0], [-infinity, -3.0, -2.0], [1.0, infinity, 2.0], [-3.0, -2.0, -4.0]]
+    assert cpu_kernels.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, 1, 1]
+
+
+@compiled
+def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token() -> None:
+    for value in ("nan", "-inf"):
+        assert cpu_kernels.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
+
+
+@compiled
+def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
+    code = "from skipdecode import cpu_kernels as c; assert c.status() == 'compiled', c.status()"
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    (library,) = tmp_path.glob("*/*.so")
+    whole = library.read_bytes()
+    library.write_bytes(whole[: len(whole) // 2])  # loading this would be a bus error
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    assert len(library.read_bytes()) == len(whole)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env | {"PATH": "", "CXX": ""}, check=True)  # kept
+
+
+tiles = pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+
+
+@tiles
+@given(
+    rows=st.integers(0, 140),
+    steps=st.integers(1, 9),
+    outputs=st.integers(1, 110),
+    seed=st.integers(0, 2**31),
+    then=st.sampled_from(["nothing", "relu", "residual"]),
+    has_bias=st.booleans(),
+    is_strided=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_products_on_tiles_are_those_of_float32(
+    rows: int, steps: int, outputs: int, seed: int, then: str, has_bias: bool, is_strided: bool, threads: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, 32 * steps, generator=rng).bfloat16() for n in (rows, outputs))
+    bias = torch.randn(outputs, generator=rng).bfloat16() if has_bias else None
+    residual = torch.randn(rows, outputs, generator=rng).bfloat16() if then == "residual" else None
+    wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
+    if is_strided:  # the last column of several, as the head gets it
+        x = torch.stack([x + 1, x], dim=1)[:, -1]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        packed = cpu_kernels.pack(weight)
+        made = cpu_kernels.linear(x, packed, outputs, bias, relu=then == "relu", residual=residual)
+        alone = [cpu_kernels.linear(row[None], packed, outputs, bias, relu=then == "relu") for row in x[:2]]
+    finally:
+        torch.set_num_threads(before)
+    assert made.shape == (rows, outputs)
+    # half a unit in the last place of bfloat16, and float32 sums in another order
+    assert torch.all((made.float() - wanted).abs() <= wanted.abs() / 256 + 1e-4)
+    if residual is None:
+        assert all(torch.equal(one[0], row) for one, row in zip(alone, made[:2], strict=True))
+
+
+@tiles
+@given(
+    rows=st.integers(1, 140),
+    steps=st.integers(1, 4),
+    outputs=st.integers(1, 300),
+    seed=st.integers(0, 2**31),
+    levels=st.sampled_from([2, 1000]),
+    threads=st.integers(1, 3),
+)
+def test_the_likeliest_output_is_that_of_the_logits(
+    rows: int, steps: int, outputs: int, seed: int, levels: int, threads: int
+) -> None:
+    """The lowest of equals, of which few levels make many."""
+    rng = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randint(-levels, levels, (n, 32 * steps), generator=rng).bfloat16() for n in (rows, outputs))
+    packed = cpu_kernels.pack(weight)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        made = cpu_kernels.likeliest(x, packed, outputs)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(made, cpu_kernels.argmax(cpu_kernels.linear(x, packed, outputs, None)))
+
+
+@tiles
+def test_the_likeliest_output_of_strange_numbers() -> None:
+    weight = -torch.ones(70, 32, dtype=torch.bfloat16)
+    weight[5] = -0.5
+    packed = cpu_kernels.pack(weight)
+    x = torch.ones(3, 32, dtype=torch.bfloat16)
+    x[1], x[2] = torch.nan, 3e38
+    made = cpu_kernels.likeliest(x, packed, 70).tolist()
+    assert made[:2] == [5, 0]
+    assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
+    with pytest.raises(AssertionError):
+        cpu_kernels.likeliest(x.float(), packed, 70)
+    with pytest.raises(AssertionError):
+        cpu_kernels.likeliest(x[:, :16], packed, 70)
+
+
+@tiles
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("then", ["nothing", "relu", "residual"])
+@pytest.mark.parametrize(("rows", "inputs"), [(1100, 3072), (2100, 96), (1537, 2048 + 288)])
+def test_many_rows_go_through_in_parts(rows: int, inputs: int, then: str, threads: int) -> None:
+    """More rows, and more inputs, than stay in the cache at once; each row's bits are those it has alone."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (40, inputs), (40,)))
+    residual = torch.randn(rows, 40).bfloat16() if then == "residual" else None
+    packed = cpu_kernels.pack(weight)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        made = cpu_kernels.linear(x, packed, 40, bias, relu=then == "relu", residual=residual)
+    finally:
+        torch.set_num_threads(before)
+    wanted = F.linear(x.float(), weight.float(), bias.float())
+    wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
+    assert (made.float() - wanted).abs().max() <= wanted.abs().max() / 256
+    for row in (0, 255, 256, 600, rows - 1):
+        own = None if residual is None else residual[row : row + 1]
+        alone = cpu_kernels.linear(x[row : row + 1], packed, 40, bias, relu=then == "relu", residual=own)
+        assert torch.equal(alone[0], made[row])
+
+
+@tiles
+def test_what_is_not_a_number_stays_so() -> None:
+    packed = cpu_kernels.pack(torch.ones(3, 32, dtype=torch.bfloat16))
+    x = torch.ones(2, 32, dtype=torch.bfloat16)
+    x[1, 5] = torch.nan
+    for relu in (False, True):
+        made = cpu_kernels.linear(x, packed, 3, None, relu=relu)
+        assert made.isnan().tolist() == [[False] * 3, [True] * 3]
+
+
+@tiles
+def test_a_wrong_operand_is_refused() -> None:
+    packed, x = cpu_kernels.pack(torch.ones(3, 32, dtype=torch.bfloat16)), torch.ones(2, 32, dtype=torch.bfloat16)
+    for keys in (
+        {"x": x[:, :16]}, {"x": x.float()}, {"outputs": 40}, {"bias": torch.ones(4, dtype=torch.bfloat16)},
+        {"residual": torch.ones(3, dtype=torch.bfloat16)}, {"relu": True, "residual": torch.ones(2, 3).bfloat16()},
+    ):  # fmt: skip
+        with pytest.raises(AssertionError):
+            cpu_kernels.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        cpu_kernels.pack(torch.ones(3, 30, dtype=torch.bfloat16))
+
+
+def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
+    """Some flags of a compiler flush subnormal numbers to zero in every library of the process."""
+    code = (
+        "import torch; from skipdecode import cpu_kernels as c;"
+        "assert c.status() == 'compiled'; c.argmax(torch.ones(2, 3));"
+        "import numpy as np; x = np.float32(1e-40); assert x * np.float32(1.0) != 0, 'flushed'"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
+    for settings, word in (
+        ({"PATH": str(tmp_path)}, "no C++ compiler"),
+        ({"CXX": "/bin/false"}, "/bin/false failed"),
+        ({"SKIPDECODE_KERNELS": "off"}, "turned off"),
+    ):
+        env = {key: value for key, value in os.environ.items() if key not in ("CXX", "SKIPDECODE_KERNELS")}
+        env |= {"XDG_CACHE_HOME": str(tmp_path)} | settings
+        code = (
+            "import torch; from skipdecode import cpu_kernels as c; from skipdecode.sampler import likeliest;"
+            "assert not c.is_available(torch.ones(1));"
+            "assert likeliest(torch.tensor([[0.0, 2.0]])).tolist() == [1]; print(c.status())"
+        )
+        made = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, check=True, capture_output=True, text=True
+        )
+        assert word in made.stdout
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.integers(1, 40), width=st.integers(1, 70), out=st.integers(1, 90), seed=st.integers(0, 2**31))
+def test_a_packed_layer_is_the_layer(dtype: torch.dtype, rows: int, width: int, out: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        layer = Linear(width, out, bias=bool(seed % 2)).to(dtype)
+        x, residual = torch.randn(rows, 1, width).to(dtype), torch.randn(rows, 1, out).to(dtype)
+        wanted = [layer(x), layer(x, relu=True), layer(x, residual=residual)]
+        layer.pack()
+        assert layer.packed is not None or not torch.backends.mkldnn.is_available() or dtype == torch.bfloat16
+        for one, other in zip(wanted, [layer(x), layer(x, relu=True), layer(x, residual=residual)], strict=True):
+            assert one.dtype == other.dtype
+            assert (one.float() - other.float()).abs().max() <= TOLERANCE[dtype] * max(1, float(one.abs().max()))
+
+
+# The whole decoder, as fast as it gets and as plain as it gets. The plain one is held to Hugging Face elsewhere.
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint_factory: Callable[..., Path]) -> Callable[[str], OPT]:
+    return lambda style: load_opt(checkpoint_factory(style))
+
+
+def tokens_of(model: OPT, lengths: list[int], num_new: int, schedule: Schedule) -> list[list[int]]:
+    rng = torch.Generator().manual_seed(sum(lengths))
+    prompts = [[2, *torch.randint(4, 320, (n - 1,), generator=rng).tolist()] for n in lengths]
+    sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
+    requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+    return [c.tokens for c in generate(model, requests, schedule).completions]
+
+
+@given(
+    style=st.sampled_from(["125m", "350m", "1.3b"]),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9),
+    num_new=st.integers(1, 12),
+    schedule=st.sampled_from([FullDepth(6), SkipDecode(6, 5, 2, 1, 9), Unified(6, 3)]),
+    at_once=st.integers(1, 200),
+)
+def test_every_fast_path_gives_the_tokens_of_the_plain_one(
+    plain: Callable[[str], OPT], style: str, lengths: list[int], num_new: int, schedule: Schedule, at_once: int
+) -> None:
+    model = plain(style)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "is_available", lambda _: False)
+        wanted = tokens_of(model, lengths, num_new, schedule)
+        packed = copy.deepcopy(model).pack()
+        patch.setattr(cohort, "PREFILL_TOKENS", dict.fromkeys(cohort.PREFILL_TOKENS, at_once))  # in several parts
+        assert tokens_of(packed, lengths, num_new, schedule) == wanted
+    assert tokens_of(packed, lengths, num_new, schedule) == wanted
+
+
+@pytest.mark.parametrize("place", [0, 7, 19])
+def test_a_fixed_shape_gives_the_same_bits_at_every_place(
+    plain: Callable[[str], OPT], place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 rows of 128 columns go through the model in parts, which must be of one size."""
+    monkeypatch.setattr(cohort, "PREFILL_TOKENS", dict.fromkeys(cohort.PREFILL_TOKENS, 2048))
+    model = copy.deepcopy(plain("125m")).to(torch.bfloat16).pack()
+    prompt, other = [2, *range(4, 100)], [2, 9, 8, 7]
+    seen: list[torch.Tensor] = []
+    hook = model.register_forward_hook(lambda _module, _args, out: seen.append(out.clone()))
+    sampling = Sampling(max_new_tokens=2, ignore_eos=True)
+    for at in (0, place):
+        rows = [Request(str(i), prompt if i == at else other, sampling, top_logprobs=0) for i in range(20)]
+        seen.clear()
+        generate(model, rows, FullDepth(6), prompt_columns=128, batch_rows=20, compact=False)
+        logits = torch.cat(seen[:-1])[at], seen[-1][at]
+        wanted = logits if at == 0 else wanted  # noqa: F821
+        assert len(seen) > 2, "one part"
+        assert len({len(part) for part in seen[:-1]}) == 1, "parts of several sizes"
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(logits, wanted, strict=True))
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_swiftkv_too(plain: Callable[[str], OPT], group_size: int) -> None:
+    model = copy.deepcopy(plain("125m")).with_swiftkv(2, group_size)
+    schedule = SwiftPrefill(SkipDecode(6, 5, 3, 1, 9), 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "is_available", lambda _: False)
+        wanted = tokens_of(model, [3, 9, 1, 14, 6], 11, schedule)
+    assert tokens_of(model.pack(), [3, 9, 1, 14, 6], 11, schedule) == wanted
+
+
+def test_rows_of_different_ages_too(plain: Callable[[str], OPT]) -> None:
+    model, schedule = copy.deepcopy(plain("125m")).pack(), SkipDecode(6, 5, 2, 1, 9)
+    prompts = [[2, *range(5, 5 + n)] for n in (3, 9, 1, 14, 6, 2, 8)]
+    requests = [
+        Request(str(i), prompt, Sampling(max_new_tokens=4 + 3 * (i % 3), ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
+    made = []
+    for is_available in (lambda _: False, cpu_kernels.is_available):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu_kernels, "is_available", is_available)
+            rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
+            made.append([row.tokens for row in rows])
+    assert made[0] == made[1]
+    assert made[0] == [c.tokens for c in generate(model, requests, schedule).completions]
+
+
+def test_a_packed_model_is_neither_saved_nor_shared(plain: Callable[[str], OPT], tmp_path: Path) -> None:
+    packed = copy.deepcopy(plain("125m")).pack()
+    assert packed.is_packed
+    with pytest.raises(AssertionError, match="cannot be saved"):
+        save_opt(packed, tmp_path)
+    with pytest.raises(AssertionError, match="cannot be shared"):
+        packed.with_swiftkv(3)

@@ -1,0 +1,501 @@
+"""Decoding against Hugging Face: `generate` at full depth, and the naive decoder of `support.naive` under a schedule.
+
+Everything in float32; tokens must be equal, one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import OPTForCausalLM
+
+from actors.tokenizer import OPTTokenizer
+from skipdecode import generate as decoder
+from skipdecode.generate import BatchResult, Completion, Request, generate
+from skipdecode.model import OPT
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.request import Row
+from skipdecode.sampling import Sampling, StopScan, cut_at_stop
+from skipdecode.train import teacher_batch, teacher_forced_logits
+from skipdecode.weights import load_opt
+from tests.support.naive import greedy, naive_decode, random_prompts, requests_for, tokens_of
+
+STYLES = ["125m", "350m", "1.3b"]
+L = 6
+FULL = FullDepth(L)
+SCHEDULES: list[Schedule] = [
+    SkipDecode(L, 5, 2, 1, 9),
+    SkipDecode(L, 4, 4, 2, 1),
+    EarlyExit(L, 6, 1, 1, 14),
+    Unified(L, 3),
+]
+Factory = Callable[..., Path]
+Load = Callable[[Path], OPT]
+LoadHF = Callable[[Path], OPTForCausalLM]
+
+
+def hf_generate(reference: OPTForCausalLM, prompts: Sequence[list[int]], num_new: int, eos: int = 2) -> list[list[int]]:
+    """Greedy `OPTForCausalLM.generate` of a left-padded batch; each row up to its EOS."""
+    width = max(len(p) for p in prompts)
+    tokens = torch.tensor([[1] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    made = reference.generate(
+        tokens, attention_mask=mask, max_new_tokens=num_new, do_sample=False, eos_token_id=eos, pad_token_id=1
+    )[:, width:].tolist()
+    return [row[: row.index(eos) + 1] if eos in row else row for row in made]
+
+
+def logged(model: OPT, requests: Sequence[Request], schedule: Schedule, **keys: object) -> tuple[BatchResult, Tensor]:
+    """The result, and the logits [B, N, V] of all calls of the model."""
+    calls: list[Tensor] = []
+    asking = [replace(request, top_logprobs=0) for request in requests]  # else there are only tokens to see
+    hook = model.register_forward_hook(lambda _module, _args, out: calls.append(out.clone()))
+    try:
+        result = generate(model, asking, schedule, compact=False, **keys)  # type: ignore[arg-type]
+    finally:
+        hook.remove()
+    return result, torch.stack(calls, dim=1)
+
+
+def mean_distinct(rows: Sequence[Sequence[int]]) -> float:
+    return sum(len(set(row)) for row in rows) / len(rows)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, num_layers: int = L) -> Schedule:
+    method = draw(st.sampled_from([SkipDecode, SkipDecode, EarlyExit, Unified]))
+    if method is Unified:
+        return Unified(num_layers, draw(st.integers(2, num_layers)))
+    w, m, big_m = sorted(draw(st.tuples(*[st.integers(1, num_layers)] * 3)))
+    return method(num_layers, big_m, m, w, draw(st.integers(1, 20)))
+
+
+# Full depth: Hugging Face
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("lengths", [[1, 9, 4, 16, 2, 9], [7, 7, 7, 7], [1], [1, 1]], ids=str)
+def test_full_depth_is_hugging_face_generate(
+    checkpoint_factory: Factory, ours: Load, hf: LoadHF, style: str, lengths: list[int]
+) -> None:
+    folder = checkpoint_factory(style)
+    prompts = random_prompts(lengths, seed=len(lengths))
+    wanted = hf_generate(hf(folder), prompts, 30)
+    result = generate(ours(folder), requests_for(prompts, greedy(30)), FULL)
+    assert tokens_of(result) == wanted
+    assert mean_distinct(wanted) >= 5  # a model that repeats one token would prove nothing
+    for c in result.completions:
+        assert c.finish_reason == ("stop" if c.tokens[-1] == 2 else "length")
+        assert c.layers_run == L * (len(c.tokens) - 1)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("schedule", [FULL, SkipDecode(L, 5, 2, 1, 9)], ids=["full", "skipdecode"])
+def test_rows_that_end_at_different_steps(
+    ending_checkpoint: Callable[[str], Path], ours: Load, hf: LoadHF, style: str, schedule: Schedule
+) -> None:
+    """EOS falls at many different steps, and the batch shrinks on the way."""
+    folder = ending_checkpoint(style)
+    model, eos = ours(folder), ours(folder).config.eos_token_id
+    prompts = random_prompts([3, 9, 1, 5, 12, 7, 2, 8, 10, 4, 6, 11, 3, 9, 14, 5] * 2, seed=5)
+    limits = [60 if i % 4 == 0 else 25 for i in range(32)]
+    if schedule == FULL:
+        wanted = [t[:n] for t, n in zip(hf_generate(hf(folder), prompts, 60, eos), limits, strict=True)]
+    else:
+        wanted = [naive_decode(hf(folder), p, schedule, n, eos) for p, n in zip(prompts, limits, strict=True)]
+    requests = [Request(str(i), p, greedy(n)) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    result = generate(model, requests, schedule)
+    assert tokens_of(result) == wanted
+    assert [c.finish_reason for c in result.completions] == ["stop" if t[-1] == eos else "length" for t in wanted]
+    assert len({len(t) for t in wanted if t[-1] == eos}) >= 3, "the case has lost its point: rows end together"
+    assert len(set(result.stats.batch_rows)) >= 2, "the case has lost its point: no compaction"
+    assert tokens_of(generate(model, requests, schedule, compact=False)) == wanted
+
+
+def test_ignore_eos_runs_to_the_end(ending_checkpoint: Callable[[str], Path], ours: Load, hf: LoadHF) -> None:
+    folder = ending_checkpoint("125m")
+    prompts = random_prompts([3, 9, 1, 5, 12, 7, 2, 8], seed=5)
+    result = generate(ours(folder), requests_for(prompts, greedy(40, ignore_eos=True)), FULL)
+    wanted = hf_generate(hf(folder), prompts, 40, eos=-7)
+    assert tokens_of(result) == wanted
+    assert any(ours(folder).config.eos_token_id in row[:-1] for row in wanted)
+    assert {c.finish_reason for c in result.completions} == {"length"}
+
+
+# Schedules: the naive decoder, one teacher-forced pass, and each row alone
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_schedules_are_the_naive_decoder(
+    checkpoint_factory: Factory, ours: Load, hf: LoadHF, style: str, schedule: Schedule
+) -> None:
+    folder = checkpoint_factory(style)
+    prompts = random_prompts([1, 9, 4, 13], seed=4)
+    wanted = [naive_decode(hf(folder), p, schedule, 20) for p in prompts]
+    assert tokens_of(generate(ours(folder), requests_for(prompts, greedy(20)), schedule)) == wanted
+    full = [naive_decode(hf(folder), p, FULL, 20) for p in prompts]
+    assert wanted != full, "the schedule changes nothing here: the case has lost its point"
+    assert mean_distinct(wanted) >= 4
+
+
+def test_naive_decoder_is_hugging_face(checkpoint_factory: Factory, hf: LoadHF) -> None:
+    """The oracle itself, where Hugging Face has an answer."""
+    for style in STYLES:
+        reference = hf(checkpoint_factory(style))
+        prompts = random_prompts([1, 9, 4], seed=6)
+        assert [naive_decode(reference, p, FULL, 20) for p in prompts] == hf_generate(reference, prompts, 20)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=15)
+@given(
+    schedule=schedules(),
+    lengths=st.lists(st.integers(1, 10), min_size=1, max_size=5),
+    num_new=st.integers(1, 16),
+)
+def test_decoding_is_one_teacher_forced_pass(
+    checkpoint_factory: Factory, ours: Load, style: str, schedule: Schedule, lengths: list[int], num_new: int
+) -> None:
+    """The prefix trick: cached steps under any schedule have the logits of one pass over prompt and answer."""
+    model = ours(checkpoint_factory(style))
+    prompts = random_prompts(lengths, seed=sum(lengths))
+    result, decoded = logged(model, requests_for(prompts, greedy(num_new, ignore_eos=True)), schedule)
+    batch = teacher_batch([(p, c.tokens) for p, c in zip(prompts, result.completions, strict=True)], 1)
+    with torch.inference_mode():
+        forced = teacher_forced_logits(model, batch, schedule)
+    torch.testing.assert_close(forced, decoded, atol=1e-4, rtol=0)
+    assert forced.argmax(-1).tolist() == tokens_of(result)
+
+
+@settings(max_examples=25)
+@given(data=st.data(), schedule=schedules())
+def test_a_row_does_not_depend_on_its_batch(
+    ending_checkpoint: Callable[[str], Path], ours: Load, data: st.DataObject, schedule: Schedule
+) -> None:
+    """Any subset in any order, compaction, fixed shapes: the tokens, reasons and layers of the row alone."""
+    model = ours(ending_checkpoint("125m"))
+    limits = [1, 3, 18, 18, 7, 18, 18, 12]
+    prompts = random_prompts([3, 9, 1, 5, 12, 7, 2, 8], seed=7)
+    pool = [Request(f"row-{i}", p, greedy(limits[i])) for i, p in enumerate(prompts)]
+    order = data.draw(st.lists(st.sampled_from(range(8)), min_size=1, max_size=8, unique=True))
+    chosen = [pool[i] for i in order]
+    alone = [generate(model, [r], schedule).completions[0] for r in chosen]
+    assert generate(model, chosen, schedule).completions == alone
+    fixed = generate(model, chosen, schedule, prompt_columns=16, batch_rows=8, compact=False)
+    assert fixed.completions == alone
+    assert set(fixed.stats.batch_rows) <= {8}
+    assert fixed.stats.prompt_columns == 16
+    both = generate(model, chosen, schedule, prompt_columns=13, batch_rows=10)  # fixed start, free to shrink
+    assert both.completions == alone
+
+
+@settings(max_examples=30)
+@given(
+    schedule=schedules(),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    num_new=st.integers(1, 16),
+)
+def test_cache_bytes_are_the_prefixes(loaded: OPT, schedule: Schedule, lengths: list[int], num_new: int) -> None:
+    result = generate(loaded, requests_for(random_prompts(lengths), greedy(num_new)), schedule)
+    steps = [sum(layer in schedule.step(k).layers for k in range(num_new - 1)) for layer in range(L)]
+    heads, dim = loaded.config.num_attention_heads, loaded.config.head_dim
+    assert result.stats.cache_bytes == 2 * len(lengths) * heads * dim * 4 * sum(max(lengths) + n for n in steps)
+
+
+@settings(max_examples=20)
+@given(schedule=schedules(), num_new=st.integers(1, 20))
+def test_layers_run_are_the_budgets(
+    ending_checkpoint: Callable[[str], Path], ours: Load, schedule: Schedule, num_new: int
+) -> None:
+    model = ours(ending_checkpoint("125m"))
+    result = generate(model, requests_for(random_prompts([3, 9, 1, 5], seed=5), greedy(num_new)), schedule)
+    for c in result.completions:
+        assert c.layers_run == sum(schedule.step(k).num_layers_run for k in range(len(c.tokens) - 1))
+    stats = result.stats
+    assert stats.layers_run == sum(c.layers_run for c in result.completions)
+    assert stats.output_tokens == sum(len(c.tokens) for c in result.completions)
+    assert stats.input_tokens == 3 + 9 + 1 + 5
+    assert stats.rows == 4
+    assert stats.decode_steps == max(len(c.tokens) for c in result.completions) - 1 == len(stats.batch_rows)
+    assert stats.row_steps == sum(stats.batch_rows)
+    assert stats.row_steps >= stats.output_tokens - 4
+    depth = [schedule.step(k).num_layers_run for k in range(stats.decode_steps)]
+    assert stats.layer_row_steps == sum(n * d for n, d in zip(stats.batch_rows, depth, strict=True))
+
+
+def test_fixed_shapes_always_have_a_mask(loaded: OPT) -> None:
+    """Else a full batch of full-length rows would take another kernel than a row among padding rows."""
+    requests = requests_for(random_prompts([6, 6, 6]), greedy(5, ignore_eos=True))
+    for keys, is_masked in (({}, False), ({"batch_rows": 3, "prompt_columns": 6, "compact": False}, True)):
+        masks: list[bool] = []
+        hook = loaded.register_forward_hook(lambda _m, args, _out, masks=masks: masks.append(args[2].valid is not None))
+        generate(loaded, requests, FULL, **keys)  # type: ignore[arg-type]
+        hook.remove()
+        assert masks == [is_masked] * 5
+
+
+# Limits
+
+
+def test_each_row_has_its_own_limit(loaded: OPT) -> None:
+    prompts = random_prompts([3, 9, 1, 5], seed=5)
+    limits = [1, 20, 6, 13]
+    requests = [
+        Request(str(i), p, greedy(n, ignore_eos=True)) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    for compact in (True, False):
+        result = generate(loaded, requests, FULL, compact=compact)
+        assert [len(c.tokens) for c in result.completions] == limits
+        assert {c.finish_reason for c in result.completions} == {"length"}
+        for c, prompt in zip(result.completions, prompts, strict=True):
+            assert (
+                c.tokens
+                == generate(loaded, [Request("x", prompt, greedy(20, ignore_eos=True))], FULL)
+                .completions[0]
+                .tokens[: len(c.tokens)]
+            )
+
+
+def test_one_new_token_needs_no_step(loaded: OPT) -> None:
+    result = generate(loaded, requests_for(random_prompts([3, 9]), greedy(1)), SkipDecode(L, 3, 2, 1, 1))
+    assert [len(c.tokens) for c in result.completions] == [1, 1]
+    assert [c.layers_run for c in result.completions] == [0, 0]
+    assert result.stats.decode_steps == result.stats.row_steps == 0
+    assert result.stats.batch_rows == []
+
+
+def test_an_ended_row_is_carried_beyond_the_positions_of_the_model(loaded: OPT) -> None:
+    """A long prompt with a small limit beside a short prompt with a large one: each fits the model's 128 positions."""
+    long, short = random_prompts([120, 4], seed=9)
+    requests = [Request("long", long, greedy(4, ignore_eos=True)), Request("short", short, greedy(60, ignore_eos=True))]
+    alone = [generate(loaded, [r], FULL).completions[0] for r in requests]
+    third = Request("third", short, greedy(60, ignore_eos=True))  # two of three keep running: no compaction
+    assert generate(loaded, [*requests, third], FULL).completions == [*alone, alone[1]]
+    assert generate(loaded, requests, FULL, compact=False).completions == alone
+
+
+def test_the_last_position_can_be_used_and_no_further(loaded: OPT, tiny_checkpoint: Path, hf: LoadHF) -> None:
+    """128 positions hold 120 prompt tokens and 8 fed ones; the ninth new token is not fed."""
+    (prompt,) = random_prompts([120], seed=9)
+    made = generate(loaded, [Request("a", prompt, greedy(9, ignore_eos=True))], FULL).completions[0].tokens
+    assert made == hf_generate(hf(tiny_checkpoint), [prompt], 9, eos=-7)[0]
+    with pytest.raises(ValueError, match=r"128 positions"):
+        generate(loaded, [Request("a", prompt, greedy(10, ignore_eos=True))], FULL)
+
+
+# Stop strings
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: Path, loaded: OPT) -> OPTTokenizer:
+    return OPTTokenizer(tiny_checkpoint, loaded.config)
+
+
+@pytest.fixture(scope="module")
+def writer(tiny_checkpoint: Path, tokenizer: OPTTokenizer) -> OPT:
+    """A model that writes text: tokens that are no characters of their own, and specials, get hardly any logit."""
+    model = load_opt(tiny_checkpoint)
+    for token in range(320):
+        text = tokenizer.decode([token])
+        if not text or "\ufffd" in text or not text.isprintable():
+            model.embed_tokens.weight[token] *= 0.01
+    return model
+
+
+def defined_end(tokens: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int | None:
+    """The definition: the first token after which the text holds a stop string."""
+    return next((n for n in range(1, len(tokens) + 1) if any(s in decode(tokens[:n]) for s in stop)), None)
+
+
+@pytest.fixture
+def check_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda steps: monkeypatch.setitem(decoder.CHECK_EVERY, "cpu", steps)
+
+
+def test_stop_strings_end_a_row_at_the_first_token_that_completes_one(
+    writer: OPT, tokenizer: OPTTokenizer, check_every: Callable[[int], None]
+) -> None:
+    """Stop strings cut out of what the model writes, over token borders too, for several check intervals."""
+    prompts = random_prompts([4, 9, 1], seed=3)
+    free = generate(writer, requests_for(prompts, greedy(30, ignore_eos=True)), FULL).completions
+    num_stopped = num_spanning = 0
+    for c in free:
+        text = tokenizer.decode(c.tokens)
+        for at in range(0, len(text) - 6, 5):
+            for stop in ((text[at : at + 4],), (text[at + 2 : at + 6], "never", text[at : at + 3]), ("\0never",)):
+                if any("\ufffd" in s for s in stop):
+                    continue
+                end = defined_end(c.tokens, stop, tokenizer.decode)
+                assert (end is None) == (stop == ("\0never",))
+                num_stopped += end is not None
+                num_spanning += end is not None and not any(
+                    s in tokenizer.decode(c.tokens[end - 1 : end]) for s in stop
+                )
+    assert num_stopped > 20
+    assert num_spanning > 10
+    text = [tokenizer.decode(c.tokens) for c in free]
+    for interval in (1, 2, 3, 7, 8, 100):
+        check_every(interval)
+        for at in (0, 6, 13):
+            stops = [tuple(s for s in (t[at : at + 4], t[at + 9 : at + 11]) if s and "\ufffd" not in s) for t in text]
+            requests = [
+                Request(str(i), p, greedy(30, ignore_eos=True, stop=s))
+                for i, (p, s) in enumerate(zip(prompts, stops, strict=True))
+            ]
+            result = generate(writer, requests, FULL, decode_text=tokenizer.decode)
+            for c, whole, stop in zip(result.completions, free, stops, strict=True):
+                end = defined_end(whole.tokens, stop, tokenizer.decode)
+                assert c.tokens == whole.tokens[:end]
+                assert c.finish_reason == ("length" if end is None else "stop")
+                assert c.layers_run == L * (len(c.tokens) - 1)
+
+
+@settings(max_examples=300)
+@given(
+    text=st.text(st.sampled_from("ab é🙂東\n"), min_size=1, max_size=16),
+    cuts=st.lists(st.tuples(st.integers(0, 15), st.integers(1, 4)), min_size=1, max_size=3),
+    other=st.sampled_from(["never", "a", "🙂"]),
+    interval=st.integers(1, 9),
+    specials=st.lists(st.integers(0, 12), max_size=8),
+)
+def test_the_check_interval_does_not_matter(
+    tokenizer: OPTTokenizer, text: str, cuts: list[tuple[int, int]], other: str, interval: int, specials: list[int]
+) -> None:
+    """Characters split over several tokens, special tokens (which have no text) in between, any interval."""
+    stop = [text[at : at + n] for at, n in cuts if text[at : at + n]] + [other]
+    tokens = tokenizer.encode([text])[0][1:]
+    for at in specials:
+        tokens.insert(at, 1)
+    wanted = defined_end(tokens, stop, tokenizer.decode)
+    row = Row(Request("x", [2], Sampling(len(tokens) + 1, stop=tuple(stop), ignore_eos=True)))
+    for checked in range(0, len(tokens), interval):
+        row.take(tokens[checked : checked + interval], 2, tokenizer.decode)
+        if not row.is_running:
+            break
+    assert (len(row.tokens) if row.finish_reason == "stop" else None) == wanted
+    if wanted is not None:
+        cut = cut_at_stop(tokenizer.decode(tokens[:wanted]), stop)
+        assert not any(s in cut for s in stop)
+        assert tokenizer.decode(tokens).startswith(cut)
+
+
+def test_stop_string_of_a_character_split_over_tokens(tokenizer: OPTTokenizer) -> None:
+    tokens = tokenizer.encode(["x🙂y"])[0][1:]
+    assert len(tokens) >= 5, "the tokenizer has merged the bytes of the character"
+    scan = StopScan(["🙂"], tokenizer.decode)
+    assert [scan.push(token) for token in tokens[:-1]] == [False] * (len(tokens) - 2) + [True]
+
+
+def test_eos_and_stop_string_and_limit_together(
+    ending_checkpoint: Callable[[str], Path], ours: Load, tokenizer: OPTTokenizer, check_every: Callable[[int], None]
+) -> None:
+    """Whatever comes first wins, and `stop` beats `length` on the last token."""
+    model = ours(ending_checkpoint("125m"))
+    prompts = random_prompts([3, 9, 1, 5, 12, 7, 2, 8], seed=5)
+    free = tokens_of(generate(model, requests_for(prompts, greedy(40)), FULL))
+    ended = [i for i, t in enumerate(free) if t[-1] == model.config.eos_token_id and len(t) > 3]
+    assert ended
+    for interval in (1, 8, 100):
+        check_every(interval)
+        for i in ended:
+            whole, length = free[i], len(free[i])
+
+            def run(i: int = i, **keys: object) -> Completion:
+                return generate(
+                    model, [Request("x", prompts[i], greedy(**keys))], FULL, decode_text=tokenizer.decode
+                ).completions[0]  # type: ignore[arg-type]
+
+            assert run(num_new=length) == Completion(whole, "stop", L * (length - 1), L * (length - 1))
+            assert run(num_new=length - 1) == Completion(whole[:-1], "length", L * (length - 2), L * (length - 2))
+            last = tokenizer.decode(whole[-2:-1])
+            if last and "\ufffd" not in last:
+                end = defined_end(whole, [last], tokenizer.decode)
+                assert end is not None
+                assert run(num_new=40, stop=(last,)) == Completion(whole[:end], "stop", L * (end - 1), L * (end - 1))
+                assert run(num_new=end, stop=(last,)).finish_reason == "stop"
+
+
+def test_stop_strings_without_a_decoder_of_text_are_refused(loaded: OPT) -> None:
+    with pytest.raises(AssertionError, match="no decoder of text"):
+        generate(loaded, requests_for([[2, 5]], greedy(3, stop=("x",))), FULL)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "cut"),
+    [
+        ("one two", [], "one two"),
+        ("one two", ["three"], "one two"),
+        ("one two", ["two", "ne"], "o"),
+        ("one two", ["one"], ""),
+        ("aXbXc", ["X"], "a"),
+        ("grün", ["ü"], "gr"),
+    ],
+)
+def test_cut_at_stop(text: str, stop: list[str], cut: str) -> None:
+    assert cut_at_stop(text, stop) == cut
+
+
+# Sampling inside the loop: streams belong to rows
+
+
+def test_draws_of_a_row_do_not_depend_on_its_batch(loaded: OPT, check_every: Callable[[int], None]) -> None:
+    """Same (seed, id, k), same token: reordered, alone, with greedy neighbours, compacted, fixed shape, any check."""
+    prompts = random_prompts([3, 9, 1, 5, 12, 7], seed=5)
+    settings_of = [
+        greedy(24, temperature=1.0, seed=1),
+        greedy(5, temperature=0.7, top_k=20, seed=1),
+        greedy(24),
+        greedy(24, temperature=1.5, top_p=0.9, seed=2),
+        greedy(3, temperature=1.0, seed=1),
+        greedy(2),
+    ]
+    pool = [Request(f"id-{i}", p, s) for i, (p, s) in enumerate(zip(prompts, settings_of, strict=True))]
+    schedule = SkipDecode(L, 6, 3, 1, 12)
+    alone = [generate(loaded, [r], schedule).completions[0] for r in pool]
+    for interval in (1, 8):
+        check_every(interval)
+        for order in (range(6), range(5, -1, -1), (3, 0), (2, 3, 5, 4), (1, 4, 5, 0)):
+            wanted = [alone[i] for i in order]
+            assert generate(loaded, [pool[i] for i in order], schedule).completions == wanted
+            fixed = generate(loaded, [pool[i] for i in order], schedule, prompt_columns=16, batch_rows=7, compact=False)
+            assert fixed.completions == wanted
+    shrunk = generate(loaded, pool, schedule).stats.batch_rows
+    assert len(set(shrunk)) > 1, "no compaction happened"
+    greedily = generate(loaded, [Request("id-0", prompts[0], greedy(24))], schedule).completions[0]
+    assert alone[0] != greedily
+    other_id = generate(loaded, [Request("id-9", prompts[0], settings_of[0])], schedule).completions[0]
+    other_seed = generate(
+        loaded, [Request("id-0", prompts[0], greedy(24, temperature=1.0, seed=3))], schedule
+    ).completions[0]
+    assert len({tuple(c.tokens) for c in (alone[0], other_id, other_seed)}) == 3
+
+
+def test_top_k_one_is_greedy(loaded: OPT) -> None:
+    prompts = random_prompts([3, 9, 1], seed=5)
+    wanted = tokens_of(generate(loaded, requests_for(prompts, greedy(20)), FULL))
+    for keys in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0.0}, {"temperature": 1e-6}, {"temperature": 1e-38}):
+        sampled = generate(loaded, requests_for(prompts, greedy(20, **({"temperature": 2.0} | keys))), FULL)
+        assert tokens_of(sampled) == wanted, keys
+
+
+# A constant budget: the same layers at every step
+
+
+@settings(max_examples=10)
+@given(budget=st.integers(1, L), num_new=st.integers(2, 10))
+def test_constant_budget_is_the_naive_decoder_with_fixed_layers(
+    loaded: OPT, tiny_checkpoint: Path, hf: LoadHF, budget: int, num_new: int
+) -> None:
+    assume(budget < L)
+    for schedule in (SkipDecode(L, budget, budget, 1, 5), EarlyExit(L, budget, budget, 1, 5)):
+        layers = schedule.step(0).layers
+        assert layers == schedule.step(99).layers
+        prompts = random_prompts([5, 2], seed=budget)
+        wanted = [naive_decode(hf(tiny_checkpoint), p, schedule, num_new) for p in prompts]
+        assert tokens_of(generate(loaded, requests_for(prompts, greedy(num_new)), schedule)) == wanted

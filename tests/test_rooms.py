@@ -1,0 +1,62 @@
+"""The rooms of `pipeline/` and the arrows between them: who may import whom, and what may lie outside a room."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PIPELINE = ROOT / "pipeline"
+COMMON = {
+    "checkpoint", "cluster", "config", "console", "demo_corpus", "faults", "job_metadata", "machine", "openai_params",
+    "schema", "units",
+}  # fmt: skip
+"""Modules outside a room; every room may import them, and they import no room."""
+ARROWS: dict[str, set[str]] = {
+    "input": set(),
+    "store": set(),
+    "stages": set(),
+    "report": {"store"},
+    "generate": {"input", "store", "stages", "report"},
+    "service": set(),
+    "training": {"input", "store"},
+    "evaluation": {"input", "store", "report"},
+    "bench": {"service"},
+    "doctor": {"input", "store"},
+}
+"""Room -> the rooms it may import. Training, evaluation, service, bench and doctor are nobody's foundation."""
+
+
+def imported(path: Path) -> set[str]:
+    """What a file imports of `pipeline`: names of rooms and of common modules."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "pipeline":
+            modules = [f"pipeline.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        found |= {module.split(".")[1] for module in modules if module.startswith("pipeline.")}
+    return found
+
+
+def test_every_file_has_its_room() -> None:
+    rooms = {path.name for path in PIPELINE.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert rooms == set(ARROWS)
+    assert {path.stem for path in PIPELINE.glob("*.py")} == COMMON | {"__init__"}
+
+
+@pytest.mark.parametrize("path", sorted(PIPELINE.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_arrow_points_back_up(path: Path) -> None:
+    room = path.relative_to(PIPELINE).parts[0]
+    allowed = COMMON | {room} | ARROWS[room] if room in ARROWS else COMMON
+    assert imported(path) <= allowed, f"{room} must not import {sorted(imported(path) - allowed)}"
+
+
+def test_the_arrows_have_no_circle() -> None:
+    done: set[str] = set()
+    while ready := {room for room, used in ARROWS.items() if room not in done and used <= done}:
+        done |= ready
+    assert done == set(ARROWS)
