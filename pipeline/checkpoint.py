@@ -43,15 +43,16 @@ def check_model(config: JobConfig, note: Note) -> Model:
         make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
         if config.prefill.method == "swiftkv" and opt.swiftkv is None:
             raise ConfigError(
-                "prefill.method: 'swiftkv' needs a checkpoint that carries SwiftKV's weights, and config.json of this "
-                "one has no swiftkv; jobs.distill makes one that does, and prefill.method=full needs none"
+                "prefill.method",
+                "'swiftkv' needs a checkpoint that carries SwiftKV's weights, and config.json of this "
+                "one has no swiftkv; jobs.distill makes one that does, and prefill.method=full needs none",
             )
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError.parse(error) from error
     if new >= opt.max_position_embeddings:
         raise ConfigError(
-            f"sampling.max_new_tokens: {new} leaves no room for a prompt in the model's "
-            f"{opt.max_position_embeddings} positions"
+            "sampling.max_new_tokens",
+            f"{new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions",
         )
     return Model(folder, config.model.source, opt, decode)
 
@@ -79,21 +80,23 @@ def resolve_ffn_skip(
     if skip["mode"] != "calibrated":
         return settle_ffn_skip(skip)
     if "layers" in skip:
-        raise ConfigError("decode.ffn_skip.layers: has no meaning with mode 'calibrated'; use mode 'fixed'")
+        raise ConfigError("decode.ffn_skip.layers", "has no meaning with mode 'calibrated'; use mode 'fixed'")
     band = opt.ffn_skip
     if band is None:
         raise ConfigError(
-            "decode.ffn_skip.mode: this checkpoint carries no calibrated layers (ffn_skip in its config.json); "
-            "jobs.calibrate makes one that does, and mode 'row' needs none"
+            "decode.ffn_skip.mode",
+            "this checkpoint carries no calibrated layers (ffn_skip in its config.json); "
+            "jobs.calibrate makes one that does, and mode 'row' needs none",
         )
     if not isinstance(band, dict) or not {"num_layers", "layers", "warmup_tokens"} <= band.keys():
         raise ConfigError(
-            "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes"
+            "decode.ffn_skip.mode", "ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes"
         )
     if band["num_layers"] != opt.num_hidden_layers:
         raise ConfigError(
-            f"decode.ffn_skip.mode: the layers in ffn_skip of the checkpoint's config.json were calibrated for "
-            f"{band['num_layers']} layers, and this model has {opt.num_hidden_layers}"
+            "decode.ffn_skip.mode",
+            f"the layers in ffn_skip of the checkpoint's config.json were calibrated for "
+            f"{band['num_layers']} layers, and this model has {opt.num_hidden_layers}",
         )
     before, now = (band.get("decode", decode), band.get("prefill", "full")), (decode, prefill)
     if before != now:
@@ -133,20 +136,23 @@ def check_quantization(
         return
     if device != "cpu" or dtype != "bfloat16":
         raise ConfigError(
-            f"model.quantization: {quantization} weights are for bfloat16 on CPUs with AMX, and this would decode in "
-            f"{dtype} on {device}; null keeps the weights as they are"
+            "model.quantization",
+            f"{quantization} weights are for bfloat16 on CPUs with AMX, and this would decode in "
+            f"{dtype} on {device}; null keeps the weights as they are",
         )
     if is_here and not cpu_kernels.has_tiles():
         raise ConfigError(
-            f"model.quantization: {quantization} weights need a CPU with AMX and a C++ compiler; "
-            f"{cpu_kernels.why_no_tiles()}; null keeps the weights as they are"
+            "model.quantization",
+            f"{quantization} weights need a CPU with AMX and a C++ compiler; "
+            f"{cpu_kernels.why_no_tiles()}; null keeps the weights as they are",
         )
     widths = {"hidden_size": opt.hidden_size, "ffn_dim": opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
     for key, width in widths.items():
         if width % 32 or width > cpu_kernels.MAX_INT8_INPUTS:
             raise ConfigError(
-                f"model.quantization: {key} {width} of this model is no multiple of 32, or above "
-                f"{cpu_kernels.MAX_INT8_INPUTS}; null takes it"
+                "model.quantization",
+                f"{key} {width} of this model is no multiple of 32, or above "
+                f"{cpu_kernels.MAX_INT8_INPUTS}; null takes it",
             )
 
 

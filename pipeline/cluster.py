@@ -111,35 +111,40 @@ def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) ->
     low, high = _sizes(actors, cluster, num_gpus)
     if num_gpus and low * num_gpus > cluster.num_gpus:
         raise ConfigError(
-            f"actors.num_actors: {low} actors with {num_gpus:g} GPUs each need {low * num_gpus:g} GPUs, "
+            "actors.num_actors",
+            f"{low} actors with {num_gpus:g} GPUs each need {low * num_gpus:g} GPUs, "
             f"the cluster has {cluster.num_gpus:g}; lower actors.num_actors or actors.num_gpus (or, if the cluster "
-            "grows by itself, keep nodes for the first actors up: what cannot start is refused at once)"
+            "grows by itself, keep nodes for the first actors up: what cannot start is refused at once)",
         )
     if not num_gpus and actors.num_cpus == "auto" and low > cluster.num_cores:
         raise ConfigError(
-            f"actors.num_actors: {low} actors on CPUs need a core each, the cluster has {cluster.num_cores}; "
-            "lower actors.num_actors, or set actors.num_cpus below 1 to share cores"
+            "actors.num_actors",
+            f"{low} actors on CPUs need a core each, the cluster has {cluster.num_cores}; "
+            "lower actors.num_actors, or set actors.num_cpus below 1 to share cores",
         )
     num_cpus = _cpus_per_actor(actors, cluster, high, num_gpus)  # what the pool may grow to must fit beside it
     needed = low * num_cpus + IO_CPUS
     if needed > free.get("CPU", 0.0) + 1e-6:
         raise ConfigError(
-            f"actors.num_actors: {low} actors with {num_cpus:g} CPUs each and {IO_CPUS:g} CPU for reading and writing "
+            "actors.num_actors",
+            f"{low} actors with {num_cpus:g} CPUs each and {IO_CPUS:g} CPU for reading and writing "
             f"need {needed:g} CPUs, {free.get('CPU', 0.0):g} of {cluster.num_cpus:g} are free; "
-            "lower actors.num_actors or actors.num_cpus"
+            "lower actors.num_actors or actors.num_cpus",
         )
     if num_gpus and low * num_gpus > free.get("GPU", 0.0) + 1e-6:
         raise ConfigError(
-            f"actors.num_actors: {low} actors need {low * num_gpus:g} GPUs, "
-            f"{free.get('GPU', 0.0):g} of {cluster.num_gpus:g} are free; wait for other jobs, or ask for fewer"
+            "actors.num_actors",
+            f"{low} actors need {low * num_gpus:g} GPUs, "
+            f"{free.get('GPU', 0.0):g} of {cluster.num_gpus:g} are free; wait for other jobs, or ask for fewer",
         )
     fits = sum(fit(cpus, gpus, num_cpus, num_gpus) for cpus, gpus in node_shapes(cluster))
     if fits < low:
         shapes = ", ".join(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in node_shapes(cluster))
         raise ConfigError(
-            f"actors.num_actors: {low} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each; an actor "
+            "actors.num_actors",
+            f"{low} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each; an actor "
             f"must fit into one node, and the nodes ({shapes}) hold {fits}; "
-            "lower actors.num_actors, actors.num_cpus or actors.num_gpus"
+            "lower actors.num_actors, actors.num_cpus or actors.num_gpus",
         )
     cores = min(cluster.num_cores, int(max(cpus for cpus, _ in node_shapes(cluster))))  # of one node
     per_node = -(-high // len(node_shapes(cluster)))

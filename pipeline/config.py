@@ -6,9 +6,10 @@ resolved here that needs a cluster, a checkpoint or an input file: `auto` stays 
 """
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -17,7 +18,28 @@ from skipdecode.config import OPTConfig, Quantization, SwiftKVConfig
 
 
 class ConfigError(ValueError):
-    """Bad configuration or input, found before anything was started: exit code 2."""
+    """Bad configuration or input, found before anything was started: exit code 2.
+
+    `key`: the dotted key at fault, empty where there is none. `message`: what is wrong with it, and the remedy.
+    """
+
+    exit_code = 2
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}" if key else message)
+        self.key, self.message = key, message
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Of an error of a package below, which says `key: message`, or the message alone."""
+        key, colon, message = str(text).partition(": ")
+        is_key = colon and "\n" not in message and re.fullmatch(r"[a-z_][\w.\-]*", key)
+        return cls(key, message) if is_key else cls("", str(text))
+
+    def renamed(self, old: str, new: str) -> Self:
+        """The same error where a verb calls the key `old`, or those below it, `new`."""
+        is_it = self.key == old or self.key.startswith(f"{old}.")
+        return type(self)(new + self.key[len(old) :] if is_it else self.key, self.message)
 
 
 class Section(BaseModel):
@@ -203,19 +225,19 @@ def read_tree(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
         try:
             tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         except OSError as error:
-            raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+            raise ConfigError("", f"--config {path}: {error.strerror or error}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {path}: not valid YAML in UTF-8: {error}") from error
+            raise ConfigError("", f"--config {path}: not valid YAML in UTF-8: {error}") from error
         if not isinstance(tree, dict):
-            raise ConfigError(f"--config {path}: expected a mapping of sections, got {type(tree).__name__}")
+            raise ConfigError("", f"--config {path}: expected a mapping of sections, got {type(tree).__name__}")
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"override {override!r}: expected key=value, e.g. decode.speedup=3")
+            raise ConfigError("", f"override {override!r}: expected key=value, e.g. decode.speedup=3")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{key}: not a YAML value: {text!r}") from error
+            raise ConfigError(key, f"not a YAML value: {text!r}") from error
         set_key(tree, key, value)
     return tree
 
@@ -228,7 +250,7 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
             tree[name] = {}
         tree = tree[name]
         if not isinstance(tree, dict):
-            raise ConfigError(f"{dotted}: {name} is a value, not a section")
+            raise ConfigError("", f"{dotted}: {name} is a value, not a section")
     tree[last] = value
 
 
@@ -239,7 +261,7 @@ def build_config(cls: type[SectionT], tree: dict[str, Any]) -> SectionT:
         return cls.model_validate(tree)
     except ValidationError as error:
         lines = [_describe(cls, dict(problem)) for problem in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+        raise ConfigError.parse("\n".join(dict.fromkeys(lines))) from error
 
 
 def _describe(cls: type[Section], problem: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
 
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
     precision = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
     if config.work == "train":
         _check_training(config, precision, profile)
@@ -59,10 +59,10 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
     try:
         model = _load_model(config, device, precision)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError.parse(error) from error
     room = model.config.max_position_embeddings - config.new_tokens
     if max(config.prompt_tokens) > room:
-        raise ConfigError(f"prompt_tokens: {max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
+        raise ConfigError("prompt_tokens", f"{max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
     rows: list[dict[str, Any]] = []
     schedules = list(config.schedules)
     for prompt_tokens in config.prompt_tokens:
@@ -91,16 +91,16 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
 def _check_training(config: BenchConfig, precision: str, profile: bool) -> None:
     """ConfigError for what `work: train` does not do."""
     if "largest" in config.batch_sizes:
-        raise ConfigError("batch_sizes: largest is for work=decode")
+        raise ConfigError("batch_sizes", "largest is for work=decode")
     if profile:
-        raise ConfigError("work: --profile is for work=decode")
+        raise ConfigError("work", "--profile is for work=decode")
     if config.quantization is not None:
-        raise ConfigError("quantization: is for work=decode")
+        raise ConfigError("quantization", "is for work=decode")
     if precision == "float16":
-        raise ConfigError("dtype: float16 is not trained in; use bfloat16 or float32")
+        raise ConfigError("dtype", "float16 is not trained in; use bfloat16 or float32")
     for key in ("ffn_skip", "prefill"):
         if any(decode.get(key) is not None for decode in config.schedules):
-            raise ConfigError(f"schedules: {key} is not timed with work=train; work=decode times it")
+            raise ConfigError("schedules", f"{key} is not timed with work=train; work=decode times it")
 
 
 def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> "OPT":

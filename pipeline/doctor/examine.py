@@ -96,7 +96,7 @@ def find_cluster() -> Cluster:
         return start_ray()
     except Exception as error:  # Ray raises what its transport raised
         raise ConfigError(
-            f"RAY_ADDRESS: {address} does not answer ({error}); unset it to run on this machine alone"
+            "", f"RAY_ADDRESS: {address} does not answer ({error}); unset it to run on this machine alone"
         ) from error
 
 

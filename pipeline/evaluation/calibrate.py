@@ -65,20 +65,20 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     """Measures, proposes, and writes the checkpoint; gives back `calibration/calibration.json`."""
     started = time.monotonic()
     if config.decode.ffn_skip is not None:
-        raise ConfigError("decode.ffn_skip: is what is looked for; give the schedule beneath alone")
+        raise ConfigError("decode.ffn_skip", "is what is looked for; give the schedule beneath alone")
     if config.model.quantization is not None:
-        raise ConfigError("model.quantization: blocks are measured with the weights as they are; leave it null")
+        raise ConfigError("model.quantization", "blocks are measured with the weights as they are; leave it null")
     target = new_folder(config.output)
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     try:
         model = check_model(
             JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling), note
         )
     except ConfigError as error:  # it speaks of a job's keys
-        raise ConfigError(str(error).replace("sampling.max_new_tokens", "max_new_tokens")) from error
+        raise ConfigError.parse(str(error).replace("sampling.max_new_tokens", "max_new_tokens")) from error
     prompts = read_prompts(config.input, config.num_prompts)
     sample = write_sample(config, model, prompts, note)
     note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
@@ -86,7 +86,7 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
         layers = propose_layers(sample, config.skip_share, config.warmup_tokens, _progress(note, "fixed layers"))
         rule = propose_rule(sample, config.skip_share, config.warmup_tokens, _progress(note, "row rule"))
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError.parse(error) from error
     document = provenance(device) | {
         "model": config.model.source,
         "decode": model.decode,
@@ -122,7 +122,7 @@ def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note
     if len(tokens) < len(prompts):
         note(f"{len(prompts) - len(tokens)} prompts with more than {room} tokens were left out")
     if not tokens:
-        raise ConfigError(f"input.path: every prompt has more than {room} tokens")
+        raise ConfigError("input.path", f"every prompt has more than {room} tokens")
     requests = [Request(str(n), ids, Sampling(config.max_new_tokens)) for n, ids in enumerate(tokens)]
     answers = generator(requests).answers
     failed = [answer for answer in answers if isinstance(answer, RowFailure)]
@@ -130,7 +130,7 @@ def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note
         raise RuntimeError(f"{len(failed)} of {len(answers)} prompts could not be decoded: {failed[0].error_message}")
     pairs = [(ids, a.tokens) for ids, a in zip(tokens, answers, strict=True) if not isinstance(a, RowFailure)]
     if all(len(made) < 2 for _, made in pairs):
-        raise ConfigError("input.path: the model ends every one of these prompts with its first token")
+        raise ConfigError("input.path", "the model ends every one of these prompts with its first token")
     base = generator.schedule(config.max_new_tokens)
     return Sample(generator.model, base, pairs, config.batch_size)
 

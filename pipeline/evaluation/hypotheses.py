@@ -34,22 +34,22 @@ def read_texts(folder: RunFolder, state: dict[str, Any] | None) -> Texts:
     if state is not None:
         source = [path for status in ("ok", "failed") for path in folder.data_files(status)]
         if not source:
-            raise ConfigError(f"{folder.shown}: the run has written no rows yet")
+            raise ConfigError("", f"{folder.shown}: the run has written no rows yet")
     try:
         dataset = pa.dataset.dataset(source, filesystem=folder.filesystem, format="parquet")
         for name in ("prompt", "generated_text"):
             if name not in dataset.schema.names:
-                raise ConfigError(f"{folder.shown}: no column {name!r}; it has: {', '.join(dataset.schema.names)}")
+                raise ConfigError("", f"{folder.shown}: no column {name!r}; it has: {', '.join(dataset.schema.names)}")
             kind = dataset.schema.field(name).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise ConfigError(f"{folder.shown}: column {name!r} is {kind}, not text")
+                raise ConfigError("", f"{folder.shown}: column {name!r} is {kind}, not text")
         optional = ("id", "error_code", "num_generated_tokens", "layers_run")
         names = ["prompt", "generated_text", *(name for name in optional if name in dataset.schema.names)]
         rows = dataset.to_table(columns=names).to_pylist()
     except FileNotFoundError as error:
-        raise ConfigError(f"{folder.shown}: no such file or folder") from error
+        raise ConfigError("", f"{folder.shown}: no such file or folder") from error
     except (OSError, pa.ArrowInvalid) as error:
-        raise ConfigError(f"{folder.shown}: neither a run folder nor Parquet: {error}") from error
+        raise ConfigError("", f"{folder.shown}: neither a run folder nor Parquet: {error}") from error
     return choose_texts(rows)
 
 

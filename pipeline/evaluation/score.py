@@ -59,7 +59,7 @@ class EvaluateConfig(Section):
 def evaluate(config: EvaluateConfig, note: Note) -> dict[str, Any]:
     """The figures of one corpus; everything that can be wrong is found before anything is computed."""
     if config.data.path is None:
-        raise ConfigError("--references: name the file with the references (CSV, JSONL or Parquet)")
+        raise ConfigError("", "--references: name the file with the references (CSV, JSONL or Parquet)")
     pairs = read_pairs(config.data.path, config.data.prompt_column, config.data.reference_column, FLAGS)
     folder = RunFolder.open(config.generated)
     state = folder.read_state()
@@ -72,8 +72,9 @@ def evaluate(config: EvaluateConfig, note: Note) -> dict[str, Any]:
     chosen = [prompt for prompt in texts.by_prompt if prompt in references]
     if not chosen:
         raise ConfigError(
+            "",
             f"no prompt of {config.generated} is in column {config.data.prompt_column!r} of {config.data.path}: "
-            f"the run has {_named(texts.by_prompt)}, the references {_named(references)}"
+            f"the run has {_named(texts.by_prompt)}, the references {_named(references)}",
         )
     document = {"generated": config.generated, "references": config.data.path, "rows": texts.num_rows}
     document |= _compare(texts, references, chosen, note)
@@ -128,7 +129,7 @@ def _perplexity(
     is_cpu = config.device == "auto" and _quantization(state) is not None  # such weights are for CPUs
     device = choose_device("cpu" if is_cpu else config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
     torch.set_num_threads(config.threads or num_cores())
     document: dict[str, Any] = {"model": None, "decode": None, "perplexity_pairs": 0} | loss_figures(None)
     if state is None or config.perplexity_pairs == 0:
@@ -175,7 +176,7 @@ def _load_policy(config: EvaluateConfig, state: dict[str, Any], device: torch.de
             model.pack(quantization)
         encoder = OPTTokenizer(tokenizer or folder, model.config)
     except ValueError as error:
-        raise ConfigError(f"perplexity: {error}; --no-perplexity leaves it out") from error
+        raise ConfigError("perplexity", f"{error}; --no-perplexity leaves it out") from error
     num_new = state["config"]["sampling"]["max_new_tokens"]  # rows with a limit of their own ran another schedule
     kv_layers = model.config.kv_layers(state["config"]["prefill"]["method"])
     layers = model.config.num_hidden_layers

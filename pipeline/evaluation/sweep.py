@@ -114,14 +114,14 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
     """Decodes and scores everything; writes `quality.json` (what comes back), `.md`, `.svg`, `.png` into `output`."""
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: torch sees no CUDA device; use device=cpu")
+        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
     corpus = load_corpus(config.data, note)
     dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
     settings = [check_run(config, index, dtype, device.type, note) for index in range(len(config.runs))]
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output: {config.output} cannot be created: {error}") from error
+        raise ConfigError("output", f"{config.output} cannot be created: {error}") from error
     document = provenance(device, VERSIONS) | {
         "dtype": dtype,
         "command": command,
@@ -180,7 +180,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: No
         model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), note)
         check_quantization(run.quantization, model.config, dtype, device)
     except ConfigError as error:
-        raise ConfigError(f"runs.{index}.model ({run.label}): {error}") from error
+        raise ConfigError("", f"runs.{index}.model ({run.label}): {error}") from error
     settings = []
     for number, given in enumerate(run.decode):
         own = {"decode": given.model_dump(exclude={"name", "prefill"}), "prefill": {"method": given.prefill}}
@@ -188,7 +188,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: No
             decode = resolve_decode(JobConfig.model_validate(base | own), model.config, note)
             listed_schedule(model.config, decode | {"prefill": given.prefill}, config.max_new_tokens)
         except ValueError as error:
-            raise ConfigError(f"runs.{index}.decode.{number} ({run.label}): {error}") from error
+            raise ConfigError("", f"runs.{index}.decode.{number} ({run.label}): {error}") from error
         name = given.name
         if name is None:
             name = schedule_name(decode) + ", SwiftKV" * (given.prefill == "swiftkv")
@@ -219,9 +219,9 @@ def load_corpus(data: SweepData, note: Note) -> Corpus:
         try:
             return Corpus(read_prompts(source, data.limit or sys.maxsize), None, [])
         except ConfigError as error:  # it speaks of a job's keys
-            raise ConfigError(str(error).replace("input.", "data.")) from error
+            raise ConfigError.parse(str(error).replace("input.", "data.")) from error
     if not Path(data.path).is_file():
-        raise ConfigError(f"data.path: no file {data.path}; {E2E_DATA}; data.path=null does without references")
+        raise ConfigError("data.path", f"no file {data.path}; {E2E_DATA}; data.path=null does without references")
     keys = ("data.path", "data.prompt_column", "data.reference_column")
     pairs = read_pairs(data.path, data.prompt_column, data.reference_column, keys)
     grouped = dict(list(group_references(pairs).items())[: data.limit])

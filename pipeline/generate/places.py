@@ -20,15 +20,17 @@ def check_apart(folder: RunFolder, listing: Listing) -> None:
         path = os.path.realpath(given) if is_local else given
         if f"{root}/".startswith(f"{path.rstrip('/')}/"):
             raise ConfigError(
-                f"output.path: {folder.shown} lies in the input folder {given}, which is read with everything in it; "
-                "choose an output.path outside, or give input.path as a pattern like *.parquet"
+                "output.path",
+                f"{folder.shown} lies in the input folder {given}, which is read with everything in it; "
+                "choose an output.path outside, or give input.path as a pattern like *.parquet",
             )
     for file in listing.files:
         path = os.path.realpath(file.path) if is_local else file.path
         if path.startswith(f"{root}/"):
             raise ConfigError(
-                f"output.path: the input file {file.path} lies in {folder.shown}; "
-                "choose an output.path that holds nothing of input.path"
+                "output.path",
+                f"the input file {file.path} lies in {folder.shown}; "
+                "choose an output.path that holds nothing of input.path",
             )
 
 
@@ -38,21 +40,23 @@ def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:
     try:
         folder.filesystem.create_dir(folder.root, recursive=True)
     except OSError as error:
-        raise ConfigError(f"output.path: {folder.shown} cannot be created: {error}") from error
+        raise ConfigError("output.path", f"{folder.shown} cannot be created: {error}") from error
     if mode == "overwrite" and (strangers := folder.strangers()):
         more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
         raise ConfigError(
-            f"output.path: {folder.shown} holds {', '.join(strangers[:3])}{more}, which no run of ours wrote, and "
-            "--overwrite will not delete it; move it away, or choose another output.path"
+            "output.path",
+            f"{folder.shown} holds {', '.join(strangers[:3])}{more}, which no run of ours wrote, and "
+            "--overwrite will not delete it; move it away, or choose another output.path",
         )
     if mode == "overwrite" or not folder.exists():
         return None
     if mode == "fail":
         raise ConfigError(
-            f"output.path: {folder.shown} exists already; use --resume to go on with it, --overwrite to start anew, "
-            "or another output.path"
+            "output.path",
+            f"{folder.shown} exists already; use --resume to go on with it, --overwrite to start anew, "
+            "or another output.path",
         )
     state = folder.read_state()
     if state is None or not {"fingerprint", "books", "sessions"} <= state.keys():
-        raise ConfigError(f"output.path: {folder.shown} exists but holds no run.json of a run to resume")
+        raise ConfigError("output.path", f"{folder.shown} exists but holds no run.json of a run to resume")
     return state

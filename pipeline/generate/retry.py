@@ -60,7 +60,7 @@ def retry(path: str, given: dict[str, Any], overrides: list[str], note: Note) ->
     folder = RunFolder.open(path)
     state = folder.read_state()
     if state is None:
-        raise ConfigError(f"{path}: no run.json, so not a run folder")
+        raise ConfigError("", f"{path}: no run.json, so not a run folder")
     tree: dict[str, Any] = state["config"]
     for section, values in given.items():
         tree[section] = tree.get(section, {}) | values if isinstance(values, dict) else values
@@ -69,11 +69,11 @@ def retry(path: str, given: dict[str, Any], overrides: list[str], note: Note) ->
     assert planned.earlier is not None
     compare_fingerprints(planned.earlier, planned.fingerprint, planned.input, free=MAY_DIFFER)
     if state["state"] not in ("finished", "retrying", "committing"):
-        raise ConfigError(f"{path}: the run is {state['state']}; finish it first: jobs.generate --resume")
+        raise ConfigError("", f"{path}: the run is {state['state']}; finish it first: jobs.generate --resume")
     session = uuid.uuid4().hex[:12]
     with Lease(folder, session, note) as lease:
         if folder.read_state() != planned.earlier:
-            raise ConfigError(f"{path}: another run has worked in this folder meanwhile; start again")
+            raise ConfigError("", f"{path}: another run has worked in this folder meanwhile; start again")
         return _execute(planned, session, overrides, lease, note)
 
 
@@ -129,8 +129,9 @@ def _generate(planned: PlannedRun, state: dict[str, Any], total: int, lease: Lea
     left = plan.num_rows - (done.num_rows if done else 0)
     if left != total:
         raise ConfigError(
+            "",
             f"{planned.folder.shown}: {left - total} rows are neither good nor failed; jobs.verify names them, "
-            "jobs.generate --resume makes them again"
+            "jobs.generate --resume makes them again",
         )
     stream_rows(planned, plan, done, state, lease, note, _place(state))
 

@@ -91,7 +91,7 @@ def _index_group(
                 parts += _read_entries(file, index, without_codes)
         except (OSError, pa.ArrowException) as error:
             why = f"output.path: {path}: not a whole Parquet file ({error}); delete it, and its rows are made again"
-            return ConfigError(why), parts[0]
+            return ConfigError.parse(why), parts[0]
     entries = np.concatenate(parts)
     return len(entries), entries
 
@@ -155,8 +155,9 @@ def mark_rows(plan: InputPlan, matches: Iterator[Match]) -> tuple[InputPlan, Don
         num_unknown += part.num_unknown
     if num_doubled or num_unknown:
         raise ConfigError(
-            f"output.path: the data files hold {num_doubled} rows twice and {num_unknown} rows that are not in the "
-            "input; jobs.verify names them and their files. Delete those files: what is then missing is made again"
+            "output.path",
+            f"the data files hold {num_doubled} rows twice and {num_unknown} rows that are not in the "
+            "input; jobs.verify names them and their files. Delete those files: what is then missing is made again",
         )
     return plan.with_duplicates(np.concatenate(rows), np.concatenate(firsts)), done
 

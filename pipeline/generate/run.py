@@ -100,7 +100,7 @@ def run(config: JobConfig, note: Note) -> RunResult:
             planned.folder.fence(session)  # first: a writer of the old run must not add to the new one
             planned.folder.clear()
         elif planned.folder.read_state() != planned.earlier:
-            raise ConfigError(f"output.path: another run has worked in {planned.folder.shown} meanwhile; start again")
+            raise ConfigError("output.path", f"another run has worked in {planned.folder.shown} meanwhile; start again")
         return _execute(planned, session, lease, note)
 
 

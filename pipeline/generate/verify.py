@@ -52,7 +52,7 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
     folder = RunFolder.open(path)
     state = folder.read_state()
     if state is None or not {"state", "books", "columns", "input", "config"} <= state.keys():
-        raise ConfigError(f"{path}: no run.json of a run, so not a run folder")
+        raise ConfigError("", f"{path}: no run.json of a run, so not a run folder")
     verdict = Verdict(folder)
     _check_state(folder, state, verdict.problems)
     verdict.problems.add("stray", folder.strays())

@@ -22,9 +22,9 @@ def read_csv_header(stream: Any, path: str) -> list[str]:
         header: list[str] = next(_csv_reader(stream, path), [])
         "".join(header).encode()
     except (csv.Error, UnicodeEncodeError) as error:
-        raise ConfigError(f"input.path: {path}: the CSV header cannot be read: {error}") from error
+        raise ConfigError("input.path", f"{path}: the CSV header cannot be read: {error}") from error
     if repeated := sorted({name for name in header if header.count(name) > 1}):
-        raise ConfigError(f"input.path: {path}: the CSV header names column {repeated[0]!r} more than once")
+        raise ConfigError("input.path", f"{path}: the CSV header names column {repeated[0]!r} more than once")
     return header
 
 

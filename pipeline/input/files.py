@@ -45,7 +45,7 @@ def list_input(config: InputConfig) -> Listing:
     lead to is read once.
     """
     if config.prompt_column == config.id_column and config.format not in ("text", "openai_batch"):
-        raise ConfigError(f"input.id_column: is the prompt column too ({config.id_column!r}); name another column")
+        raise ConfigError("input.id_column", f"is the prompt column too ({config.id_column!r}); name another column")
     filesystem: pafs.FileSystem | None = None
     found: dict[str, Any] = {}  # identity -> FileInfo, in order
     bases: list[str] = []
@@ -54,7 +54,7 @@ def list_input(config: InputConfig) -> Listing:
         with blame(f"input.path: {given}"):
             own, base, pattern = resolve_path(given)
             if filesystem is not None and not own.equals(filesystem):
-                raise ConfigError(f"input.path: {given}: one run reads from one filesystem; copy, or run twice")
+                raise ConfigError("input.path", f"{given}: one run reads from one filesystem; copy, or run twice")
             filesystem = own
             infos, folder = find_files(own, base, pattern, given, config)
         bases.append(folder)
@@ -78,7 +78,7 @@ def blame(what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what}: cannot be read: {error}") from error
+        raise ConfigError("", f"{what}: cannot be read: {error}") from error
 
 
 def _detect_format(filesystem: pafs.FileSystem, files: Sequence[SourceFile], config: InputConfig) -> str:
@@ -86,21 +86,23 @@ def _detect_format(filesystem: pafs.FileSystem, files: Sequence[SourceFile], con
         for file in files:
             known = parse_suffix(file.path)[0]
             if known and "parquet" in (known, config.format) and known != config.format:
-                raise ConfigError(f"input.format: {config.format}, but {file.path} is a {known} file")
+                raise ConfigError("input.format", f"{config.format}, but {file.path} is a {known} file")
         return config.format
     first: tuple[str, SourceFile] | None = None
     for file in files:
         known = parse_suffix(file.path)[0]
         if known is None:
             raise ConfigError(
-                f"input.format: cannot tell the format of {file.path} from its name; set input.format to "
-                "parquet, jsonl, csv, text or openai_batch, or give a pattern that leaves the file out"
+                "input.format",
+                f"cannot tell the format of {file.path} from its name; set input.format to "
+                "parquet, jsonl, csv, text or openai_batch, or give a pattern that leaves the file out",
             )
         first = first or (known, file)
         if known != first[0]:
             raise ConfigError(
-                f"input.path: {first[1].path} is {first[0]} and {file.path} is {known}; "
-                "one run reads one format. Give a pattern that picks one of them"
+                "input.path",
+                f"{first[1].path} is {first[0]} and {file.path} is {known}; "
+                "one run reads one format. Give a pattern that picks one of them",
             )
     assert first is not None
     if first[0] != "jsonl":

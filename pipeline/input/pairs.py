@@ -59,7 +59,7 @@ def refuse_problems(problems: Sequence[str], key: str, remedy: str = "repair or 
     """ConfigError that shows the first bad rows and their number."""
     if problems:
         more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise ConfigError("\n".join([f"{key}: {len(problems)} bad rows; {remedy}", *problems[:SHOWN], *more]))
+        raise ConfigError.parse("\n".join([f"{key}: {len(problems)} bad rows; {remedy}", *problems[:SHOWN], *more]))
 
 
 def scan_pairs(
@@ -70,7 +70,7 @@ def scan_pairs(
     An empty prompt is a prompt; an empty response is a problem.
     """
     if prompt_column == response_column:
-        raise ConfigError(f"{keys[2]}: is the prompt column too ({prompt_column!r}); name another column")
+        raise ConfigError("", f"{keys[2]}: is the prompt column too ({prompt_column!r}); name another column")
     paths = (path,) if isinstance(path, str) else tuple(path)
     config = InputConfig(path=paths, prompt_column=prompt_column, id_column=NO_ID)
     pairs = Pairs()
@@ -86,9 +86,9 @@ def scan_pairs(
                     pairs.where.append(where)
     except ConfigError as error:  # the readers speak of `input:`
         message = str(error).replace("input.path", keys[0]).replace("input.prompt_column", keys[1])
-        raise ConfigError(message) from error
+        raise ConfigError.parse(message) from error
     if not pairs.texts and not pairs.problems:
-        raise ConfigError(f"{keys[0]}: {', '.join(paths)}: no rows")
+        raise ConfigError("", f"{keys[0]}: {', '.join(paths)}: no rows")
     return pairs
 
 
@@ -97,10 +97,12 @@ def _list(config: InputConfig, keys: tuple[str, str, str]) -> Listing:
         listing = list_input(config)
     except ConfigError as error:
         if str(error).startswith("input.format"):  # there is no such key here: the name decides
-            raise ConfigError(f"{keys[0]}: give files named .parquet, .jsonl, .csv or .tsv ({error})") from error
+            raise ConfigError("", f"{keys[0]}: give files named .parquet, .jsonl, .csv or .tsv ({error})") from error
         raise
     if listing.format not in ("parquet", "jsonl", "csv"):
-        raise ConfigError(f"{keys[0]}: {listing.files[0].path} is {listing.format}; pairs are Parquet, JSONL or CSV")
+        raise ConfigError(
+            "", f"{keys[0]}: {listing.files[0].path} is {listing.format}; pairs are Parquet, JSONL or CSV"
+        )
     return listing
 
 
@@ -164,7 +166,7 @@ def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[st
         for key, name in columns:
             if not is_text_type(schema.field(name).type):
                 type_ = schema.field(name).type
-                raise ConfigError(f"{key}: {name!r} in {file.path} has type {type_}; it must be a string")
+                raise ConfigError(key, f"{name!r} in {file.path} has type {type_}; it must be a string")
         number = 0
         for batch in parquet.iter_batches(columns=names):
             (prompts, bad_prompts), (responses, bad_responses) = (to_text(batch.column(name)) for name in names)
@@ -179,7 +181,7 @@ def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[st
 def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: Sequence[str]) -> None:
     for key, name in columns:
         if name not in found:
-            raise ConfigError(f"{key}: {file.path} has {unknown_columns(name, found)}")
+            raise ConfigError(key, f"{file.path} has {unknown_columns(name, found)}")
 
 
 def encode_pairs(

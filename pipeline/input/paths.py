@@ -48,7 +48,7 @@ def find_files(
     """FileInfos of one entry of `input.path`, sorted, and the folder that their names are relative to."""
     start = filesystem.get_file_info(base)
     if start.type == pafs.FileType.NotFound:
-        raise ConfigError(f"input.path: {given}: no such file or folder")
+        raise ConfigError("input.path", f"{given}: no such file or folder")
     hits = _expand(filesystem, start, pattern) if pattern else [start]
     infos: dict[str, Any] = {}
     for hit in hits:
@@ -58,9 +58,9 @@ def find_files(
             if not (pattern and pattern[-1] in ("*", "**") and _is_paperwork(hit, config)):
                 infos[hit.path] = hit
         else:
-            raise ConfigError(f"input.path: {hit.path}: not a regular file")
+            raise ConfigError("input.path", f"{hit.path}: not a regular file")
     if not infos:
-        raise ConfigError(f"input.path: {given}: no file matches")
+        raise ConfigError("input.path", f"{given}: no file matches")
     is_folder = bool(pattern) or start.type == pafs.FileType.Directory
     return [infos[path] for path in sorted(infos)], base if is_folder else posixpath.dirname(base)
 
@@ -109,7 +109,7 @@ def _walk(filesystem: pafs.FileSystem, folder: str) -> Iterator[Any]:
         if any(_is_hidden(part) for part in inside):
             continue
         if info.type != pafs.FileType.File:
-            raise ConfigError(f"input.path: {info.path}: not a regular file")
+            raise ConfigError("input.path", f"{info.path}: not a regular file")
         yield info
 
 
@@ -120,7 +120,7 @@ def _refuse_broken_links(folder: str) -> None:
         for name in names:
             path = os.path.join(parent, name)
             if not _is_hidden(name) and not os.path.exists(path):
-                raise ConfigError(f"input.path: {path}: a link to nowhere ({os.readlink(path)})")
+                raise ConfigError("input.path", f"{path}: a link to nowhere ({os.readlink(path)})")
 
 
 def file_identity(filesystem: pafs.FileSystem, path: str) -> str:

@@ -75,7 +75,7 @@ def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig)
     """
     assert tuple(scan.file for scan in scans) == listing.files, "scans and listing are not of the same files"
     if not any(scan.num_rows for scan in scans):
-        raise ConfigError(f"input.path: no rows in {', '.join(config.path)}")
+        raise ConfigError("input.path", f"no rows in {', '.join(config.path)}")
     _check_columns(listing, scans, config)
     schema, json_columns = _unify(listing.format, scans)
     left, num_rows = config.limit or sum(scan.num_rows for scan in scans), []
@@ -99,7 +99,8 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
     kinds = {scan.is_batch: scan.file.path for scan in reversed(scans) if scan.is_batch is not None}
     if len(kinds) == 2:
         raise ConfigError(
-            f"input.path: {kinds[True]} holds OpenAI batch lines and {kinds[False]} does not; one run reads one format"
+            "input.path",
+            f"{kinds[True]} holds OpenAI batch lines and {kinds[False]} does not; one run reads one format",
         )
     if listing.format in ("text", "openai_batch"):
         return
@@ -108,17 +109,18 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
         if not names and not any(scan.has_id for scan in scans):
             error = next(scan.first_error for scan in scans if scan.num_rows)
             raise ConfigError(
-                f"input.path: no line is a JSON object; the first: {error}. "
-                "JSON Lines needs one object per line (a JSON array: jq -c '.[]')"
+                "input.path",
+                f"no line is a JSON object; the first: {error}. "
+                "JSON Lines needs one object per line (a JSON array: jq -c '.[]')",
             )
         names |= {config.id_column} if any(scan.has_id for scan in scans) else set()
         missing = unknown_columns(config.prompt_column, names)
-        raise ConfigError(f"input.prompt_column: the input has {missing}")
+        raise ConfigError("input.prompt_column", f"the input has {missing}")
     # "id" is only the default, and an input without ids is fine; a name that somebody chose is meant.
     is_chosen = config.id_column != InputConfig.model_fields["id_column"].default
     if is_chosen and not any(scan.has_id for scan in scans):
         missing = unknown_columns(config.id_column, names | {config.prompt_column})
-        raise ConfigError(f"input.id_column: the input has {missing}")
+        raise ConfigError("input.id_column", f"the input has {missing}")
 
 
 def _unify(format: str, scans: Sequence[FileScan]) -> tuple[pa.Schema, frozenset[str]]:
@@ -132,8 +134,9 @@ def _unify(format: str, scans: Sequence[FileScan]) -> tuple[pa.Schema, frozenset
             both = merge_types(types.get(field.name, pa.null()), field.type, leaf)
             if both is None and format != "jsonl":
                 raise ConfigError(
-                    f"input.path: column {field.name!r} is {types[field.name]} in {seen_in[field.name]} "
-                    f"and {field.type} in {scan.file.path}; give it one type, or run the files apart"
+                    "input.path",
+                    f"column {field.name!r} is {types[field.name]} in {seen_in[field.name]} "
+                    f"and {field.type} in {scan.file.path}; give it one type, or run the files apart",
                 )
             if both is None:
                 json_columns.add(field.name)

@@ -22,5 +22,5 @@ def read_prompts(config: InputConfig, count: int) -> list[str]:
             if len(found) >= count:
                 return list(islice(found, count))
     if not found:
-        raise ConfigError(f"input.path: no usable prompt in {', '.join(config.path)}")
+        raise ConfigError("input.path", f"no usable prompt in {', '.join(config.path)}")
     return list(found)

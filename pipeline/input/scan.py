@@ -71,7 +71,7 @@ def _scan_rows(
             header = read_csv_header(stream, file.path)
         if header and config.prompt_column not in header:
             missing = unknown_columns(config.prompt_column, header)
-            raise ConfigError(f"input.prompt_column: {file.path} has {missing}")
+            raise ConfigError("input.prompt_column", f"{file.path} has {missing}")
     columns = _Columns(listing.format, header, config)
     digests = bytearray()
     num_rows = num_bytes = num_own_ids = 0
@@ -147,8 +147,9 @@ def _refuse_reserved(names: Sequence[str], file: SourceFile) -> None:
     for name in names:
         if name in RESERVED_COLUMNS:
             raise ConfigError(
-                f"input.path: {file.path} has a column {name!r}, a name that the output uses; "
-                "rename or drop it, or make it input.prompt_column or input.id_column"
+                "input.path",
+                f"{file.path} has a column {name!r}, a name that the output uses; "
+                "rename or drop it, or make it input.prompt_column or input.id_column",
             )
 
 
@@ -189,20 +190,21 @@ def _scan_parquet(
 def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputConfig) -> None:
     names = schema.names
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"input.path: {file.path} has more than one column {repeated[0]!r}")
+        raise ConfigError("input.path", f"{file.path} has more than one column {repeated[0]!r}")
     if config.prompt_column not in names:
         missing = unknown_columns(config.prompt_column, names)
-        raise ConfigError(f"input.prompt_column: {file.path} has {missing}")
+        raise ConfigError("input.prompt_column", f"{file.path} has {missing}")
     type_ = schema.field(config.prompt_column).type
     if not is_text_type(type_):
         raise ConfigError(
-            f"input.prompt_column: {config.prompt_column!r} in {file.path} has type {type_}; a prompt must be a string"
+            "input.prompt_column",
+            f"{config.prompt_column!r} in {file.path} has type {type_}; a prompt must be a string",
         )
     type_ = schema.field(config.id_column).type if config.id_column in names else pa.string()
     if not is_id_type(type_) and not pa.types.is_null(type_):
         raise ConfigError(
-            f"input.id_column: {config.id_column!r} in {file.path} has type {type_}; "
-            "an id must be a string or an integer"
+            "input.id_column",
+            f"{config.id_column!r} in {file.path} has type {type_}; an id must be a string or an integer",
         )
 
 

@@ -18,7 +18,7 @@ Run = tuple[str, dict[str, Any], dict[str, Any]]
 def compare_runs(paths: Sequence[str], target: str, price_per_hour: float | None, note: Note) -> dict[str, Any]:
     """Writes the page to `target`; gives back what differs in the configuration, and the figures by run."""
     if not Path(target).parent.is_dir() or Path(target).is_dir():
-        raise ConfigError(f"--output-html {target}: not a file in an existing folder")
+        raise ConfigError("", f"--output-html {target}: not a file in an existing folder")
     runs: list[Run] = []
     for path in paths:
         folder, state = open_run(path)

@@ -110,11 +110,11 @@ def open_run(path: str) -> tuple[RunFolder, dict[str, Any]]:
     folder = RunFolder.open(path)
     state = folder.read_state()
     if state is None or not {"state", "sessions", "books", "config", "decode", "model"} <= state.keys():
-        raise ConfigError(f"{path}: no run.json of a run, so not a run folder (-o of jobs.generate)")
+        raise ConfigError("", f"{path}: no run.json of a run, so not a run folder (-o of jobs.generate)")
     for session in state["sessions"]:
         session["ended_at"] = session["ended_at"] or last_sign_of_life(folder, session)
     if not Clock.of(state["sessions"]).duration_s:
-        raise ConfigError(f"{path}: the run has written nothing yet, so there is nothing to report")
+        raise ConfigError("", f"{path}: the run has written nothing yet, so there is nothing to report")
     return folder, state
 
 

@@ -82,13 +82,14 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     if config.engine.scheduler == "continuous":
         if config.sampling.deterministic:
             raise ConfigError(
-                "sampling.deterministic: needs fixed batch shapes, which engine.scheduler=continuous does not have; "
-                "use engine.scheduler=cohort"
+                "sampling.deterministic",
+                "needs fixed batch shapes, which engine.scheduler=continuous does not have; "
+                "use engine.scheduler=cohort",
             )
         try:
             check_continuous(make_schedule(model.decode, num_layers=model.config.num_hidden_layers, max_new_tokens=16))
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError.parse(error) from error
     tokenizer = config.model.tokenizer
     generator = GeneratorConfig(
         source=worker_path(model.source, model.folder),

@@ -150,9 +150,9 @@ def _refuse_not_applied(tree: ServeTree) -> None:
         ("applications.0.runtime_env", application.runtime_env),
     ):
         if value:
-            raise ConfigError(f"{key}: `serve deploy` and `serve run` apply it, jobs.serve does not; remove it")
+            raise ConfigError(key, "`serve deploy` and `serve run` apply it, jobs.serve does not; remove it")
     if len(application.deployments) > 1:
-        raise ConfigError(f"applications.0.deployments.1: there is one deployment, {DEPLOYMENT}")
+        raise ConfigError("applications.0.deployments.1", f"there is one deployment, {DEPLOYMENT}")
     for deployment in application.deployments:
         if (name := deployment.get("name", DEPLOYMENT)) != DEPLOYMENT:
-            raise ConfigError(f"applications.0.deployments.0.name: must be {DEPLOYMENT}, got {name!r}")
+            raise ConfigError("applications.0.deployments.0.name", f"must be {DEPLOYMENT}, got {name!r}")

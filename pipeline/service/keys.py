@@ -21,11 +21,11 @@ def read_keys(auth: AuthSection) -> tuple[bytes, ...]:
         try:
             keys += Path(auth.api_keys_file).expanduser().read_text(encoding="utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"auth.api_keys_file: {auth.api_keys_file}: {error}") from error
+            raise ConfigError("auth.api_keys_file", f"{auth.api_keys_file}: {error}") from error
         if not any(keys):
-            raise ConfigError(f"auth.api_keys_file: {auth.api_keys_file} holds no key")
+            raise ConfigError("auth.api_keys_file", f"{auth.api_keys_file} holds no key")
     if any(0 < len(key) < MIN_KEY_CHARS for key in keys):
-        raise ConfigError(f"auth: an API key has fewer than {MIN_KEY_CHARS} characters")
+        raise ConfigError("auth", f"an API key has fewer than {MIN_KEY_CHARS} characters")
     return tuple(digest(key) for key in keys if key)
 
 

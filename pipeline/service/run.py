@@ -35,11 +35,11 @@ def load(path: str | None, overrides: Sequence[str], host: str | None, port: int
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"override {override!r}: expected key=value, e.g. engine.batch_size=16")
+            raise ConfigError("", f"override {override!r}: expected key=value, e.g. engine.batch_size=16")
         try:
             pairs.append((key, yaml.safe_load(text)))
         except yaml.YAMLError as error:
-            raise ConfigError(f"{key}: not a YAML value: {text!r}") from error
+            raise ConfigError(key, f"not a YAML value: {text!r}") from error
     tree = read_tree(path)
     options = {"host": HOST, "port": PORT} | (tree.get("http_options") or {})
     options |= {name: value for name, value in (("host", host), ("port", port)) if value is not None}
@@ -74,8 +74,9 @@ def running(file: ServeFile) -> Iterator[str]:
     host, port = str(file.http["host"]), int(file.http["port"])
     if not read_keys(file.args.auth) and not is_loopback(host):
         raise ConfigError(
-            f"http_options.host: {host} is not loopback, and no API keys are configured; set "
-            f"{file.args.auth.api_keys_env}=KEY (or auth.api_keys_file), or bind to 127.0.0.1"
+            "http_options.host",
+            f"{host} is not loopback, and no API keys are configured; set "
+            f"{file.args.auth.api_keys_env}=KEY (or auth.api_keys_file), or bind to 127.0.0.1",
         )
     if not os.environ.get("RAY_ADDRESS"):
         _check_free(host, port)
@@ -86,7 +87,7 @@ def running(file: ServeFile) -> Iterator[str]:
         before = serve.status()
         if file.name in before.applications:
             raise ConfigError(
-                f"applications.0.name: an application {file.name} runs on this cluster; give another name"
+                "applications.0.name", f"an application {file.name} runs on this cluster; give another name"
             )
         is_shared = bool(before.proxies or before.applications)
         try:
@@ -136,7 +137,7 @@ def _application(file: ServeFile) -> serve.Application:
     try:
         deployment = Completions.options(**file.deployment)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:  # Ray's own words
-        raise ConfigError(f"applications.0.deployments.0: {error}") from error
+        raise ConfigError("applications.0.deployments.0", f"{error}") from error
     return deployment.bind(make_spec(file.args))
 
 
@@ -148,5 +149,5 @@ def _check_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"http_options.port: {host}:{port} cannot be had: {error.strerror}; set --port"
+                "http_options.port", f"{host}:{port} cannot be had: {error.strerror}; set --port"
             ) from error

@@ -32,7 +32,9 @@ def refuse_differences(
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and key not in free]
     found = [*(describe_difference(key, before.get(key), now.get(key)) for key in keys), *lines]
     if found:
-        raise ConfigError("\n".join([*found, "a resumed run must not differ; use --overwrite or another output.path"]))
+        raise ConfigError.parse(
+            "\n".join([*found, "a resumed run must not differ; use --overwrite or another output.path"])
+        )
 
 
 def describe_difference(key: str, before: Any, now: Any) -> str:

@@ -63,7 +63,8 @@ class Lease:
                 return
             if now != first:
                 raise ConfigError(
-                    f"output.path: {who} is at work in {self._folder.shown}; wait for it, or choose another output.path"
+                    "output.path",
+                    f"{who} is at work in {self._folder.shown}; wait for it, or choose another output.path",
                 )
 
     def holds(self) -> bool:

@@ -14,13 +14,13 @@ def new_folder(path: str) -> Path:
     """Where a checkpoint of `output` goes; ConfigError when something is there, or nothing can be."""
     target = Path(path).expanduser().resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"output: {target} exists already; choose another output, or remove it")
+        raise ConfigError("output", f"{target} exists already; choose another output, or remove it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output: {target} cannot be created: {error}") from error
+        raise ConfigError("output", f"{target} cannot be created: {error}") from error
     if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"output: {target} cannot be created: {target.parent} is no folder that we may write to")
+        raise ConfigError("output", f"{target} cannot be created: {target.parent} is no folder that we may write to")
     return target
 
 

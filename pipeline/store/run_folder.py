@@ -61,7 +61,7 @@ class RunFolder:
             else:
                 filesystem, root = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(path))
         except (ValueError, OSError) as error:
-            raise ConfigError(f"output.path: {mask(path)}: {mask(str(error))}") from error
+            raise ConfigError("output.path", f"{mask(path)}: {mask(str(error))}") from error
         return cls(filesystem, root.rstrip("/"), mask(path))
 
     @property
@@ -89,8 +89,9 @@ class RunFolder:
             state: dict[str, Any] = json.loads(text)
         except ValueError as error:
             raise ConfigError(
-                f"output.path: {self.path('run.json')} is not JSON ({error}), so the run cannot go on. The rows "
-                "in data/ may be whole: copy what you need, then delete the folder, or choose another output.path"
+                "output.path",
+                f"{self.path('run.json')} is not JSON ({error}), so the run cannot go on. The rows "
+                "in data/ may be whole: copy what you need, then delete the folder, or choose another output.path",
             ) from error
         return state
 

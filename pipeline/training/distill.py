@@ -55,19 +55,19 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> dict[str, Any]:
     try:
         target = new_folder(config.output.path)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("output: ", "output.path: ", 1)) from error
+        raise ConfigError.parse(str(error).replace("output: ", "output.path: ", 1)) from error
     if config.model.source is None or config.model.swiftkv is None:
-        raise ConfigError("model: give source and swiftkv, the model and the shape of what it is given")
+        raise ConfigError("model", "give source and swiftkv, the model and the shape of what it is given")
     try:
         folder = resolve_source(config.model.source)
         opt = OPTConfig.from_folder(folder)
         check_folder(folder)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError.parse(error) from error
     try:
         shape = config.model.swiftkv.shape(opt)
     except ValueError as error:
-        raise ConfigError(f"model.{error}") from error
+        raise ConfigError("", f"model.{error}") from error
     if opt.swiftkv is not None:
         note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
     dtype = getattr(torch, stored_dtype(config, opt))

@@ -53,8 +53,9 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
     cluster = start_ray()
     if ray.get_runtime_context().runtime_env.get("working_dir") and not Path(config.output.path).is_absolute():
         raise ConfigError(
-            f"output.path: {config.output.path} would lie in the package of the Ray job, which Ray deletes; "
-            "give an absolute path that every worker sees"
+            "output.path",
+            f"{config.output.path} would lie in the package of the Ray job, which Ray deletes; "
+            "give an absolute path that every worker sees",
         )
     pool = plan_workers(config.workers, cluster, ray.available_resources())
     steps = num_steps(len(planned.pairs.tokens), planned.train)

@@ -36,7 +36,9 @@ class TrainingFolder:
     def open(cls, path: str) -> "TrainingFolder":
         """Nothing is created."""
         if "://" in path:
-            raise ConfigError(f"output.path: {path}: a model is written to a folder that every worker sees, not a URI")
+            raise ConfigError(
+                "output.path", f"{path}: a model is written to a folder that every worker sees, not a URI"
+            )
         return cls(Path(path).expanduser().absolute())
 
     @property
@@ -54,23 +56,25 @@ class TrainingFolder:
     def check(self, if_exists: str) -> dict[str, Any] | None:
         """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
         if self.root.exists() and not self.root.is_dir():
-            raise ConfigError(f"output.path: {self.root} is a file")
+            raise ConfigError("output.path", f"{self.root} is a file")
         state = self.read_state()
         if if_exists == "resume" and state is not None:
             return state
         there = [name for name in OURS if (self.root / name).exists()]
         if if_exists == "overwrite" and there and state is None:
             raise ConfigError(
-                f"output.path: {self.root} holds {', '.join(there)} and no training/run.json: no run of ours wrote it, "
-                "and --overwrite will not delete it; choose another output.path"
+                "output.path",
+                f"{self.root} holds {', '.join(there)} and no training/run.json: no run of ours wrote it, "
+                "and --overwrite will not delete it; choose another output.path",
             )
         if if_exists == "overwrite" or not self.root.exists() or not any(self.root.iterdir()):
             return None
         if if_exists == "resume":
-            raise ConfigError(f"output.path: {self.root} holds no training/run.json to resume")
+            raise ConfigError("output.path", f"{self.root} holds no training/run.json to resume")
         raise ConfigError(
-            f"output.path: {self.root} exists already; use --resume to go on with it, --overwrite to start anew, "
-            "or another output.path"
+            "output.path",
+            f"{self.root} exists already; use --resume to go on with it, --overwrite to start anew, "
+            "or another output.path",
         )
 
     def clear(self) -> None:
@@ -87,7 +91,7 @@ class TrainingFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
-            raise ConfigError(f"output.path: {path} is not JSON ({error}); use another output.path") from error
+            raise ConfigError("output.path", f"{path} is not JSON ({error}); use another output.path") from error
         return state
 
     def write_state(self, state: dict[str, Any]) -> None:
@@ -181,6 +185,6 @@ def check_apart(folder: TrainingFolder, others: Iterable[tuple[str, str]]) -> No
     for key, path in others:
         own = Path(path).expanduser().resolve()
         if key.startswith("data.") and own != root and own.is_dir() and root.is_relative_to(own):
-            raise ConfigError(f"output.path: {folder.root} lies in {key} ({path}); choose an output.path outside")
+            raise ConfigError("output.path", f"{folder.root} lies in {key} ({path}); choose an output.path outside")
         if "://" not in path and own.is_relative_to(root):
-            raise ConfigError(f"{key}: {path} lies in output.path ({folder.root}); choose an output.path of its own")
+            raise ConfigError(key, f"{path} lies in output.path ({folder.root}); choose an output.path of its own")

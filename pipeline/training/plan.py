@@ -114,7 +114,9 @@ def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, dict[str, Any
     check_apart(folder, others + [(key, path) for key, path in models if path is not None])
     existing = next(path for path in (folder.root, *folder.root.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(f"output.path: {folder.root} cannot be created: {existing} is no folder that we may write to")
+        raise ConfigError(
+            "output.path", f"{folder.root} cannot be created: {existing} is no folder that we may write to"
+        )
     return folder, folder.check(config.output.if_exists)
 
 
@@ -135,16 +137,18 @@ def _check_swiftkv(config: FinetuneConfig, opt: OPTConfig) -> SwiftKVConfig | No
     wanted = config.model.swiftkv
     if wanted is None:
         if config.train.trainable == "swiftkv":
-            raise ConfigError("train.trainable: swiftkv needs model.swiftkv, the shape of what is to be trained")
+            raise ConfigError("train.trainable", "swiftkv needs model.swiftkv, the shape of what is to be trained")
         return None
     if config.model.source is None:
-        raise ConfigError("model.swiftkv: its weights are taken from a trained model's; give model.source")
+        raise ConfigError("model.swiftkv", "its weights are taken from a trained model's; give model.source")
     with _blame("model."):
         shape = wanted.shape(opt)
     if config.train.parallel == "fsdp":
-        raise ConfigError("train.parallel: fsdp gathers whole layers, and SwiftKV runs parts of them; use ddp")
+        raise ConfigError("train.parallel", "fsdp gathers whole layers, and SwiftKV runs parts of them; use ddp")
     if shape.num_shared(opt) == 0:
-        raise ConfigError(f"model.swiftkv.kv_layers: all {shape.kv_layers} layers keep their own K/V: nothing to train")
+        raise ConfigError(
+            "model.swiftkv.kv_layers", f"all {shape.kv_layers} layers keep their own K/V: nothing to train"
+        )
     return shape
 
 
@@ -153,7 +157,7 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) 
         is_moving = config.train.trainable == "all" and (config.train.distill or config.train.hidden)
         return source if opt.swiftkv is not None and is_moving else None
     if not config.train.distill and not config.train.hidden:
-        raise ConfigError("model.teacher: is not asked with train.distill and train.hidden 0")
+        raise ConfigError("model.teacher", "is not asked with train.distill and train.hidden 0")
     with _blame(""):
         folder = resolve_source(config.model.teacher, "model.teacher")
     with _blame("model.teacher: "):
@@ -183,7 +187,7 @@ def _blame(prefix: str) -> Iterator[None]:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{prefix}{error}") from error
+        raise ConfigError("", f"{prefix}{error}") from error
 
 
 def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
@@ -195,11 +199,11 @@ def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
         defaults = {"method": "skipdecode", "prefill": "full"}
         found.append(defaults | {name: value for name, value in decode.items() if value is not None})
         if found[-1] in found[:-1]:  # of a shallow model two different ones may come to the same layers
-            raise ConfigError(f"{key}: {decode} is there twice")
+            raise ConfigError(key, f"{decode} is there twice")
         if train.trainable == "swiftkv" and not is_swift:
-            raise ConfigError(f"{key}: without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
+            raise ConfigError(key, "without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
     if opt.swiftkv is not None and not any(decode.get("prefill") == "swiftkv" for decode in train.schedules):
-        raise ConfigError("train.schedules: none has prefill: swiftkv, which model.swiftkv is for")
+        raise ConfigError("train.schedules", "none has prefill: swiftkv, which model.swiftkv is for")
     default = train.default_schedule
     if default is None:
         whole = [given for given in train.schedules if given.get("prefill") != "swiftkv"] or train.schedules
@@ -208,7 +212,7 @@ def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
         wanted = {"method": "skipdecode", "speedup": 2}
         default = wanted if wanted in skipping else skipping[0] if skipping else {"method": "full"}
     if "prefill" in default:
-        raise ConfigError("train.default_schedule.prefill: a checkpoint carries no prefill; jobs.generate is told it")
+        raise ConfigError("train.default_schedule.prefill", "a checkpoint carries no prefill; jobs.generate is told it")
     _check_schedule("train.default_schedule", default, train.horizon, opt)
     default = {"method": "skipdecode"} | {key: value for key, value in default.items() if value is not None}
     falls = default["method"] in ("skipdecode", "early_exit")
@@ -217,11 +221,13 @@ def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
 
 def _check_schedule(key: str, decode: dict[str, Any], horizon: int, opt: OPTConfig) -> None:
     if decode.get("ffn_skip") is not None:
-        raise ConfigError(f"{key}.ffn_skip: FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate")
+        raise ConfigError(
+            f"{key}.ffn_skip", "FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate"
+        )
     try:
         listed_schedule(opt, decode, horizon + 1)
     except ValueError as error:
-        raise ConfigError(str(error).replace("decode.", f"{key}.").replace("decode: ", f"{key}: ")) from error
+        raise ConfigError.parse(str(error).replace("decode.", f"{key}.").replace("decode: ", f"{key}: ")) from error
 
 
 def _scan(data: FinetuneData, name: str) -> Pairs:

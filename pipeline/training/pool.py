@@ -26,20 +26,21 @@ def plan_workers(workers: WorkersSection, cluster: Cluster, free: dict[str, floa
     use_gpu = cluster.num_gpus >= 1 if workers.use_gpu == "auto" else workers.use_gpu
     if use_gpu and cluster.num_gpus < 1:
         raise ConfigError(
-            "workers.use_gpu: true, but the cluster has no GPU; set workers.use_gpu=false to train on CPUs"
+            "workers.use_gpu", "true, but the cluster has no GPU; set workers.use_gpu=false to train on CPUs"
         )
     count = workers.num_workers
     if count == "auto":
         count = int(cluster.num_gpus) if use_gpu else 1
     if use_gpu and count > cluster.num_gpus:
         raise ConfigError(
-            f"workers.num_workers: {count} workers need a GPU each, the cluster has {cluster.num_gpus:g}; "
-            "lower workers.num_workers"
+            "workers.num_workers",
+            f"{count} workers need a GPU each, the cluster has {cluster.num_gpus:g}; lower workers.num_workers",
         )
     if not use_gpu and workers.num_cpus == "auto" and count > cluster.num_cores:
         raise ConfigError(
-            f"workers.num_workers: {count} workers need a core each, the cluster has {cluster.num_cores}; "
-            "lower workers.num_workers, or set workers.num_cpus to share cores"
+            "workers.num_workers",
+            f"{count} workers need a core each, the cluster has {cluster.num_cores}; "
+            "lower workers.num_workers, or set workers.num_cpus to share cores",
         )
     num_cpus = _num_cpus(workers, cluster, count, use_gpu)
     num_gpus = 1.0 if use_gpu else 0.0
@@ -47,14 +48,16 @@ def plan_workers(workers: WorkersSection, cluster: Cluster, free: dict[str, floa
     for name, needed in (("CPU", count * num_cpus), ("GPU", count * num_gpus)):
         if needed > free.get(name, 0.0) + 1e-6:
             raise ConfigError(
-                f"workers.num_workers: {asked} need {needed:g} {name}s, {free.get(name, 0.0):g} are free; "
-                "lower workers.num_workers or workers.num_cpus, or wait for other jobs"
+                "workers.num_workers",
+                f"{asked} need {needed:g} {name}s, {free.get(name, 0.0):g} are free; "
+                "lower workers.num_workers or workers.num_cpus, or wait for other jobs",
             )
     if sum(fit(cpus, gpus, num_cpus, num_gpus) for cpus, gpus in node_shapes(cluster)) < count:
         shapes = ", ".join(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in node_shapes(cluster))
         raise ConfigError(
-            f"workers.num_workers: {asked}; a worker must fit into one node, and the nodes have {shapes}; "
-            "lower workers.num_workers or workers.num_cpus"
+            "workers.num_workers",
+            f"{asked}; a worker must fit into one node, and the nodes have {shapes}; "
+            "lower workers.num_workers or workers.num_cpus",
         )
     per_node = -(-count // len(node_shapes(cluster)))
     cores = min(cluster.num_cores, int(max(cpus for cpus, _ in node_shapes(cluster))))
