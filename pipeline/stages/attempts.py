@@ -15,12 +15,13 @@ Plain Python; `start_ledger` makes it an actor on the driver's node. It neither 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from pipeline.cluster import on_this_node
+from pipeline.handles import Plan, Process
 
 if TYPE_CHECKING:  # the ledger's process needs no torch
     from actors.generator import Answer
@@ -32,18 +33,6 @@ CONTROL: tuple[str, ...] = ()
 """A part without rows of the corpus: the worker decodes a prompt that anything can decode."""
 
 OVERDRAWN = "{} rows have failed, more than limits.max_failed_rows allows"
-
-
-@dataclass(frozen=True)
-class Process:
-    """One incarnation of a worker."""
-
-    node_id: str
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"{self.host} pid {self.pid}"
 
 
 @dataclass(frozen=True)
@@ -69,20 +58,6 @@ class Worker:
     starts: int = 1
     deaths_in_a_row: int = 0
     start_deaths: int = 0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a worker is to go about a window."""
-
-    parts: list[tuple[str, ...]]
-    """To be decoded one after the other; the first is taken already."""
-    answers: "dict[str, Answer]" = field(default_factory=dict)
-    """Of rows that need no decoding: an earlier attempt did it."""
-    parked: dict[str, str] = field(default_factory=dict)
-    """Rows that must not be decoded again, and why."""
-    is_clear: bool = True
-    """No row is suspected of anything."""
 
 
 class StopRun(RuntimeError):

@@ -17,8 +17,9 @@ import ray
 
 from actors.generator import DEVICE_LOST, Answer, Generator, GeneratorConfig, RowFailure, WindowResult
 from pipeline.faults import fault_point
+from pipeline.handles import Process
 from pipeline.schema import POISON_ROW, PROMPT_TOKENS, SAMPLING
-from pipeline.stages.attempts import Process, StopRun
+from pipeline.stages.attempts import StopRun
 from pipeline.stages.leftovers import split_parts
 from pipeline.stages.tokens import TOKENS, row_sampling, with_columns
 from skipdecode.generate import Request

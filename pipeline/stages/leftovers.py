@@ -19,6 +19,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 
 from pipeline.cluster import on_this_node
+from pipeline.handles import Collected, Loan
 
 if TYPE_CHECKING:  # this process needs no torch
     from actors.generator import Answer
@@ -40,22 +41,6 @@ class Offer:
     lent: dict[int, str] = field(default_factory=dict)
     """Part -> the worker that decodes it."""
     answers: "dict[str, Answer]" = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Loan:
-    offer: str
-    part: int
-    requests: "Sequence[Request]"
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Since the last time it was asked for."""
-
-    answers: "dict[str, Answer]"
-    num_lent: int
-    """Parts that others still decode."""
 
 
 class Leftovers:
