@@ -7,7 +7,6 @@ are not ours pass through untouched. The columns are `pipeline.schema`.
 import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import pyarrow as pa
 
@@ -169,7 +168,7 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
     return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *extra_names, STATUS])
 
 
-def with_columns(table: pa.Table, columns: dict[str, Any]) -> pa.Table:
+def with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:
     """`table` with these columns replaced or appended."""
     for name, column in columns.items():
         at = table.schema.get_field_index(name)
