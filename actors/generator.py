@@ -17,7 +17,7 @@ import torch
 
 from actors.batching import Batch, cut_batches
 from actors.tokenizer import OPTTokenizer
-from skipdecode import cpu_kernels
+from skipdecode.backends import choice
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Completion, Request, generate
@@ -85,8 +85,8 @@ class Generator:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
-        if self.device.type == "cpu" and cpu_kernels.status() != "compiled":
-            logger.warning("the CPU kernels are not used, decoding is slower: %s", cpu_kernels.status())
+        if self.device.type == "cpu" and choice.choose().name == "torch":
+            logger.warning("the CPU kernels are not used, decoding is slower: %s", choice.choose().reason)
         # a graph attends over padded columns behind a mask, the engine over exact ones: other bits for the same row
         self._graphs = None if config.deterministic else step_graphs(self.model)
         self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
@@ -302,12 +302,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 on CUDA and on CPUs that multiply it (AMX, AVX-512 BF16), else float32."""
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    has_bf16 = device.type == "cuda" or cpu_kernels.has_bfloat16()
-    return torch.bfloat16 if has_bf16 else torch.float32
+    """`auto`: bfloat16 on CUDA, and on CPUs what the back end takes (`skipdecode.backends.choice`)."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else choice.choose().dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def free_bytes(device: torch.device) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import skipdecode.model
-from skipdecode import cpu_kernels
+from skipdecode.backends import cpu
+from skipdecode.backends.layer import TileBlock
 from skipdecode.cache import KVCache
 from skipdecode.cohort import Cohort
-from skipdecode.cpu_block import TileBlock
 from skipdecode.generate import Request
 from skipdecode.model import OPT
 from skipdecode.plan import Schedule
@@ -67,7 +67,7 @@ def _timed(model: OPT) -> Iterator[dict[str, float]]:
         (model, "head", "head"),
         (model, "likeliest", "head"),  # and the choice of tokens
         (Sampler, "__call__", "choice of tokens"),
-        (cpu_kernels, "attend", "attention"),
+        (cpu, "attend", "attention"),
         (KVCache, "append", "cache write"),
         (skipdecode.model, "attention", "attention"),
     ]

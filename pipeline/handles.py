@@ -138,19 +138,29 @@ class LeftoversHandle(Protocol):
     def close(self) -> "RemoteMethod[[str], dict[str, Answer]]": ...
 
 
+class BackendRecord(TypedDict):
+    """Whose kernels a worker decodes with."""
+
+    name: str
+    """cuda, or one of `skipdecode.backends.choice.NAMES`."""
+    reason: str
+    """What the machine has, and what is amiss with faster ones."""
+
+
 class WorkerRecord(TypedDict):
-    """One start of a worker (`report.collector.WORKER_SCHEMA`)."""
+    """One start of a worker (`report.records.WORKER_SCHEMA`)."""
 
     host: str
     pid: int
     load_s: float
     device: str
     dtype: str
+    backend: BackendRecord
     ready_at: float
 
 
 class WindowRecord(TypedDict):
-    """A part of a window that a worker took (`report.collector.WINDOW_SCHEMA`); times in s since the epoch."""
+    """A part of a window that a worker took (`report.records.WINDOW_SCHEMA`); times in s since the epoch."""
 
     started_at: float
     ended_at: float
@@ -161,7 +171,7 @@ class WindowRecord(TypedDict):
 
 
 class BatchRecord(TypedDict):
-    """What one decoded batch was and cost (`report.collector.BATCH_SCHEMA`)."""
+    """What one decoded batch was and cost (`report.records.BATCH_SCHEMA`)."""
 
     batch: int
     started_at: float

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode import cpu_kernels
+from skipdecode.backends import cpu
+from skipdecode.backends.cpu import Columns
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig
-from skipdecode.cpu_kernels import Columns
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
 
@@ -177,7 +177,7 @@ def _memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[count] numbers: rubbish where attention reads a row's own columns alone, else zeros, for what is masked must be
     finite."""
     empty = torch.empty(count, dtype=dtype, device=device)
-    return empty if cpu_kernels.is_available(empty) else empty.zero_()
+    return empty if cpu.is_available(empty) else empty.zero_()
 
 
 def _with_spare(num_rows: int) -> int:
@@ -193,7 +193,7 @@ class ArenaSlice:
 
     @property
     def can_attend(self) -> bool:
-        return cpu_kernels.is_available(self._arena._k[0])
+        return cpu.is_available(self._arena._k[0])
 
     def columns(self, layer: int) -> Columns:
         """As `KVCache.columns`: every row has its own."""

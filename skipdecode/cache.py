@@ -13,9 +13,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode import cpu_kernels
+from skipdecode.backends import cpu
+from skipdecode.backends.cpu import Columns
 from skipdecode.config import OPTConfig
-from skipdecode.cpu_kernels import Columns
 
 
 class KVCache:
@@ -71,11 +71,11 @@ class KVCache:
 
     @property
     def can_attend(self) -> bool:
-        """Whether `cpu_kernels.attend` is there for this device and type."""
-        return cpu_kernels.is_available(self.k[0])
+        """Whether `cpu.attend` is there for this device and type."""
+        return cpu.is_available(self.k[0])
 
     def columns(self, layer: int) -> Columns:
-        """Memory, first and last column of every row for one new column per row (`cpu_kernels.attend`)."""
+        """Memory, first and last column of every row for one new column per row (`cpu.attend`)."""
         assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
         if self._last is None or self._last[0] != self.length:  # once per step, not once per layer
             self._last = (self.length, torch.full_like(self.num_pad, self.length))

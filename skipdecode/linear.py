@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode import cpu_kernels
+from skipdecode.backends import choice, cpu
+from skipdecode.backends.layer import Product
 from skipdecode.config import Quantization
-from skipdecode.cpu_block import Product
 from skipdecode.sampler import likeliest
 
 
@@ -67,11 +67,11 @@ def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | N
     """
     if quantization == "int8":
         check_int8(weight)
-        return _Tiles(cpu_kernels.pack_int8(weight), len(weight))
+        return _Tiles(cpu.pack_int8(weight), len(weight))
     if weight.device.type != "cpu":
         return None
     if _fits_tiles(weight):
-        return _Tiles(cpu_kernels.pack(weight), len(weight))
+        return _Tiles(cpu.pack(weight), len(weight))
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _has_bfloat16()):
@@ -80,34 +80,34 @@ def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | N
 
 
 def _fits_tiles(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and cpu_kernels.has_tiles()
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and choice.choose().name == "amx"
 
 
 def check_int8(weight: Tensor) -> None:
     """ValueError where there is no kernel for int8 weights in place of this one."""
     kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        raise ValueError(f"quantization: int8 weights are for bfloat16 on CPUs with AMX, and this is {kind}")
+        raise ValueError(f"quantization: int8 weights are for bfloat16 on CPUs, and this is {kind}")
+    if (problem := choice.choose().no_int8) is not None:
+        raise ValueError(f"quantization: no int8 weights here: {problem}")
     if not _fits_tiles(weight):
-        odd = f"inputs are no multiple of 32: {weight.shape[1]}"
-        why = odd if cpu_kernels.has_tiles() else cpu_kernels.why_no_tiles()
-        raise ValueError(f"quantization: int8 weights need AMX tiles; {why}")
-    if weight.shape[1] > cpu_kernels.MAX_INT8_INPUTS:
-        raise ValueError(f"quantization: int8 weights have at most {cpu_kernels.MAX_INT8_INPUTS} inputs")
+        raise ValueError(f"quantization: int8 weights need inputs in a multiple of 32, and these are {weight.shape[1]}")
+    if weight.shape[1] > cpu.MAX_INT8_INPUTS:
+        raise ValueError(f"quantization: int8 weights have at most {cpu.MAX_INT8_INPUTS} inputs")
 
 
 @dataclass
 class _Tiles:
-    weight: Tensor | cpu_kernels.Int8Weight
+    weight: Tensor | cpu.Int8Weight
     outputs: int
 
     def __call__(self, x: Tensor, bias: Tensor | None, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
-        return cpu_kernels.linear(x, self.weight, self.outputs, bias, relu=relu, residual=residual)
+        return cpu.linear(x, self.weight, self.outputs, bias, relu=relu, residual=residual)
 
     def likeliest(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, cpu_kernels.Int8Weight):
-            return cpu_kernels.argmax(self(x, None))
-        return cpu_kernels.likeliest(x, self.weight, self.outputs)
+        if isinstance(self.weight, cpu.Int8Weight):
+            return cpu.argmax(self(x, None))
+        return cpu.likeliest(x, self.weight, self.outputs)
 
 
 @dataclass

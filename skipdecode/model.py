@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode import cpu_kernels
+from skipdecode.backends import cpu
+from skipdecode.backends.cpu import Columns
+from skipdecode.backends.layer import Product, Prompts, TileBlock
 from skipdecode.cache import KVCache
 from skipdecode.config import POSITION_OFFSET, OPTConfig, Quantization, SwiftKVConfig
-from skipdecode.cpu_block import Product, Prompts, TileBlock
-from skipdecode.cpu_kernels import Columns
 from skipdecode.ffn_rows import RowFFNs
 from skipdecode.linear import Linear, Packed, check_int8, pack
 from skipdecode.plan import LayerPlan
@@ -96,10 +96,10 @@ class Block(nn.Module):
         if attends:
             x = self.attn_norm(h) if self.is_pre_norm else h
             if query is not None:
-                out = cpu_kernels.attend(query(x)[:, 0], *cache.columns(layer))
+                out = cpu.attend(query(x)[:, 0], *cache.columns(layer))
             else:
                 q, k, v = self.qkv(x)[:, 0].chunk(3, dim=-1)  # each [B, D]
-                out = cpu_kernels.attend(q, *cache.columns(layer), (k, v))
+                out = cpu.attend(q, *cache.columns(layer), (k, v))
             h = self._add_attention(h, out[:, None])
         return self.feed(h) if feeds else h
 
@@ -212,7 +212,7 @@ class OPT(nn.Module):
 
     @property
     def is_in_tiles(self) -> bool:
-        """Whether every layer is one kernel (`cpu_block`)."""
+        """Whether every layer is one kernel (`backends.layer`)."""
         return all(block.tiles is not None for block in self.layers)
 
     @property

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipdecode.backends.layer import Product, Prompts, TileStore
 from skipdecode.config import OPTConfig, Quantization
-from skipdecode.cpu_block import Product, Prompts, TileStore
 from skipdecode.linear import Linear, Packed, pack, product
 
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode import cpu_kernels
+from skipdecode.backends import choice, cpu
+from skipdecode.backends.layer import Prompts, TileStore
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig, Quantization
-from skipdecode.cpu_block import Prompts, TileStore
 from skipdecode.linear import Linear
 from skipdecode.model import OPT, Block
 from skipdecode.plan import LayerPlan
 
-pytestmark = pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+pytestmark = pytest.mark.skipif(choice.choose().no_int8 is not None, reason="needs a back end with int8")
 SHAPES = [(32, 1), (64, 2), (96, 3), (96, 4), (128, 4), (160, 2), (192, 3), (256, 2)]  # width, heads
 TOLERANCE = 2e-2  # of the largest output: bfloat16's last bit is 2^-8, and weights are rounded too
 
@@ -64,9 +64,9 @@ class OneLayer:
     """A cache of one layer, as `Block.step` sees it."""
 
     def __init__(self, *columns: torch.Tensor) -> None:
-        self.held = cpu_kernels.Columns(*columns)
+        self.held = cpu.Columns(*columns)
 
-    def columns(self, _: int) -> cpu_kernels.Columns:
+    def columns(self, _: int) -> cpu.Columns:
         return self.held
 
 

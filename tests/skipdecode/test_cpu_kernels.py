@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipdecode import cohort, cpu_kernels
+from skipdecode import cohort
+from skipdecode.backends import choice, cpu
 from skipdecode.continuous import generate_continuous
 from skipdecode.generate import Request, generate
 from skipdecode.linear import Linear
@@ -28,7 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Of the largest output: float32 sums in another order; bfloat16's last bit is 2^-8, and torch rounds its weights too.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
-compiled = pytest.mark.skipif(cpu_kernels.status() != "compiled", reason=cpu_kernels.status())
+compiled = pytest.mark.skipif(choice.choose().name == "torch", reason=choice.choose().reason)
 
 
 @compiled
@@ -64,7 +65,7 @@ def test_attention_is_that_of_torch(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        made = cpu_kernels.attend(q, k, v, first, last, (new_k, new_v) if is_new else None)
+        made = cpu.attend(q, k, v, first, last, (new_k, new_v) if is_new else None)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(k, wanted_k)  # only the new column was written
@@ -78,7 +79,7 @@ def test_weights_far_apart_do_not_overflow() -> None:
     q = torch.full((1, 64), 50.0)
     k = torch.stack([torch.full((64,), x) for x in (-40.0, 40.0, 39.0)])[None, None].contiguous()
     v = torch.stack([torch.full((64,), x) for x in (1.0, 2.0, 3.0)])[None, None].contiguous()
-    made = cpu_kernels.attend(q, k, v, torch.tensor([0]), torch.tensor([2]))
+    made = cpu.attend(q, k, v, torch.tensor([0]), torch.tensor([2]))
     assert torch.equal(made, torch.full((1, 64), 2.0))
 
 
@@ -89,7 +90,7 @@ def test_argmax_is_the_lowest_of_the_largest(dtype: torch.dtype, rows: int, size
     rng = torch.Generator().manual_seed(seed)
     x = (torch.randint(-levels, levels + 1, (rows, size), generator=rng) / 8 - levels / 16).to(dtype)  # many ties
     wanted = np.argmax(x.float().numpy(), axis=1)  # numpy promises the first
-    assert cpu_kernels.argmax(x).tolist() == wanted.tolist()
+    assert cpu.argmax(x).tolist() == wanted.tolist()
 
 
 @compiled
@@ -97,18 +98,18 @@ def test_argmax_is_the_lowest_of_the_largest(dtype: torch.dtype, rows: int, size
 def test_argmax_of_strange_numbers(dtype: torch.dtype) -> None:
     infinity = float("inf")
     rows = [[-0.0, 0.0, -1.0], [-infinity, -3.0, -2.0], [1.0, infinity, 2.0], [-3.0, -2.0, -4.0]]
-    assert cpu_kernels.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, 1, 1]
+    assert cpu.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, 1, 1]
 
 
 @compiled
 def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token() -> None:
     for value in ("nan", "-inf"):
-        assert cpu_kernels.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
+        assert cpu.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
 
 
 @compiled
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
-    code = "from skipdecode import cpu_kernels as c; assert c.status() == 'compiled', c.status()"
+    code = "from skipdecode.backends.choice import choose; assert choose().name != 'torch', choose()"
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
     (library,) = tmp_path.glob("*/*.so")
@@ -119,7 +120,7 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env | {"PATH": "", "CXX": ""}, check=True)  # kept
 
 
-tiles = pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+tiles = pytest.mark.skipif(choice.choose().no_int8 is not None, reason="needs a back end with int8")
 
 
 @tiles
@@ -147,9 +148,9 @@ def test_products_on_tiles_are_those_of_float32(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        packed = cpu_kernels.pack(weight)
-        made = cpu_kernels.linear(x, packed, outputs, bias, relu=then == "relu", residual=residual)
-        alone = [cpu_kernels.linear(row[None], packed, outputs, bias, relu=then == "relu") for row in x[:2]]
+        packed = cpu.pack(weight)
+        made = cpu.linear(x, packed, outputs, bias, relu=then == "relu", residual=residual)
+        alone = [cpu.linear(row[None], packed, outputs, bias, relu=then == "relu") for row in x[:2]]
     finally:
         torch.set_num_threads(before)
     assert made.shape == (rows, outputs)
@@ -174,30 +175,30 @@ def test_the_likeliest_output_is_that_of_the_logits(
     """The lowest of equals, of which few levels make many."""
     rng = torch.Generator().manual_seed(seed)
     x, weight = (torch.randint(-levels, levels, (n, 32 * steps), generator=rng).bfloat16() for n in (rows, outputs))
-    packed = cpu_kernels.pack(weight)
+    packed = cpu.pack(weight)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        made = cpu_kernels.likeliest(x, packed, outputs)
+        made = cpu.likeliest(x, packed, outputs)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(made, cpu_kernels.argmax(cpu_kernels.linear(x, packed, outputs, None)))
+    assert torch.equal(made, cpu.argmax(cpu.linear(x, packed, outputs, None)))
 
 
 @tiles
 def test_the_likeliest_output_of_strange_numbers() -> None:
     weight = -torch.ones(70, 32, dtype=torch.bfloat16)
     weight[5] = -0.5
-    packed = cpu_kernels.pack(weight)
+    packed = cpu.pack(weight)
     x = torch.ones(3, 32, dtype=torch.bfloat16)
     x[1], x[2] = torch.nan, 3e38
-    made = cpu_kernels.likeliest(x, packed, 70).tolist()
+    made = cpu.likeliest(x, packed, 70).tolist()
     assert made[:2] == [5, 0]
     assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
     with pytest.raises(AssertionError):
-        cpu_kernels.likeliest(x.float(), packed, 70)
+        cpu.likeliest(x.float(), packed, 70)
     with pytest.raises(AssertionError):
-        cpu_kernels.likeliest(x[:, :16], packed, 70)
+        cpu.likeliest(x[:, :16], packed, 70)
 
 
 @tiles
@@ -209,11 +210,11 @@ def test_many_rows_go_through_in_parts(rows: int, inputs: int, then: str, thread
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (40, inputs), (40,)))
     residual = torch.randn(rows, 40).bfloat16() if then == "residual" else None
-    packed = cpu_kernels.pack(weight)
+    packed = cpu.pack(weight)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        made = cpu_kernels.linear(x, packed, 40, bias, relu=then == "relu", residual=residual)
+        made = cpu.linear(x, packed, 40, bias, relu=then == "relu", residual=residual)
     finally:
         torch.set_num_threads(before)
     wanted = F.linear(x.float(), weight.float(), bias.float())
@@ -221,38 +222,38 @@ def test_many_rows_go_through_in_parts(rows: int, inputs: int, then: str, thread
     assert (made.float() - wanted).abs().max() <= wanted.abs().max() / 256
     for row in (0, 255, 256, 600, rows - 1):
         own = None if residual is None else residual[row : row + 1]
-        alone = cpu_kernels.linear(x[row : row + 1], packed, 40, bias, relu=then == "relu", residual=own)
+        alone = cpu.linear(x[row : row + 1], packed, 40, bias, relu=then == "relu", residual=own)
         assert torch.equal(alone[0], made[row])
 
 
 @tiles
 def test_what_is_not_a_number_stays_so() -> None:
-    packed = cpu_kernels.pack(torch.ones(3, 32, dtype=torch.bfloat16))
+    packed = cpu.pack(torch.ones(3, 32, dtype=torch.bfloat16))
     x = torch.ones(2, 32, dtype=torch.bfloat16)
     x[1, 5] = torch.nan
     for relu in (False, True):
-        made = cpu_kernels.linear(x, packed, 3, None, relu=relu)
+        made = cpu.linear(x, packed, 3, None, relu=relu)
         assert made.isnan().tolist() == [[False] * 3, [True] * 3]
 
 
 @tiles
 def test_a_wrong_operand_is_refused() -> None:
-    packed, x = cpu_kernels.pack(torch.ones(3, 32, dtype=torch.bfloat16)), torch.ones(2, 32, dtype=torch.bfloat16)
+    packed, x = cpu.pack(torch.ones(3, 32, dtype=torch.bfloat16)), torch.ones(2, 32, dtype=torch.bfloat16)
     for keys in (
         {"x": x[:, :16]}, {"x": x.float()}, {"outputs": 40}, {"bias": torch.ones(4, dtype=torch.bfloat16)},
         {"residual": torch.ones(3, dtype=torch.bfloat16)}, {"relu": True, "residual": torch.ones(2, 3).bfloat16()},
     ):  # fmt: skip
         with pytest.raises(AssertionError):
-            cpu_kernels.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
+            cpu.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
-        cpu_kernels.pack(torch.ones(3, 30, dtype=torch.bfloat16))
+        cpu.pack(torch.ones(3, 30, dtype=torch.bfloat16))
 
 
 def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     """Some flags of a compiler flush subnormal numbers to zero in every library of the process."""
     code = (
-        "import torch; from skipdecode import cpu_kernels as c;"
-        "assert c.status() == 'compiled'; c.argmax(torch.ones(2, 3));"
+        "import torch; from skipdecode.backends import choice, cpu;"
+        "assert choice.choose().name != 'torch'; cpu.argmax(torch.ones(2, 3));"
         "import numpy as np; x = np.float32(1e-40); assert x * np.float32(1.0) != 0, 'flushed'"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -262,14 +263,14 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
     for settings, word in (
         ({"PATH": str(tmp_path)}, "no C++ compiler"),
         ({"CXX": "/bin/false"}, "/bin/false failed"),
-        ({"SKIPDECODE_KERNELS": "off"}, "turned off"),
+        ({"SKIPDECODE_KERNELS": "off"}, "forced by"),
     ):
         env = {key: value for key, value in os.environ.items() if key not in ("CXX", "SKIPDECODE_KERNELS")}
         env |= {"XDG_CACHE_HOME": str(tmp_path)} | settings
         code = (
-            "import torch; from skipdecode import cpu_kernels as c; from skipdecode.sampler import likeliest;"
-            "assert not c.is_available(torch.ones(1));"
-            "assert likeliest(torch.tensor([[0.0, 2.0]])).tolist() == [1]; print(c.status())"
+            "import torch; from skipdecode.backends import choice, cpu; from skipdecode.sampler import likeliest;"
+            "assert not cpu.is_available(torch.ones(1)); assert choice.choose().name == 'torch';"
+            "assert likeliest(torch.tensor([[0.0, 2.0]])).tolist() == [1]; print(choice.choose())"
         )
         made = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=env, check=True, capture_output=True, text=True
@@ -320,7 +321,7 @@ def test_every_fast_path_gives_the_tokens_of_the_plain_one(
 ) -> None:
     model = plain(style)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "is_available", lambda _: False)
+        patch.setattr(cpu, "is_available", lambda _: False)
         wanted = tokens_of(model, lengths, num_new, schedule)
         packed = copy.deepcopy(model).pack()
         patch.setattr(cohort, "PREFILL_TOKENS", dict.fromkeys(cohort.PREFILL_TOKENS, at_once))  # in several parts
@@ -356,7 +357,7 @@ def test_swiftkv_too(plain: Callable[[str], OPT], group_size: int) -> None:
     model = copy.deepcopy(plain("125m")).with_swiftkv(2, group_size)
     schedule = SwiftPrefill(SkipDecode(6, 5, 3, 1, 9), 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "is_available", lambda _: False)
+        patch.setattr(cpu, "is_available", lambda _: False)
         wanted = tokens_of(model, [3, 9, 1, 14, 6], 11, schedule)
     assert tokens_of(model.pack(), [3, 9, 1, 14, 6], 11, schedule) == wanted
 
@@ -369,9 +370,9 @@ def test_rows_of_different_ages_too(plain: Callable[[str], OPT]) -> None:
         for i, prompt in enumerate(prompts)
     ]
     made = []
-    for is_available in (lambda _: False, cpu_kernels.is_available):
+    for is_available in (lambda _: False, cpu.is_available):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu_kernels, "is_available", is_available)
+            patch.setattr(cpu, "is_available", is_available)
             rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
             made.append([row.tokens for row in rows])
     assert made[0] == made[1]

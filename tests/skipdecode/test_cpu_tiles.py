@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.bench import random_model
-from skipdecode import continuous, cpu_kernels, sampler
+from skipdecode import continuous, sampler
+from skipdecode.backends import choice, cpu
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.continuous import generate_continuous
@@ -22,7 +23,7 @@ from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, kv_ow
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 
-tiles = pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+tiles = pytest.mark.skipif(choice.choose().no_int8 is not None, reason="needs a back end with int8")
 QUANTIZATIONS = [None, "int8"]
 
 
@@ -79,14 +80,14 @@ def test_int8_products_are_those_of_the_whole_numbers(
     limit = steps_of_rows * (numbers.abs() * scales).sum(dim=1) + wanted.abs() / 256 + 1e-5
     if is_strided:
         x = torch.stack([x + 1, x], dim=1)[:, -1]
-    packed = cpu_kernels.pack_int8(weight)
+    packed = cpu.pack_int8(weight)
     keys = {"relu": then == "relu"}
-    made = made_with(threads, lambda: cpu_kernels.linear(x, packed, outputs, bias, **keys, residual=residual))
+    made = made_with(threads, lambda: cpu.linear(x, packed, outputs, bias, **keys, residual=residual))
     assert made.shape == (rows, outputs)
     assert torch.all((made.double() - wanted).abs() <= limit)
     if residual is None:
         for row in range(min(rows, 2)):
-            assert torch.equal(cpu_kernels.linear(x[row : row + 1], packed, outputs, bias, **keys)[0], made[row])
+            assert torch.equal(cpu.linear(x[row : row + 1], packed, outputs, bias, **keys)[0], made[row])
 
 
 @tiles
@@ -97,12 +98,12 @@ def test_many_rows_and_inputs_go_through_in_parts(rows: int, inputs: int, thread
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (70, inputs), (70,)))
     numbers, scales = whole(weight)
-    packed = cpu_kernels.pack_int8(weight)
-    made = made_with(threads, lambda: cpu_kernels.linear(x, packed, 70, bias))
+    packed = cpu.pack_int8(weight)
+    made = made_with(threads, lambda: cpu.linear(x, packed, 70, bias))
     wanted = x.double() @ (numbers * scales).T + bias.double()
     assert (made.double() - wanted).abs().max() <= wanted.abs().max() / 256
     for row in (0, 15, 16, rows - 1):
-        assert torch.equal(cpu_kernels.linear(x[row : row + 1], packed, 70, bias)[0], made[row])
+        assert torch.equal(cpu.linear(x[row : row + 1], packed, 70, bias)[0], made[row])
 
 
 @tiles
@@ -110,20 +111,20 @@ def test_sums_of_the_largest_numbers_fit() -> None:
     """The most inputs, every byte at its limit."""
     x, weight = torch.ones(2, 1 << 16).bfloat16(), torch.ones(3, 1 << 16).bfloat16()
     x[1] = -1
-    made = cpu_kernels.linear(x, cpu_kernels.pack_int8(weight), 3, None)
+    made = cpu.linear(x, cpu.pack_int8(weight), 3, None)
     assert made.tolist() == [[65536.0] * 3, [-65536.0] * 3]
     with pytest.raises(AssertionError, match="32 bits"):
-        cpu_kernels.pack_int8(torch.ones(1, (1 << 16) + 32))
+        cpu.pack_int8(torch.ones(1, (1 << 16) + 32))
 
 
 @tiles
 def test_zeros_and_what_is_not_a_number() -> None:
     weight = torch.ones(3, 96).bfloat16()
     weight[1] = 0
-    packed = cpu_kernels.pack_int8(weight)
+    packed = cpu.pack_int8(weight)
     x = torch.ones(5, 96).bfloat16()
     x[1], x[2], x[3, 5], x[4, 7] = 0, 1e-40, torch.nan, torch.inf
-    made = cpu_kernels.linear(x, packed, 3, None)
+    made = cpu.linear(x, packed, 3, None)
     assert made[0].tolist() == [96.0, 0.0, 96.0]
     assert made[1:3].tolist() == [[0.0] * 3] * 2
     assert made[3:].isnan().all()
@@ -131,12 +132,12 @@ def test_zeros_and_what_is_not_a_number() -> None:
 
 @tiles
 def test_a_wrong_operand_is_refused() -> None:
-    packed = cpu_kernels.pack_int8(torch.ones(3, 96))
+    packed = cpu.pack_int8(torch.ones(3, 96))
     for wrong in (torch.ones(2, 96), torch.ones(2, 128).bfloat16(), torch.ones(2, 32).bfloat16()):
         with pytest.raises(AssertionError):
-            cpu_kernels.linear(wrong, packed, 3, None)
+            cpu.linear(wrong, packed, 3, None)
     with pytest.raises(AssertionError):
-        cpu_kernels.linear(torch.ones(2, 96).bfloat16(), packed, 33, None)
+        cpu.linear(torch.ones(2, 96).bfloat16(), packed, 33, None)
 
 
 def test_int8_weights_where_they_cannot_be() -> None:
@@ -230,7 +231,7 @@ def test_layers_in_one_call_are_the_decoder_of_parts(
         block.tiles = block.query_tiles = None
     parts = logits_of(model, run, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_kernels, "is_available", lambda _: False)
+        patch.setattr(cpu, "is_available", lambda _: False)
         wanted = logits_of(exact, run, patch)
     assert len(fused) == len(parts) == len(wanted) > 8
     top = max(float(logits.abs().max()) for logits in wanted)

@@ -1,5 +1,5 @@
 // Products with int8 weights on a CPU's matrix tiles (AMX): half of the bytes that a bfloat16 weight takes from memory; for
-// cpu_linear.cpp, cpu_block.cpp and cpu_prompt.cpp.
+// linear.cpp, step.cpp and prompt.cpp.
 //
 // A weight is a whole number in [-127, 127] times the scale of its output. A row of x becomes whole numbers of 16 bits
 // times the scale of the row, high and low bytes apart: two products of bytes, as many as one of bfloat16 takes, and no
@@ -12,7 +12,7 @@
 
 #pragma once
 
-#include "cpu_tiles.h"
+#include "tiles.h"
 
 #ifdef HAS_TILES
 

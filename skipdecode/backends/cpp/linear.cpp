@@ -1,7 +1,7 @@
 // A linear layer in bfloat16 on a CPU's matrix tiles, its weights, bfloat16 or int8, packed for them; and its largest output.
 
-#include "cpu_int8.h"
-#include "cpu_tiles.h"
+#include "int8.h"
+#include "tiles.h"
 
 #ifdef HAS_TILES
 
@@ -68,7 +68,7 @@ void linear_whole(int64_t rows, const uint16_t* x, int64_t stride, const Int8Wei
 }  // namespace
 
 // The system saves the state of tiles for processes that ask for it.
-extern "C" int has_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
+extern "C" int is_allowed() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
 
 extern "C" void pack_tiles(int64_t outputs, int64_t inputs, const uint16_t* weight, uint16_t* packed) {
   const int64_t steps = inputs / 32, tiles = (outputs + 31) / 32 * 2;
@@ -132,6 +132,6 @@ extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const
 
 #else
 
-extern "C" int has_tiles() { return 0; }
+extern "C" int is_allowed() { return 1; }
 
 #endif

@@ -1,5 +1,5 @@
-"""A decoder layer as one call of a kernel on AMX tiles: for one new column per row (`cpu_block.cpp`), and for prompts
-(`cpu_prompt.cpp`).
+"""A decoder layer as one call of a kernel on AMX tiles: for one new column per row (`cpp/step.cpp`), and for prompts
+(`cpp/prompt.cpp`).
 
 B rows, T columns, N tokens of all prompts, D width.
 """
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode import cpu_kernels
-from skipdecode.cpu_kernels import INT64, POINTER, Columns, Int8Weight
+from skipdecode.backends import cpu
+from skipdecode.backends.cpu import INT64, POINTER, Columns, Int8Weight
 
 
 class _Norm(ctypes.Structure):
@@ -108,7 +108,7 @@ class TileStore:
         self._heads, self._epsilon = heads, norm.eps
         self._norm, self._products = _norm(norm), [product.struct() for product in products]
         self._width = self._products[0].inputs
-        self._call = cpu_kernels.function("store_tiles")
+        self._call = cpu.function("store_tiles")
 
     def __call__(self, h: Tensor, prompts: Prompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """h [N, D] -> for each product that `memory` names k, v [B, H, S, K], filled up to the prompts' ends."""
@@ -171,8 +171,8 @@ class TileBlock:
         )
         self._store = TileStore(heads, attn_norm, [qkv.tail(self._width)]) if qkv.outputs > self._width else None
         self._reference = ctypes.byref(self._block)
-        self._step = cpu_kernels.function("block_tiles")
-        self._read = cpu_kernels.function("prompt_tiles")
+        self._step = cpu.function("block_tiles")
+        self._read = cpu.function("prompt_tiles")
 
     def step(self, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
         """h [B, 1, D] through attention (with `columns`) and the feed-forward block (where it `feeds`), in place."""

@@ -6,7 +6,7 @@
 // Prompts lie one behind the other without padding. Of finite numbers a token's bits depend on its prompt up to it and on
 // nothing else; what becomes of NaN and infinities is not defined.
 
-#include "cpu_block.h"
+#include "layer.h"
 
 #ifdef HAS_TILES
 

@@ -1,5 +1,5 @@
 // Products with bfloat16 weights on a CPU's matrix tiles (AMX), with a bias, and a ReLU or a residual, in the
-// same pass; for cpu_linear.cpp, cpu_block.cpp and cpu_prompt.cpp.
+// same pass; for linear.cpp, step.cpp and prompt.cpp.
 //
 // Decoding multiplies few rows by weights that come from memory, so the weights lie in the order in which they are read,
 // one stream per thread, and are prefetched AHEAD of their use: with 32 rows that takes a half to a quarter of the time
@@ -18,7 +18,7 @@
 #include <immintrin.h>
 #include <vector>
 
-#include "cpu_threads.h"
+#include "threads.h"
 
 namespace cpu {
 

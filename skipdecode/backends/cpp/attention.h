@@ -1,5 +1,5 @@
 // Attention of one new column per row over that row's cached keys and values, at the speed of memory; for
-// cpu_attention.cpp and cpu_block.cpp.
+// attention.cpp and step.cpp.
 //
 // Plain C++ that a compiler vectorises; no intrinsics, no torch headers, so that it compiles in a second. The prefetches
 // are what matters: while keys are read, the values of the same row and head are on their way, and while values are
@@ -13,7 +13,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu_threads.h"
+#include "threads.h"
 
 namespace cpu {
 

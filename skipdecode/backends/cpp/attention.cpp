@@ -1,6 +1,6 @@
 // Attention of one new column, and the choice of the likeliest token, for any CPU.
 
-#include "cpu_attention.h"
+#include "attention.h"
 
 namespace {
 

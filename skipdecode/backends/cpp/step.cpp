@@ -2,7 +2,7 @@
 // output, norm, feed-forward. As calls of their own these are seven, each with its entry from Python and its fork and
 // join of threads; where the layers are small that is most of a step.
 
-#include "cpu_block.h"
+#include "layer.h"
 
 #ifdef HAS_TILES
 

@@ -1,10 +1,10 @@
-// What a decoder layer is made of, as `cpu_block.py` hands it over; for cpu_block.cpp and cpu_prompt.cpp.
+// What a decoder layer is made of, as `layer.py` hands it over; for step.cpp and prompt.cpp.
 
 #pragma once
 
-#include "cpu_attention.h"
-#include "cpu_int8.h"
-#include "cpu_tiles.h"
+#include "attention.h"
+#include "int8.h"
+#include "tiles.h"
 
 #ifdef HAS_TILES
 

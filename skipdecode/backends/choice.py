@@ -1,0 +1,141 @@
+"""Which CPU back end decodes in this process, and why; no torch at import.
+
+The only place that reads the CPU's flags. From the back end follow the automatic dtype and whether weights may be int8,
+so whatever picks one of these asks here. The kernels themselves are compiled and loaded by `skipdecode.backends.build`.
+"""
+
+import os
+import platform
+from collections.abc import Set
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal, cast
+
+from skipdecode.backends.build import BuildError, load
+
+Name = Literal["amx", "avx512", "avx2", "torch"]
+NAMES: tuple[Name, ...] = ("amx", "avx512", "avx2", "torch")
+"""The fastest first."""
+VARIABLE = "SKIPDECODE_KERNELS"
+"""Names a back end that must be used. `off` and `0` mean `torch`; empty or `auto` means the automatic choice."""
+
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"})
+NEEDS: dict[Name, frozenset[str]] = {
+    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+    "avx512": _AVX512,
+    "avx2": frozenset({"avx2", "fma"}),
+    "torch": frozenset(),
+}
+"""Flags of /proc/cpuinfo without which a back end cannot run."""
+
+
+class BackendError(ValueError):
+    """`SKIPDECODE_KERNELS` names a back end that is unknown, or that cannot run here."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What decodes on this CPU, for people (`name`, `reason`) and for those who pick a type (`dtype`, `no_int8`)."""
+
+    name: Name
+    reason: str
+    dtype: Literal["bfloat16", "float32"]
+    """What `dtype: auto` takes."""
+    no_int8: str | None
+    """Why weights cannot be int8; None where they can."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def choose() -> Backend:
+    """The back end of this process. Compiles its kernels on the first call.
+
+    BackendError where `SKIPDECODE_KERNELS` asks for the impossible. Without a working compiler the automatic choice is
+    `torch`, and the reason says so.
+    """
+    return _choose(os.environ.get(VARIABLE, "").strip().lower(), cpu_flags())
+
+
+def possible(flags: Set[str] | None = None) -> tuple[Name, ...]:
+    """The back ends that a CPU with these flags can run, the fastest first; None: this CPU's."""
+    have = cpu_flags() if flags is None else flags
+    return tuple(name for name in NAMES if have >= NEEDS[name])
+
+
+def describe_cpu(flags: Set[str] | None = None) -> str:
+    """What a CPU has of what matters here: `AVX-512 with BF16 and VNNI; no AMX`."""
+    have = cpu_flags() if flags is None else flags
+    if platform.machine().lower() not in ("x86_64", "amd64") and not have:
+        return f"{platform.machine()}, for which there are no kernels"
+    names = possible(have)
+    if "amx" in names:
+        return "AMX with BF16 and int8"
+    if "avx512" in names:
+        extras = [name for name, flag in (("BF16", "avx512_bf16"), ("VNNI", "avx512_vnni")) if flag in have]
+        return f"AVX-512 {'with ' + ' and '.join(extras) if extras else 'without BF16'}; no AMX"
+    return "AVX2; no AVX-512" if "avx2" in names else "no AVX2"
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """This CPU's flags as Linux names them; empty elsewhere, and on CPUs that are no x86."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # no Linux
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+@cache
+def _choose(wanted: str, flags: frozenset[str]) -> Backend:
+    names = possible(flags)
+    if wanted in ("", "auto"):
+        return _automatic(names, flags)
+    name = cast(Name, "torch" if wanted in ("off", "0") else wanted)
+    if name not in names:
+        kind = "cannot run here" if name in NAMES else "is unknown"
+        raise BackendError(
+            f"{VARIABLE}: {wanted} {kind}; this CPU has {describe_cpu(flags)}; possible are {', '.join(names)}"
+        )
+    problem = _problem(name, flags)
+    if problem is not None:
+        raise BackendError(f"{VARIABLE}: {name} cannot run here: {problem}; torch can")
+    return _backend(name, f"forced by {VARIABLE}; this CPU has {describe_cpu(flags)}", flags)
+
+
+def _automatic(names: tuple[Name, ...], flags: frozenset[str]) -> Backend:
+    """The first that works; the reason says what is wrong with those before it."""
+    problems: list[str] = []
+    for name in names:
+        problem = _problem(name, flags)
+        if problem is None:
+            return _backend(name, "; ".join([describe_cpu(flags), *problems]), flags)
+        problems += [] if problem in problems else [problem]
+    raise AssertionError("torch always works")
+
+
+def _problem(name: Name, flags: frozenset[str]) -> str | None:
+    """Why this back end does not work on a CPU that has what it needs."""
+    if name == "torch":
+        return None
+    try:
+        library = load(name, flags)
+    except BuildError as error:
+        return str(error)
+    return None if library.is_allowed() else "this system does not let programs use AMX"
+
+
+def _backend(name: Name, reason: str, flags: frozenset[str]) -> Backend:
+    return Backend(name, reason, _dtype(name, flags), _why_no_int8(name))
+
+
+def _dtype(name: Name, flags: frozenset[str]) -> Literal["bfloat16", "float32"]:
+    """bfloat16 wherever the back end multiplies it: half of float32's bytes at no loss of speed."""
+    has_bfloat16 = name != "avx2" and bool(flags & {"avx512_bf16", "amx_bf16"})
+    return "bfloat16" if has_bfloat16 else "float32"
+
+
+def _why_no_int8(name: Name) -> str | None:
+    return None if name == "amx" else f"the back end is {name}, and only amx has it"

@@ -1,0 +1,216 @@
+"""The compiled CPU kernels of `cpp/`, called by ctypes: attention of one column, products with packed weights, argmax.
+
+torch's attention for one query reads the cache at a third of memory bandwidth, its products of few rows read weights at
+half of it or less, and its argmax of bfloat16 logits takes as long as the matrix product before it. Where the back end
+is `torch` (`skipdecode.backends.choice`), nothing here is called and torch's operators do the same work.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from skipdecode.backends import build, choice
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+MAX_INT8_INPUTS = 1 << 16
+POINTER, INT, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+
+
+def is_available(tensor: Tensor) -> bool:
+    """Whether the kernels take tensors of this kind, on this machine."""
+    return tensor.device.type == "cpu" and tensor.dtype in NAMES and choice.choose().name != "torch"
+
+
+class Columns(NamedTuple):
+    """Where one new column per row goes, and what it may attend to: as the arguments of `attend`."""
+
+    k: Tensor
+    v: Tensor
+    first: Tensor
+    last: Tensor
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    new: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Attention of one query per row over its columns first..last: q [B, D] -> [B, D], heads side by side.
+
+    k, v [B, H, S, K], contiguous: the cache. `first`, `last` [B] int64, both included. `new`: key and value [B, D] of
+    column `last`, stored before it is attended to; q and `new` may be columns of one tensor [B, 3 D]. Finite numbers
+    only: what becomes of NaN and infinities is not defined.
+    """
+    B, H, S, K = k.shape
+    new_k, new_v = (None, None) if new is None else new
+    # wrong ones would be read as if they were right
+    for held in (k, v):
+        assert held.is_contiguous(), held.stride()
+        assert held.shape == k.shape, (held.shape, k.shape)
+    for tensor in (q, *(new or ())):
+        assert tensor.shape == (B, H * K), (tensor.shape, k.shape)
+        assert tensor.stride() == (q.stride(0), 1), (tensor.stride(), q.stride())
+    assert len({tensor.dtype for tensor in (q, k, v, *(new or ()))}) == 1, "types differ"
+    for columns in (first, last):
+        assert columns.dtype == torch.int64, columns.dtype
+        assert columns.shape == (B,), (columns.shape, B)
+        assert columns.is_contiguous(), columns.stride()
+    out = q.new_empty(B, H * K)
+    function("attend", q.dtype)(
+        K,
+        B,
+        H,
+        q.data_ptr(),
+        None if new_k is None else new_k.data_ptr(),
+        None if new_v is None else new_v.data_ptr(),
+        q.stride(0),
+        k.data_ptr(),
+        v.data_ptr(),
+        S,
+        first.data_ptr(),
+        last.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The index of each row's largest value, the lowest where several are equal (NaN aside): [B, V] -> [B] int64."""
+    logits = logits.contiguous()
+    out = torch.empty(len(logits), dtype=torch.int64)
+    function("argmax", logits.dtype)(*logits.shape, logits.data_ptr(), out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A bfloat16 weight [out, in], in a multiple of 32, in the order in which `linear` reads it."""
+    outputs, inputs = weight.shape
+    assert weight.dtype == torch.bfloat16, weight.dtype
+    assert inputs % 32 == 0, inputs
+    weight = weight.detach().contiguous()
+    packed = torch.empty(-(-outputs // 32), inputs // 32, 2, 16, 32, dtype=torch.bfloat16)
+    function("pack_tiles")(outputs, inputs, weight.data_ptr(), packed.data_ptr())
+    return packed
+
+
+class Int8Weight(NamedTuple):
+    """A weight [out, in] as whole numbers in [-127, 127] times a scale per output, packed (`pack_int8`)."""
+
+    tiles: Tensor
+    """[out / 32, in / 64, 2, 16, 16, 4] int8."""
+    scales: Tensor
+    """[out] float32, filled up to a multiple of 32."""
+    inputs: int
+
+
+def pack_int8(weight: Tensor) -> Int8Weight:
+    """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127."""
+    outputs, inputs = weight.shape
+    assert inputs % 32 == 0, inputs
+    assert inputs <= MAX_INT8_INPUTS, "sums would not fit into 32 bits"
+    weight = F.pad(weight.detach().float(), (0, -inputs % 64, 0, -outputs % 32))
+    scales = weight.abs().amax(dim=1) / 127.0
+    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
+    tiles = whole.view(-1, 2, 16, whole.shape[1] // 64, 16, 4).permute(0, 3, 1, 4, 2, 5)
+    return Int8Weight(tiles.contiguous(), scales, inputs)
+
+
+def linear(
+    x: Tensor,
+    packed: Tensor | Int8Weight,
+    outputs: int,
+    bias: Tensor | None,
+    *,
+    relu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias, then ReLU or plus `residual` [..., outputs]: [..., in] -> [..., outputs], all in bfloat16.
+
+    `packed`: W as `pack` or `pack_int8` gives it. Sums in float32, rounded once; for int8 sums of whole
+    numbers, x as 16 bits times a scale per row.
+    """
+    assert not (relu and residual is not None), "one of the two"
+    tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)
+    assert x.shape[-1] == inputs, (x.shape, inputs)
+    assert tiles.shape[0] == -(-outputs // 32), (outputs, tiles.shape)
+    rows = x.reshape(-1, inputs)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = x.new_empty(*x.shape[:-1], outputs)
+    if residual is not None:
+        assert residual.shape == out.shape, (residual.shape, out.shape)
+        residual = residual.contiguous()
+    for tensor in (x, bias, residual):
+        assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
+    assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous()), "a bias of another layer"
+    is_int8 = isinstance(packed, Int8Weight)
+    assert tiles.dtype == (torch.int8 if is_int8 else torch.bfloat16), tiles.dtype
+    function("linear_int8" if is_int8 else "linear_tiles")(
+        len(rows),
+        outputs,
+        inputs,
+        rows.data_ptr(),
+        rows.stride(0),
+        tiles.data_ptr(),
+        *([packed.scales.data_ptr()] if isinstance(packed, Int8Weight) else []),
+        None if bias is None else bias.data_ptr(),
+        1 if relu else 0 if residual is None else 2,
+        None if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def likeliest(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """`argmax(linear(x, packed, outputs, None))` without the logits in between: [B, in] bfloat16 -> [B] int64."""
+    assert x.dtype == packed.dtype == torch.bfloat16, (x.dtype, packed.dtype)
+    assert x.shape[1] == packed.shape[1] * 32, (x.shape, packed.shape)
+    assert packed.shape[0] == -(-outputs // 32), (outputs, packed.shape)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(len(x), dtype=torch.int64)
+    function("likeliest_tiles")(
+        len(x),
+        outputs,
+        packed.shape[1] * 32,
+        x.data_ptr(),
+        x.stride(0),
+        packed.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+ARGUMENTS = {
+    "block_tiles": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
+    "prompt_tiles": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
+    "store_tiles": [INT64, DOUBLE, POINTER, INT64, POINTER, INT64, *[POINTER] * 6, INT],
+    "attend": [*[INT64] * 3, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
+    "argmax": [INT64, INT64, POINTER, POINTER, INT],
+    "pack_tiles": [INT64, INT64, POINTER, POINTER],
+    "linear_tiles": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
+    "likeliest_tiles": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT],
+    "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 3, INT, POINTER, POINTER, INT],
+}
+
+
+def function(name: str, dtype: torch.dtype | None = None) -> Any:
+    """A function of the back end's library with its argument types; that of `dtype` where there are several."""
+    return _function(choice.choose().name, name, dtype)
+
+
+@cache
+def _function(backend: str, name: str, dtype: torch.dtype | None) -> Any:
+    library = build.load(backend, choice.cpu_flags())
+    found = getattr(library, name if dtype is None else f"{name}_{NAMES[dtype]}")
+    found.argtypes, found.restype = ARGUMENTS[name], None
+    return found
