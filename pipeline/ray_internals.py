@@ -141,7 +141,7 @@ def run_to_end(dataset: Dataset) -> None:
 def number_of_task() -> tuple[int, int]:
     """(task, call): the number of this task of Ray Data in its stage, and how often this was asked in it before.
 
-    The same in the same order when Ray repeats the task.
+    In a task only: the functions of an actor run in another thread. The same in the same order when Ray repeats it.
     """
     context = TaskContext.get_current()
     assert context is not None, "only tasks of Ray Data have a number"
