@@ -131,8 +131,8 @@ def test_configs_are_no_package() -> None:
     assert {path.suffix for path in (ROOT / "configs").iterdir()} == {".yaml"}
 
 
-def test_the_page_of_rooms_names_every_folder() -> None:
+def test_the_page_of_packages_names_every_folder() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rooms = {f"{name(path.parent)}/" for path in MODULES}
-    assert rooms >= {"skipdecode/", "actors/", "pipeline/", "pipeline/input/", "jobs/"}
-    assert {room for room in rooms if f"| `{room}` |" not in page} == set()
+    folders = {f"{name(path.parent)}/" for path in MODULES}
+    assert folders >= {"skipdecode/", "actors/", "pipeline/", "pipeline/input/", "jobs/"}
+    assert {folder for folder in folders if f"| `{folder}` |" not in page} == set()

@@ -31,7 +31,7 @@ CLASSES = {
     "evaluate --sweep": "SweepConfig",
 }  # every other verb takes the configuration of a run
 OTHERS = {"echo", "export", ".", "head", "ls", "apt-get"}  # programs of the system
-LATER = {"setup", "setup-dev", "docs"}  # targets that come with the console script
+LATER = {"setup", "setup-dev", "docs", "test-fast"}  # targets that come with the console script
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 
 
