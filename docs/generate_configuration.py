@@ -29,7 +29,7 @@ exit code 2: bad configuration or input, nothing was started
 ```
 
 A configuration is a YAML file (`--config FILE`) and `key=value` overrides behind it. Overrides are dotted keys, and
-their values are YAML: `sampling.stop='["\\\\n", "END"]'`. The last one wins. Both are optional, and `-i`, `-o`,
+their values are YAML: `sampling.stop='["\\n", "END"]'`. The last one wins. Both are optional, and `-i`, `-o`,
 `--resume` and `--overwrite` are short for keys. An unknown key or a wrong value ends the command with exit code 2,
 before anything starts. [`configs/`](configs.md) has a file for every kind of job.
 
