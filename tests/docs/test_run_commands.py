@@ -32,6 +32,7 @@ PROMPTS = [
     {"id": "none", "prompt": None, "city": "Bath"},
     {"id": "fern", "prompt": "name[The Fern], eatType[pub], near[Tall Hall]", "city": "Hull"},
 ]
+GOOD_PROMPTS = [row for row in PROMPTS if row["prompt"] is not None]
 REFERENCES = [
     {"prompt": PROMPTS[0]["prompt"], "reference": "The Mill is an Italian pub by the riverside."},
     {"prompt": PROMPTS[1]["prompt"], "reference": "The Oak is a cheap French restaurant."},
@@ -40,6 +41,7 @@ PAGES_TO_RUN = (  # in this order: later ones use what earlier ones made
     "corpus", "reliability", "report", "evaluation", "training", "methods/ffn_skip", "methods/swiftkv",
     "methods/schedules", "methods/combined", "configuration", "backends",
 )  # fmt: skip
+WITH_A_BAD_ROW = ("corpus", "reliability", "report", "evaluation")  # they speak of it
 NOT_RUN = ("make ", "head ", "ls ", "ray ", "serve ", "curl ")  # and the endpoint, which has a test of its own
 
 
@@ -101,6 +103,7 @@ def stable_lines(output: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES_TO_RUN)
 def test_the_opening_of_a_page_runs(page: str, clone: Path, environment: dict[str, str]) -> None:
+    write_jsonl(clone / "prompts.jsonl", PROMPTS if page in WITH_A_BAD_ROW else GOOD_PROMPTS)
     for command in opening(page):
         done = run(command.text, clone, environment)
         assert done.returncode == command.exit_code, f"{command.text}\n{done.stderr[-3000:]}"
@@ -110,6 +113,7 @@ def test_the_opening_of_a_page_runs(page: str, clone: Path, environment: dict[st
 
 def test_the_measuring_verbs_run(clone: Path, environment: dict[str, str]) -> None:
     """`bench`, `retry` and `doctor` as their pages have them, with fewer tokens for the first."""
+    write_jsonl(clone / "prompts.jsonl", PROMPTS)
     bench = opening("results/speed")[0].text + " 'prompt_tokens=[8]' new_tokens=4"
     for text in (bench, "skipdecode retry outputs/run", opening("troubleshooting")[0].text):
         done = run(text, clone, environment)
@@ -136,14 +140,14 @@ def test_readme_your_corpus_with_your_model(
     assert report["cost"]["price_per_hour"] == 12.5
 
 
-def test_readme_fine_tune_then_generate(clone: Path, environment: dict[str, str], tiny_checkpoint: Path) -> None:
+def test_readme_fine_tune_then_generate(clone: Path, environment: dict[str, str]) -> None:
     (block,) = section("Fine-tune, then generate faster")
-    text = block.replace("facebook/opt-1.3b", str(tiny_checkpoint)).replace("outputs/tuned", "outputs/readme-tuned")
-    text = text.replace("-i prompts.jsonl", "-i prompts.jsonl limits.max_failed_rows=1")  # one of ours has no prompt
+    write_jsonl(clone / "prompts.jsonl", GOOD_PROMPTS)
+    text = block.replace("facebook/opt-1.3b", "models/opt-e2e").replace("outputs/tuned", "outputs/readme-tuned")
     done = run(f"set -e\n{text}", clone, environment)
     assert done.returncode == 0, done.stderr[-3000:]
     good = ds.dataset(clone / "outputs/fast/data/status=ok").to_table()
-    assert good.num_rows == len(PROMPTS) - 1
+    assert good.num_rows == len(GOOD_PROMPTS)
 
 
 @pytest.fixture
