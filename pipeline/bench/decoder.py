@@ -23,18 +23,27 @@ class BenchConfig(Section):
     shape: str | None = "opt-125m"
     """A released shape with random weights; or null and `source`."""
     source: str | None = None
+    """A checkpoint, in place of `shape`."""
     swiftkv: SwiftKVSection | None = None
     """Gives `shape` the projections of SwiftKV, so that `schedules` may have `prefill: swiftkv`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
     quantization: Quantization | None = None
+    """int8: weights of 8 bits, as `model.quantization` of a job."""
     threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
     batch_sizes: tuple[Annotated[int, Field(ge=1)] | Literal["largest"], ...] = (8, 32)
     """largest: as many rows as have room at full depth."""
     prompt_tokens: tuple[Annotated[int, Field(ge=1)], ...] = (64,)
+    """Prompt lengths to measure."""
     new_tokens: Annotated[int, Field(ge=2)] = 64
+    """Tokens of an answer."""
     repeats: Annotated[int, Field(ge=1)] = 3
+    """Measurements of each setting, in turns; figures are medians."""
     schedules: tuple[dict[str, Any], ...] = tuple({"method": "skipdecode", "speedup": s} for s in (2, 3, 4, 5))
+    """`decode:` mappings to compare with full depth; `prefill: swiftkv` may stand beside their keys."""
 
 
 def load_bench_config(path: str | None, overrides: list[str]) -> BenchConfig:

@@ -40,6 +40,7 @@ class System(Section):
     """A server under load: `args` of our application, or `command`, a peer that listens on {port}."""
 
     name: str
+    """In the table, and for `only`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys over those of the benchmark, e.g. engine.scheduler."""
     command: str | None = None
@@ -50,7 +51,9 @@ class ServeBenchConfig(Section):
     source: str | None = "models/opt-e2e"
     """A checkpoint; or null and `shape`, a released shape with random weights."""
     shape: str | None = None
+    """A released shape, in place of `source`."""
     tokenizer: str | None = None
+    """A folder with the tokenizer for `shape`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys of every application."""
     systems: Annotated[tuple[System, ...], Field(min_length=1)]
@@ -59,14 +62,19 @@ class ServeBenchConfig(Section):
     rates: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4, 8, 16)
     """Requests per second."""
     duration_s: Positive = 20
+    """Seconds of load at each rate."""
     max_tokens: Annotated[tuple[int, ...], Field(min_length=1)] = (64,)
     """Drawn for each request, by `weights`."""
     weights: tuple[Positive, ...] = ()
+    """Shares of `max_tokens`; empty: equal ones."""
     ignore_eos: bool = True
     """Answers of exactly max_tokens: the same work for every server."""
     slo_ttft_ms: Positive = 500
+    """Goodput counts answers whose first token came within this time."""
     slo_tpot_ms: Positive = 50
+    """And whose later tokens took no longer than this on average."""
     seed: int = 0
+    """Decides on arrivals, prompts and lengths."""
 
 
 def load_serve_bench_config(path: str | None, overrides: list[str]) -> ServeBenchConfig:

@@ -55,10 +55,15 @@ class CalibrateConfig(Section):
     warmup_tokens: Annotated[int, Field(ge=0)] = 25
     """Decode steps that skip nothing."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
+    """Tokens of each sample answer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
     batch_size: Annotated[int, Field(ge=1)] = 32
+    """Rows of a batch."""
     output: Annotated[str, Field(min_length=1)] = "outputs/calibrated"
+    """The checkpoint to write."""
 
 
 def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:

@@ -39,8 +39,11 @@ NUM_NAMED = 3  # prompts shown of those that have no counterpart
 
 class ReferenceData(Section):
     path: str | None = None
+    """CSV, JSONL or Parquet with a prompt and a reference per row."""
     prompt_column: str = "mr"
+    """Column of the prompts."""
     reference_column: str = "ref"
+    """Column of the references."""
 
 
 class EvaluateConfig(Section):
@@ -50,10 +53,13 @@ class EvaluateConfig(Section):
     perplexity_pairs: Annotated[int, Field(ge=0)] | None = None
     """How many (prompt, reference) pairs, drawn at random, always the same; null: all; 0: no perplexity."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """For the perplexity; null: as the run."""
     threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
     batch_size: Annotated[int, Field(ge=1)] = 64
+    """Pairs of a batch, for the perplexity."""
 
 
 def evaluate(config: EvaluateConfig, note: Note) -> dict[str, Any]:

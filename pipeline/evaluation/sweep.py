@@ -60,12 +60,16 @@ class SweepDecode(DecodeConfig):
     name: str | None = None
     """Beside the label in table and plot; null: from the schedule."""
     prefill: Literal["full", "swiftkv"] = "full"
+    """How the prompt runs: full, or swiftkv."""
 
 
 class SweepRun(Section):
     label: str
+    """Name of the model in table and plot."""
     model: str
+    """A folder or a hub id."""
     quantization: Quantization | None = None
+    """int8: weights of 8 bits, as `model.quantization` of a job."""
     decode: Annotated[tuple[SweepDecode, ...], Field(min_length=1)]
 
 
@@ -73,18 +77,25 @@ class SweepConfig(Section):
     data: SweepData = SweepData()
     runs: Annotated[tuple[SweepRun, ...], Field(min_length=1)]
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    """Tokens of an answer at most."""
     perplexity_pairs: Annotated[int, Field(ge=0)] = 512
     """(prompt, reference) pairs for the loss under each schedule; 0: none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Type that the decoder computes in."""
     threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
     batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows of a batch."""
     speed_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Batch sizes to measure the speed at too, on as many prompts as it takes for SPEED_BATCHES batches."""
     ignore_eos: bool = False
     """Every row gets `max_new_tokens`: for random weights, of which speed is all there is to measure."""
     plot_against: Literal["speedup", "ffn_skip_share"] = "speedup"
+    """The x axis of the plot."""
     output: str = "outputs/quality"
+    """Folder of table, plot and figures."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,11 @@ class DefaultSampling(Section):
     """What a request gets that does not say; as OpenAI has them."""
 
     max_new_tokens: Positive = 16
+    """Tokens of an answer at most (`max_tokens` of a request)."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Draw from the smallest set of tokens with this much probability; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: no limit."""
     deterministic: bool = False
@@ -26,6 +29,7 @@ class DefaultSampling(Section):
 
 class EngineSection(Section):
     scheduler: Literal["cohort", "continuous"] = "cohort"
+    """cohort: requests that wait together share positions. continuous: they join and leave one batch at any step."""
     batch_size: Positive = 32
     """Rows of a cohort, or of a continuous batch."""
     max_cohorts: Positive = 8
@@ -33,6 +37,7 @@ class EngineSection(Section):
     max_prefill_tokens: Positive = 4096
     """Prompt tokens that newcomers may bring in one turn."""
     length_buckets: Annotated[tuple[Positive, ...], Field(min_length=1)] = (32, 64, 128, 256, 512, 1024, 2048)
+    """Prompt lengths, in tokens; rows of one cohort are of one bucket."""
     num_threads: Positive | None = None
     """torch threads of a replica; null: what it reserves (`ray_actor_options.num_cpus`), or the cores of its node where
     it reserves one CPU or less; but one, which HTTP needs."""
@@ -51,6 +56,7 @@ class LimitsSection(Section):
     max_prompts: Positive = 128
     """Prompts of one request."""
     max_body_bytes: Positive = 4 << 20
+    """Of one request; beyond, 413."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 120
     """From the arrival of the headers to the last token; then 408."""
     stream_events_per_s: Annotated[float, Field(gt=0)] = 150
@@ -101,19 +107,27 @@ class ServeFile:
 
 class ServeApplication(Section):
     name: str = "skipdecode"
+    """Of the application on the cluster."""
     route_prefix: str = "/"
+    """Path under which it answers."""
     import_path: Literal["pipeline.service.app:build_app"] = "pipeline.service.app:build_app"
+    """Where Ray Serve finds the application."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """`serve deploy` alone applies it."""
     args: ServeConfig = ServeConfig()
     deployments: tuple[dict[str, Any], ...] = ()
+    """One at most: options of the deployment `Completions`, as Ray Serve has them."""
 
 
 class ServeTree(Section):
     """As much of Ray's own schema as `jobs.serve` applies; `serve deploy` knows the rest."""
 
     proxy_location: str | None = None
+    """Where Ray Serve's proxies run."""
     http_options: dict[str, Any] = Field(default_factory=dict)
+    """Host and port of the proxies, as Ray Serve has them."""
     logging_config: dict[str, Any] = Field(default_factory=dict)
+    """`serve deploy` alone applies it."""
     applications: Annotated[tuple[ServeApplication, ...], Field(min_length=1, max_length=1)] = (ServeApplication(),)
 
 
