@@ -11,15 +11,20 @@ import jobs.generate
 import pipeline.generate.dataset
 from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
+from pipeline.stages.decoder import Decoder
 from skipdecode.generate import Completion, Request
 
 ROW_S = 0.0002
 
 
-class Sleeper(DecodeStage):
-    def _generate(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
+class SleepingDecoder(Decoder):
+    def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         time.sleep(ROW_S * len(requests))
         return WindowResult([Completion([5], "length", 1, 1) for _ in requests])
+
+
+class Sleeper(DecodeStage):
+    decoder_class = SleepingDecoder
 
 
 if __name__ == "__main__":

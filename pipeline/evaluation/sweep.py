@@ -32,7 +32,7 @@ from pipeline.input.pairs import encode_pairs, read_pairs
 from pipeline.input.prompts import read_prompts
 from pipeline.machine import provenance
 from pipeline.report.batches import BatchTotals, agreement, speedup
-from pipeline.report.collector import BATCH_SCHEMA
+from pipeline.report.records import BATCH_SCHEMA
 from pipeline.units import Note
 from skipdecode.config import Quantization
 from skipdecode.generate import Request

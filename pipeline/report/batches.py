@@ -5,13 +5,17 @@ a batch was decoded both ways.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from pipeline.report.document import Agreement, Speedup
+
+Number = TypeVar("Number", float, np.ndarray)
 
 # Student's t, 97.5 % quantile for 1..30 degrees of freedom (any table of the distribution); 1.96 beyond.
 T_975 = (
@@ -87,7 +91,8 @@ class BatchTotals:
         names = {"output_tokens", "full_output_tokens", *BOTH, *(f"full_{part}" for part in BOTH)}
         pair = {name: pairs[name].to_numpy() for name in names}
         for parts, logs in self.logs.items():
-            logs.append(np.log(per_token_ratio(pair, parts)))
+            ours_s, full_s = (sum(pair[f"{depth}{part}"] for part in parts) for depth in ("", "full_"))
+            logs.append(np.log(per_token_ratio(ours_s, pair["output_tokens"], full_s, pair["full_output_tokens"])))
 
     def total(self, *names: str) -> float | None:
         """The sum of these columns over all batches."""
@@ -103,14 +108,13 @@ class BatchTotals:
         return None if rows is None or tokens is None else tokens - rows
 
 
-def per_token_ratio(pair: Mapping[str, Any], parts: Sequence[str]) -> Any:
-    """Time per output token at full depth over that of the run; `pair`: of a batch, numbers or arrays by column."""
-    ours = sum(pair[part] for part in parts) / pair["output_tokens"]
-    full = sum(pair[f"full_{part}"] for part in parts) / pair["full_output_tokens"]
-    return full / ours
+def per_token_ratio(ours_s: Number, ours_tokens: Number, full_s: Number, full_tokens: Number) -> Number:
+    """Time per output token at full depth over that of the run: of a batch, or of an array of them."""
+    ratio: Number = (full_s / full_tokens) / (ours_s / ours_tokens)
+    return ratio
 
 
-def speedup(totals: BatchTotals) -> dict[str, Any]:
+def speedup(totals: BatchTotals) -> Speedup:
     """Time per output token at full depth over time per output token, prefill included.
 
     `measured`: geometric mean over the batches decoded both ways in the same actor; `ci95`: its t-interval (null below
@@ -130,13 +134,13 @@ def speedup(totals: BatchTotals) -> dict[str, Any]:
     }
 
 
-def agreement(totals: BatchTotals) -> dict[str, Any]:
+def agreement(totals: BatchTotals) -> Agreement:
     """Shares of rows and of token positions that equal full depth, on the rows decoded both ways."""
     rows = totals.paired_total("rows")
     return {
         "exact_rows": ratio(totals.paired_total("exact_rows"), rows),
         "token_match": ratio(totals.paired_total("matched_tokens"), totals.paired_total("compared_tokens")),
-        "rows": rows or 0,
+        "rows": int(rows or 0),
     }
 
 
@@ -144,7 +148,7 @@ def ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
 
 
-def _plus(total: float | None, column: Any) -> float | None:
+def _plus(total: float | None, column: pa.ChunkedArray) -> float | None:
     """Nulls count nothing."""
     more: float | None = pc.sum(column).as_py()
     return total if more is None else (total or 0) + more

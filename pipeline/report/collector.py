@@ -6,7 +6,6 @@ Workers send and never wait. Losing the collector loses figures, never rows. `re
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -14,76 +13,14 @@ import pyarrow.parquet as pq
 import ray
 
 from pipeline.cluster import on_this_node
+from pipeline.handles import BatchRecord, CollectorHandle, Counts, WindowRecord, WorkerRecord
 from pipeline.report.prometheus import LiveMetrics
+from pipeline.report.records import SCHEMAS, Kind, Record
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.write import write_whole
 
 FLUSH_S = 15.0
 SLICE_ROWS = 1 << 16  # records that a reader has in memory at a time
-
-BATCH_SCHEMA = pa.schema(
-    [
-        ("worker", pa.string()),
-        ("batch", pa.int32()),
-        ("started_at", pa.float64()),
-        ("rows", pa.int32()),
-        ("layers", pa.int32()),
-        *(
-            (prefix + name, kind)
-            for prefix in ("", "full_")
-            for name, kind in (
-                ("prompt_columns", pa.int32()),
-                ("input_tokens", pa.int64()),
-                ("output_tokens", pa.int64()),
-                ("decode_steps", pa.int32()),
-                ("row_steps", pa.int64()),
-                ("layers_run", pa.int64()),
-                ("ffns_run", pa.int64()),
-                ("layer_row_steps", pa.int64()),
-                ("cache_bytes", pa.int64()),
-                ("prefill_s", pa.float64()),
-                ("decode_s", pa.float64()),
-                ("predicted_prefill_s", pa.float64()),
-                ("predicted_decode_s", pa.float64()),
-            )
-        ),
-        ("full_error", pa.string()),
-        ("split_error", pa.string()),
-        ("exact_rows", pa.int32()),
-        ("matched_tokens", pa.int64()),
-        ("compared_tokens", pa.int64()),
-    ]
-)
-"""One row per decoded batch. `split_error`: of the larger batch that failed and of which this is a part (out of memory,
-mostly). `full_*`, `predicted_*` and the agreement are null unless it was paired."""
-
-WINDOW_SCHEMA = pa.schema(
-    [
-        ("worker", pa.string()),
-        ("started_at", pa.float64()),
-        ("ended_at", pa.float64()),
-        ("rows", pa.int32()),
-        ("failed", pa.int32()),
-        ("window", pa.int32()),
-    ]
-)
-"""One row per part of a window that a worker took: when it was busy. `window` counts the worker's own windows from 1;
-0: a part of another worker's."""
-
-WORKER_SCHEMA = pa.schema(
-    [
-        ("worker", pa.string()),
-        ("host", pa.string()),
-        ("pid", pa.int64()),
-        ("load_s", pa.float64()),
-        ("device", pa.string()),
-        ("dtype", pa.string()),
-        ("ready_at", pa.float64()),
-    ]
-)
-"""One row per start of a worker; a second one for the same worker is a restart."""
-
-SCHEMAS = {"batches": BATCH_SCHEMA, "windows": WINDOW_SCHEMA, "workers": WORKER_SCHEMA}
 
 
 class MetricsCollector:
@@ -91,16 +28,16 @@ class MetricsCollector:
 
     def __init__(self, filesystem: pafs.FileSystem, root: str, run_id: str, rows_planned: int) -> None:
         self._filesystem, self._root, self._run_id = filesystem, root, run_id
-        self._pending: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
+        self._pending: dict[Kind, list[tuple[str, Record]]] = {kind: [] for kind in SCHEMAS}  # with their workers
         self._num_files = 0
         self._flushed_at = time.monotonic()
-        self._counts = {"rows": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "workers": 0, "restarts": 0}
+        self._counts = Counts(rows=0, failed=0, input_tokens=0, output_tokens=0, workers=0, restarts=0, working_s=0.0)
         self._workers: set[str] = set()
         self._ready_at: float | None = None
         self._live = LiveMetrics(run_id, rows_planned)
 
-    def worker_started(self, worker: str, record: dict[str, Any]) -> None:
-        self._pending["workers"].append(record | {"worker": worker})
+    def worker_started(self, worker: str, record: WorkerRecord) -> None:
+        self._pending["workers"].append((worker, record))
         if self._ready_at is None:
             self._ready_at = time.monotonic()
         self._counts["restarts"] += worker in self._workers
@@ -108,9 +45,9 @@ class MetricsCollector:
         self._counts["workers"] = len(self._workers)
         self._live.worker_started(worker, record["load_s"])
 
-    def window_done(self, worker: str, window: dict[str, Any], batches: list[dict[str, Any]]) -> None:
-        self._pending["windows"].append(window | {"worker": worker})
-        self._pending["batches"] += [batch | {"worker": worker} for batch in batches]
+    def window_done(self, worker: str, window: WindowRecord, batches: Sequence[BatchRecord]) -> None:
+        self._pending["windows"].append((worker, window))
+        self._pending["batches"] += [(worker, batch) for batch in batches]
         self._counts["rows"] += window["rows"]
         self._counts["failed"] += window["failed"]
         for batch in batches:
@@ -120,34 +57,35 @@ class MetricsCollector:
         if time.monotonic() - self._flushed_at > FLUSH_S:
             self.flush()
 
-    def counts(self) -> dict[str, Any]:
-        """What has been decoded so far in this session: rows, failed, tokens; workers, and their restarts.
-
-        `working_s`: since the first worker was ready, whose loading says nothing about the pace.
-        """
+    def counts(self) -> Counts:
+        """What has been decoded so far in this session; the time since the first worker was ready, whose loading says
+        nothing about the pace."""
         self._live.refresh()
         working_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-        return self._counts | {"working_s": round(working_s, 1)}
+        return {**self._counts, "working_s": round(working_s, 1)}
 
     def flush(self) -> None:
         """Writes what is pending; called every FLUSH_S seconds and at the end."""
         for kind, records in self._pending.items():
             if records:
-                table = pa.Table.from_pylist(records, schema=SCHEMAS[kind])
-                name = f"metrics/{kind}-{self._run_id}-{self._num_files:05d}.parquet"
-                write_whole(self._filesystem, self._root, name, table, self._run_id)
+                table = pa.Table.from_pylist(
+                    [{**record, "worker": name} for name, record in records], schema=SCHEMAS[kind]
+                )
+                path = f"metrics/{kind}-{self._run_id}-{self._num_files:05d}.parquet"
+                write_whole(self._filesystem, self._root, path, table, self._run_id)
                 self._num_files += 1
                 records.clear()
         self._flushed_at = time.monotonic()
 
 
-def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_planned: int) -> Any:
+def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_planned: int) -> CollectorHandle:
     """The collector as an actor on this node; it takes no CPU from the pool."""
     actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(MetricsCollector)
-    return actor.remote(filesystem, root, run_id, rows_planned)
+    handle: CollectorHandle = actor.remote(filesystem, root, run_id, rows_planned)
+    return handle
 
 
-def read_metrics(folder: RunFolder, kind: str, columns: Sequence[str] = ()) -> Iterator[pa.Table]:
+def read_metrics(folder: RunFolder, kind: Kind, columns: Sequence[str] = ()) -> Iterator[pa.Table]:
     """All records of one kind (`batches`, `windows`, `workers`), a slice at a time; all columns where none is named.
 
     A column that a run of an earlier version lacks is null.

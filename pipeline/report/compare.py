@@ -1,39 +1,52 @@
 """Runs side by side: one table on stderr, one page; read from their files, their folders left alone."""
 
-import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pipeline.config import ConfigError
+from pipeline.report.document import Figures
 from pipeline.report.figures import make_report, open_run
-from pipeline.report.page import interval, number, page, percent, table, times
 from pipeline.report.plots import C1, FG, MUTED, plot
-from pipeline.units import Note, duration, mask
+from pipeline.report.shown import interval, number, percent, render, times
+from pipeline.store.run_state import RunState
+from pipeline.units import Json, Note, duration, mask
 
-Run = tuple[str, dict[str, Any], dict[str, Any]]
-"""Name, report, run.json."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def compare_runs(paths: Sequence[str], target: str, price_per_hour: float | None, note: Note) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ComparedRun:
+    name: str
+    """Its path as it was given, without credentials."""
+    report: Figures
+    state: RunState
+
+
+def compare_runs(paths: Sequence[str], target: str, price_per_hour: float | None, note: Note) -> dict[str, object]:
     """Writes the page to `target`; gives back what differs in the configuration, and the figures by run."""
     if not Path(target).parent.is_dir() or Path(target).is_dir():
         raise ConfigError("", f"--output-html {target}: not a file in an existing folder")
-    runs: list[Run] = []
+    runs: list[ComparedRun] = []
     for path in paths:
         folder, state = open_run(path)
-        runs.append((mask(path), make_report(folder, state, price_per_hour).figures, state))
+        runs.append(ComparedRun(mask(path), make_report(folder, state, price_per_hour).figures, state))
     rows = figures(runs)
     differing = differences(runs)
-    for name, cells in [("", [mask(path) for path in paths]), *rows]:
+    for name, cells in [("", [run.name for run in runs]), *rows]:
         note("  ".join([f"{name:28}", *(f"{cell:>24}" for cell in cells)]))
     Path(target).write_text(_page(runs, rows, differing), encoding="utf-8")
-    return {"runs": [{"output": path} | report for path, report, _ in runs], "differing": differing}
+    return {
+        "runs": [{"output": path, **run.report} for path, run in zip(paths, runs, strict=True)],
+        "differing": differing,
+    }
 
 
-def figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def figures(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """Lines of the table: a name, and a cell for each run."""
-    reports = [report for _, report, _ in runs]
+    reports = [run.report for run in runs]
     lines = [
         ("rows ok", [f"{r['completed']:,}" for r in reports]),
         ("rows failed", [f"{r['failed']:,}" for r in reports]),
@@ -51,17 +64,17 @@ def figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             [number(r["layers_per_token"], 2) for r in reports],
         ),
         ("padding", [percent(r["padding_fraction"]) for r in reports]),
-        ("idle at the end", [percent(r["tail"] and r["tail"]["idle_share"]) for r in reports]),
+        ("idle at the end", [percent(r["tail"]["idle_share"] if r["tail"] else None) for r in reports]),
     ]
-    if reports[0]["cost"]:
-        costs = [r["cost"]["per_million_output_tokens"] for r in reports]
+    costs = [r["cost"]["per_million_output_tokens"] for r in reports if r["cost"]]
+    if costs:  # of all runs, or of none
         lines.append(("per million output tokens", [number(cost, 3) for cost in costs]))
     return lines
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Json]]:
     """Keys of the configuration in which the runs differ, dotted, with the value of each run."""
-    flat = [_flat(state["config"]) for _, _, state in runs]
+    flat = [_flat(run.state["config"]) for run in runs]
     keys = sorted({key for config in flat for key in config})
     return {
         key: values
@@ -71,36 +84,35 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     }
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flat(tree: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
+    found: dict[str, Json] = {}
     for key, value in tree.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
-def _page(runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]], differing: dict[str, list[Any]]) -> str:
-    names = [path for path, _, _ in runs]
-    columns = range(1, len(names) + 1)
-    shown = table(["", *names], [[html.escape(n), *map(html.escape, cells)] for n, cells in rows], columns)
-    keys = [[f"<code>{html.escape(k)}</code>", *(html.escape(str(v)) for v in vs)] for k, vs in differing.items()]
-    body = (
-        f"<h1>{len(runs)} runs side by side</h1>"
-        f"<section><h2>Output tokens per second</h2><p>Over each whole run.</p>{_bars(runs)}</section>"
-        f"<section><h2>Figures</h2>{shown}</section>"
-        f"<section><h2>What differs in the configuration</h2>{table(['key', *names], keys)}</section>"
+def _page(
+    runs: Sequence[ComparedRun], rows: Sequence[tuple[str, list[str]]], differing: Mapping[str, list[Json]]
+) -> str:
+    return render(
+        "compare.html.j2",
+        title=f"{len(runs)} runs side by side",
+        names=[run.name for run in runs],
+        rows=[[name, *cells] for name, cells in rows],
+        differing=[[key, *map(str, values)] for key, values in differing.items()],
+        bars=_bars(runs),
     )
-    return page(f"{len(runs)} runs side by side", body)
 
 
-def _bars(runs: Sequence[Run]) -> str:
-    rates = [report["output_throughput"] for _, report, _ in runs]
+def _bars(runs: Sequence[ComparedRun]) -> str:
+    rates = [run.report["output_throughput"] for run in runs]
 
-    def draw(axes: Any, is_narrow: bool) -> None:
+    def draw(axes: "Axes", is_narrow: bool) -> None:
         axes.barh(range(len(runs)), rates, color=C1, height=0.55)
         for place, rate in enumerate(rates):
             axes.annotate(f"{rate:,.0f}", (rate, place), (6, 0), textcoords="offset points", va="center", color=FG)
         length = 14 if is_narrow else 40
-        axes.set_yticks(range(len(runs)), [name[-length:] for name, _, _ in runs], color=MUTED)
+        axes.set_yticks(range(len(runs)), [run.name[-length:] for run in runs], color=MUTED)
         axes.set(xlim=(0, max(rates) * 1.2 or 1), ylim=(len(runs) - 0.5, -0.5))
         axes.grid(axis="y", visible=False)
 

@@ -6,7 +6,6 @@ they exist.
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -14,23 +13,25 @@ import pyarrow.parquet as pq
 from pipeline.config import ConfigError
 from pipeline.report.batches import COLUMNS, BatchTotals, Errors, agreement, ratio, speedup
 from pipeline.report.collector import read_metrics
+from pipeline.report.document import Cost, CountedFigures, ErrorCount, Figures, Lane
 from pipeline.report.page import render_report
 from pipeline.report.plots import MAX_LANES
+from pipeline.report.records import StoredStart
 from pipeline.report.rows import DataTotals, count_data, layers_by_step, lengths
 from pipeline.report.timeline import BATCH_COLUMNS, WINDOW_COLUMNS, Clock, Throughput, Windows, actors, lanes, tail
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState, Session
 from pipeline.units import Note
 
 
 @dataclass(frozen=True)
 class Report:
-    figures: dict[str, Any]
-    """`report.json`."""
-    lanes: list[dict[str, Any]]
-    """What the plot of the workers shows (`report_time.lanes`)."""
+    figures: Figures
+    lanes: list[Lane]
+    """What the plot of the workers shows."""
 
 
-def make_report(folder: RunFolder, state: dict[str, Any], price_per_hour: float | None = None) -> Report:
+def make_report(folder: RunFolder, state: RunState, price_per_hour: float | None = None) -> Report:
     """`state` is `run.json`, `price_per_hour` that of all machines of the run together."""
     clock = Clock.of(state["sessions"])
     batches, throughput = BatchTotals(), Throughput(clock)
@@ -38,9 +39,9 @@ def make_report(folder: RunFolder, state: dict[str, Any], price_per_hour: float 
         batches.add(table)
         throughput.add(table)
     windows = Windows.of(read_metrics(folder, "windows", WINDOW_COLUMNS))
-    starts = [start for table in read_metrics(folder, "workers") for start in table.to_pylist()]
-    figures = {
-        **_figures(count_data(folder), batches, state, clock.duration_s, price_per_hour),
+    starts: list[StoredStart] = [start for table in read_metrics(folder, "workers") for start in table.to_pylist()]
+    figures: Figures = {
+        **_counted(count_data(folder), batches, state, clock.duration_s, price_per_hour),
         "actors": actors(starts, windows, clock),
         "tail": tail(windows, clock),
         "throughput": throughput.figures(),
@@ -48,9 +49,10 @@ def make_report(folder: RunFolder, state: dict[str, Any], price_per_hour: float 
     return Report(figures, lanes(starts, windows, clock, MAX_LANES))
 
 
-def _figures(
-    totals: DataTotals, batches: BatchTotals, state: dict[str, Any], duration_s: float, price_per_hour: float | None
-) -> dict[str, Any]:
+def _counted(
+    totals: DataTotals, batches: BatchTotals, state: RunState, duration_s: float, price_per_hour: float | None
+) -> CountedFigures:
+    """The figures that need neither windows nor workers."""
     all_tokens = totals.input_tokens + totals.output_tokens
     decode, num_layers = state["decode"], state["model"]["layers"]
     padded = ratio(batches.total("input_tokens"), batches.columns)
@@ -74,8 +76,8 @@ def _figures(
         "baseline_s": batches.paired_total("full_prefill_s", "full_decode_s") or 0.0,
         "cost": None if price_per_hour is None else cost(price_per_hour, duration_s, totals.output_tokens, all_tokens),
         "decoded_again": {
-            "rows": max(0, (batches.total("rows") or 0) - totals.ok),
-            "output_tokens": max(0, (batches.total("output_tokens") or 0) - totals.output_tokens),
+            "rows": max(0, int(batches.total("rows") or 0) - totals.ok),
+            "output_tokens": max(0, int(batches.total("output_tokens") or 0) - totals.output_tokens),
         },
         "lengths": {"input": lengths(totals.input_lengths), "output": lengths(totals.output_lengths)},
         "layers_by_step": layers_by_step(totals, decode, num_layers, state["config"]["sampling"]["max_new_tokens"]),
@@ -90,11 +92,11 @@ def _figures(
     }
 
 
-def _errors(errors: Errors) -> dict[str, Any]:
+def _errors(errors: Errors) -> ErrorCount:
     return {"count": errors.count, "first": errors.first}
 
 
-def rebuild_report(path: str, price_per_hour: float | None = None) -> tuple[RunFolder, dict[str, Any]]:
+def rebuild_report(path: str, price_per_hour: float | None = None) -> tuple[RunFolder, dict[str, object]]:
     """Writes `report.json` and `report.html` of a run folder anew; ConfigError where there is none.
 
     Of a run that is not finished the figures so far. Only these two files change.
@@ -102,10 +104,10 @@ def rebuild_report(path: str, price_per_hour: float | None = None) -> tuple[RunF
     folder, state = open_run(path)
     report = make_report(folder, state, price_per_hour)
     write_report(folder, report, state)
-    return folder, report.figures
+    return folder, dict(report.figures)
 
 
-def open_run(path: str) -> tuple[RunFolder, dict[str, Any]]:
+def open_run(path: str) -> tuple[RunFolder, RunState]:
     """A run folder and its `run.json`, where sessions that have no end yet end with their last sign of life."""
     folder = RunFolder.open(path)
     state = folder.read_state()
@@ -118,12 +120,12 @@ def open_run(path: str) -> tuple[RunFolder, dict[str, Any]]:
     return folder, state
 
 
-def write_report(folder: RunFolder, report: Report, state: dict[str, Any]) -> None:
+def write_report(folder: RunFolder, report: Report, state: RunState) -> None:
     folder.write_text("report.html", render_report(report.figures, state, report.lanes))
     folder.write_text("report.json", json.dumps(report.figures, indent=2) + "\n")
 
 
-def finish_report(folder: RunFolder, state: dict[str, Any], note: Note) -> dict[str, Any]:
+def finish_report(folder: RunFolder, state: RunState, note: Note) -> dict[str, object]:
     """The figures of a complete run, written; its counts alone where they fail: the rows are what was asked for."""
     try:
         report = make_report(folder, state)
@@ -137,10 +139,10 @@ def finish_report(folder: RunFolder, state: dict[str, Any], note: Note) -> dict[
         )
         books = state["books"]
         return {"completed": books["ok"], "failed": books["failed"], "books": books}
-    return report.figures
+    return dict(report.figures)
 
 
-def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_tokens: int) -> dict[str, Any]:
+def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_tokens: int) -> Cost:
     """In the currency of the price; `per_million_output_tokens` is what a corpus costs, null without tokens."""
     total = price_per_hour * duration_s / 3600
     return {
@@ -151,7 +153,7 @@ def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_token
     }
 
 
-def last_sign_of_life(folder: RunFolder, session: dict[str, Any]) -> float:
+def last_sign_of_life(folder: RunFolder, session: Session) -> float:
     """When a session that was killed wrote its last file or record (epoch seconds): its end, as far as one can tell."""
     written = [
         info.mtime.timestamp()

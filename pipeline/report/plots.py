@@ -8,13 +8,20 @@ import html
 import io
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Final, Literal
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from pipeline.report.document import Figures, Lane
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 WIDE, NARROW = 9.2, 4.0  # inches, at 72 points of which one is a CSS pixel
 MAX_LANES = 32  # workers drawn; more would be a wall
+Length = Literal["input", "output"]
+LENGTHS: Final[tuple[Length, ...]] = ("input", "output")
 
 # stand-in -> variable of the page
 COLOURS = {
@@ -47,7 +54,7 @@ STYLE = {
     "axes.facecolor": "none",
 }
 
-Draw = Callable[[Any, bool], None]
+Draw = Callable[["Axes", bool], None]
 """Draws on matplotlib axes; the second argument: whether they are narrow."""
 
 
@@ -71,13 +78,13 @@ def _inline(svg: str, kind: str, label: str) -> str:
     return svg.replace("<svg", f'<svg class="{kind}" role="img" aria-label="{html.escape(label)}"', 1)
 
 
-def throughput_plot(report: dict[str, Any]) -> str:
+def throughput_plot(report: Figures) -> str:
     bin_s, rates = report["throughput"]["bin_s"], report["throughput"]["output_tokens_per_s"]
     unit, per_unit = time_unit(report["duration_s"])
     edges = [i * bin_s / per_unit for i in range(len(rates) + 1)]
     mean = report["output_throughput"]
 
-    def draw(axes: Any, is_narrow: bool) -> None:
+    def draw(axes: "Axes", is_narrow: bool) -> None:
         axes.stairs(rates, edges, fill=True, color=C1, alpha=0.25)
         axes.stairs(rates, edges, color=C1, linewidth=1.6, baseline=None)
         axes.axhline(mean, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
@@ -89,12 +96,12 @@ def throughput_plot(report: dict[str, Any]) -> str:
     return plot("throughput", f"Output tokens per second over the run, {mean:.0f} on average", draw)
 
 
-def speedup_plot(report: dict[str, Any]) -> str:
+def speedup_plot(report: Figures) -> str:
     s = report["speedup"]
-    labels = {"measured": "measured", "predicted": "predicted", "layers": "by layers"}
-    bars = [(label, s[key]) for key, label in labels.items() if s[key] is not None]
+    named = (("measured", s["measured"]), ("predicted", s["predicted"]), ("by layers", s["layers"]))
+    bars = [(label, value) for label, value in named if value is not None]
 
-    def draw(axes: Any, is_narrow: bool) -> None:
+    def draw(axes: "Axes", is_narrow: bool) -> None:
         places = range(len(bars))
         axes.barh(places, [value for _, value in bars], color=[C1, C3, C3][: len(bars)], height=0.55)
         end = max(value for _, value in bars)
@@ -116,13 +123,13 @@ def speedup_plot(report: dict[str, Any]) -> str:
     return plot("speedup", "Speedup over full depth: measured, predicted, by layers", draw, 1.8) if bars else ""
 
 
-def layers_plot(report: dict[str, Any]) -> str:
+def layers_plot(report: Figures) -> str:
     planned, run = report["layers_by_step"]["planned"], report["layers_by_step"]["run"]
     num_layers = report["model"]["layers"]
     if not planned:
         return ""
 
-    def draw(axes: Any, is_narrow: bool) -> None:
+    def draw(axes: "Axes", is_narrow: bool) -> None:
         if run:
             edges = [run[0]["first"], *(piece["last"] + 1 for piece in run)]
             axes.stairs([piece["layers"] for piece in run], edges, color=C2, fill=True, alpha=0.4, label="run")
@@ -136,14 +143,13 @@ def layers_plot(report: dict[str, Any]) -> str:
     return plot("layers", f"Layers per decode step, planned and run, of {num_layers}", draw)
 
 
-def lengths_plot(report: dict[str, Any], kind: str) -> str:
-    """`kind`: input or output."""
+def lengths_plot(report: Figures, kind: Length) -> str:
     found = report["lengths"][kind]
     if found is None:
         return ""
     colour, what = (C3, "prompt") if kind == "input" else (C1, "answer")
 
-    def draw(axes: Any, is_narrow: bool) -> None:
+    def draw(axes: "Axes", is_narrow: bool) -> None:
         axes.stairs(found["rows"], found["edges"], fill=True, color=colour, alpha=0.55)
         top = max(found["rows"])
         for name in ("p50", "p95"):
@@ -159,14 +165,14 @@ def lengths_plot(report: dict[str, Any], kind: str) -> str:
     return plot(f"lengths-{kind}", f"Histogram of tokens per {what}, median {found['p50']}", draw, 2.2)
 
 
-def workers_plot(lanes: Sequence[dict[str, Any]], duration_s: float) -> str:
-    """`lanes`: of `report_time`."""
+def workers_plot(lanes: Sequence[Lane], duration_s: float) -> str:
+    """`lanes`: of `timeline`."""
     unit, per_unit = time_unit(duration_s)
 
     def scaled(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         return [(start / per_unit, length / per_unit) for start, length in spans]
 
-    def draw(axes: Any, is_narrow: bool) -> None:
+    def draw(axes: "Axes", is_narrow: bool) -> None:
         for place, lane in enumerate(lanes):
             axes.broken_barh([(0, duration_s / per_unit)], (place - 0.3, 0.6), color=GRID, alpha=0.5)
             axes.broken_barh(scaled(lane["load"]), (place - 0.3, 0.6), color=C2)

@@ -6,12 +6,14 @@ histogram: Ray's agent makes it from the middles of the buckets.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from pipeline.report.batches import BOTH, per_token_ratio
+from pipeline.handles import BatchRecord, WindowRecord
+from pipeline.report.batches import per_token_ratio
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ METRICS = (
     Metric("histogram", "skipdecode_batch_seconds", "Time of one batch, measuring left out", (), SECONDS),
 )
 
-KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge}
+KINDS: Final = {"counter": Counter, "gauge": Gauge}
 
 
 class LiveMetrics:
@@ -79,7 +81,7 @@ class LiveMetrics:
         self._add("load_seconds", load_s)
         self.refresh()  # a start that is told before its worker would look like a restart
 
-    def window_done(self, window: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+    def window_done(self, window: WindowRecord, batches: Sequence[BatchRecord]) -> None:
         self._add("rows", window["rows"] - window["failed"], {"status": "ok"})
         self._add("rows", window["failed"], {"status": "failed"})
         self._add("busy_seconds", window["ended_at"] - window["started_at"])
@@ -95,27 +97,30 @@ class LiveMetrics:
         if value > 0:  # Ray's counters refuse 0
             self._metrics[name].inc(value, tags)
 
-    def _batch_done(self, batch: dict[str, Any]) -> None:
+    def _batch_done(self, batch: BatchRecord) -> None:
         self._add("batches", 1)
         self._add("batch_rows", batch["rows"])
-        for name in ("input_tokens", "output_tokens", "layers_run"):
-            self._add(name, batch[name])
+        self._add("input_tokens", batch["input_tokens"])
+        self._add("output_tokens", batch["output_tokens"])
+        self._add("layers_run", batch["layers_run"])
         self._add("decode_steps", batch["output_tokens"] - batch["rows"])
         self._gauges["split_batches"] += batch.get("split_error") is not None
         self._metrics["batch_seconds"].observe(batch["prefill_s"] + batch["decode_s"])
         if batch.get("full_output_tokens") is not None:
             self._pair_done(batch)
 
-    def _pair_done(self, batch: dict[str, Any]) -> None:
+    def _pair_done(self, batch: BatchRecord) -> None:
         self._num_pairs += 1
-        self._log_ratios += math.log(per_token_ratio(batch, BOTH))
+        ours_s, full_s = batch["prefill_s"] + batch["decode_s"], batch["full_prefill_s"] + batch["full_decode_s"]
+        ratio = per_token_ratio(ours_s, batch["output_tokens"], full_s, batch["full_output_tokens"])
+        self._log_ratios += math.log(ratio)
         self._gauges["speedup"] = math.exp(self._log_ratios / self._num_pairs)  # as the report's `measured`
         self._matched += batch["matched_tokens"]
         self._compared += batch["compared_tokens"]
         self._gauges["token_match"] = self._matched / self._compared
 
 
-def _make(metric: Metric, run: str) -> Any:
+def _make(metric: Metric, run: str) -> Counter | Gauge | Histogram:
     keys = ("run", *metric.tags)
     if metric.kind == "histogram":
         made = Histogram(metric.name, metric.help, boundaries=list(metric.boundaries), tag_keys=keys)

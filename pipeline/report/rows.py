@@ -1,20 +1,21 @@
 """What the data files of a run count: rows, tokens, lengths, errors with examples, layers per position.
 
 One pass, one file in memory at a time; lengths are counted by value, so their number and not the rows' decides on the
-memory. Times are `report_time`.
+memory. Times are `timeline`.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.report.document import Example, Histogram, LayerPiece, LayersByStep
 from pipeline.store.run_folder import RunFolder
+from pipeline.units import Json
 from skipdecode.schedule import make_schedule
 
 NUM_EXAMPLES = 3  # failed rows shown of each code
@@ -34,7 +35,7 @@ class DataTotals:
     """Good rows by `num_input_tokens`."""
     output_lengths: Counter[int] = field(default_factory=Counter)
     errors: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    examples: dict[str, list[Example]] = field(default_factory=dict)
     """Of each code the first rows: `id`, `message`."""
     layers_by_length: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Fewest and most `layers_run` of rows with so many generated tokens."""
@@ -80,7 +81,7 @@ def _count_failed(table: pa.Table, totals: DataTotals) -> None:
             shown += [{"id": row["id"], "message": row["error_message"][:MAX_MESSAGE_CHARS]} for row in rows]
 
 
-def lengths(counts: Counter[int]) -> dict[str, Any] | None:
+def lengths(counts: Counter[int]) -> Histogram | None:
     """Mean, quantiles and a histogram of at most MAX_BARS bars of equal width; `edges` are whole, the last excluded.
 
     A few rows many times as long as the others would leave one bar of all of these: those are `beyond` the bars.
@@ -116,7 +117,7 @@ def quantile(counts: Counter[int], share: float) -> int:
     return max(counts)
 
 
-def layers_by_step(totals: DataTotals, decode: dict[str, Any], num_layers: int, max_new_tokens: int) -> dict[str, Any]:
+def layers_by_step(totals: DataTotals, decode: dict[str, Json], num_layers: int, max_new_tokens: int) -> LayersByStep:
     """Layers per decode step: `planned` by the schedule, and `run`, as the rows' own counts tell.
 
     Rows that ended later ran the steps in between, so what they ran more is what those steps ran: pieces of
@@ -141,8 +142,9 @@ def layers_by_step(totals: DataTotals, decode: dict[str, Any], num_layers: int, 
     return {"planned": planned, "run": _layers_run(by_length), "reason": None}
 
 
-def _layers_run(by_length: Sequence[tuple[int, tuple[int, int]]]) -> list[dict[str, Any]]:
-    pieces, steps, layers = [], 0, 0
+def _layers_run(by_length: Sequence[tuple[int, tuple[int, int]]]) -> list[LayerPiece]:
+    pieces: list[LayerPiece] = []
+    steps = layers = 0
     for length, (total, _) in by_length:
         if length - 1 > steps:
             mean = (total - layers) / (length - 1 - steps)

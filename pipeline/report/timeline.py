@@ -6,11 +6,14 @@ Times are seconds of the run: sessions joined end to end, without the time betwe
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from pipeline.report.document import ActorFigures, Lane, Rates, Tail
+from pipeline.report.records import StoredStart
+from pipeline.store.run_state import Session
 
 NUM_BINS = 60
 SPAN_PARTS = ("prefill_s", "decode_s", "full_prefill_s", "full_decode_s")
@@ -27,21 +30,23 @@ class Clock:
     """Start and end of each session, epoch seconds."""
 
     @classmethod
-    def of(cls, sessions: Sequence[dict[str, Any]]) -> "Clock":
-        return cls(tuple((s["started_at"], s["ended_at"]) for s in sessions))
+    def of(cls, sessions: Sequence[Session]) -> "Clock":
+        """A session without an end counts no time: whoever knows better sets one before."""
+        return cls(tuple((s["started_at"], s["ended_at"] or s["started_at"]) for s in sessions))
 
     @property
     def duration_s(self) -> float:
         return sum(end - start for start, end in self.sessions)
 
-    def at(self, moments: Any) -> Any:
+    def at(self, moments: float | np.ndarray) -> np.ndarray:
         """A moment, or an array of them. What lies outside of all sessions is moved to the nearest moment before it."""
         starts, ends = np.array(self.sessions).T
         before = np.concatenate([[0.0], np.cumsum(ends - starts)])
         session = self.session(moments)
-        return before[session] + np.clip(moments - starts[session], 0.0, (ends - starts)[session])
+        moved: np.ndarray = before[session] + np.clip(moments - starts[session], 0.0, (ends - starts)[session])
+        return moved
 
-    def session(self, moments: Any) -> Any:
+    def session(self, moments: float | np.ndarray) -> np.ndarray:
         """The number of the session that was on, or was the next to begin."""
         return np.minimum(np.searchsorted([end for _, end in self.sessions], moments), len(self.sessions) - 1)
 
@@ -63,7 +68,7 @@ class Throughput:
         done = [float((tokens * np.clip((edge - start) / length, 0.0, 1.0)).sum()) for edge in self._edges[:-1]]
         self._made += np.diff([*done, float(tokens.sum())])
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Rates:
         bin_s = self._clock.duration_s / NUM_BINS
         return {"bin_s": bin_s, "output_tokens_per_s": (self._made / bin_s).tolist()}
 
@@ -127,7 +132,7 @@ class Windows:
         return float(start[ends].max(initial=-np.inf))
 
 
-def actors(starts: Sequence[dict[str, Any]], windows: Windows, clock: Clock) -> list[dict[str, Any]]:
+def actors(starts: Sequence[StoredStart], windows: Windows, clock: Clock) -> list[ActorFigures]:
     """Per worker: load, busy and idle seconds, rows, restarts, and whether it `left` before the end.
 
     Idle: from ready to the end of its session (or to the last sign of a worker that left), neither busy nor loading
@@ -138,7 +143,7 @@ def actors(starts: Sequence[dict[str, Any]], windows: Windows, clock: Clock) -> 
     rows = np.bincount(windows.worker, windows.rows, count)
     ends = windows.ends()
     limits = [windows.session(clock, number).handed_out_until() for number in range(len(clock.sessions))]
-    result = []
+    result: list[ActorFigures] = []
     for worker, own in sorted(_by_worker(starts).items()):
         number, ready_at = numbers.get(worker), own[0]["ready_at"]
         session = int(clock.session(ready_at))
@@ -152,6 +157,7 @@ def actors(starts: Sequence[dict[str, Any]], windows: Windows, clock: Clock) -> 
                 "host": own[-1]["host"],
                 "device": own[0]["device"],
                 "dtype": own[0]["dtype"],
+                "backend": own[-1].get("backend"),
                 "load_s": sum(start["load_s"] or 0.0 for start in own),
                 "busy_s": busy_s,
                 "idle_s": max(0.0, there_s - busy_s - sum(start["load_s"] or 0.0 for start in own[1:])),
@@ -163,7 +169,7 @@ def actors(starts: Sequence[dict[str, Any]], windows: Windows, clock: Clock) -> 
     return result
 
 
-def tail(windows: Windows, clock: Clock) -> dict[str, Any] | None:
+def tail(windows: Windows, clock: Clock) -> Tail | None:
     """How long workers of the last session stood still behind their last row while others still decoded.
 
     `duration_s`: from the moment the first of them had nothing left to the end of decoding. `idle_s`: summed over the
@@ -185,16 +191,16 @@ def tail(windows: Windows, clock: Clock) -> dict[str, Any] | None:
     }
 
 
-def lanes(starts: Sequence[dict[str, Any]], windows: Windows, clock: Clock, limit: int) -> list[dict[str, Any]]:
+def lanes(starts: Sequence[StoredStart], windows: Windows, clock: Clock, limit: int) -> list[Lane]:
     """For the plot: of the first `limit` workers `load` and `busy` spans (start, length) and `restarts`, in seconds of
     the run.
 
     Busy spans with gaps below a five-hundredth of the run are joined: nobody could see them.
     """
     numbers = {name: number for number, name in enumerate(windows.workers)}
-    result = []
+    result: list[Lane] = []
     for worker, own in sorted(_by_worker(starts).items())[:limit]:
-        load = [(float(clock.at(s["ready_at"] - s["load_s"])), float(clock.at(s["ready_at"]))) for s in own]
+        load = [(float(clock.at(s["ready_at"] - (s["load_s"] or 0.0))), float(clock.at(s["ready_at"]))) for s in own]
         mine = windows.worker == numbers.get(worker, -1)
         busy = _joined(clock.at(windows.started_at[mine]), clock.at(windows.ended_at[mine]), clock.duration_s / 500)
         result.append(
@@ -218,9 +224,9 @@ def _joined(starts: np.ndarray, ends: np.ndarray, gap: float) -> list[tuple[floa
     return list(zip(starts[is_first].tolist(), ends[is_last].tolist(), strict=True))
 
 
-def _by_worker(starts: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _by_worker(starts: Sequence[StoredStart]) -> dict[str, list[StoredStart]]:
     """In the order in which they were ready."""
-    grouped: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    grouped: dict[str, list[StoredStart]] = defaultdict(list)
     for start in sorted(starts, key=lambda one: one["ready_at"]):
         grouped[start["worker"]].append(start)
     return grouped

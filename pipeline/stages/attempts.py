@@ -15,12 +15,13 @@ Plain Python; `start_ledger` makes it an actor on the driver's node. It neither 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ray
 
 from pipeline.cluster import on_this_node
+from pipeline.handles import LedgerHandle, Plan, Process, RunVerdict
 
 if TYPE_CHECKING:  # the ledger's process needs no torch
     from actors.generator import Answer
@@ -32,18 +33,6 @@ CONTROL: tuple[str, ...] = ()
 """A part without rows of the corpus: the worker decodes a prompt that anything can decode."""
 
 OVERDRAWN = "{} rows have failed, more than limits.max_failed_rows allows"
-
-
-@dataclass(frozen=True)
-class Process:
-    """One incarnation of a worker."""
-
-    node_id: str
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"{self.host} pid {self.pid}"
 
 
 @dataclass(frozen=True)
@@ -71,20 +60,6 @@ class Worker:
     start_deaths: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a worker is to go about a window."""
-
-    parts: list[tuple[str, ...]]
-    """To be decoded one after the other; the first is taken already."""
-    answers: "dict[str, Answer]" = field(default_factory=dict)
-    """Of rows that need no decoding: an earlier attempt did it."""
-    parked: dict[str, str] = field(default_factory=dict)
-    """Rows that must not be decoded again, and why."""
-    is_clear: bool = True
-    """No row is suspected of anything."""
-
-
 class StopRun(RuntimeError):
     """Raised in a worker to end the run; the driver asks the ledger for the reason."""
 
@@ -110,7 +85,7 @@ class Ledger:
         self._in_company: dict[str, int] = {}  # of each suspect, how many others there were
         self._answers: dict[str, Answer] = {}  # of rows in windows that hold a suspect
         self._failed: dict[str, int] = {}  # failed rows by window: a repeated window counts once
-        self._verdict: dict[str, str] | None = None
+        self._verdict: RunVerdict | None = None
 
     def starting(self, name: str, process: Process) -> str | None:
         """A process begins to load worker `name`; gives back why it should not."""
@@ -179,8 +154,8 @@ class Ledger:
         """The model cannot be loaded, and another try would not help: the run ends."""
         self._verdict = self._verdict or {"kind": "workers", "reason": f"worker {name} cannot start: {reason}"}
 
-    def verdict(self) -> dict[str, str] | None:
-        """`kind` (`budget`, `workers`) and `reason`, when the run was ended by the ledger."""
+    def verdict(self) -> RunVerdict | None:
+        """Why the ledger has ended the run, if it has."""
         return self._verdict
 
     def describe(self) -> list[str]:
@@ -269,7 +244,8 @@ def node_is_gone(node_id: str) -> bool:
     return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
-def start_ledger(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> Any:
+def start_ledger(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> LedgerHandle:
     """The ledger as an actor on this node; when it is lost, so is the driver's node, and the run ends."""
     actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(Ledger)
-    return actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)
+    handle: LedgerHandle = actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)
+    return handle

@@ -12,15 +12,19 @@ that does not come (the helper died, or was released, or this actor did) is made
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 
 from pipeline.cluster import on_this_node
+from pipeline.handles import Collected, LeftoversHandle, Loan
 
 if TYPE_CHECKING:  # this process needs no torch
+    from ray.actor import ActorHandle
+    from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
     from actors.generator import Answer
     from skipdecode.generate import Request
 
@@ -40,22 +44,6 @@ class Offer:
     lent: dict[int, str] = field(default_factory=dict)
     """Part -> the worker that decodes it."""
     answers: "dict[str, Answer]" = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Loan:
-    offer: str
-    part: int
-    requests: "Sequence[Request]"
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Since the last time it was asked for."""
-
-    answers: "dict[str, Answer]"
-    num_lent: int
-    """Parts that others still decode."""
 
 
 class Leftovers:
@@ -154,9 +142,10 @@ def cost(requests: "Sequence[Request]") -> int:
     return sum(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in requests)
 
 
-def start_leftovers() -> Any:
+def start_leftovers() -> LeftoversHandle:
     """The leftovers as an actor on this node; it takes no CPU from the pool."""
-    return ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(Leftovers).remote()
+    handle: LeftoversHandle = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(Leftovers).remote()
+    return handle
 
 
 class KeepWorkers(ExecutionCallback):  # type: ignore[misc]
@@ -166,17 +155,17 @@ class KeepWorkers(ExecutionCallback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._kept: set[Any] = set()
+        self._kept: set[ActorHandle] = set()
 
-    def on_execution_step(self, executor: Any) -> None:
+    def on_execution_step(self, executor: "StreamingExecutor") -> None:
         for operator in executor._topology:
             if isinstance(operator, ActorPoolMapOperator):
                 pool = operator._actor_pool
                 if pool.min_size() == pool.max_size() or operator._inputs_complete:
                     self._kept |= pool._running_actors.keys()
 
-    def after_execution_succeeds(self, executor: Any) -> None:
+    def after_execution_succeeds(self, executor: "StreamingExecutor") -> None:
         self._kept.clear()
 
-    def after_execution_fails(self, executor: Any, error: Exception) -> None:
+    def after_execution_fails(self, executor: "StreamingExecutor", error: Exception) -> None:
         self._kept.clear()

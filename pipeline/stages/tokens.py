@@ -7,7 +7,6 @@ are not ours pass through untouched. The columns are `pipeline.schema`.
 import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import pyarrow as pa
 
@@ -78,7 +77,7 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
                 known = [token for token in given[row] if token < config.model.vocab_size]
                 prompts[row] = prompts[row] or tokenizer.decode(known)
             max_new_tokens = row_sampling(config.sampling, samplings[row]).max_new_tokens
-            problem = fit(row, tokens, max_new_tokens, config, is_cut=row in cut)
+            tokens[row], problem = fit_prompt(tokens[row], max_new_tokens, config, is_cut=row in cut)
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             problem = ENGINE_ERROR, describe(error)
         counts[row] = len(tokens[row])
@@ -116,29 +115,31 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 
-def fit(
-    row: int, tokens: list[list[int]], max_new_tokens: int, config: TokenizeConfig, is_cut: bool
-) -> tuple[str, str] | None:
-    """Cuts the row's tokens if the run says so; otherwise says why they cannot be decoded. `is_cut`: by `cut_text`."""
-    ids, limit = tokens[row], config.model.max_position_embeddings
-    vocabulary = config.model.vocab_size
+def fit_prompt(
+    ids: list[int], max_new_tokens: int, config: TokenizeConfig, is_cut: bool
+) -> tuple[list[int], tuple[str, str] | None]:
+    """The tokens, cut if the run says so; and the error code and message where they cannot be decoded.
+
+    `is_cut`: by `cut_text`.
+    """
+    limit, vocabulary = config.model.max_position_embeddings, config.model.vocab_size
     if max(ids) >= vocabulary:
-        return PROMPT_NOT_TEXT, f"prompt token {max(ids)} is not in the vocabulary of {vocabulary} tokens"
+        return ids, (PROMPT_NOT_TEXT, f"prompt token {max(ids)} is not in the vocabulary of {vocabulary} tokens")
     room = limit - max_new_tokens
     if room < 1:
-        return BAD_PARAMETERS, f"max_tokens {max_new_tokens} leaves no room for a prompt in {limit} positions"
+        message = f"max_tokens {max_new_tokens} leaves no room for a prompt in {limit} positions"
+        return ids, (BAD_PARAMETERS, message)
     if len(ids) <= room:
-        return None
+        return ids, None
     if config.too_long == "fail_row":
         count = f"more than {len(ids)}" if is_cut else len(ids)
-        return (
-            PROMPT_TOO_LONG,
+        message = (
             f"{count} prompt tokens and {max_new_tokens} new ones do not fit the model's {limit} positions; "
-            "set input.too_long to truncate_left or truncate_right, or lower sampling.max_new_tokens",
+            "set input.too_long to truncate_left or truncate_right, or lower sampling.max_new_tokens"
         )
+        return ids, (PROMPT_TOO_LONG, message)
     # BOS stays in front whichever side is cut
-    tokens[row] = ids[:room] if config.too_long == "truncate_right" else [ids[0], *ids[len(ids) - room + 1 :]]
-    return None
+    return (ids[:room] if config.too_long == "truncate_right" else [ids[0], *ids[len(ids) - room + 1 :]]), None
 
 
 def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
@@ -169,7 +170,7 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
     return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *extra_names, STATUS])
 
 
-def with_columns(table: pa.Table, columns: dict[str, Any]) -> pa.Table:
+def with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:
     """`table` with these columns replaced or appended."""
     for name, column in columns.items():
         at = table.schema.get_field_index(name)

@@ -10,8 +10,8 @@ import pytest
 from pipeline.console import describe
 from pipeline.report import batches as report_batches
 from pipeline.report.batches import BatchTotals
-from pipeline.report.collector import BATCH_SCHEMA
-from pipeline.report.page import _speed
+from pipeline.report.page import speed_text
+from pipeline.report.records import BATCH_SCHEMA
 from pipeline.report.rows import DataTotals, layers_by_step, lengths
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 
@@ -128,11 +128,11 @@ def report(decode: dict[str, Any], prefill: str = "full", errors: int = 0) -> di
         ),
         (report({"method": "full"}, "swiftkv"), 0.0, "set baseline.fraction above 0"),
         (report(SKIP, errors=3), 0.02, "every pass at full depth failed. Of the passes at full depth 3 failed, the"),
-        (report(SKIP, errors=3), 0.02, "OutOfMemoryError: 3 &lt; 4"),
+        (report(SKIP, errors=3), 0.02, "OutOfMemoryError: 3 < 4"),
     ],
 )
 def test_the_page_says_why_nothing_was_measured(found: dict[str, Any], fraction: float, said: str) -> None:
-    text = _speed(found, fraction)
+    text = speed_text(found, fraction)
     assert said in text
     assert ("baseline.fraction" in text) == ("baseline.fraction" in said)
 

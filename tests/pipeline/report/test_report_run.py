@@ -24,6 +24,7 @@ import pipeline.generate.run
 from jobs.generate import main as generate
 from jobs.report import main as report_main
 from pipeline.report.prometheus import METRICS, LiveMetrics
+from skipdecode.backends import choice
 from tests.support.processes import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -140,6 +141,8 @@ def test_every_figure_agrees_with_the_parquet_files(finished: Finished) -> None:
         if not actor["left"]:
             assert actor["idle_s"] + actor["busy_s"] == pytest.approx(session["ended_at"] - start["ready_at"])
         assert actor["restarts"] == 0
+        assert actor["backend"] == start["backend"]
+        assert actor["backend"]["name"] in choice.NAMES
     tail, last = figure("tail"), max(w["ended_at"] for w in windows)
     ends = [max(w["ended_at"] for w in windows if w["worker"] == name) for name in {w["worker"] for w in windows}]
     left = [end for end in ends if any(windows_after(windows, name, end) >= 4 for name in actors)]
@@ -257,7 +260,8 @@ def test_the_page_stands_alone_and_shows_the_figures(finished: Finished) -> None
     for shown in (
         f"{report['completed']:,}", f"{report['output_throughput']:,.0f}", f"{report['speedup']['measured']:.2f}x",
         f"{100 * report['agreement']['token_match']:.1f} %", "books closed", "prompt_too_long", "duplicate_id",
-        report["actors"][0]["worker"], finished.state["fingerprint"]["model.files"], "max_layers: 5",
+        report["actors"][0]["worker"], f"Kernels: {choice.choose()}, 2 workers.",
+        finished.state["fingerprint"]["model.files"], "max_layers: 5",
     ):  # fmt: skip
         assert shown in page.text, shown
     assert text.count("<svg") == 2 * 6, "six plots, each wide and narrow"

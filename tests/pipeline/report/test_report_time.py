@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.report import main as report_main
-from pipeline.report.collector import BATCH_SCHEMA, WINDOW_SCHEMA, WORKER_SCHEMA
 from pipeline.report.figures import finish_report, make_report
+from pipeline.report.page import render_report
+from pipeline.report.records import BATCH_SCHEMA, WINDOW_SCHEMA, WORKER_SCHEMA
 from pipeline.report.timeline import Clock, Windows, actors, lanes, tail
 from pipeline.store.run_folder import RunFolder
 
@@ -167,10 +168,14 @@ def test_a_report_that_cannot_be_made_is_no_failed_run(tmp_path: Path) -> None:
 def test_metrics_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     """Without columns that came later: no error, and no figure where there is none."""
     write_records(tmp_path, 100)
-    for kind, gone in (("batches", ["ffns_run", "split_error"]), ("windows", ["window"])):
+    gone_columns = {"batches": ["ffns_run", "split_error"], "windows": ["window"], "workers": ["backend"]}
+    for kind, gone in gone_columns.items():
         (path,) = (tmp_path / "metrics").glob(f"{kind}-*")
         pq.write_table(pq.read_table(path, partitioning=None).drop_columns(gone), path)
-    figures = make_report(RunFolder.open(str(tmp_path)), STATE).figures
+    report = make_report(RunFolder.open(str(tmp_path)), STATE)
+    figures = report.figures
+    assert {actor["backend"] for actor in figures["actors"]} == {None}
+    assert "Kernels" not in render_report(figures, STATE, report.lanes)
     assert figures["ffns_per_token"] is None
     assert figures["layers_per_token"] == pytest.approx(0.5)
     assert figures["split_batches"] == {"count": 0, "first": None}

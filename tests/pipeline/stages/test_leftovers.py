@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stages.decode import longest_first
 from pipeline.stages.leftovers import FIRST_WINDOW_S, FORGOTTEN_AFTER_S, IDLE_AFTER_S, Leftovers, cost, split_parts
+from pipeline.stages.sharing import longest_first
 from skipdecode.generate import Completion, Request
 from skipdecode.sampling import Sampling
 from tests.support.processes import command, descendants, environment, hits, rows, run, start, wait_for, workers

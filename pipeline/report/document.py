@@ -1,0 +1,184 @@
+"""`report.json`: what it holds, by key. Types only; `pipeline.report.figures` makes it.
+
+Times are seconds unless a key says otherwise. A key may be missing in a report that an earlier version wrote, which
+nothing here reads: reports are made anew from the files of the run.
+"""
+
+from typing import TypedDict
+
+from pipeline.handles import BackendRecord
+from pipeline.store.run_state import Books, ModelState
+from pipeline.units import Json
+
+
+class Speedup(TypedDict):
+    """Time per output token at full depth over that of the run (`batches.speedup`)."""
+
+    measured: float | None
+    ci95: list[float] | None
+    """Low, high."""
+    measured_decode: float | None
+    layers: float | None
+    predicted: float | None
+    batches: int
+
+
+class Agreement(TypedDict):
+    """Shares that equal full depth, of the rows decoded both ways."""
+
+    exact_rows: float | None
+    token_match: float | None
+    rows: int
+
+
+class Cost(TypedDict):
+    """In the currency of the price."""
+
+    price_per_hour: float
+    total: float
+    per_million_output_tokens: float | None
+    per_million_tokens: float | None
+
+
+class DecodedAgain(TypedDict):
+    """Beyond what the data files hold."""
+
+    rows: int
+    output_tokens: int
+
+
+class Histogram(TypedDict):
+    """Rows by a length in tokens."""
+
+    mean: float
+    min: int
+    p50: int
+    p95: int
+    max: int
+    edges: list[int]
+    """Of the bars, one more than these; the last is excluded."""
+    rows: list[int]
+    """In each bar."""
+    beyond: int
+    """Rows longer than the last edge."""
+
+
+class Lengths(TypedDict):
+    """None: no row."""
+
+    input: Histogram | None
+    output: Histogram | None
+
+
+class LayerPiece(TypedDict):
+    """Decode steps `first` to `last`, both included, and the mean of the layers that they ran."""
+
+    first: int
+    last: int
+    layers: float
+
+
+class LayersByStep(TypedDict):
+    planned: list[int]
+    """Layers of each decode step, by the schedule."""
+    run: list[LayerPiece] | None
+    reason: str | None
+    """Why `run` is None."""
+
+
+class Example(TypedDict):
+    """A failed row."""
+
+    id: str
+    message: str
+
+
+class ErrorCount(TypedDict):
+    count: int
+    first: str | None
+    """What the first one said."""
+
+
+class ActorFigures(TypedDict):
+    """One worker, over its restarts."""
+
+    worker: str
+    host: str
+    device: str
+    dtype: str
+    backend: BackendRecord | None
+    """None: a run of an earlier version did not say."""
+    load_s: float
+    busy_s: float
+    idle_s: float
+    restarts: int
+    rows: int
+    left: bool
+
+
+class Tail(TypedDict):
+    """The end of the last session, when some workers had nothing left."""
+
+    duration_s: float
+    idle_s: float
+    idle_share: float
+    left: int
+
+
+class Rates(TypedDict):
+    """Output tokens per second in equal parts of the run."""
+
+    bin_s: float
+    output_tokens_per_s: list[float]
+
+
+class CountedFigures(TypedDict):
+    """Of `report.json` what counting gives: of the rows in the data files, and of the batches."""
+
+    duration_s: float
+    completed: int
+    failed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+    decode_output_throughput: float | None
+    speedup: Speedup
+    agreement: Agreement
+    layers_per_token: float | None
+    ffns_per_token: float | None
+    padding_fraction: float
+    prefill_s: float
+    decode_s: float
+    baseline_s: float
+    cost: Cost | None
+    decoded_again: DecodedAgain
+    lengths: Lengths
+    layers_by_step: LayersByStep
+    errors: dict[str, int]
+    error_examples: dict[str, list[Example]]
+    split_batches: ErrorCount
+    baseline_errors: ErrorCount
+    books: Books
+    model: ModelState
+    decode: dict[str, Json]
+    prefill: str
+
+
+class Figures(CountedFigures):
+    """`report.json`."""
+
+    actors: list[ActorFigures]
+    tail: Tail | None
+    throughput: Rates
+
+
+class Lane(TypedDict):
+    """What the plot of the workers shows of one; not in `report.json`."""
+
+    worker: str
+    load: list[tuple[float, float]]
+    """Start and length, in seconds of the run."""
+    busy: list[tuple[float, float]]
+    restarts: list[float]

@@ -1,0 +1,68 @@
+"""A window of rows as the decoder sees it: an Arrow table in, requests out; answers in, the same table filled out.
+
+It decodes nothing and asks nobody.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from actors.generator import Answer, RowFailure
+from pipeline.schema import ID, PROMPT_TOKENS, SAMPLING
+from pipeline.stages.tokens import TOKENS, row_sampling, with_columns
+from skipdecode.generate import Request
+from skipdecode.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Window:
+    table: pa.Table
+    name: str
+    """The same whenever Ray repeats the window."""
+    rows: list[int]
+    """Places in the table of the rows that can be decoded; the others have failed before."""
+    requests: list[Request]
+    """One for each of `rows`."""
+
+    @classmethod
+    def of(cls, table: pa.Table, sampling: Sampling) -> "Window":
+        """`table`: as `tokenize` leaves it; `sampling`: of the run, which a row may override."""
+        ids, tokens, own = (table[name].to_pylist() for name in (ID, PROMPT_TOKENS, SAMPLING))
+        codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
+        rows = [row for row, code in enumerate(codes) if not code]
+        requests = [Request(ids[row], tokens[row], row_sampling(sampling, own[row])) for row in rows]
+        return cls(table, f"{ids[0]} {messages[0]}", rows, requests)
+
+    @property
+    def ids(self) -> list[str]:
+        """Of the rows that can be decoded."""
+        return [request.id for request in self.requests]
+
+    @property
+    def num_failed(self) -> int:
+        """Rows that have failed before."""
+        return int(self.table.num_rows) - len(self.rows)
+
+    def answered(self, answers: Sequence[Answer]) -> tuple[pa.Table, int]:
+        """The table with what was generated, and how many of its rows have failed in all. One answer per request."""
+        count = self.table.num_rows
+        codes, messages = self.table["error_code"].to_pylist(), self.table["error_message"].to_pylist()
+        tokens: list[list[int]] = [[] for _ in range(count)]
+        reasons, layers, ffns = ["error"] * count, [0] * count, [0] * count
+        for row, answer in zip(self.rows, answers, strict=True):
+            if isinstance(answer, RowFailure):
+                codes[row], messages[row] = answer.error_code, answer.error_message
+            else:
+                tokens[row], reasons[row] = answer.tokens, answer.finish_reason
+                layers[row], ffns[row] = answer.layers_run, answer.ffns_run
+        columns = {
+            "generated_tokens": pa.array(tokens, TOKENS),
+            "num_generated_tokens": pa.array([len(made) for made in tokens], pa.int32()),
+            "finish_reason": pa.array(reasons, pa.string()),
+            "layers_run": pa.array(layers, pa.int32()),
+            "ffns_run": pa.array(ffns, pa.int32()),
+            "error_code": pa.array(codes, pa.string()),
+            "error_message": pa.array(messages, pa.string()),
+        }
+        return with_columns(self.table, columns), sum(bool(code) for code in codes)

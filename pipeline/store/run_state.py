@@ -1,0 +1,110 @@
+"""`run.json`, `lease.json` and `checkpoint/known.json`: what they hold, by key. Types only.
+
+A key that is `NotRequired` may be missing in a folder that an earlier version wrote. Left out: `report.json`, whose
+figures `report.figures` makes.
+"""
+
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+
+from pipeline.units import Json
+
+Phase: TypeAlias = Literal["running", "interrupted", "retrying", "committing", "finished"]
+"""committing: a retry is exchanging rows, and the folder has some of them twice."""
+
+Fingerprint: TypeAlias = dict[str, Json]
+"""Everything that decides the rows, by dotted key (`generate.fingerprint`)."""
+
+FileEntry: TypeAlias = list[str | int | None]
+"""A file of the input: name, size in bytes, time of the last change in ns, etag, rows."""
+
+
+class Books(TypedDict):
+    """Rows in against rows out; `closed`: they agree."""
+
+    input: int
+    ok: int | None
+    """None: not counted yet."""
+    failed: int | None
+    closed: bool
+
+
+class Session(TypedDict):
+    """One driver's time at the run, epoch seconds."""
+
+    id: str
+    started_at: float
+    ended_at: float | None
+    """None: it runs, or was killed."""
+
+
+class ModelState(TypedDict):
+    """The checkpoint as the configuration names it."""
+
+    source: str
+    layers: int
+    quantization: NotRequired[str | None]
+
+
+class InputState(TypedDict):
+    """The input as it was listed at the start."""
+
+    format: str
+    files: list[FileEntry]
+
+
+class RetryState(TypedDict):
+    """What a retry did: rows `tried`, of which `ok` and `failed`."""
+
+    session: str
+    at: float
+    overrides: list[str]
+    tried: int
+    ok: int
+    failed: int
+
+
+class CommitState(TypedDict):
+    """What is left to do of an exchange of rows; paths relative to the folder."""
+
+    moves: list[list[str]]
+    """[from, to] of files."""
+    removes: list[str]
+
+
+class RunState(TypedDict):
+    """`run.json`."""
+
+    state: Phase
+    fingerprint: Fingerprint
+    config: dict[str, dict[str, Any]]
+    """`JobConfig`, by section."""
+    model: ModelState
+    decode: dict[str, Json]
+    """The schedule that holds, as it was settled."""
+    input: InputState
+    columns: list[list[str]]
+    """Name and type of each column of the data files."""
+    sessions: list[Session]
+    retries: NotRequired[list[RetryState]]
+    books: Books
+    commit: NotRequired[CommitState]
+    report: NotRequired[dict[str, Any]]
+    """`report.json`, once the run is finished."""
+
+
+class LeaseState(TypedDict):
+    """`lease.json`: who works in the folder."""
+
+    session: str
+    host: str
+    machine: str
+    """Where a process id means the same process."""
+    pid: int
+    beat: int
+
+
+class KnownFiles(TypedDict):
+    """`checkpoint/known.json`: the data files that a session found."""
+
+    session: str
+    names: list[str]
