@@ -4,19 +4,23 @@ import datetime
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
 
 import torch
 
+from pipeline.units import Json
 
-def provenance(device: torch.device, packages: Sequence[str] = ("torch",)) -> dict[str, Any]:
+
+def provenance(device: torch.device, packages: Sequence[str] = ("torch",)) -> dict[str, Json]:
     """`date`, `device`, `cores` (of a CPU: torch threads), and the version of each package."""
     is_cuda = device.type == "cuda"
-    return {
+    found: dict[str, Json] = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
         "cores": None if is_cuda else torch.get_num_threads(),
-    } | {name: torch.__version__ if name == "torch" else version(name) for name in packages}
+    }
+    for name in packages:
+        found[name] = torch.__version__ if name == "torch" else version(name)
+    return found
 
 
 def _cpu_name() -> str:

@@ -1,14 +1,15 @@
 """`jobs.bench` as a library call: its configuration, and the loop over shapes. First form: this process, one device."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section, SwiftKVSection, build_config, read_tree
 from pipeline.machine import provenance
+from pipeline.units import Json, Note
 from skipdecode.config import Quantization
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class BenchConfig(Section):
     """Tokens of an answer."""
     repeats: Annotated[int, Field(ge=1)] = 3
     """Measurements of each setting, in turns; figures are medians."""
-    schedules: tuple[dict[str, Any], ...] = tuple({"method": "skipdecode", "speedup": s} for s in (2, 3, 4, 5))
+    schedules: tuple[dict[str, JsonValue], ...] = tuple({"method": "skipdecode", "speedup": s} for s in (2, 3, 4, 5))
     """`decode:` mappings to compare with full depth; `prefill: swiftkv` may stand beside their keys."""
 
 
@@ -50,13 +51,13 @@ def load_bench_config(path: str | None, overrides: list[str]) -> BenchConfig:
     return build_config(BenchConfig, read_tree(path, overrides))
 
 
-def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool = False) -> dict[str, Any]:
+def run_bench(config: BenchConfig, note: Note, *, profile: bool = False) -> dict[str, Json]:
     """All shapes; the document for stdout and `benchmarks/results/`. `profile`: the stages of a step, not speed."""
     import torch
 
     from actors.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
     from actors.generator import choose_device, choose_dtype
-    from skipdecode import cpu_kernels
+    from skipdecode.backends.choice import choose
 
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -72,7 +73,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
     room = model.config.max_position_embeddings - config.new_tokens
     if max(config.prompt_tokens) > room:
         raise ConfigError("prompt_tokens", f"{max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     schedules = list(config.schedules)
     for prompt_tokens in config.prompt_tokens:
         for size in config.batch_sizes:
@@ -91,7 +92,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
             rows += measured
     return provenance(device) | {
         "dtype": precision,
-        "cpu_kernels": cpu_kernels.status() if device.type == "cpu" else None,
+        "cpu_kernels": str(choose()) if device.type == "cpu" else None,
         "config": config.model_dump(mode="json"),
         "rows": rows,
     }
@@ -140,7 +141,7 @@ LEFT_OUT = ("new_tokens", "prefill_ms")  # of the table; the document has them
 SCHEDULE_WIDTH = 16
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Mapping[str, Json]) -> str:
     cells = {key: f"{value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()}
     return "  ".join(
         cell.rjust(max(len(key), SCHEDULE_WIDTH if key == "schedule" else 0))

@@ -33,7 +33,7 @@ from pipeline.input.prompts import read_prompts
 from pipeline.machine import provenance
 from pipeline.report.batches import BatchTotals, agreement, speedup
 from pipeline.report.records import BATCH_SCHEMA
-from pipeline.units import Note
+from pipeline.units import Json, Note
 from skipdecode.config import Quantization
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
@@ -133,6 +133,7 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("output", f"{config.output} cannot be created: {error}") from error
+    rows: list[Json] = []
     document = provenance(device, VERSIONS) | {
         "dtype": dtype,
         "command": command,
@@ -140,10 +141,10 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> dict[str, Any]:
         "prompts": len(corpus.prompts),
         "references": len(corpus.pairs),
         "slot_share_of_references": corpus.slot_share,
-        "rows": [],
+        "rows": rows,
     }
     for row in measure_all(config, settings, corpus, note):
-        document["rows"].append(row)
+        rows.append(row)
         write_json(document, Path(config.output))  # an interrupted sweep keeps what it has
     write_report(document, Path(config.output))
     return document

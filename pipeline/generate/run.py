@@ -41,6 +41,7 @@ from pipeline.generate.waiting import WaitForTasks
 from pipeline.input.files import list_input
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan, plan_input
+from pipeline.ray_noise import hide_restart_warnings
 from pipeline.report.collector import start_collector
 from pipeline.report.figures import finish_report, last_sign_of_life
 from pipeline.schema import OUTPUT_SCHEMA, list_columns
@@ -310,6 +311,7 @@ def _stream(spec: PipelineSpec, sink: RunSink, helpers: tuple[Any, Any, Any], no
     context.execution_no_progress_timeout_s = no_progress_timeout_s
     context.retried_map_errors = False  # a repeat in a task would go on with its numbers of files (`store.write`)
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*ENABLED_BACKPRESSURE_POLICIES, FewBlocksAhead])
+    hide_restart_warnings()
     with warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")

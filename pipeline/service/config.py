@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, JsonValue, field_validator
 
 from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config, set_key
 
 DEPLOYMENT = "Completions"
+DRAIN_S = 120.0  # the default of limits.request_timeout_s
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -98,11 +99,25 @@ class ServeFile:
     args: ServeConfig
     name: str
     route_prefix: str
-    http: Mapping[str, Any]
-    """`http_options`."""
+    http: "HttpOptions"
     proxy_location: str | None
-    deployment: Mapping[str, Any]
+    deployment: Mapping[str, JsonValue]
     """Options of the deployment, without its name."""
+
+    @property
+    def drain_s(self) -> float:
+        """How long requests that are being answered have when the endpoint ends."""
+        asked = self.deployment.get("graceful_shutdown_timeout_s")
+        return float(asked) if isinstance(asked, int | float) else DRAIN_S
+
+
+class HttpOptions(Section):
+    """Those of Ray Serve, of which `jobs.serve` knows two."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = 8000
 
 
 class ServeApplication(Section):
@@ -112,10 +127,10 @@ class ServeApplication(Section):
     """Path under which it answers."""
     import_path: Literal["pipeline.service.app:build_app"] = "pipeline.service.app:build_app"
     """Where Ray Serve finds the application."""
-    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    runtime_env: dict[str, JsonValue] = Field(default_factory=dict)
     """`serve deploy` alone applies it."""
     args: ServeConfig = ServeConfig()
-    deployments: tuple[dict[str, Any], ...] = ()
+    deployments: tuple[dict[str, JsonValue], ...] = ()
     """One at most: options of the deployment `Completions`, as Ray Serve has them."""
 
 
@@ -124,23 +139,24 @@ class ServeTree(Section):
 
     proxy_location: str | None = None
     """Where Ray Serve's proxies run."""
-    http_options: dict[str, Any] = Field(default_factory=dict)
+    http_options: HttpOptions = HttpOptions()
     """Host and port of the proxies, as Ray Serve has them."""
-    logging_config: dict[str, Any] = Field(default_factory=dict)
+    logging_config: dict[str, JsonValue] = Field(default_factory=dict)
     """`serve deploy` alone applies it."""
     applications: Annotated[tuple[ServeApplication, ...], Field(min_length=1, max_length=1)] = (ServeApplication(),)
 
 
-def load_serve_file(tree: dict[str, Any], overrides: Sequence[tuple[str, Any]] = ()) -> ServeFile:
+def load_serve_file(tree: dict[str, JsonValue], overrides: Sequence[tuple[str, JsonValue]] = ()) -> ServeFile:
     """Checks a parsed Serve configuration, with dotted `overrides` of the application's `args`; ConfigError."""
     applications = tree.get("applications") or [{}]
-    if isinstance(applications, list) and isinstance(applications[0], dict):
-        args = applications[0].get("args") or {}
-        for key, value in overrides:
-            set_key(args, key, value)
-        # checked by itself first, so that an error names `engine.batch_size`, not `applications.0.args.engine...`
-        build_config(ServeConfig, args)
-        tree = tree | {"applications": [applications[0] | {"args": args}, *applications[1:]]}
+    if isinstance(applications, list) and isinstance(first := applications[0], dict):
+        args = first.get("args") or {}
+        if isinstance(args, dict):
+            for key, value in overrides:
+                set_key(args, key, value)
+            # checked by itself first, so that an error names `engine.batch_size`, not `applications.0.args.engine...`
+            build_config(ServeConfig, args)
+        tree = tree | {"applications": [first | {"args": args}, *applications[1:]]}
     checked = build_config(ServeTree, tree)
     application = checked.applications[0]
     _refuse_not_applied(checked)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def test_it_says_all_that_is_wrong_at_once(tmp_path: Path, capsys: pytest.Captur
         assert part in text
         assert part in captured.err
     assert "4 problems" in captured.err
+
+
+def test_it_names_the_kernels_of_this_cpu_and_why(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"model.source={tiny_checkpoint}", "sampling.max_new_tokens=8", "-o", str(tmp_path / "run")]
+    monkeypatch.setenv("SKIPDECODE_KERNELS", "torch")
+    assert main(keys) == 0
+    captured = capsys.readouterr()
+    backend = json.loads(captured.out.splitlines()[-1])["cpu_backend"]
+    assert (backend["name"], backend["reason"].partition(";")[0]) == ("torch", "forced by SKIPDECODE_KERNELS")
+    assert f"CPU kernels: torch ({backend['reason']})" in captured.err
+    monkeypatch.setenv("SKIPDECODE_KERNELS", "none-such")
+    assert main(keys) == 1
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["cpu_backend"], document["choice"]) == (None, None)
+    assert document["problems"][0].startswith("SKIPDECODE_KERNELS: none-such is unknown")
 
 
 def test_a_bad_key_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +144,8 @@ def test_the_device_is_that_of_the_workers(
 def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = doctor.choice(JobConfig(model=ModelConfig(source=str(tiny_checkpoint))), torch.device("cuda"), print)
+    config = JobConfig(model=ModelConfig(source=str(tiny_checkpoint)))
+    found = asdict(doctor.choice(config, torch.device("cuda"), print))
     assert (found["device"], found["dtype"], found["load_s"], found["batch_size"]) == ("cuda", "bfloat16", None, None)
     assert found["cache_bytes_per_row"]["32"] > 0
     machine = dict.fromkeys(("torch", "ray", "pyarrow", "numpy", "tokenizers", "device"), "x")
