@@ -15,7 +15,7 @@ from transformers import OPTForCausalLM
 from actors.tokenizer import OPTTokenizer
 from jobs.finetune import main
 from pipeline.training.config import TrainSection
-from pipeline.training.plan import check_schedules
+from pipeline.training.schedules import check_schedules
 from skipdecode.config import OPTConfig
 from skipdecode.generate import Request, generate
 from skipdecode.sampling import Sampling
