@@ -75,6 +75,8 @@ class TrainSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     final_learning_rate: Annotated[float, Field(ge=0)] = 2e-5
     warmup_steps: Annotated[int, Field(ge=1)] = 300
+    """Steps in which the learning rate rises to its peak; a training of no more steps than that takes a tenth of its
+    own."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01

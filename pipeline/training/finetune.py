@@ -17,7 +17,6 @@ import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from actors.trainer import num_steps
 from pipeline.checkpoint import worker_path
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError
@@ -58,11 +57,6 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
             "give an absolute path that every worker sees",
         )
     pool = plan_workers(config.workers, cluster, ray.available_resources())
-    steps = num_steps(len(planned.pairs.tokens), planned.train)
-    if planned.train.warmup_steps >= steps:
-        note(
-            f"train.warmup_steps: {planned.train.warmup_steps} of {steps} steps; the peak learning rate is not reached"
-        )
     if config.output.if_exists == "overwrite":
         folder.clear()
     device = "a GPU" if pool.use_gpu else f"{pool.threads} threads"
@@ -80,6 +74,7 @@ def _execute(planned: PlannedTraining, pool: TrainPool) -> TrainingRecord:
     state: TrainingState = {
         "state": "running",
         "fingerprint": planned.fingerprint,
+        "warmup_steps": planned.train.warmup_steps,
         "config": planned.config.model_dump(mode="json"),
     }
     folder.write_state(state)  # first: it says that what follows is ours
@@ -192,6 +187,7 @@ def make_record(planned: PlannedTraining, best: ValidationLine) -> TrainingRecor
     return {
         "best": best,
         "steps": planned.num_steps,
+        "warmup_steps": planned.train.warmup_steps,
         "duration_s": losses_in(records)[-1]["elapsed_s"],
         "pairs": len(planned.pairs.tokens),
         "validation_pairs": len(planned.validation.tokens),

@@ -3,6 +3,7 @@
 Nothing is written here, and Ray is not started.
 """
 
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from skipdecode.config import OPTConfig, SwiftKVConfig
 from skipdecode.hub import resolve_source
 from skipdecode.weights import check_folder
 
+WARMUP_SHARE = 0.1  # of all steps, where the warm-up that was asked for has no room
 CODE_VERSION = 2  # raise when a change alters the weights that the same configuration gives
 
 
@@ -40,6 +42,7 @@ class PlannedTraining:
 
     config: FinetuneConfig
     train: TrainConfig
+    """With the warm-up that holds (`settle_warmup`)."""
     folder: TrainingFolder
     earlier: TrainingState | None
     """`training/run.json` of the run to resume."""
@@ -83,6 +86,7 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
         refuse_bad_rows(corpus, f"data.{name}", config.data)
     recipe = train_config(config.train)
     steps = num_steps(len(train.tokens), recipe)
+    recipe = replace(recipe, warmup_steps=settle_warmup(recipe.warmup_steps, steps, earlier, note))
     note(
         f"data: {len(train.tokens)} pairs in {steps} steps of {recipe.batch_size}, {len(held_out.tokens)} pairs for "
         f"validation; {len(train.problems) + len(held_out.problems)} bad rows left out"
@@ -93,6 +97,22 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
 
 def train_config(section: TrainSection) -> TrainConfig:
     return TrainConfig(**section.model_dump(exclude={"default_schedule"}))
+
+
+def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, note: Note) -> int:
+    """How many of `steps` the learning rate rises in: as asked, or a tenth of them where it would not fall again.
+
+    A resumed run keeps its own, which `training/run.json` says, or the configuration where an earlier version wrote it.
+    """
+    if earlier is not None:
+        return earlier.get("warmup_steps", asked)
+    settled = asked if asked < steps else max(1, math.ceil(WARMUP_SHARE * steps))
+    if settled < asked:
+        note(
+            f"train.warmup_steps: {asked} lowered to {settled} of {steps} steps, so that the peak learning rate is "
+            "reached, and falls again"
+        )
+    return settled
 
 
 def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState | None]:

@@ -60,6 +60,8 @@ class TrainingRecord(TypedDict):
 
     best: ValidationLine
     steps: int
+    warmup_steps: NotRequired[int]
+    """As it held; `config` has what was asked for."""
     duration_s: float
     pairs: int
     validation_pairs: int
@@ -77,6 +79,8 @@ class TrainingState(TypedDict):
 
     state: Literal["running", "interrupted", "finished"]
     fingerprint: Fingerprint
+    warmup_steps: NotRequired[int]
+    """As it held. A run of an earlier version has none: it took the configuration's word."""
     config: dict[str, Json]
     record: NotRequired[TrainingRecord]
     """Of a finished run."""
