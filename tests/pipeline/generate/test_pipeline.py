@@ -21,7 +21,7 @@ from transformers import OPTForCausalLM
 
 from actors.tokenizer import OPTTokenizer
 from jobs.generate import main
-from pipeline.evaluation.score import EvaluateConfig, _load_policy
+from pipeline.evaluation.score import EvaluateConfig, RunPolicy, _load_policy
 from pipeline.schema import OUTPUT_SCHEMA
 from skipdecode.config import OPTConfig
 from skipdecode.generate import Request, generate
@@ -203,7 +203,7 @@ def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
         request = Request("", tokenizer.encode([row["prompt"]])[0], Sampling(max_new_tokens=12))
         assert got[f"in.jsonl:{i}"]["generated_tokens"] == generate(model, [request], schedule).completions[0].tokens
     state = json.loads((tmp_path / "run/run.json").read_text())
-    policy = _load_policy(EvaluateConfig(generated=str(tmp_path / "run")), state, torch.device("cpu"))
+    policy = _load_policy(EvaluateConfig(generated=str(tmp_path / "run")), RunPolicy.of(state), torch.device("cpu"))
     assert policy.schedule == SwiftPrefill(FullDepth(6), 3)
 
 
