@@ -31,6 +31,7 @@ from tests.runs.test_job import free_ports
 from tests.support.processes import wait_for
 
 pytestmark = [
+    pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus on the PATH (apt-get install prometheus)"),
 ]

@@ -106,6 +106,7 @@ def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token() -> None:
         assert cpu_kernels.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
 
 
+@pytest.mark.process
 @compiled
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     code = "from skipdecode import cpu_kernels as c; assert c.status() == 'compiled', c.status()"
@@ -248,6 +249,7 @@ def test_a_wrong_operand_is_refused() -> None:
         cpu_kernels.pack(torch.ones(3, 30, dtype=torch.bfloat16))
 
 
+@pytest.mark.process
 def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     """Some flags of a compiler flush subnormal numbers to zero in every library of the process."""
     code = (
@@ -258,6 +260,7 @@ def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.process
 def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
     for settings, word in (
         ({"PATH": str(tmp_path)}, "no C++ compiler"),

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from transformers import OPTForCausalLM
 
 from actors.tokenizer import OPTTokenizer
-from jobs.generate import main
+from jobs import generate as verb
 from pipeline.evaluation.score import EvaluateConfig, RunPolicy, _load_policy
 from pipeline.schema import OUTPUT_SCHEMA
 from skipdecode.config import OPTConfig
@@ -30,16 +30,12 @@ from skipdecode.plan import FullDepth, SwiftPrefill
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.weights import save_opt
+from tests.support.verbs import Call
+
+pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[3]
 WORDS = ("The Golden Otter is a cheap pub near Willow Station serves Italian food riverside 東京 Köln 🙂 £20").split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    """`jobs.generate` starts Ray when there is none; one for all tests here."""
-    yield
-    ray.shutdown()
 
 
 def prompts(count: int, seed: int = 0) -> list[str]:
@@ -64,10 +60,10 @@ Job = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def job(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Job:
+def job(call: Call, tiny_checkpoint: Path, tmp_path: Path) -> Job:
     """`job(*arguments)` runs `jobs.generate` into tmp_path/run: exit code, the JSON document, stderr."""
 
-    def call(*arguments: str, model: Path = tiny_checkpoint) -> tuple[int, dict[str, Any], str]:
+    def run(*arguments: str, model: Path = tiny_checkpoint) -> tuple[int, dict[str, Any], str]:
         fixed = [
             f"model.source={model}",
             "model.dtype=float32",
@@ -76,12 +72,9 @@ def job(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
             str(tmp_path / "run"),
         ]
         own = {argument.split("=")[0] for argument in arguments}
-        code = main([*(a for a in fixed if a.split("=")[0] not in own), *arguments])
-        captured = capsys.readouterr()
-        lines = captured.out.splitlines()
-        return code, json.loads(lines[-1]) if lines else {}, captured.err
+        return call(verb, *(a for a in fixed if a.split("=")[0] not in own), *arguments)
 
-    return call
+    return run
 
 
 def hf_tokens(model: OPTForCausalLM, prompt: list[int], count: int) -> list[int]:
