@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test test-all check bench quality swiftkv-shapes clean
+.PHONY: demo test test-fast test-all check bench quality swiftkv-shapes clean
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
@@ -20,6 +20,9 @@ test: .venv/installed  ## what CI runs: lint, types, tests; about twelve minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow"
+
+test-fast: .venv/installed  ## what starts no Ray and no process; under three minutes on two cores
+	$(BIN)/python -m pytest -m "not slow and not ray and not process"
 
 test-all: .venv/installed  ## the slow tests too
 	$(BIN)/python -m pytest

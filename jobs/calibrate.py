@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         for key, value in (("input.path", arguments.input), ("output", arguments.output)):
             if value is not None:
                 set_key(tree, key, value)
-        document = calibrate(build_config(CalibrateConfig, tree), note)
+        document = {**calibrate(build_config(CalibrateConfig, tree), note)}
     except ConfigError as error:
         return fail(error, BAD_CONFIG)
     except KeyboardInterrupt:

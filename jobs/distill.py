@@ -56,7 +56,7 @@ def init(tree: dict[str, Any]) -> int:
         f"{document['output']}: layers from {shape['kv_layers']} on take K/V from below, by {shape['group_size']}; "
         f"{document['new_parameters']:,} new parameters of {document['parameters']:,}, not trained"
     )
-    result(document)
+    result({**document})
     return OK
 
 

@@ -84,7 +84,7 @@ def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     document = run_sweep(build_config(SweepConfig, settings(arguments, arguments.words)), note, command)
     note(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
     rows = [{key: value for key, value in row.items() if key != "rougeL_rows"} for row in document["rows"]]
-    return document | {"rows": rows}  # the figures of every prompt are in the file
+    return {**document, "rows": rows}  # the figures of every prompt are in the file
 
 
 def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     from pipeline.evaluation.score import EvaluateConfig, evaluate
 
     tree = settings(arguments, arguments.words[1:]) | {"generated": arguments.words[0]}
-    document = evaluate(build_config(EvaluateConfig, tree), note) | {"command": command}
+    document: dict[str, Any] = {**evaluate(build_config(EvaluateConfig, tree), note), "command": command}
     note(f"{document['prompts']} prompts of {document['generated']} against {document['references']}")
     for name, key, digits in FIGURES:
         if document[key] is not None:

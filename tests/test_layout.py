@@ -86,12 +86,14 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.process
 def test_plan_and_config_need_no_torch() -> None:
     loaded = modules_after("import skipdecode.schedule, skipdecode.ffn_skip, skipdecode.config, skipdecode.cost")
     assert "skipdecode" in loaded
     assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy"}
 
 
+@pytest.mark.process
 def test_light_tasks_need_no_torch() -> None:
     """Half a dozen processes start with every run to read, tokenise and write; torch would cost each 2 s and 200 MB."""
     loaded = modules_after(
@@ -101,12 +103,14 @@ def test_light_tasks_need_no_torch() -> None:
     assert "torch" not in loaded
 
 
+@pytest.mark.process
 def test_the_worker_needs_no_ray() -> None:
     loaded = modules_after("import actors.generator, actors.trainer, actors.bench, actors.calibrate, skipdecode.train")
     assert "torch" in loaded
     assert not loaded & {"ray", "pydantic", "pyarrow", "transformers"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parts[-2] == "jobs"], ids=name)
 def test_help_needs_neither_torch_nor_ray(path: Path) -> None:
     assert not modules_after(f"import jobs.{path.stem}") & {"torch", "ray", "pydantic"}

@@ -5,9 +5,9 @@ Shapes and types only; what needs a checkpoint, the data or a cluster is checked
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from pipeline.config import Auto, OutputConfig, Section, SwiftKVSection, build_config, read_tree
 
@@ -57,14 +57,14 @@ class FinetuneData(Section):
 
     @field_validator("path", "validation", mode="before")
     @classmethod
-    def _one_path_is_a_list(cls, value: Any) -> Any:
+    def _one_path_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 
 class TrainSection(Section):
     """The recipe; all but the last group decides what comes out, so a resumed run must agree in it."""
 
-    schedules: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)] = (
+    schedules: Annotated[tuple[dict[str, JsonValue], ...], Field(min_length=1)] = (
         {"method": "full"},
         {"method": "skipdecode", "speedup": 2},
         {"method": "skipdecode", "speedup": 3},
@@ -72,7 +72,7 @@ class TrainSection(Section):
         {"method": "skipdecode", "speedup": 5},
     )
     """`decode:` mappings; each step draws one. `prefill: swiftkv` beside their keys: with the prompt under SwiftKV."""
-    default_schedule: dict[str, Any] | None = None
+    default_schedule: dict[str, JsonValue] | None = None
     """What `jobs.generate` takes when it is told nothing; null: skipdecode at speedup 2 if that is in `schedules`,
     else the first of them that skips, else full depth; of those without `prefill: swiftkv`, if there are any."""
     horizon: Annotated[int, Field(ge=1)] = 63
@@ -86,7 +86,8 @@ class TrainSection(Section):
     final_learning_rate: Annotated[float, Field(ge=0)] = 2e-5
     """What it falls to, linearly, at the last step."""
     warmup_steps: Annotated[int, Field(ge=1)] = 300
-    """Steps over which it rises from 0."""
+    """Steps in which the learning rate rises to its peak; a training of no more steps than that takes a tenth of its
+    own."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01

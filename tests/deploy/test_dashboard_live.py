@@ -30,6 +30,7 @@ from tests.deploy.test_dashboard import DASHBOARD
 from tests.support.processes import free_ports, wait_for
 
 pytestmark = [
+    pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus on the PATH (apt-get install prometheus)"),
 ]

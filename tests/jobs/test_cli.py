@@ -23,6 +23,7 @@ def verb(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", verbs())
 def test_help_is_on_stdout(name: str) -> None:
     done = verb(name, "--help")
@@ -30,6 +31,7 @@ def test_help_is_on_stdout(name: str) -> None:
     assert done.stdout.startswith(f"usage: python -m jobs.{name} ")
 
 
+@pytest.mark.process
 def test_a_wrong_command_line_ends_in_a_document_too() -> None:
     done = verb("verify", "--no-such-option")
     assert done.returncode == 2

@@ -13,6 +13,8 @@ from jobs.demo import main
 from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
 from skipdecode.config import OPTConfig
 
+pytestmark = pytest.mark.ray
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models/opt-e2e"
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.finetune_helpers import arguments, curve, write_pairs
 from tests.support.processes import free_ports, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.processes import command, environment, hits, rows, run, write_prompts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # one poison row in test_chaos.py is quick
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]  # one poison row in test_chaos.py is quick
 
 
 def test_a_poison_row_among_a_thousand_is_parked_and_its_neighbours_are_generated(

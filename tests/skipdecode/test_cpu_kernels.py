@@ -107,6 +107,7 @@ def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token() -> None:
         assert cpu.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
 
 
+@pytest.mark.process
 @compiled
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     code = "from skipdecode.backends.choice import choose; assert choose().name != 'torch', choose()"
@@ -249,6 +250,7 @@ def test_a_wrong_operand_is_refused() -> None:
         cpu.pack(torch.ones(3, 30, dtype=torch.bfloat16))
 
 
+@pytest.mark.process
 def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     """Some flags of a compiler flush subnormal numbers to zero in every library of the process."""
     code = (
@@ -259,6 +261,7 @@ def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.process
 def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
     for settings, word in (
         ({"PATH": str(tmp_path)}, "no C++ compiler"),

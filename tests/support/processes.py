@@ -78,11 +78,16 @@ def wait_for(what: Callable[[], Any], process: "subprocess.Popen[str] | None" = 
 def rows(output: Path, status: str = "*") -> dict[str, dict[str, Any]]:
     """Rows by id; fails when an id is there twice or a file is torn."""
     found: dict[str, dict[str, Any]] = {}
-    for path in sorted((output / "data").glob(f"status={status}/*.parquet")):
-        for row in pq.ParquetFile(path).read().to_pylist():
-            assert row["id"] not in found, f"{row['id']} twice"
-            found[row["id"]] = row
+    for row in row_list(output, status):
+        assert row["id"] not in found, f"{row['id']} twice"
+        found[row["id"]] = row
     return found
+
+
+def row_list(output: Path, status: str = "*") -> list[dict[str, Any]]:
+    """Rows in the order of the files, whatever their ids."""
+    paths = sorted((output / "data").glob(f"status={status}/*.parquet"))
+    return [row for path in paths for row in pq.ParquetFile(path).read().to_pylist()]
 
 
 def state(output: Path) -> dict[str, Any]:

@@ -95,6 +95,7 @@ def test_a_missing_or_old_dependency_is_named(
     assert "no-such-package is not installed" in captured.err
 
 
+@pytest.mark.process
 def test_what_is_missing_is_found_without_importing_it() -> None:
     code = (
         "import pipeline.doctor.versions as v, sys; v.check_versions(); print(*{n.split('.')[0] for n in sys.modules})"
@@ -165,6 +166,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ray.shutdown()
 
 
+@pytest.mark.ray
 def test_a_pool_that_does_not_fit_the_cluster_is_a_problem(
     cluster: str, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from tests.support.service_clients import (
 )
 from tests.support.service_helpers import Offline, Served, replica_pids, served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 def test_work_is_poisson_and_the_same_for_a_seed() -> None:
