@@ -7,16 +7,21 @@ The record's layout is Ray's; where it is another than expected nothing is writt
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypedDict
 
 import ray
 
+from pipeline.handles import Counts
 from pipeline.ray_internals import JOB_CONFIG, update_job_record
 from pipeline.units import Json
 
-Told = Mapping[str, int | float]
-"""Figures by name."""
+
+class JobProgress(Counts):
+    """What a job says of itself."""
+
+    rows_done: int
+    rows_total: int
 
 
 class _JobConfig(TypedDict, total=False):
@@ -29,12 +34,13 @@ def submission_id() -> str | None:
     return (config.get("metadata") or {}).get("job_submission_id")
 
 
-def tell_job(counts: Told, elapsed_s: float) -> None:
+def tell_job(counts: JobProgress, elapsed_s: float) -> None:
     """Puts `counts` into the job's metadata, as strings, and `elapsed_s`; does nothing where there is no job."""
     job = submission_id()
     if job is None or not ray.is_initialized():
         return
-    told = {name: str(value) for name, value in counts.items()} | {"elapsed_s": f"{elapsed_s:.0f}"}
+    told: dict[str, Json] = {name: str(value) for name, value in counts.items()}
+    told["elapsed_s"] = f"{elapsed_s:.0f}"
 
     def update(record: dict[str, Json]) -> bool:
         if record.get("status") != "RUNNING":
@@ -48,11 +54,11 @@ def tell_job(counts: Told, elapsed_s: float) -> None:
     update_job_record(job, update)
 
 
-def job_teller(note: Callable[[str], None]) -> Callable[[Told, float], None]:
+def job_teller(note: Callable[[str], None]) -> Callable[[JobProgress, float], None]:
     """`tell_job` that never raises, whatever Ray's store holds or does: `note` hears of the first failure."""
     num_failed = 0
 
-    def tell(counts: Told, elapsed_s: float) -> None:
+    def tell(counts: JobProgress, elapsed_s: float) -> None:
         nonlocal num_failed
         try:
             tell_job(counts, elapsed_s)

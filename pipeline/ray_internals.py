@@ -6,9 +6,9 @@ packages names them. Left out: what they are used for.
 
 import json
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import ClassVar, Protocol
 
-import ray
 from ray.data import DataContext, Dataset
 from ray.data._internal.execution.backpressure_policy import (
     ENABLED_BACKPRESSURE_POLICIES,
@@ -19,15 +19,17 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.interfaces.task_context import TaskContext
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.util.metrics import Metric
 
 from pipeline.handles import ObjectRef
+from pipeline.ray_noise import RESTART, without_stderr_lines
 from pipeline.units import Json
 
 NOISY_LOGGERS = ("ray.data._internal.progress", "ray._private.authentication.authentication_token_setup")
 """Each warns about what this project sets on purpose: our own progress line, and Ray's default authentication."""
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""The environment variable of a submitted job's driver (ray/_private/runtime_env/constants.py): JSON with `metadata`."""
+"""The variable of a submitted job's driver that has its `metadata` (ray/_private/runtime_env/constants.py), as JSON."""
 JOB_RECORD = "_ray_internal_job_info_{}"
 """Where a job's record lies (JobInfoStorageClient.JOB_DATA_KEY in ray/dashboard/modules/job/common.py)."""
 JOB_NAMESPACE = b"job"
@@ -162,6 +164,20 @@ def update_job_record(job: str, update: Callable[[dict[str, Json]], bool]) -> No
         _internal_kv_put(key, json.dumps(record).encode(), overwrite=True, namespace=JOB_NAMESPACE)
 
 
-def record_zero(metric: ray.util.metrics.Metric, tags: dict[str, str] | None) -> None:
+def record_zero(metric: Metric, tags: dict[str, str] | None) -> None:
     """Tells Ray a metric's first figure, 0, which a counter's `inc` refuses."""
     metric._record(0, tags)
+
+
+def hide_restart_warnings() -> None:
+    """Of the workers that Ray Data starts in this process from now on (`ray_noise.RESTART`)."""
+    loud = ActorPoolMapOperator._start_actor
+    if hasattr(loud, "__wrapped__"):
+        return
+
+    @wraps(loud)
+    def start_actor(*arguments: object, **keys: object) -> object:
+        with without_stderr_lines(RESTART):
+            return loud(*arguments, **keys)
+
+    ActorPoolMapOperator._start_actor = start_actor

@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from functools import wraps
 from typing import Final, TextIO
 
 SERVE_END: Final = re.compile(r"Task ServeController\.\w+ failed\. There are infinite retries remaining")
@@ -76,19 +75,3 @@ def without_stderr_lines(noise: re.Pattern[bytes]) -> Iterator[None]:
             for line in held:
                 if not noise.search(line):
                     os.write(2, line)
-
-
-def hide_restart_warnings() -> None:
-    """Of the workers that Ray Data starts in this process from now on."""
-    from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
-
-    loud = ActorPoolMapOperator._start_actor
-    if hasattr(loud, "__wrapped__"):
-        return
-
-    @wraps(loud)
-    def start_actor(*arguments: object, **keys: object) -> object:
-        with without_stderr_lines(RESTART):
-            return loud(*arguments, **keys)
-
-    ActorPoolMapOperator._start_actor = start_actor

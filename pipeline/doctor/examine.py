@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from actors.generator import Generator, GeneratorConfig, choose_device
-from pipeline.checkpoint import Model, check_model, check_quantization, resolve_dtype
+from pipeline.checkpoint import ResolvedModel, check_model, check_quantization, resolve_dtype
 from pipeline.cluster import Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
 from pipeline.doctor.facts import GIB, cpu_backend, gpus, machine, wrong_devices, wrong_places
@@ -174,7 +174,7 @@ def choice(config: JobConfig, device: torch.device, note: Note) -> Choice:
     return replace(found, load_s=generator.load_s, batch_size=sizes)
 
 
-def generator_config(config: JobConfig, model: Model, device: torch.device, dtype: str) -> GeneratorConfig:
+def generator_config(config: JobConfig, model: ResolvedModel, device: torch.device, dtype: str) -> GeneratorConfig:
     """As `spec.make_spec` tells a worker, on this machine."""
     tokenizer, size = config.model.tokenizer, config.actors.batch_size
     return GeneratorConfig(

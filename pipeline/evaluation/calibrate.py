@@ -19,7 +19,7 @@ from pydantic import Field
 
 from actors.calibrate import Candidate, Progress, Sample, propose_layers, propose_rule
 from actors.generator import Generator, GeneratorConfig, RowFailure, choose_device
-from pipeline.checkpoint import Model, check_model
+from pipeline.checkpoint import ResolvedModel, check_model
 from pipeline.cluster import num_cores
 from pipeline.config import (
     ConfigError,
@@ -116,7 +116,7 @@ def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument:
     return document
 
 
-def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note: Note) -> Sample:
+def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[str], note: Note) -> Sample:
     """Decodes the prompts under the schedule beneath; those that do not fit are left out."""
     generator = Generator(
         GeneratorConfig(
@@ -149,7 +149,7 @@ def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note
 
 
 def write_checkpoint(
-    staging: Path, model: Model, layers: Candidate, sample: Sample, document: CalibrationDocument
+    staging: Path, model: ResolvedModel, layers: Candidate, sample: Sample, document: CalibrationDocument
 ) -> None:
     """The model's files, its `config.json` with `ffn_skip`, and `calibration/`."""
     (staging / "calibration").mkdir()

@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field
@@ -34,6 +34,7 @@ from pipeline.input.pairs import encode_pairs, read_pairs
 from pipeline.machine import device_facts, version_of
 from pipeline.store.digest import digest_files
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 from pipeline.units import Note
 from skipdecode.config import Quantization
 from skipdecode.hub import resolve_source
@@ -168,17 +169,17 @@ class RunPolicy:
     max_new_tokens: int
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Self:
+    def of(cls, state: RunState) -> Self:
         """Of a run of an earlier version too, which may lack keys."""
         config, fingerprint = state["config"], state["fingerprint"]
         quantization = config["model"].get("quantization")
         return cls(
             model=state["model"]["source"],
-            files=fingerprint.get("model.files", ""),
+            files=str(fingerprint.get("model.files", "")),
             tokenizer=config["model"]["tokenizer"],
             decode=state["decode"],
             prefill=config.get("prefill", {}).get("method", "full"),
-            dtype=fingerprint["model.dtype"] if quantization else config["model"]["dtype"],
+            dtype=str(fingerprint["model.dtype"] if quantization else config["model"]["dtype"]),
             quantization=quantization,
             max_new_tokens=config["sampling"]["max_new_tokens"],
         )

@@ -21,6 +21,7 @@ from pipeline.ray_internals import (
     Operator,
     StepCallback,
     actors_to_hold,
+    hide_restart_warnings,
     run_to_end,
     use_callbacks,
     use_policies,
@@ -77,8 +78,8 @@ class KeepWorkers(StepCallback):
         self._kept.clear()
 
 
-def execute(dataset: Dataset, *, keep_workers: bool, no_progress_timeout_s: float) -> None:
-    """Runs the pipeline `dataset` to its end; its rows are dropped. Raises what the first failing task raised.
+def prepare(*, keep_workers: bool, no_progress_timeout_s: float) -> None:
+    """Settings of Ray Data for pipelines that are built from here on.
 
     `keep_workers`: those that are idle early stay to help others.
     """
@@ -90,6 +91,11 @@ def execute(dataset: Dataset, *, keep_workers: bool, no_progress_timeout_s: floa
     context.retried_map_errors = False  # a repeat in a task would go on with its numbers of files (`store.write`)
     use_callbacks(context, [WaitForTasks, *([KeepWorkers] if keep_workers else [])])
     use_policies(context, [FewBlocksAhead])
+    hide_restart_warnings()
+
+
+def execute(dataset: Dataset) -> None:
+    """Runs a pipeline to its end; its rows are dropped. Raises what the first failing task raised."""
     with warnings.catch_warnings():
         # a small input cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")

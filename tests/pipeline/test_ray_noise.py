@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 
-from pipeline.ray_noise import RESTART, SERVE_END, hide_restart_warnings, without_printed_lines, without_stderr_lines
+from pipeline.ray_internals import hide_restart_warnings
+from pipeline.ray_noise import RESTART, SERVE_END, without_printed_lines, without_stderr_lines
 from tests.support.processes import command, environment, run, write_prompts
 from tests.support.service_helpers import served
 

@@ -13,7 +13,7 @@ from ray.data._internal.execution.backpressure_policy import (
     BackpressurePolicy,
 )
 
-from pipeline.generate.backpressure import BLOCKS_PER_TASK, FewBlocksAhead
+from pipeline.generate.execution import BLOCKS_PER_TASK, FewBlocksAhead
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_is_up")]
 

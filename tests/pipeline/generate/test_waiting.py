@@ -10,7 +10,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 
-from pipeline.generate.waiting import QUIET_S, WaitForTasks
+from pipeline.generate.execution import QUIET_S, WaitForTasks
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_is_up")]
 
