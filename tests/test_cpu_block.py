@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import choice, cpu
-from skipdecode.backends.layer import Prompts, TileStore
+from skipdecode.backends.layer import Prompts, StoreKernel
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.linear import Linear
@@ -45,8 +45,8 @@ def layers(
             linear.weight.copy_((linear.weight / scales).round() * scales)
     parts = copy.copy(block)
     block.fuse()
-    assert block.tiles is not None
-    assert parts.tiles is None
+    assert block.kernel is not None
+    assert parts.kernel is None
     return block, parts, exact
 
 
@@ -149,9 +149,9 @@ class Filled:
         return torch.stack([self.k, self.v])[:, row, :, int(self.pads[row]) : self.columns]
 
     def read(self, block: Block, *, attends: bool, feeds: bool, only_last: bool = False) -> Tensor:
-        assert block.tiles is not None
+        assert block.kernel is not None
         memory = (self.k, self.v) if attends else None
-        run = block.tiles.read_last if only_last else block.tiles.read
+        run = block.kernel.read_last if only_last else block.kernel.read
         return run(self.h.clone(), self.prompts, memory, feeds=feeds)
 
 
@@ -277,7 +277,7 @@ def test_keys_and_values_of_several_layers_in_one_call(lengths: list[int], threa
         linear.pack()
     products = [linear.product() for linear in linears]
     with torch.inference_mode(), num_threads(threads):
-        TileStore(3, norm, [product for product in products if product])(batch.h, batch.prompts, memory)
+        StoreKernel(3, norm, [product for product in products if product])(batch.h, batch.prompts, memory)
     for layer, stored in memory.items():
         for held, made in zip(stored, wanted[layer].chunk(2, dim=1), strict=True):
             for row in range(3):
@@ -322,9 +322,9 @@ def test_prompts_of_any_plan(plan: LayerPlan, how: str) -> None:
         model = exact
     else:
         model.pack()
-        assert model.is_in_tiles
+        assert model.is_fused
         for block in model.layers:
-            block.tiles = block.tiles if how == "tiles" else None
+            block.kernel = block.kernel if how == "tiles" else None
     with torch.inference_mode():
         made = model(tokens, positions, cache(model.dtype), plan)
     assert (made - wanted).abs().max() <= (1e-5 if how == "float32" else TOLERANCE) * float(wanted.abs().max())
@@ -332,15 +332,15 @@ def test_prompts_of_any_plan(plan: LayerPlan, how: str) -> None:
 
 def test_prompts_in_one_call_refuse_what_they_would_misread() -> None:
     block, _, _ = layers(64, 2)
-    assert block.tiles is not None
+    assert block.kernel is not None
     batch = Filled([3, 5], 64, 2)
     k, h, prompts = batch.k, batch.h, batch.prompts
     for memory in ((k[:1], k), (k.float(), k), (k, k[:, :, :3]), (k[:, :, :4].contiguous(),) * 2):
         with pytest.raises(AssertionError):
-            block.tiles.read(h, prompts, memory, feeds=True)
+            block.kernel.read(h, prompts, memory, feeds=True)
     for wrong in (h[1:], h.float(), h[:, :32], h.T.contiguous().T):
         with pytest.raises(AssertionError):
-            block.tiles.read(wrong, prompts, (k, k.clone()), feeds=True)
+            block.kernel.read(wrong, prompts, (k, k.clone()), feeds=True)
     for positions in ([[0, 1], [-1, -1]], [[0, -1], [0, 1]]):
         with pytest.raises(AssertionError, match="left-padded"):
             Prompts(torch.tensor(positions))

@@ -179,7 +179,7 @@ def test_the_likeliest_output_is_that_of_the_logits(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        made = cpu.likeliest(x, packed, outputs)
+        made = cpu.argmax_linear(x, packed, outputs)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(made, cpu.argmax(cpu.linear(x, packed, outputs, None)))
@@ -192,13 +192,13 @@ def test_the_likeliest_output_of_strange_numbers() -> None:
     packed = cpu.pack(weight)
     x = torch.ones(3, 32, dtype=torch.bfloat16)
     x[1], x[2] = torch.nan, 3e38
-    made = cpu.likeliest(x, packed, 70).tolist()
+    made = cpu.argmax_linear(x, packed, 70).tolist()
     assert made[:2] == [5, 0]
     assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
     with pytest.raises(AssertionError):
-        cpu.likeliest(x.float(), packed, 70)
+        cpu.argmax_linear(x.float(), packed, 70)
     with pytest.raises(AssertionError):
-        cpu.likeliest(x[:, :16], packed, 70)
+        cpu.argmax_linear(x[:, :16], packed, 70)
 
 
 @tiles

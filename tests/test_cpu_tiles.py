@@ -226,9 +226,9 @@ def test_layers_in_one_call_are_the_decoder_of_parts(
         monkeypatch.setattr(exact, "head", lambda h: exact.final_norm(h) @ head.T)  # type: ignore[misc]
     model.pack(quantization)
     fused = logits_of(model, run, monkeypatch)
-    assert all(block.tiles is not None for block in model.layers)
+    assert all(block.kernel is not None for block in model.layers)
     for block in model.layers:
-        block.tiles = block.query_tiles = None
+        block.kernel = block.query_kernel = None
     parts = logits_of(model, run, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "is_available", lambda _: False)
@@ -290,7 +290,7 @@ def test_swiftkv_prompts_of_any_shape(
     for is_fused in (True, False):
         for block in model.layers:
             if not is_fused:
-                block.tiles = block.query_tiles = None
+                block.kernel = block.query_kernel = None
         cache = KVCache.allocate(
             CONFIG, num_pad=num_pad, capacities=[columns + 1] * 6, owners=owners, dtype=torch.bfloat16
         )

@@ -128,7 +128,7 @@ def _problem(name: Name, flags: frozenset[str]) -> str | None:
 
 
 def _backend(name: Name, reason: str, flags: frozenset[str]) -> Backend:
-    return Backend(name, reason, _dtype(name, flags), _why_no_int8(name))
+    return Backend(name, reason, _dtype(name, flags), _why_no_int8(name, flags))
 
 
 def _dtype(name: Name, flags: frozenset[str]) -> Literal["bfloat16", "float32"]:
@@ -137,5 +137,9 @@ def _dtype(name: Name, flags: frozenset[str]) -> Literal["bfloat16", "float32"]:
     return "bfloat16" if has_bfloat16 else "float32"
 
 
-def _why_no_int8(name: Name) -> str | None:
-    return None if name == "amx" else f"the back end is {name}, and only amx has it"
+def _why_no_int8(name: Name, flags: frozenset[str]) -> str | None:
+    if name == "amx" or (name == "avx512" and flags >= {"avx512_bf16", "avx512_vnni"}):
+        return None
+    if name == "avx512":
+        return f"the back end avx512 needs BF16 and VNNI for it, and this CPU has {describe_cpu(flags)}"
+    return f"the back end is {name}, and only amx and avx512 have it"
