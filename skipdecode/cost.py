@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from skipdecode.config import OPTConfig, Quantization
+from skipdecode.config import OPTConfig
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_per_layer
 
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
@@ -182,12 +182,14 @@ def cache_bytes_per_row(
     return 2 * sum(columns.values()) * config.hidden_size * itemsize
 
 
-def measure_ceilings(device: str, dtype: str, quantization: Quantization | None = None) -> Ceilings:
-    """A micro-benchmark of about half a second: a product with a weight as models pack it, a large copy, a chain of
-    tiny calls."""
-    import torch
+def measure_ceilings(device: str, dtype: str) -> Ceilings:
+    """A micro-benchmark of about half a second: a product, a read of memory larger than caches, a chain of tiny calls.
 
-    from skipdecode.linear import pack
+    Fixed routines of torch, whatever kernels decode here, so that a slower kernel does not look better beside them. On
+    CPUs the product is the faster of torch's two, with the weight as it is and laid out once for oneDNN; for int8
+    weights it is that of `dtype` too.
+    """
+    import torch
 
     kind = getattr(torch, dtype)
     is_cuda = device.startswith("cuda")
@@ -207,11 +209,13 @@ def measure_ceilings(device: str, dtype: str, quantization: Quantization | None 
 
     with torch.inference_mode():
         x, weight = (torch.randn(rows, n, device=device).to(kind) for rows in (2 * n, n))
-        packed = pack(weight, quantization)
-        matmul_s = timed(lambda: x @ weight.T if packed is None else packed(x, None), 6)
-        source = torch.empty((1 << 30) if is_cuda else (1 << 26), dtype=torch.uint8, device=device).fill_(1)
-        target = torch.empty_like(source)
-        copy_s = timed(lambda: target.copy_(source), 6)
+        matmul_s = timed(lambda: x @ weight.T, 6)
+        if not is_cuda and kind != torch.float16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight)
+            product = torch.ops.mkldnn._linear_pointwise.default
+            matmul_s = min(matmul_s, timed(lambda: product(x, laid_out, None, "none", [], ""), 6))
+        source = torch.ones(1 << 28 if is_cuda else 1 << 26, dtype=torch.float32, device=device)
+        read_s = timed(source.sum, 6)
         small = torch.ones(1, 64, device=device, dtype=kind)
 
         def chain() -> None:
@@ -219,4 +223,4 @@ def measure_ceilings(device: str, dtype: str, quantization: Quantization | None 
                 small.add(1.0)
 
         call_s = timed(chain, 8) / 200
-    return Ceilings(4.0 * n**3 / matmul_s, 2.0 * source.numel() / copy_s, call_s)
+    return Ceilings(4.0 * n**3 / matmul_s, source.nbytes / read_s, call_s)

@@ -46,14 +46,12 @@ struct Unit {
 // `count` rows of x in tiles, at most 32, times the weights of 32 outputs: `steps` blocks of 32 inputs. sums [32][32] are
 // added to where they are not `fresh`. x: `block` numbers from one block to the next. `lines` lines of 64 bytes from
 // `next` on are on their way to the L2 cache afterwards.
-template <typename T>
-inline void multiply_tiles(const T* x, int64_t block, int count, const T* w, int64_t steps, float* sums, bool fresh,
-                           const char* next, int64_t lines) {
-#ifdef BACKEND_AMX
-  if constexpr (std::is_same<T, bfloat16>::value) return multiply_matrix(x, w, steps, sums, fresh, next, lines);
+void multiply_tiles(const float* x, int64_t block, int count, const float* w, int64_t steps, float* sums, bool fresh,
+                    const char* next, int64_t lines);
+#ifdef HAS_BFLOAT16
+void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
+                    const char* next, int64_t lines);
 #endif
-  multiply_any<T, 8 * sizeof(T)>(x, block * int64_t(sizeof(T)), count, w, steps, sums, fresh, next, lines);
-}
 
 #ifdef HAS_INT8
 // How the bytes of 16 rows lie in 2 KiB for 64 inputs, and their sums accordingly: 32 rows of 64 bytes.
@@ -68,14 +66,8 @@ struct Bytes {
 };
 
 // `count` rows of x as bytes, at most 16, times the weights of 32 outputs: `steps` blocks of 64 inputs.
-inline void multiply_whole(const uint8_t* x, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh,
-                           const char* next, int64_t lines) {
-#ifdef BACKEND_AMX
-  multiply_bytes(x, w, steps, sums, fresh, next, lines);
-#else
-  multiply_any<uint8_t, 16>(x, 2048, 2 * count, w, steps, sums, fresh, next, lines);
-#endif
-}
+void multiply_whole(const uint8_t* x, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
+                    int64_t lines);
 #endif
 
 }  // namespace cpu

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX512F__) && defined(__AVX512BF16__)
 #define HAS_BFLOAT16  // products of bfloat16; attention takes it everywhere
