@@ -1,7 +1,8 @@
 """What a plan costs: FLOPs, bytes, cache memory, and the time a device should need for them. No torch at import.
 
-A roofline with one more term. Each sublayer takes max(FLOPs / peak, bytes / bandwidth), and each call of an operator
-costs a fixed overhead that small models cannot hide. Predictions are bounds to print beside measurements, not results.
+A roofline with two more terms. Each sublayer takes max(FLOPs / peak, bytes / bandwidth); attention over the cache comes
+after the products that make its queries, and takes its own; each call of an operator costs a fixed overhead that small
+models cannot hide. Predictions are bounds to print beside measurements, not results.
 """
 
 import time
@@ -25,9 +26,19 @@ class Cost:
     flops: float = 0.0
     bytes: float = 0.0
     calls: int = 0
+    cache_flops: float = 0.0
+    """Of `flops`, those of attention over the cache, which has to wait for the queries."""
+    cache_bytes: float = 0.0
+    """Of `bytes`, likewise: K and V that are read."""
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.calls + other.calls)
+        return Cost(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.calls + other.calls,
+            self.cache_flops + other.cache_flops,
+            self.cache_bytes + other.cache_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,11 @@ class Ceilings:
     call_s: float
 
     def seconds(self, cost: Cost) -> float:
-        return max(cost.flops / self.flops_per_s, cost.bytes / self.bytes_per_s) + cost.calls * self.call_s
+        def bound(flops: float, moved: float) -> float:
+            return max(flops / self.flops_per_s, moved / self.bytes_per_s)
+
+        rest = bound(cost.flops - cost.cache_flops, cost.bytes - cost.cache_bytes)
+        return rest + bound(cost.cache_flops, cost.cache_bytes) + cost.calls * self.call_s
 
 
 def attention_cost(
@@ -60,10 +75,11 @@ def attention_cost(
     """
     d = config.hidden_size
     tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
-    flops = 4 * (tokens + kv_tokens) * d * d + 4 * tokens * context * d
-    moved = (weight_itemsize or itemsize) * (4 if kv_tokens else 2) * d * d
-    moved += itemsize * (2 * rows * context * d + 4 * tokens * d + 2 * kv_tokens * d)  # K and V, activations
-    return Cost(flops, moved, ATTN_CALLS)
+    cache_flops, cache_bytes = 4 * tokens * context * d, itemsize * 2 * rows * context * d
+    flops = 4 * (tokens + kv_tokens) * d * d + cache_flops
+    moved = (weight_itemsize or itemsize) * (4 if kv_tokens else 2) * d * d + cache_bytes
+    moved += itemsize * (4 * tokens * d + 2 * kv_tokens * d)  # activations
+    return Cost(flops, moved, ATTN_CALLS, cache_flops, cache_bytes)
 
 
 def shared_kv_cost(
