@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pyarrow.dataset as ds
 import pytest
-from tests.processes import wait_for
-from tests.service_helpers import free_port
+from tests.support.processes import wait_for
+from tests.support.service_helpers import free_port
 
 from pipeline.demo_corpus import make_prompts
 from tests.docs.pages import FENCE, README, ROOT, Command, block_commands, name

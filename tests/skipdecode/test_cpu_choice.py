@@ -87,6 +87,7 @@ def run(code: str, folder: Path, **settings: str) -> "subprocess.CompletedProces
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=False, capture_output=True, text=True)
 
 
+@pytest.mark.process
 @compiled
 def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
     for settings, word in (({"PATH": str(tmp_path)}, "no C++ compiler"), ({"CXX": "/bin/false"}, "/bin/false failed")):
@@ -99,6 +100,7 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
     assert "/bin/false failed" in done.stderr
 
 
+@pytest.mark.process
 @compiled
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     """The compiler is a script that gives out the library that we have: what is tested is the cache."""
@@ -118,6 +120,7 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     assert run(code, tmp_path, PATH="", CXX="", SKIPDECODE_KERNELS=name).returncode == 0  # kept
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("cpu", ["sapphire rapids", "ice lake"])
 def test_the_source_compiles_for_cpus_that_are_not_here(cpu: str, tmp_path: Path) -> None:
     """What this machine can run has been compiled, and is tested; the rest is compiled at least."""
