@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pyarrow.dataset as ds
 import pytest
-from tests.support.processes import wait_for
-from tests.support.service_helpers import free_port
 
 from pipeline.demo_corpus import make_prompts
 from tests.docs.pages import FENCE, README, ROOT, Command, block_commands, name
+from tests.support.processes import wait_for
+from tests.support.service_helpers import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 BIN = Path(sys.executable).parent
