@@ -3,7 +3,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
@@ -11,7 +10,7 @@ import torch
 from actors.generator import choose_dtype
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
-from pipeline.units import Note
+from pipeline.units import Json, Note
 from skipdecode import cpu_kernels
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.hub import resolve_source
@@ -20,17 +19,17 @@ from skipdecode.weights import check_folder
 
 
 @dataclass(frozen=True)
-class Model:
+class ResolvedModel:
     """A checkpoint that was found fit to run, and how it will be decoded."""
 
     folder: Path
     source: str
     """As the configuration names it."""
     config: OPTConfig
-    decode: dict[str, Any]
+    decode: dict[str, Json]
 
 
-def check_model(config: JobConfig, note: Note) -> Model:
+def check_model(config: JobConfig, note: Note) -> ResolvedModel:
     """Finds the checkpoint, checks its files against its config, and settles the schedule; ConfigError otherwise."""
     try:
         folder = resolve_source(config.model.source)
@@ -54,10 +53,10 @@ def check_model(config: JobConfig, note: Note) -> Model:
             "sampling.max_new_tokens",
             f"{new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions",
         )
-    return Model(folder, config.model.source, opt, decode)
+    return ResolvedModel(folder, config.model.source, opt, decode)
 
 
-def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, Any]:
+def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, Json]:
     """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2.
 
     `ffn_skip` is apart from that: it is the job's own, on top of whatever schedule holds.
@@ -71,8 +70,8 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, A
 
 
 def resolve_ffn_skip(
-    skip: dict[str, Any], decode: dict[str, Any], prefill: str, opt: OPTConfig, note: Note
-) -> dict[str, Any]:
+    skip: dict[str, Json], decode: dict[str, Json], prefill: str, opt: OPTConfig, note: Note
+) -> dict[str, Json]:
     """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers where `calibrated` asks for them.
 
     `decode`, `prefill`: what lies beneath.
@@ -108,7 +107,7 @@ def resolve_ffn_skip(
     return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
 
 
-def default_decode(opt: OPTConfig, note: Note) -> dict[str, Any]:
+def default_decode(opt: OPTConfig, note: Note) -> dict[str, Json]:
     """What holds where the job says nothing."""
     if opt.skip_decode is not None:
         return dict(opt.skip_decode)

@@ -10,7 +10,6 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -22,10 +21,6 @@ STAGE_CPUS = 0.25  # asked for by each such task
 CPUS_PER_ACTOR = 4  # `auto` on a CPU: cores that one decoder can use before a second one pays more
 FREE_WAIT_S = 15.0  # for CPUs and GPUs that others are about to give back
 OBJECT_STORE_BYTES = 2 << 30  # of an embedded Ray; rows are small and stream through
-
-
-# Each warns about what this project sets on purpose: our own progress line, and Ray's default authentication.
-NOISY_LOGGERS = ("ray.data._internal.progress", "ray._private.authentication.authentication_token_setup")
 
 
 @dataclass(frozen=True)
@@ -58,9 +53,11 @@ def start_ray() -> Cluster:
     """Joins RAY_ADDRESS or starts an embedded Ray; quiet either way."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the announced default; silences a warning
+    from pipeline.ray_internals import NOISY_LOGGERS  # here: actors without tables need no Ray Data
+
     cores = num_cores()
     is_embedded = not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
-    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "ignore_reinit_error": True}
+    options: dict[str, str | int | bool] = {"logging_level": logging.WARNING, "log_to_driver": False}
     if is_embedded:
         # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
         # "local": else Ray joins whatever a file left behind by another cluster points to
@@ -73,7 +70,7 @@ def start_ray() -> Cluster:
         os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")  # new logs not looked for all the time
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    ray.init(**options)
+    ray.init(ignore_reinit_error=True, **options)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     total = ray.cluster_resources()
     num_cpus = total.get("CPU", 0.0)

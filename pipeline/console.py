@@ -8,19 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import ray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from pipeline.job_metadata import job_teller
+from pipeline.handles import CollectorHandle, Counts, fetch
+from pipeline.job_metadata import JobProgress, job_teller
 from pipeline.units import count, duration
 
 LINE_S, REDRAW_S = 5.0, 1.0
 
 
-def describe(counts: dict[str, Any], total: int, elapsed_s: float) -> str:
+def describe(counts: Counts, total: int, elapsed_s: float) -> str:
     """The progress line for `counts` (of `MetricsCollector`) after `elapsed_s` seconds."""
     if not counts["workers"]:
         return f"loading model   {duration(elapsed_s)}"
@@ -28,12 +29,11 @@ def describe(counts: dict[str, Any], total: int, elapsed_s: float) -> str:
     return f"{rows}/{total} rows ({100 * rows / max(total, 1):.0f} %)   {details(counts, total, elapsed_s)}"
 
 
-def rows_done(counts: dict[str, Any], total: int) -> int:
-    rows: int = counts["rows"]
-    return min(rows, total)  # rows decoded again after a worker's death count twice
+def rows_done(counts: Counts, total: int) -> int:
+    return min(counts["rows"], total)  # rows decoded again after a worker's death count twice
 
 
-def details(counts: dict[str, Any], total: int, elapsed_s: float) -> str:
+def details(counts: Counts, total: int, elapsed_s: float) -> str:
     """What stands behind the bar. Tokens per second and ETA: at the pace since the first worker was ready."""
     rows, working_s = rows_done(counts, total), counts["working_s"]
     rate = counts["output_tokens"] / working_s if working_s > 0 else 0.0
@@ -88,14 +88,14 @@ class LiveLine(Ticker):
         sys.stderr.flush()
 
 
-Counts = Callable[[], dict[str, Any] | None]
+CountsSource = Callable[[], Counts | None]
 """What has been decoded so far; None: not known now."""
 
 
 class LiveBar(Ticker):
     """The same as a bar, on a terminal."""
 
-    def __init__(self, counts: Counts, total: int) -> None:
+    def __init__(self, counts: CountsSource, total: int) -> None:
         super().__init__(self._show, REDRAW_S)
         self._counts, self._total, self._started = counts, total, time.monotonic()
         columns = (TextColumn("{task.percentage:>3.0f} %"), BarColumn(24), TextColumn("{task.description}"))
@@ -123,16 +123,17 @@ class LiveBar(Ticker):
         self._bar.refresh()
 
 
-def live_progress(collector: Any, total: int, note: Callable[[str], None]) -> Ticker:
+def live_progress(collector: CollectorHandle, total: int, note: Callable[[str], None]) -> Ticker:
     """`with live_progress(collector, total, note):` while the pipeline runs."""
     started, tell = time.monotonic(), job_teller(note)
 
-    def counts() -> dict[str, Any] | None:
+    def counts() -> Counts | None:
         try:
-            found: dict[str, Any] = ray.get(collector.counts.remote(), timeout=10)
+            found = fetch(collector.counts.remote(), timeout_s=10)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             return None  # figures only; the run itself says when something is wrong
-        tell({"rows_done": rows_done(found, total), "rows_total": total} | found, time.monotonic() - started)
+        progress: JobProgress = {**found, "rows_done": rows_done(found, total), "rows_total": total}
+        tell(progress, time.monotonic() - started)
         return found
 
     def line() -> str | None:

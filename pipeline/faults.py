@@ -12,16 +12,24 @@ import signal
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 VARIABLE = "SKIPDECODE_FAULTS"
 _passed: Counter[str] = Counter()
 
 
+class Fault(TypedDict, total=False):
+    """`signal` must be there; `times` is 1, `after` 0 where they are not."""
+
+    signal: str
+    times: int
+    after: int
+
+
 @cache
-def _plan() -> dict[str, dict[str, Any]]:
+def _plan() -> dict[str, Fault]:
     path = os.environ.get(VARIABLE)
-    plan: dict[str, dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    plan: dict[str, Fault] = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     return plan
 
 

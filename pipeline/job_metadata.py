@@ -8,43 +8,57 @@ The record's layout is Ray's; where it is another than expected nothing is writt
 import json
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
 
 import ray
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # ray/_private/runtime_env/constants.py
-RECORD = "_ray_internal_job_info_{}"  # JobInfoStorageClient.JOB_DATA_KEY in ray/dashboard/modules/job/common.py
-NAMESPACE = b"job"
+from pipeline.handles import Counts
+from pipeline.ray_internals import JOB_CONFIG, update_job_record
+from pipeline.units import Json
+
+
+class JobProgress(Counts):
+    """What a job says of itself."""
+
+    rows_done: int
+    rows_total: int
+
+
+class _JobConfig(TypedDict, total=False):
+    metadata: dict[str, str] | None
 
 
 def submission_id() -> str | None:
     """Of the job that this process is the driver of; None outside `ray job submit`."""
-    metadata = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("metadata") or {}
-    found: str | None = metadata.get("job_submission_id")
-    return found
+    config: _JobConfig = json.loads(os.environ.get(JOB_CONFIG, "{}"))
+    return (config.get("metadata") or {}).get("job_submission_id")
 
 
-def tell_job(counts: dict[str, Any], elapsed_s: float) -> None:
+def tell_job(counts: JobProgress, elapsed_s: float) -> None:
     """Puts `counts` into the job's metadata, as strings, and `elapsed_s`; does nothing where there is no job."""
     job = submission_id()
     if job is None or not ray.is_initialized():
         return
-    key = RECORD.format(job).encode()
-    raw = _internal_kv_get(key, namespace=NAMESPACE)
-    record = json.loads(raw) if raw else {}
-    if record.get("status") != "RUNNING":
-        return
-    told = {name: str(value) for name, value in counts.items()} | {"elapsed_s": f"{elapsed_s:.0f}"}
-    record["metadata"] = (record.get("metadata") or {}) | told
-    _internal_kv_put(key, json.dumps(record).encode(), overwrite=True, namespace=NAMESPACE)
+    told: dict[str, Json] = {name: str(value) for name, value in counts.items()}
+    told["elapsed_s"] = f"{elapsed_s:.0f}"
+
+    def update(record: dict[str, Json]) -> bool:
+        if record.get("status") != "RUNNING":
+            return False
+        before = record.get("metadata") or {}
+        if not isinstance(before, dict):
+            raise TypeError(f"the metadata of a job is no mapping: {before!r}")
+        record["metadata"] = before | told
+        return True
+
+    update_job_record(job, update)
 
 
-def job_teller(note: Callable[[str], None]) -> Callable[[dict[str, Any], float], None]:
+def job_teller(note: Callable[[str], None]) -> Callable[[JobProgress, float], None]:
     """`tell_job` that never raises, whatever Ray's store holds or does: `note` hears of the first failure."""
     num_failed = 0
 
-    def tell(counts: dict[str, Any], elapsed_s: float) -> None:
+    def tell(counts: JobProgress, elapsed_s: float) -> None:
         nonlocal num_failed
         try:
             tell_job(counts, elapsed_s)

@@ -4,7 +4,7 @@ Data only. It does not read or write anything; `pipeline.input` makes rows, `pip
 `pipeline.store.write` writes them.
 """
 
-from typing import Final
+from typing import Final, TypedDict
 
 import pyarrow as pa
 
@@ -28,6 +28,22 @@ OUTPUT_SCHEMA: Final = pa.schema(
     ]
 )
 """The columns of every output row, in order. Every other input column follows unchanged."""
+
+
+class OutputRow(TypedDict):
+    """A row that was read back, with the columns of `OUTPUT_SCHEMA`; a caller may have asked for fewer."""
+
+    id: str
+    prompt: str | None
+    generated_text: str
+    generated_tokens: list[int]
+    num_input_tokens: int
+    num_generated_tokens: int
+    finish_reason: str
+    layers_run: int
+    ffns_run: int
+    error_code: str
+    error_message: str
 
 
 def list_columns(schema: pa.Schema) -> list[list[str]]:

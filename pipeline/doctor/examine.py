@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from actors.generator import Generator, GeneratorConfig, choose_device, free_bytes
-from pipeline.checkpoint import Model, check_model, check_quantization, resolve_dtype
+from pipeline.checkpoint import ResolvedModel, check_model, check_quantization, resolve_dtype
 from pipeline.cluster import OBJECT_STORE_BYTES, Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
 from pipeline.doctor.versions import check_versions
@@ -161,7 +161,7 @@ def choice(config: JobConfig, device: torch.device, note: Note) -> dict[str, Any
     return found | {"load_s": generator.load_s, "batch_size": sizes}
 
 
-def generator_config(config: JobConfig, model: Model, device: torch.device, dtype: str) -> GeneratorConfig:
+def generator_config(config: JobConfig, model: ResolvedModel, device: torch.device, dtype: str) -> GeneratorConfig:
     """As `spec.make_spec` tells a worker, on this machine."""
     tokenizer, size = config.model.tokenizer, config.actors.batch_size
     return GeneratorConfig(

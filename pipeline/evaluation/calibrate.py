@@ -18,7 +18,7 @@ from pydantic import Field
 
 from actors.calibrate import Candidate, Progress, Sample, propose_layers, propose_rule
 from actors.generator import Generator, GeneratorConfig, RowFailure, choose_device
-from pipeline.checkpoint import Model, check_model
+from pipeline.checkpoint import ResolvedModel, check_model
 from pipeline.cluster import num_cores
 from pipeline.config import (
     ConfigError,
@@ -103,7 +103,7 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
     return document
 
 
-def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note: Note) -> Sample:
+def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[str], note: Note) -> Sample:
     """Decodes the prompts under the schedule beneath; those that do not fit are left out."""
     generator = Generator(
         GeneratorConfig(
@@ -135,7 +135,9 @@ def write_sample(config: CalibrateConfig, model: Model, prompts: list[str], note
     return Sample(generator.model, base, pairs, config.batch_size)
 
 
-def write_checkpoint(staging: Path, model: Model, layers: Candidate, sample: Sample, document: dict[str, Any]) -> None:
+def write_checkpoint(
+    staging: Path, model: ResolvedModel, layers: Candidate, sample: Sample, document: dict[str, Any]
+) -> None:
     """The model's files, its `config.json` with `ffn_skip`, and `calibration/`."""
     (staging / "calibration").mkdir()
     for path in model.folder.iterdir():

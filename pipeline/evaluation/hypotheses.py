@@ -11,6 +11,7 @@ import pyarrow.dataset
 
 from pipeline.config import ConfigError
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Texts:
     """As run, per decode step; None where the corpus does not say."""
 
 
-def read_texts(folder: RunFolder, state: dict[str, Any] | None) -> Texts:
+def read_texts(folder: RunFolder, state: RunState | None) -> Texts:
     """The texts of a run (`state` is its run.json) or of plain Parquet."""
     source: Any = folder.root
     if state is not None:

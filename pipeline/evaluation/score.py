@@ -24,6 +24,7 @@ from pipeline.input.pairs import encode_pairs, read_pairs
 from pipeline.machine import provenance
 from pipeline.store.digest import digest_files
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 from pipeline.units import Note
 from skipdecode.config import Quantization
 from skipdecode.hub import resolve_source
@@ -123,7 +124,7 @@ def _named(prompts: Iterable[str]) -> str:
 
 
 def _perplexity(
-    config: EvaluateConfig, state: dict[str, Any] | None, pairs: list[tuple[str, str]], note: Note
+    config: EvaluateConfig, state: RunState | None, pairs: list[tuple[str, str]], note: Note
 ) -> dict[str, Any]:
     """The references under model and schedule of the run; None where left out."""
     is_cpu = config.device == "auto" and _quantization(state) is not None  # such weights are for CPUs
@@ -156,16 +157,16 @@ class Policy:
     schedule: Schedule
 
 
-def _quantization(state: dict[str, Any] | None) -> Quantization | None:
+def _quantization(state: RunState | None) -> Quantization | None:
     found: Quantization | None = None if state is None else state["config"]["model"].get("quantization")
     return found  # runs of earlier versions have no such key
 
 
-def _load_policy(config: EvaluateConfig, state: dict[str, Any], device: torch.device) -> Policy:
+def _load_policy(config: EvaluateConfig, state: RunState, device: torch.device) -> Policy:
     """Model and schedule of a run, from its run.json; ConfigError when the files are not those of the run any more."""
     source, tokenizer = state["model"]["source"], state["config"]["model"]["tokenizer"]
     quantization = _quantization(state)
-    own = state["fingerprint"]["model.dtype"] if quantization else state["config"]["model"]["dtype"]
+    own = str(state["fingerprint"]["model.dtype"]) if quantization else state["config"]["model"]["dtype"]
     dtype = choose_dtype(config.dtype or own, device)
     try:
         folder = resolve_source(source)

@@ -6,7 +6,6 @@ No side effects beyond putting the input plan into the object store. What the st
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
@@ -14,9 +13,11 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 from actors.generator import GeneratorConfig
 from pipeline.cluster import STAGE_CPUS, Pool
 from pipeline.config import InputConfig
+from pipeline.handles import CollectorHandle, LedgerHandle, LeftoversHandle
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.input.source import CorpusDatasource
+from pipeline.ray_internals import set_last_stage_cpus
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
 from pipeline.store.write import RunSink
@@ -39,22 +40,35 @@ class PipelineSpec:
     """Rows that an actor takes at a time."""
 
 
-def build_pipeline(spec: PipelineSpec, sink: RunSink, metrics: Any, ledger: Any, leftovers: Any) -> Dataset:
+@dataclass(frozen=True)
+class Helpers:
+    """Actors on the driver's node that every worker talks to."""
+
+    collector: CollectorHandle
+    ledger: LedgerHandle
+    leftovers: LeftoversHandle | None
+    """None: workers share nothing."""
+
+
+def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: Helpers) -> Dataset:
     """A dataset without rows: whoever runs it has every row of the plan that is not done written once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
-    light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "zero_copy_batch": True, "compute": few}
+    sampling = spec.tokenize.sampling
     source = CorpusDatasource(spec.plan, spec.input, spec.done)
     rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, compute=few)
     # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Strict:
     # else the last rows of every block that was read would be a window of their own, of a batch and a bit
     rows = rows.repartition(target_num_rows_per_block=spec.window_rows, strict=True)
     # it has no argument for it; a whole CPU, as Ray would ask for, may never be free beside readers that wait for it
-    rows._logical_plan.dag.ray_remote_args["num_cpus"] = STAGE_CPUS
-    rows = rows.map_batches(tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, **light)
+    set_last_stage_cpus(rows, STAGE_CPUS)
+    rows = rows.map_batches(
+        tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, batch_format="pyarrow",
+        zero_copy_batch=True, num_cpus=STAGE_CPUS, compute=few,
+    )  # fmt: skip
     rows = rows.map_batches(
         DecodeStage,
-        fn_constructor_args=(spec.generator, spec.tokenize.sampling, metrics, ledger, leftovers),
+        fn_constructor_args=(spec.generator, sampling, helpers.collector, helpers.ledger, helpers.leftovers),
         batch_size=spec.window_rows,
         batch_format="pyarrow",
         zero_copy_batch=True,
@@ -65,4 +79,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, metrics: Any, ledger: Any,
         num_gpus=spec.pool.num_gpus or None,
     )
     end = partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.extra_schema.names))
-    return rows.map_batches(sink, fn_kwargs={"finish": end}, batch_size=sink.rows_per_file, **light)
+    return rows.map_batches(
+        sink, fn_kwargs={"finish": end}, batch_size=sink.rows_per_file, batch_format="pyarrow",
+        zero_copy_batch=True, num_cpus=STAGE_CPUS, compute=few,
+    )  # fmt: skip

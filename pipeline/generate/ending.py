@@ -8,11 +8,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import ray
 from ray.data.exceptions import ExecutionTimeoutError
 
+from pipeline.handles import LedgerHandle, fetch
 from pipeline.stages.attempts import OVERDRAWN
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.write import DISK_FULL, NoSpaceLeft
@@ -63,15 +63,15 @@ def note_if_full(folder: RunFolder, note: Note) -> Iterator[None]:
         note(f"{folder.path('run.json')}: not brought up to date: {error}")
 
 
-def reason_to_stop(error: BaseException, ledger: Any, output: str) -> BaseException:
+def reason_to_stop(error: BaseException, ledger: LedgerHandle, output: str) -> BaseException:
     """The exception to show for `error`, which ended the stream of rows to `output`."""
     if not isinstance(error, Exception):
         return error
     if NoSpaceLeft.__name__ in str(error):
         return RunStopped(f"output.path: {output}: no space left; make room, and --resume goes on with the run")
     try:
-        verdict = ray.get(ledger.verdict.remote(), timeout=ASK_TIMEOUT_S)
-        workers = ray.get(ledger.describe.remote(), timeout=ASK_TIMEOUT_S)
+        verdict = fetch(ledger.verdict.remote(), timeout_s=ASK_TIMEOUT_S)
+        workers = fetch(ledger.describe.remote(), timeout_s=ASK_TIMEOUT_S)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
         return error  # the ledger is gone with its node; there is no more to say
     if verdict is not None:

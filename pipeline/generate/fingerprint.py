@@ -8,11 +8,12 @@ import hashlib
 import itertools
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-from pipeline.config import JobConfig
+from pipeline.config import DecodeConfig, JobConfig
 from pipeline.input.plan import InputPlan
 from pipeline.store.digest import describe_difference, digest_files, refuse_differences
+from pipeline.store.run_state import FileEntry, Fingerprint, RunState
+from pipeline.units import Json
 from skipdecode.hub import resolve_source
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
@@ -20,20 +21,11 @@ NUM_SHOWN = 3  # input files that an error names
 
 
 def fingerprint(
-    config: JobConfig, decode: dict[str, Any], model_folder: Path, dtype: str, plan: InputPlan
-) -> dict[str, Any]:
+    config: JobConfig, decode: dict[str, Json], model_folder: Path, dtype: str, plan: InputPlan
+) -> Fingerprint:
     """`decode`, `dtype`: as they are settled, never "auto". A resumed run must agree in every entry."""
-    entries: dict[str, Any] = {"code_version": CODE_VERSION, "model.dtype": dtype}
-    entries["model.quantization"] = config.model.quantization
-    entries |= {f"decode.{key}": value for key, value in decode.items() if key != "ffn_skip"}
-    entries |= {f"decode.ffn_skip.{key}": value for key, value in (decode.get("ffn_skip") or {}).items()}
-    for section, names in (
-        ("sampling", None),
-        ("prefill", None),
-        ("input", ("prompt_column", "id_column", "too_long", "limit")),
-    ):
-        values = getattr(config, section).model_dump(mode="json")
-        entries |= {f"{section}.{key}": value for key, value in values.items() if names is None or key in names}
+    entries: Fingerprint = {"code_version": CODE_VERSION, "model.dtype": dtype}
+    entries |= _settings(config, decode)
     if config.sampling.deterministic:
         entries["actors.batch_size"] = config.actors.batch_size
         entries["actors.length_buckets"] = list(config.actors.length_buckets)
@@ -45,7 +37,28 @@ def fingerprint(
     return {key: list(value) if isinstance(value, tuple) else value for key, value in entries.items()}
 
 
-def list_files(plan: InputPlan) -> list[list[Any]]:
+def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
+    """The entries that the configuration alone decides."""
+    entries: Fingerprint = {"model.quantization": config.model.quantization}
+    skip = decode.get("ffn_skip")
+    entries |= {f"decode.{key}": value for key, value in decode.items() if key != "ffn_skip"}
+    entries |= {f"decode.ffn_skip.{key}": value for key, value in (skip if isinstance(skip, dict) else {}).items()}
+    for section, names in (
+        ("sampling", None),
+        ("prefill", None),
+        ("input", ("prompt_column", "id_column", "too_long", "limit")),
+    ):
+        values: dict[str, Json] = getattr(config, section).model_dump(mode="json")
+        entries |= {f"{section}.{key}": value for key, value in values.items() if names is None or key in names}
+    return entries
+
+
+def defaults() -> Fingerprint:
+    """What an entry means in the fingerprint of an earlier version, which did not have it."""
+    return _settings(JobConfig(), DecodeConfig().model_dump(mode="json"))
+
+
+def list_files(plan: InputPlan) -> list[FileEntry]:
     """The input as `run.json` has it: name, size in bytes, time of the last change in ns, etag, rows; per file."""
     return [
         [file.name, file.size_bytes, file.mtime_ns, etag, num_rows]
@@ -53,30 +66,29 @@ def list_files(plan: InputPlan) -> list[list[Any]]:
     ]
 
 
-def _digest_rows(rows: Sequence[Sequence[Any]]) -> str:
+def _digest_rows(rows: Sequence[FileEntry]) -> str:
     total = hashlib.sha256()
     for row in rows:
         total.update(("\0".join(map(str, row)) + "\n").encode())
     return total.hexdigest()
 
 
-def compare_fingerprints(
-    state: dict[str, Any], now: dict[str, Any], plan: InputPlan, free: Collection[str] = ()
-) -> None:
+def compare_fingerprints(state: RunState, now: Fingerprint, plan: InputPlan, free: Collection[str] = ()) -> None:
     """ConfigError that names each entry in which `now` differs from the run of `state` (run.json), with both values.
 
-    `free`: keys that may differ.
+    A key that the run lacks, of an earlier version, means its default. `free`: keys that may differ.
     """
-    before, lines = state["fingerprint"], list[str]()
+    default, lines = defaults(), list[str]()
+    before = {key: default[key] for key in now if key in default} | state["fingerprint"]
     if before.get("input.files") != now.get("input.files"):
-        files = compare_files(state.get("input", {}).get("files", []), list_files(plan))
+        files = compare_files(state["input"]["files"] if "input" in state else [], list_files(plan))
         lines = [f"input.files: {line}" for line in files]
     refuse_differences(before, now, {"input.files", *free}, lines)
 
 
-def compare_files(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> list[str]:
+def compare_files(before: Sequence[FileEntry], now: Sequence[FileEntry]) -> list[str]:
     """A line for each of the first files that differ between two listings (`list_files`), and one for the rest."""
-    old, new = ({row[0]: _describe_file(row) for row in rows} for rows in (before, now))
+    old, new = ({str(row[0]): _describe_file(row) for row in rows} for rows in (before, now))
     names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
     lines = [describe_difference(name, old.get(name), new.get(name)) for name in itertools.islice(names, NUM_SHOWN)]
     if not names and [row[0] for row in before] != [row[0] for row in now]:
@@ -84,6 +96,6 @@ def compare_files(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]])
     return [*lines, f"{len(names) - NUM_SHOWN} more files differ"] if len(names) > NUM_SHOWN else lines
 
 
-def _describe_file(row: Sequence[Any]) -> str:
+def _describe_file(row: FileEntry) -> str:
     _, size_bytes, mtime_ns, etag, num_rows = row
     return f"{size_bytes} bytes, mtime {mtime_ns} ns, {num_rows} rows" + (f", etag {etag}" if etag else "")

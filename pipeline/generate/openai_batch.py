@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from pipeline.schema import OutputRow
 from pipeline.store.run_folder import RunFolder
+from pipeline.units import Json
 
 COLUMNS = [
     "id",
@@ -34,29 +35,30 @@ def write_batch_files(folder: RunFolder, model: str) -> None:
             os.replace(f"{target}.tmp", target)
 
 
-def _rows(folder: RunFolder, status: str) -> Iterator[dict[str, Any]]:
+def _rows(folder: RunFolder, status: str) -> Iterator[OutputRow]:
     for path in folder.data_files(status):
         with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
             for batch in file.iter_batches(columns=COLUMNS):
                 yield from batch.to_pylist()
 
 
-def answer_line(row: dict[str, Any], model: str) -> dict[str, Any]:
+def answer_line(row: OutputRow, model: str) -> dict[str, Json]:
     """A line of the output file, as OpenAI's batch API writes it for /v1/completions."""
     read, made = row["num_input_tokens"], row["num_generated_tokens"]
-    choice = {"index": 0, "text": row["generated_text"], "logprobs": None, "finish_reason": row["finish_reason"]}
-    body = {
+    choice: dict[str, Json] = {"index": 0, "text": row["generated_text"], "logprobs": None}
+    choice["finish_reason"] = row["finish_reason"]
+    body: dict[str, Json] = {
         "id": f"cmpl-{row['id']}",
         "object": "text_completion",
         "model": model,
         "choices": [choice],
         "usage": {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made},
     }
-    response = {"status_code": 200, "request_id": f"req-{row['id']}", "body": body}
+    response: dict[str, Json] = {"status_code": 200, "request_id": f"req-{row['id']}", "body": body}
     return {"id": f"batch_req_{row['id']}", "custom_id": row["id"], "response": response, "error": None}
 
 
-def error_line(row: dict[str, Any]) -> dict[str, Any]:
+def error_line(row: OutputRow) -> dict[str, Json]:
     """A line of the errors file."""
-    error = {"code": row["error_code"], "message": row["error_message"]}
+    error: dict[str, Json] = {"code": row["error_code"], "message": row["error_message"]}
     return {"id": f"batch_req_{row['id']}", "custom_id": row["id"], "response": None, "error": error}

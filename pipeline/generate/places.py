@@ -1,13 +1,16 @@
-"""Where a run reads and writes, checked before it starts: input and output apart, the output free or resumable."""
+"""Where a run reads and writes, checked before it starts: input and output apart, the output free or resumable, a run
+in it finished or not."""
 
 import os
-from typing import Any
 
+import pyarrow as pa
 from pyarrow.fs import LocalFileSystem
 
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.files import Listing
-from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_state import RunState
+from pipeline.units import Note
 
 
 def check_apart(folder: RunFolder, listing: Listing) -> None:
@@ -34,18 +37,18 @@ def check_apart(folder: RunFolder, listing: Listing) -> None:
             )
 
 
-def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:
+def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
     """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
     mode = config.output.if_exists
     try:
         folder.filesystem.create_dir(folder.root, recursive=True)
     except OSError as error:
         raise ConfigError("output.path", f"{folder.shown} cannot be created: {error}") from error
-    if mode == "overwrite" and (strangers := folder.strangers()):
-        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+    if mode == "overwrite" and (foreign := folder.foreign_files()):
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise ConfigError(
             "output.path",
-            f"{folder.shown} holds {', '.join(strangers[:3])}{more}, which no run of ours wrote, and "
+            f"{folder.shown} holds {', '.join(foreign[:3])}{more}, which no run of ours wrote, and "
             "--overwrite will not delete it; move it away, or choose another output.path",
         )
     if mode == "overwrite" or not folder.exists():
@@ -60,3 +63,15 @@ def check_output(folder: RunFolder, config: JobConfig) -> dict[str, Any] | None:
     if state is None or not {"fingerprint", "books", "sessions"} <= state.keys():
         raise ConfigError("output.path", f"{folder.shown} exists but holds no run.json of a run to resume")
     return state
+
+
+def has_all_rows(folder: RunFolder, state: RunState, note: Note) -> bool:
+    """Whether a finished run has its report, and data files that count what its books say."""
+    try:
+        there = {status: folder.count_rows(status) for status in STATUSES}
+    except (OSError, pa.ArrowException):
+        return False  # a torn file; who reads the rows names it
+    books = {"ok": state["books"]["ok"], "failed": state["books"]["failed"]}
+    if books != there:
+        note(f"{folder.shown}: finished before, but its data files hold {there} rows now, and its books say {books}")
+    return books == there and folder.read_text("report.json") is not None

@@ -9,32 +9,27 @@ the second time): they can only fail again.
 
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError, JobConfig, build_config
+from pipeline.generate.books import close_books, first_state, refuse_open_books
 from pipeline.generate.fingerprint import compare_fingerprints
-from pipeline.generate.run import (
-    PlannedRun,
-    RunResult,
-    close_books,
-    finish_run,
-    first_state,
-    plan_run,
-    settle_rows,
-    stream_rows,
-    was_finished,
-)
+from pipeline.generate.plan import PlannedRun, plan_run
+from pipeline.generate.resume import all_data_files, settle_rows
+from pipeline.generate.run import RunResult, finish_run, was_finished
+from pipeline.generate.stream import stream_rows
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
 from pipeline.store.commit import finish_commit, start_commit
 from pipeline.store.lease import Lease
 from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_state import RetryState, RunState
 from pipeline.store.write import write_whole
-from pipeline.units import Note
+from pipeline.units import Json, Note
 
 RETRYABLE = frozenset({PROMPT_TOO_LONG, BAD_PARAMETERS, POISON_ROW, ENGINE_ERROR})
 MAY_DIFFER = ("input.too_long", "sampling.max_new_tokens")
@@ -49,7 +44,7 @@ class RetryResult:
     """Rows that are good now."""
 
 
-def retry(path: str, given: dict[str, Any], overrides: list[str], note: Note) -> RetryResult:
+def retry(path: str, given: Mapping[str, Json], overrides: list[str], note: Note) -> RetryResult:
     """Tries the failed rows of the run in `path` again, with what is `given` in place of its own configuration.
 
     `overrides`: the part of it that was said on the command line, for the record.
@@ -61,11 +56,7 @@ def retry(path: str, given: dict[str, Any], overrides: list[str], note: Note) ->
     state = folder.read_state()
     if state is None:
         raise ConfigError("", f"{path}: no run.json, so not a run folder")
-    tree: dict[str, Any] = state["config"]
-    for section, values in given.items():
-        tree[section] = tree.get(section, {}) | values if isinstance(values, dict) else values
-    tree["output"] = {"path": path, "if_exists": "resume"}
-    planned = plan_run(build_config(JobConfig, tree), note, index_all=True)
+    planned = plan_run(build_config(JobConfig, _own_config(state, given, path)), note, index_all=True)
     assert planned.earlier is not None
     compare_fingerprints(planned.earlier, planned.fingerprint, planned.input, free=MAY_DIFFER)
     if state["state"] not in ("finished", "retrying", "committing"):
@@ -75,6 +66,15 @@ def retry(path: str, given: dict[str, Any], overrides: list[str], note: Note) ->
         if folder.read_state() != planned.earlier:
             raise ConfigError("", f"{path}: another run has worked in this folder meanwhile; start again")
         return _execute(planned, session, overrides, lease, note)
+
+
+def _own_config(state: RunState, given: Mapping[str, Json], path: str) -> dict[str, Json]:
+    """The configuration of the run, with what is `given` in its place."""
+    tree: dict[str, Json] = {**state["config"]}
+    for section, values in given.items():
+        before = tree.get(section) or {}
+        tree[section] = before | values if isinstance(before, dict) and isinstance(values, dict) else values
+    return tree | {"output": {"path": path, "if_exists": "resume"}}
 
 
 def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lease, note: Note) -> RetryResult:
@@ -103,9 +103,7 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     finish_commit(folder, state, note)
     state["state"] = "retrying"
     close_books(folder, state)
-    if not state["books"]["closed"]:
-        folder.write_state(state | {"state": "interrupted"})
-        raise RuntimeError(f"the books do not close: {state['books']}; --resume goes on with the run")
+    refuse_open_books(folder, state)
     return RetryResult(finish_run(planned, state, note), total, state["retries"][-1]["ok"] if total else 0)
 
 
@@ -114,33 +112,32 @@ def _count_retryable(folder: RunFolder, path: str) -> int:
     return int(pc.sum(_is_retryable(table)).as_py() or 0)
 
 
-def _is_retryable(table: pa.Table) -> Any:
+def _is_retryable(table: pa.Table) -> pa.ChunkedArray:
     return pc.is_in(table["error_code"], value_set=pa.array(sorted(RETRYABLE)))
 
 
-def _place(state: dict[str, Any]) -> str:
+def _place(state: RunState) -> str:
     return f"checkpoint/retry-{state['sessions'][-1]['id']}"
 
 
-def _generate(planned: PlannedRun, state: dict[str, Any], total: int, lease: Lease, note: Note) -> None:
+def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, note: Note) -> None:
     """The rows that are tried again, into files beside the data."""
-    files = [path for status in STATUSES for path in planned.folder.data_files(status)]
-    plan, done = settle_rows(planned, files, note, RETRYABLE)
-    left = plan.num_rows - (done.num_rows if done else 0)
-    if left != total:
+    files = all_data_files(planned.folder)
+    work = settle_rows(planned, files, note, without_codes=RETRYABLE, place=_place(state))
+    if work.num_left != total:
         raise ConfigError(
             "",
-            f"{planned.folder.shown}: {left - total} rows are neither good nor failed; jobs.verify names them, "
-            "jobs.generate --resume makes them again",
+            f"{planned.folder.shown}: {work.num_left - total} rows are neither good nor failed; jobs.verify names "
+            "them, jobs.generate --resume makes them again",
         )
-    stream_rows(planned, plan, done, state, lease, note, _place(state))
+    stream_rows(planned, work, state, lease, note)
 
 
-def _commit(folder: RunFolder, state: dict[str, Any], failed: list[str], overrides: list[str], total: int) -> None:
+def _commit(folder: RunFolder, state: RunState, failed: list[str], overrides: list[str], total: int) -> None:
     """Puts the new rows and the failed ones that were not tried in place of the files `failed`."""
     place, session = _place(state), state["sessions"][-1]
-    counts = {status: folder.count_rows(status, place) for status in STATUSES}
-    assert sum(counts.values()) == total, f"{total} rows were tried, {counts} came back"
+    ok, still_failed = folder.count_rows("ok", place), folder.count_rows("failed", place)
+    assert ok + still_failed == total, f"{total} rows were tried, {ok} good and {still_failed} failed came back"
     for number, path in enumerate(failed):
         table = pq.read_table(path, filesystem=folder.filesystem, partitioning=None)
         rest = table.filter(pc.invert(_is_retryable(table)))
@@ -152,6 +149,13 @@ def _commit(folder: RunFolder, state: dict[str, Any], failed: list[str], overrid
         for status in STATUSES
         for name in (path.rpartition("/")[2] for path in folder.data_files(status, place))
     ]
-    record = {"session": session["id"], "at": time.time(), "overrides": overrides, "tried": total} | counts
+    record: RetryState = {
+        "session": session["id"],
+        "at": time.time(),
+        "overrides": overrides,
+        "tried": total,
+        "ok": ok,
+        "failed": still_failed,
+    }
     state["retries"] = [*state["retries"], record]
     start_commit(folder, state, moves, [path.removeprefix(f"{folder.root}/") for path in failed])

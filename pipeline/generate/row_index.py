@@ -8,7 +8,7 @@ duplicate. Measured by `benchmarks/resume.py`. Left out: what follows from a mat
 import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ import ray
 from numpy.typing import NDArray
 
 from pipeline.config import ConfigError, InputConfig
+from pipeline.handles import ObjectRef, fetch
 from pipeline.input.files import Listing
 from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY, ROW_BITS, input_entries, output_entries
 from pipeline.input.match import DoneRows, Match, match, match_alone, split
@@ -34,10 +35,16 @@ BATCH_ROWS = 65536
 NOTE_S = 10.0
 ID_COLUMNS = ["id", "error_code", "error_message"]
 
-TASK: dict[str, Any] = {"num_cpus": 1}
+TASK = {"num_cpus": 1}
+
+EntriesRef: TypeAlias = ObjectRef[NDArray[np.void]]
+"""Entries of rows (`input.ids`) in the object store."""
+T = TypeVar("T")
 
 
-def scan_input(listing: Listing, config: InputConfig, index_all: bool, note: Note) -> tuple[list[FileScan], list[Any]]:
+def scan_input(
+    listing: Listing, config: InputConfig, index_all: bool, note: Note
+) -> tuple[list[FileScan], list[EntriesRef]]:
     """A scan per file, and references to the entries of the rows; the latter only if there are ids to compare.
 
     `index_all`: entries of rows with made ids too, as a resume needs them. ConfigError as of `scan_file`.
@@ -55,7 +62,7 @@ def scan_input(listing: Listing, config: InputConfig, index_all: bool, note: Not
 
 def _scan_group(
     listing: Listing, indices: Sequence[int], config: InputConfig, index_all: bool
-) -> tuple[list[FileScan] | ConfigError, NDArray[Any]]:
+) -> tuple[list[FileScan] | ConfigError, NDArray[np.void]]:
     scans, parts = [], [np.empty(0, INPUT_ENTRY)]
     for index in indices:
         try:
@@ -69,7 +76,7 @@ def _scan_group(
 
 def index_outputs(
     filesystem: pafs.FileSystem, paths: Sequence[str], note: Note, without_codes: Collection[str] = ()
-) -> tuple[int, list[Any]]:
+) -> tuple[int, list[EntriesRef]]:
     """How many rows the data files have, and references to their entries; rows with `without_codes` do not count."""
     task = ray.remote(num_returns=2, **TASK)(_index_group)
     groups = group_files([1] * len(paths))
@@ -83,7 +90,7 @@ def index_outputs(
 
 def _index_group(
     filesystem: pafs.FileSystem, files: Sequence[tuple[int, str]], without_codes: frozenset[str]
-) -> tuple[int | ConfigError, NDArray[Any]]:
+) -> tuple[int | ConfigError, NDArray[np.void]]:
     parts = [np.empty(0, OUTPUT_ENTRY)]
     for index, path in files:
         try:
@@ -96,7 +103,7 @@ def _index_group(
     return len(entries), entries
 
 
-def _read_entries(file: pq.ParquetFile, index: int, without_codes: frozenset[str]) -> Iterator[NDArray[Any]]:
+def _read_entries(file: pq.ParquetFile, index: int, without_codes: frozenset[str]) -> Iterator[NDArray[np.void]]:
     first = 0
     for batch in file.iter_batches(BATCH_ROWS, columns=ID_COLUMNS):
         entries = output_entries(batch, index, first)
@@ -108,7 +115,11 @@ def _read_entries(file: pq.ParquetFile, index: int, without_codes: frozenset[str
 
 
 def match_rows(
-    plan: InputPlan | None, inputs: list[Any], outputs: list[Any], num_outputs: int = 0, part_rows: int = PART_ROWS
+    plan: InputPlan | None,
+    inputs: Sequence[EntriesRef],
+    outputs: Sequence[EntriesRef],
+    num_outputs: int = 0,
+    part_rows: int = PART_ROWS,
 ) -> Iterator[Match]:
     """Matches the rows of `plan` with those of the data files, part by part; without a plan the latter alone."""
     num_parts = max(1, -(-max(plan.num_rows if plan else 0, num_outputs) // part_rows))
@@ -117,22 +128,22 @@ def match_rows(
     files = (np.asarray(plan.num_rows_per_file), [file.name for file in plan.listing.files]) if plan else None
     held = ray.put(files)
     width = max(1, int(ray.cluster_resources().get("CPU", 1)))
-    waiting: list[Any] = []
+    waiting: list[ObjectRef[Match]] = []
     for part in range(num_parts):
         own, theirs = ([pieces[part] for pieces in side] for side in cut)
         waiting.append(task.remote(held, len(own), *own, *theirs))
         if len(waiting) == width:  # results that nobody has taken yet fill the object store
-            yield ray.get(waiting.pop(0))
+            yield fetch(waiting.pop(0))
     while waiting:
-        yield ray.get(waiting.pop(0))
+        yield fetch(waiting.pop(0))
 
 
-def _split_all(refs: Sequence[Any], num_parts: int) -> list[list[Any]]:
+def _split_all(refs: Sequence[EntriesRef], num_parts: int) -> list[list[EntriesRef]]:
     task = ray.remote(num_returns=num_parts, **TASK)(split)
     return [task.remote(ref, num_parts) for ref in refs]
 
 
-def _match_part(files: tuple[NDArray[Any], list[str]] | None, num_inputs: int, *entries: NDArray[Any]) -> Match:
+def _match_part(files: tuple[NDArray[np.void], list[str]] | None, num_inputs: int, *entries: NDArray[np.void]) -> Match:
     inputs = np.concatenate([np.empty(0, INPUT_ENTRY), *entries[:num_inputs]])
     outputs = np.concatenate([np.empty(0, OUTPUT_ENTRY), *entries[num_inputs:]])
     if files is None:
@@ -172,7 +183,7 @@ def group_files(sizes: Sequence[int]) -> list[list[int]]:
     return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
 
 
-def gather(refs: list[Any], what: str, note: Note) -> list[Any]:
+def gather(refs: Sequence[ObjectRef[T | ConfigError]], what: str, note: Note) -> list[T]:
     """Results of tasks in order, with a note now and then; raises the first ConfigError that one gave back."""
     left, noted_at = list(refs), time.monotonic()
     while left:
@@ -180,8 +191,10 @@ def gather(refs: list[Any], what: str, note: Note) -> list[Any]:
         if left and time.monotonic() - noted_at >= NOTE_S:
             noted_at = time.monotonic()
             note(f"{what} {len(refs) - len(left)} of {len(refs)} groups of files")
-    results = list(ray.get(refs))
-    for result in results:
+    results = []
+    for ref in refs:
+        result = fetch(ref)
         if isinstance(result, ConfigError):
             raise result
+        results.append(result)
     return results

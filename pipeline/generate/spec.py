@@ -1,22 +1,22 @@
-"""From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows."""
+"""From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows, files."""
 
 from pathlib import Path
 
 from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
-from pipeline.checkpoint import Model, worker_path
-from pipeline.cluster import Pool
+from pipeline.checkpoint import worker_path
 from pipeline.config import JobConfig
 from pipeline.generate.dataset import PipelineSpec
-from pipeline.input.match import DoneRows
-from pipeline.input.plan import InputPlan
+from pipeline.generate.plan import PlannedRun
+from pipeline.generate.resume import Work
 from pipeline.stages.tokens import TokenizeConfig
 from skipdecode.sampling import Sampling
 
+MAX_FILES = 10_000  # output files of one status, for large corpora; more where Ray cuts windows (above 12 MiB)
 
-def make_spec(
-    config: JobConfig, model: Model, dtype: str, plan: InputPlan, done: DoneRows | None, pool: Pool
-) -> PipelineSpec:
-    """`dtype`: settled, so that all workers and sessions decode alike. `done`: rows written already, or None."""
+
+def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
+    """With the settled dtype, so that all workers and sessions decode alike."""
+    config, model, pool = planned.config, planned.model, planned.pool
     source = worker_path(model.source, model.folder)
     tokenizer = config.model.tokenizer and worker_path(config.model.tokenizer, Path(config.model.tokenizer))
     s = config.sampling
@@ -27,7 +27,7 @@ def make_spec(
         tokenizer=tokenizer,
         decode=model.decode,
         prefill=config.prefill.method,
-        dtype=dtype,
+        dtype=planned.dtype,
         quantization=config.model.quantization,
         device="cuda" if pool.num_gpus else "cpu",
         num_threads=pool.num_threads,
@@ -38,14 +38,12 @@ def make_spec(
     )
     return PipelineSpec(
         input=config.input,
-        plan=plan,
-        done=done,
+        plan=work.plan,
+        done=work.done,
         tokenize=TokenizeConfig(tokenizer or source, model.config, sampling, config.input.too_long),
         generator=generator,
         pool=pool,
-        window_rows=window_rows(
-            config, pool.max_size, plan.num_rows - (done.num_rows if done else 0), has_gpu=bool(pool.num_gpus)
-        ),
+        window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),
     )
 
 
@@ -54,3 +52,9 @@ def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: b
     size = config.actors.batch_size
     rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
     return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))
+
+
+def rows_per_file(num_rows: int, window_rows: int) -> int | None:
+    """Whole windows, so that a corpus makes at most MAX_FILES files of a status; None: a file per window."""
+    windows = -(-num_rows // (MAX_FILES * window_rows))
+    return windows * window_rows if windows > 1 else None

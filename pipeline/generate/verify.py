@@ -8,9 +8,9 @@ whole and have the run's columns, that no row contradicts itself, that nothing l
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -19,7 +19,7 @@ import ray
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError, InputConfig, build_config
 from pipeline.generate.fingerprint import compare_files, list_files
-from pipeline.generate.row_index import TASK, gather, group_files, match_rows, scan_input
+from pipeline.generate.row_index import TASK, EntriesRef, gather, group_files, match_rows, scan_input
 from pipeline.generate.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
 from pipeline.input.files import list_input
 from pipeline.input.ids import describe_place, split_place
@@ -28,7 +28,10 @@ from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.read import read_file
 from pipeline.store.lease import may_live, read_lease
 from pipeline.store.run_folder import STATUSES, RunFolder
-from pipeline.units import Note
+from pipeline.store.run_state import Books, RunState
+from pipeline.units import Json, Note
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -55,7 +58,7 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
         raise ConfigError("", f"{path}: no run.json of a run, so not a run folder")
     verdict = Verdict(folder)
     _check_state(folder, state, verdict.problems)
-    verdict.problems.add("stray", folder.strays())
+    verdict.problems.add("stray", folder.unexpected_files())
     start_ray()
     found, paths, outputs = _check_data(folder, state, note)
     verdict.problems.join(found.problems)
@@ -76,7 +79,7 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
     return verdict
 
 
-def _check_state(folder: RunFolder, state: dict[str, Any], problems: Problems) -> None:
+def _check_state(folder: RunFolder, state: RunState, problems: Problems) -> None:
     lease = read_lease(folder)
     if lease is not None and may_live(lease) and state["state"] != "finished":
         problems.add("state", [f"run {lease['session']} may be at work in this folder (process {lease['pid']} on "
@@ -87,7 +90,7 @@ def _check_state(folder: RunFolder, state: dict[str, Any], problems: Problems) -
         problems.add("state", [f"the run is {state['state']}, not finished; jobs.generate --resume goes on with it"])
 
 
-def _check_data(folder: RunFolder, state: dict[str, Any], note: Note) -> tuple[FilesFound, list[str], list[Any]]:
+def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFound, list[str], list[EntriesRef]]:
     """What the data files hold, their paths, and references to the entries of their rows."""
     paths = [path for status in STATUSES for path in folder.data_files(status)]
     task = ray.remote(num_returns=2, **TASK)(check_files)
@@ -101,8 +104,8 @@ def _check_data(folder: RunFolder, state: dict[str, Any], note: Note) -> tuple[F
 
 
 def _read_input(
-    config: InputConfig, state: dict[str, Any], has_moved: bool, verdict: Verdict, note: Note
-) -> tuple[InputPlan | None, list[Any]]:
+    config: InputConfig, state: RunState, has_moved: bool, verdict: Verdict, note: Note
+) -> tuple[InputPlan | None, list[EntriesRef]]:
     try:
         listing = list_input(config)
         scans, entries = scan_input(listing, config, True, note)
@@ -157,28 +160,35 @@ def _name_inputs(plan: InputPlan, config: InputConfig, missing: list[int]) -> li
     return names
 
 
-def _check_counts(folder: RunFolder, state: dict[str, Any], found: FilesFound, verdict: Verdict) -> None:
+def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict: Verdict) -> None:
     """`run.json`, `report.json` and the batch files count what the data files hold."""
     counted = {"ok": found.num_rows["ok"], "failed": found.num_rows["failed"]}
-    books: dict[str, Any] = counted | {"input": verdict.rows.get("input", sum(counted.values())), "closed": True}
-    expected = [("run.json: books", state["books"], books)]
+    books: Books = {
+        "ok": counted["ok"],
+        "failed": counted["failed"],
+        "input": verdict.rows.get("input", sum(counted.values())),
+        "closed": True,
+    }
+    verdict.problems.add("count", _miscounts("run.json: books", {**state["books"]}, {**books}))
     if state["state"] == "finished":
         report = folder.read_text("report.json")
-        totals = {
+        totals: dict[str, Json] = {
             "completed": counted["ok"],
             "failed": counted["failed"],
             "total_input_tokens": found.tokens["num_input_tokens"],
             "total_output_tokens": found.tokens["num_generated_tokens"],
-            "errors": found.errors,
+            "errors": {**found.errors},
         }
-        expected.append(("report.json:", json.loads(report) if report else {}, totals))
-    for where, said, is_so in expected:
-        wrong = [key for key, value in is_so.items() if said.get(key) != value]
-        verdict.problems.add("count", [f"{where} {key} is {said.get(key)!r}, counted {is_so[key]!r}" for key in wrong])
+        verdict.problems.add("count", _miscounts("report.json:", json.loads(report) if report else {}, totals))
     if state["input"]["format"] == "openai_batch" and state["state"] == "finished":
         for name, count in (("batch_output.jsonl", counted["ok"]), ("batch_errors.jsonl", counted["failed"])):
             lines = _count_lines(folder, name)
             verdict.problems.add("count", [f"{name}: {lines} lines for {count} rows"] if lines != count else [])
+
+
+def _miscounts(where: str, said: Mapping[str, T], is_so: Mapping[str, T]) -> list[str]:
+    wrong = [key for key, value in is_so.items() if said.get(key) != value]
+    return [f"{where} {key} is {said.get(key)!r}, counted {is_so[key]!r}" for key in wrong]
 
 
 def _count_lines(folder: RunFolder, name: str) -> int:

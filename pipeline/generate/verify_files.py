@@ -6,7 +6,6 @@ a group of files and needs nothing else, so that it runs as a task anywhere. Lef
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -64,7 +63,7 @@ class FilesFound:
 
 def check_files(
     filesystem: pafs.FileSystem, files: Sequence[tuple[int, str]], columns: list[list[str]]
-) -> tuple[FilesFound, NDArray[Any]]:
+) -> tuple[FilesFound, NDArray[np.void]]:
     """Looks at data files (number and path); `columns`: names and types. Gives the entries of their rows too."""
     found, parts = FilesFound(), [np.empty(0, OUTPUT_ENTRY)]
     for number, path in files:
@@ -89,7 +88,7 @@ def describe_columns(own: list[list[str]], wanted: list[list[str]]) -> str:
     return "; ".join(f"{word}: {', '.join(f'{n} {k}' for n, k in sorted(some))}" for word, some in words if some)
 
 
-def _check_rows(file: pq.ParquetFile, number: int, path: str, found: FilesFound) -> list[NDArray[Any]]:
+def _check_rows(file: pq.ParquetFile, number: int, path: str, found: FilesFound) -> list[NDArray[np.void]]:
     status = "ok" if "/status=ok/" in path else "failed"
     parts, first = [], 0
     for batch in file.iter_batches(BATCH_ROWS):
@@ -111,10 +110,10 @@ def _check_rows(file: pq.ParquetFile, number: int, path: str, found: FilesFound)
     return parts
 
 
-def contradictions(batch: pa.RecordBatch, status: str) -> list[tuple[str, NDArray[Any]]]:
+def contradictions(batch: pa.RecordBatch, status: str) -> list[tuple[str, NDArray[np.bool_]]]:
     """Reasons and which rows they hold for: bool [rows]. A row says something its status or another column denies."""
 
-    def where(condition: Any) -> NDArray[Any]:
+    def where(condition: pa.Array) -> NDArray[np.bool_]:
         return np.asarray(pc.fill_null(condition, False))
 
     names = batch.schema.names  # a run of an earlier version has fewer columns; which ones, run.json knows

@@ -13,6 +13,7 @@ from typing import Final
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from pipeline.handles import BatchRecord, WindowRecord
+from pipeline.ray_internals import record_zero
 from pipeline.report.batches import per_token_ratio
 
 
@@ -91,7 +92,7 @@ class LiveMetrics:
     def _start_at_zero(self, metric: Metric) -> None:
         """Else Prometheus first sees a counter with its first figures in it, and `rate` never counts those."""
         for tags in [{"status": "ok"}, {"status": "failed"}] if metric.tags else [None]:
-            self._metrics[metric.name.removeprefix("skipdecode_")]._record(0, tags)  # `inc` refuses 0
+            record_zero(self._metrics[metric.name.removeprefix("skipdecode_")], tags)
 
     def _add(self, name: str, value: float, tags: dict[str, str] | None = None) -> None:
         if value > 0:  # Ray's counters refuse 0

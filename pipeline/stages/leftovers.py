@@ -15,16 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ray
-from ray.data._internal.execution.execution_callback import ExecutionCallback
-from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 
 from pipeline.cluster import on_this_node
 from pipeline.handles import Collected, LeftoversHandle, Loan
 
 if TYPE_CHECKING:  # this process needs no torch
-    from ray.actor import ActorHandle
-    from ray.data._internal.execution.streaming_executor import StreamingExecutor
-
     from actors.generator import Answer
     from skipdecode.generate import Request
 
@@ -146,26 +141,3 @@ def start_leftovers() -> LeftoversHandle:
     """The leftovers as an actor on this node; it takes no CPU from the pool."""
     handle: LeftoversHandle = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(Leftovers).remote()
     return handle
-
-
-class KeepWorkers(ExecutionCallback):  # type: ignore[misc]
-    """Holds on to the workers until the run ends: Ray Data lets go of every idle one as soon as its input has ended.
-
-    A pool that may shrink is held from there on only, so that it can shrink before.
-    """
-
-    def __init__(self) -> None:
-        self._kept: set[ActorHandle] = set()
-
-    def on_execution_step(self, executor: "StreamingExecutor") -> None:
-        for operator in executor._topology:
-            if isinstance(operator, ActorPoolMapOperator):
-                pool = operator._actor_pool
-                if pool.min_size() == pool.max_size() or operator._inputs_complete:
-                    self._kept |= pool._running_actors.keys()
-
-    def after_execution_succeeds(self, executor: "StreamingExecutor") -> None:
-        self._kept.clear()
-
-    def after_execution_fails(self, executor: "StreamingExecutor", error: Exception) -> None:
-        self._kept.clear()

@@ -7,22 +7,21 @@ in both places and the state says so; the next `jobs.retry` or `--resume` finish
 (`retry`).
 """
 
-from typing import Any
-
 import pyarrow.fs as pafs
 
 from pipeline.faults import fault_point
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 from pipeline.units import Note
 
 
-def start_commit(folder: RunFolder, state: dict[str, Any], moves: list[list[str]], removes: list[str]) -> None:
+def start_commit(folder: RunFolder, state: RunState, moves: list[list[str]], removes: list[str]) -> None:
     """`moves`: [from, to] of files; `removes`: files that they replace; all relative to the folder."""
     state |= {"state": "committing", "commit": {"moves": moves, "removes": removes}}
     folder.write_state(state)
 
 
-def finish_commit(folder: RunFolder, state: dict[str, Any], note: Note) -> None:
+def finish_commit(folder: RunFolder, state: RunState, note: Note) -> None:
     """Does what is left of a commit, if one was begun; `state` (of `run.json`) is changed and not written.
 
     If new files are gone before they were moved (somebody deleted `checkpoint/`) and the old ones are still there, the

@@ -1,11 +1,11 @@
 """Digests of model folders, and the refusal to go on where two fingerprints differ."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pipeline.config import ConfigError
+from pipeline.units import Json
 
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file
 
@@ -26,7 +26,7 @@ def digest_files(folder: Path) -> str:
 
 
 def refuse_differences(
-    before: dict[str, Any], now: dict[str, Any], free: Collection[str] = (), lines: Sequence[str] = ()
+    before: Mapping[str, Json], now: Mapping[str, Json], free: Collection[str] = (), lines: Sequence[str] = ()
 ) -> None:
     """ConfigError with a line for each entry that differs and is not `free`, and with `lines`, if there are any."""
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and key not in free]
@@ -37,5 +37,5 @@ def refuse_differences(
         )
 
 
-def describe_difference(key: str, before: Any, now: Any) -> str:
+def describe_difference(key: str, before: Json, now: Json) -> str:
     return f"{key}: the run was started with {before!r}, now it is {now!r}"

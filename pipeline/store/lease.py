@@ -11,10 +11,10 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
 
 from pipeline.config import ConfigError
 from pipeline.store.run_folder import LEASE, RunFolder
+from pipeline.store.run_state import LeaseState
 from pipeline.units import Note
 
 BEAT_S = 5.0
@@ -73,7 +73,7 @@ class Lease:
 
     def _beat(self) -> None:
         self._num_beats += 1
-        lease = {
+        lease: LeaseState = {
             "session": self._session,
             "host": socket.gethostname(),
             "machine": _machine(),
@@ -97,10 +97,10 @@ class Lease:
                 self._note(f"lease: {error}")
 
 
-def read_lease(folder: RunFolder) -> dict[str, Any] | None:
+def read_lease(folder: RunFolder) -> LeaseState | None:
     """The lease on the folder, None where there is none (or none that can be read)."""
     try:
-        lease = json.loads(folder.read_text(LEASE) or "null")
+        lease: LeaseState | None = json.loads(folder.read_text(LEASE) or "null")
     except ValueError:
         return None
     return lease if isinstance(lease, dict) and {"session", "host", "machine", "pid"} <= lease.keys() else None
@@ -115,7 +115,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def may_live(lease: dict[str, Any]) -> bool:
+def may_live(lease: LeaseState) -> bool:
     """False only for a process of this machine that is gone."""
     if lease["machine"] != _machine():
         return True

@@ -1,7 +1,7 @@
 """The run folder: what lies where, what belongs to us, and how its small files are replaced.
 
 `run.json` is replaced atomically, so it is always one whole state. What is done is read from the data files themselves
-(`row_index`). Works on any filesystem pyarrow knows. Left out: the fingerprint (`fingerprint`), data files (`sink`).
+(`row_index`). Works on any filesystem pyarrow knows. Left out: the fingerprint (`fingerprint`), data files (`write`).
 """
 
 import json
@@ -10,13 +10,13 @@ import re
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError
 from pipeline.faults import fault_point
+from pipeline.store.run_state import KnownFiles, RunState
 from pipeline.units import mask
 
 OURS = (
@@ -30,7 +30,7 @@ OURS = (
     "run.json",  # last: as long as it is there, the rest is known to be ours
 )
 LEASE = "lease.json"
-UNBORN = (LEASE, f"{LEASE}.tmp", "run.json.tmp")  # all that a run may leave that was killed before it had begun
+PRE_RUN_FILES = (LEASE, f"{LEASE}.tmp", "run.json.tmp")  # all that a run may leave that was killed before it had begun
 STATUSES = ("ok", "failed")
 SESSION = "[0-9a-f]{12}"
 KNOWN_NAMES = re.compile(
@@ -77,16 +77,16 @@ class RunFolder:
         kind = self.filesystem.get_file_info(self.root).type
         if kind == pafs.FileType.Directory:
             infos = self.filesystem.get_file_info(pafs.FileSelector(self.root))
-            return any(info.base_name not in UNBORN for info in infos)
+            return any(info.base_name not in PRE_RUN_FILES for info in infos)
         return bool(kind != pafs.FileType.NotFound)
 
-    def read_state(self) -> dict[str, Any] | None:
+    def read_state(self) -> RunState | None:
         """`run.json`, or None."""
         text = self.read_text("run.json")
         if text is None:
             return None
         try:
-            state: dict[str, Any] = json.loads(text)
+            state: RunState = json.loads(text)
         except ValueError as error:
             raise ConfigError(
                 "output.path",
@@ -95,7 +95,7 @@ class RunFolder:
             ) from error
         return state
 
-    def write_state(self, state: dict[str, Any]) -> None:
+    def write_state(self, state: RunState) -> None:
         self.write_text("run.json", json.dumps(state, indent=2, default=str) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
@@ -123,15 +123,16 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def strangers(self) -> list[str]:
+    def foreign_files(self) -> list[str]:
         """What `clear` would delete although no run wrote it: all of it without a run.json of ours."""
         infos = {name: self.filesystem.get_file_info(self.path(name)) for name in OURS}
         there = [name for name, info in infos.items() if info.type != pafs.FileType.NotFound]
-        if "run.json" not in there or not {"fingerprint", "books"} <= (self.read_state() or {}).keys():
+        state = self.read_state() if "run.json" in there else None
+        if state is None or not {"fingerprint", "books"} <= state.keys():
             return there
-        return [name for name in self.strays() if name.startswith(("data/", "metrics/"))]
+        return [name for name in self.unexpected_files() if name.startswith(("data/", "metrics/"))]
 
-    def strays(self) -> list[str]:
+    def unexpected_files(self) -> list[str]:
         """Files in the folder that no run of ours leaves there, sorted."""
         infos = self.filesystem.get_file_info(pafs.FileSelector(self.root, recursive=True))
         names = (info.path.removeprefix(f"{self.root}/") for info in infos if info.type != pafs.FileType.Directory)
@@ -173,12 +174,13 @@ class RunFolder:
     def write_known(self, session: str, paths: Sequence[str]) -> None:
         """Writes down, after `fence`, which data files there are as the session begins."""
         names = [path.removeprefix(f"{self.root}/") for path in paths]  # the folder may be moved before it is resumed
-        self.write_text(KNOWN, json.dumps({"session": session, "names": names}))
+        known: KnownFiles = {"session": session, "names": names}
+        self.write_text(KNOWN, json.dumps(known))
 
     def read_known(self) -> tuple[str, list[str]] | None:
         """The last session that was not finished, and the data files that it found; before `fence`."""
         text = self.read_text(KNOWN)
-        known = json.loads(text) if text else None
+        known: KnownFiles | None = json.loads(text) if text else None
         return (known["session"], [self.path(name) for name in known["names"]]) if known else None
 
     def remove_late(self, session: str, known: Collection[str]) -> list[str]:

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from ray.data._internal.execution.interfaces.task_context import TaskContext
 
 from pipeline.faults import fault_point
+from pipeline.ray_internals import number_of_task
 from pipeline.schema import STATUS
 from pipeline.store.lease import read_lease
 from pipeline.store.run_folder import STAGING, RunFolder, sync
@@ -77,11 +77,8 @@ class RunSink:
 
 def next_name() -> str:
     """Of the next batch of this task of Ray Data: the same when the task is repeated, in the order of the work."""
-    context = TaskContext.get_current()
-    assert context is not None, "rows are written by tasks of Ray Data"
-    earlier = context.kwargs.get("batches_written", 0)
-    context.kwargs["batches_written"] = earlier + 1
-    return f"{context.task_idx:06d}-{earlier:03d}"
+    task, batch = number_of_task()
+    return f"{task:06d}-{batch:03d}"
 
 
 def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:

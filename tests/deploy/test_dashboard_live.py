@@ -22,7 +22,7 @@ import pyarrow.dataset as ds
 import pytest
 import ray
 
-import pipeline.generate.run
+import pipeline.generate.stream
 from jobs.generate import main as generate
 from pipeline.cluster import start_ray
 from pipeline.demo_corpus import make_prompts
@@ -107,8 +107,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_metrics_report_interval_ms", "1000")
         patch.setattr("pipeline.console.LINE_S", 0.5)  # gauges are told twice in an interval, as with Ray's 10 s
-        real = pipeline.generate.run.start_collector
-        patch.setattr(pipeline.generate.run, "start_collector", lambda *a: kept.append(real(*a)) or kept[-1])
+        real = pipeline.generate.stream.start_collector
+        patch.setattr(pipeline.generate.stream, "start_collector", lambda *a: kept.append(real(*a)) or kept[-1])
         start_ray()
         node = ray.nodes()[0]
         with prometheus(folder, f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}") as url:

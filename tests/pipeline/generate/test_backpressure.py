@@ -15,7 +15,7 @@ from ray.data._internal.execution.backpressure_policy import (
 )
 
 from pipeline.cluster import start_ray
-from pipeline.generate.backpressure import BLOCKS_PER_TASK, FewBlocksAhead
+from pipeline.generate.execution import BLOCKS_PER_TASK, FewBlocksAhead
 
 NUM_BLOCKS = 300
 

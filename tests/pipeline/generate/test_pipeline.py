@@ -450,16 +450,16 @@ def test_resume_refuses_another_run(job: Job, tmp_path: Path, tiny_checkpoint: P
 
 def test_a_lost_collector_costs_figures_and_no_run(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector dies right after its start; every row is written all the same."""
-    import pipeline.generate.run
+    import pipeline.generate.stream
 
-    real = pipeline.generate.run.start_collector
+    real = pipeline.generate.stream.start_collector
 
     def short_lived(*arguments: Any) -> Any:
         collector = real(*arguments)
         ray.kill(collector)
         return collector
 
-    monkeypatch.setattr(pipeline.generate.run, "start_collector", short_lived)
+    monkeypatch.setattr(pipeline.generate.stream, "start_collector", short_lived)
     rows = [{"prompt": prompt} for prompt in prompts(20)]
     code, report, err = job("-i", str(write_jsonl(tmp_path / "in.jsonl", rows)))
     assert code == 0, err

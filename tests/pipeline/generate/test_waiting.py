@@ -12,7 +12,7 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from pipeline.cluster import start_ray
-from pipeline.generate.waiting import QUIET_S, WaitForTasks
+from pipeline.generate.execution import QUIET_S, WaitForTasks
 
 BLOCK_S, NUM_BLOCKS = 2.0, 3
 

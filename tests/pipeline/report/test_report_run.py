@@ -20,7 +20,7 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-import pipeline.generate.run
+import pipeline.generate.stream
 from jobs.generate import main as generate
 from jobs.report import main as report_main
 from pipeline.report.prometheus import METRICS, LiveMetrics
@@ -57,8 +57,8 @@ def finished(ending_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_metrics_report_interval_ms", "500")
-        real = pipeline.generate.run.start_collector
-        patch.setattr(pipeline.generate.run, "start_collector", lambda *a: kept.append(real(*a)) or kept[-1])
+        real = pipeline.generate.stream.start_collector
+        patch.setattr(pipeline.generate.stream, "start_collector", lambda *a: kept.append(real(*a)) or kept[-1])
         arguments = [
             f"model.source={ending_checkpoint('125m')}", "-i", str(folder / "in.jsonl"),
              f"sampling.max_new_tokens={NEW}", "actors.num_actors=2", "actors.batch_size=8", "model.dtype=float32",

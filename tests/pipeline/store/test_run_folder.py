@@ -46,14 +46,14 @@ def test_what_no_run_wrote_is_named_before_it_is_cleared(tmp_path: Path) -> None
     folder = RunFolder.open(str(tmp_path))
     (tmp_path / "data/status=ok").mkdir(parents=True)
     (tmp_path / f"data/status=ok/part-{'0' * 12}-{'0' * 6}-000000.parquet").write_text("")
-    assert folder.strangers() == ["data"]
+    assert folder.foreign_files() == ["data"]
     folder.write_text("run.json", '{"jobs": "of another program"}')
-    assert folder.strangers() == ["data", "run.json"]
+    assert folder.foreign_files() == ["data", "run.json"]
     folder.write_state({"fingerprint": {}, "books": {}, "sessions": []})
-    assert folder.strangers() == []
+    assert folder.foreign_files() == []
     (tmp_path / "data/notes.csv").write_text("mine")
     (tmp_path / "notes.csv").write_text("stays")
-    assert folder.strangers() == ["data/notes.csv"]
+    assert folder.foreign_files() == ["data/notes.csv"]
 
 
 @pytest.mark.parametrize("left", [["run.json.tmp"], ["lease.json", "lease.json.tmp"]])

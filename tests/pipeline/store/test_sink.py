@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +18,8 @@ from ray.data import TaskPoolStrategy
 from ray.data._internal.execution.interfaces.task_context import TaskContext
 
 from pipeline.cluster import STAGE_CPUS, start_ray
-from pipeline.generate import run
 from pipeline.generate.ending import RunStopped, reason_to_stop
+from pipeline.generate.spec import MAX_FILES, rows_per_file
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.stages.attempts import start_ledger
 from pipeline.store import write as sink_module
@@ -164,8 +163,6 @@ def test_a_full_disk_under_the_rows_is_told_from_one_elsewhere(
 
 @given(left=st.integers(1, 10**9), window_rows=st.integers(1, 4096))
 def test_files_hold_whole_windows_and_are_not_more_than_allowed(left: int, window_rows: int) -> None:
-    folder: Any = SimpleNamespace(filesystem=None, root="")
-    spec: Any = SimpleNamespace(window_rows=window_rows, plan=SimpleNamespace(extra_schema=pa.schema([])))
-    rows = run._make_sink(spec, folder, SESSION, left, "data").rows_per_file
+    rows = rows_per_file(left, window_rows)
     assert rows is None or rows % window_rows == 0, "else each file's last window would be cut in two"
-    assert left <= run.MAX_FILES * (rows or window_rows)
+    assert left <= MAX_FILES * (rows or window_rows)

@@ -1,0 +1,72 @@
+"""A run before it starts: model, output, input and cluster checked, cheapest first; every `auto` settled.
+
+Everything that can be known before the start is checked here (`ConfigError`, exit code 2). Starts Ray, and nothing
+else. Left out: what of the rows is done already (`resume`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.checkpoint import ResolvedModel, check_model, check_quantization, resolve_dtype
+from pipeline.cluster import Pool, find_pool, start_ray
+from pipeline.config import JobConfig
+from pipeline.generate.ending import stop_on_sigterm
+from pipeline.generate.fingerprint import fingerprint
+from pipeline.generate.places import check_apart, check_output, has_all_rows
+from pipeline.generate.row_index import EntriesRef, scan_input
+from pipeline.input.files import list_input
+from pipeline.input.plan import InputPlan, plan_input
+from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import Fingerprint, RunState
+from pipeline.units import Note
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that was found possible."""
+
+    config: JobConfig
+    model: ResolvedModel
+    dtype: str
+    folder: RunFolder
+    earlier: RunState | None
+    """`run.json` of the run to resume."""
+    input: InputPlan
+    entries: Sequence[EntriesRef]
+    """Of the input's rows (`row_index`); empty if nothing has to be looked up."""
+    pool: Pool
+    fingerprint: Fingerprint
+    is_finished: bool
+    """The run in the folder was finished before, and its files are there still."""
+
+
+def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedRun:
+    """Checks all that can be checked; ConfigError where the run is not possible.
+
+    `index_all`: so that single rows can be looked up, as a resume must.
+    """
+    model = check_model(config, note)
+    folder = RunFolder.open(config.output.path)
+    earlier = check_output(folder, config)
+    listing = list_input(config.input)
+    check_apart(folder, listing)
+    cluster = start_ray()
+    stop_on_sigterm()
+    note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
+    pool = find_pool(config.actors, cluster)
+    device = "cuda" if pool.num_gpus else "cpu"
+    dtype = settle_dtype(config.model.dtype, device, earlier)
+    check_quantization(config.model.quantization, model.config, dtype, device, is_here=cluster.is_embedded)
+    is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
+    is_open = earlier is not None and not is_finished
+    scans, entries = scan_input(listing, config.input, index_all or is_open, note)
+    plan = plan_input(listing, scans, config.input)
+    note(f"input: {plan.num_rows} rows in {len(listing.files)} {listing.format} files")
+    prints = fingerprint(config, model.decode, model.folder, dtype, plan)
+    return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, is_finished)
+
+
+def settle_dtype(name: str, device: str, earlier: RunState | None) -> str:
+    """`auto` is what the run in the folder was begun with, wherever it goes on; else what suits `device`."""
+    begun = earlier["fingerprint"].get("model.dtype") if earlier is not None else None
+    return begun if name == "auto" and isinstance(begun, str) else resolve_dtype(name, device)

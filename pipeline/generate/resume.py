@@ -1,0 +1,63 @@
+"""What of a run is done already, and what is left: rows by id, files of writers that came late.
+
+The data files are the only record of what is done. Left out: whether the run may go on at all (`fingerprint`).
+"""
+
+from dataclasses import dataclass
+
+from pipeline.generate.plan import PlannedRun
+from pipeline.generate.row_index import index_outputs, mark_rows, match_rows
+from pipeline.input.match import DoneRows
+from pipeline.input.plan import InputPlan
+from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.units import Note
+
+
+@dataclass(frozen=True)
+class Work:
+    """Rows to decode, and where they go."""
+
+    plan: InputPlan
+    """The input, with its duplicates."""
+    done: DoneRows | None
+    """Rows that are written already; None: none."""
+    place: str = "data"
+    """The folder in the run folder that gets `status=.../` folders."""
+
+    @property
+    def num_done(self) -> int:
+        return self.done.num_rows if self.done else 0
+
+    @property
+    def num_left(self) -> int:
+        return self.plan.num_rows - self.num_done
+
+
+def settle_rows(
+    planned: PlannedRun,
+    data_files: list[str],
+    note: Note,
+    *,
+    without_codes: frozenset[str] = frozenset(),
+    place: str = "data",
+) -> Work:
+    """The rows that the data files lack; those with `without_codes` count as lacking."""
+    if not planned.entries:
+        return Work(planned.input, None, place)
+    num_outputs, outputs = index_outputs(planned.folder.filesystem, data_files, note, without_codes)
+    matches = match_rows(planned.input, planned.entries, outputs, num_outputs)
+    plan, done = mark_rows(planned.input, matches)
+    if plan.num_duplicates:
+        note(f"input: {plan.num_duplicates} rows have the id of an earlier one")
+    return Work(plan, done if done.num_rows else None, place)
+
+
+def all_data_files(folder: RunFolder) -> list[str]:
+    """Of both statuses."""
+    return [path for status in STATUSES for path in folder.data_files(status)]
+
+
+def remove_late(folder: RunFolder, session: str, known: list[str], note: Note) -> None:
+    """Files that a writer of an earlier session added after `session` had begun."""
+    for path in folder.remove_late(session, known):
+        note(f"{path}: removed; a writer of an earlier session was late, and its rows are made again")

@@ -1,0 +1,97 @@
+"""Rows through the workers: what is left of a run is decoded and written, and `run.json` says how that ended.
+
+Left out: the pipeline itself (`dataset`), how Ray Data executes it (`execution`), the reasons in words (`ending`).
+"""
+
+import math
+import time
+
+import ray
+
+from pipeline.console import live_progress
+from pipeline.generate.books import close_books, output_schema
+from pipeline.generate.dataset import Helpers, PipelineSpec, build_pipeline
+from pipeline.generate.ending import check_budget, early_limit, note_if_full, reason_to_stop
+from pipeline.generate.execution import execute, prepare
+from pipeline.generate.plan import PlannedRun
+from pipeline.generate.resume import Work
+from pipeline.generate.spec import make_spec, rows_per_file
+from pipeline.handles import CollectorHandle, fetch
+from pipeline.report.collector import start_collector
+from pipeline.stages.attempts import start_ledger
+from pipeline.stages.leftovers import start_leftovers
+from pipeline.store.lease import Lease
+from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
+from pipeline.store.write import RunSink
+from pipeline.units import Note
+
+FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
+
+
+def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, note: Note) -> None:
+    """Decodes all rows that are left; however it ends, `run.json` says so."""
+    folder, session = planned.folder, state["sessions"][-1]["id"]
+    spec = make_spec(planned, work)
+    _note_start(planned, work, spec, note)
+    is_retry = work.place != "data"  # of rows that have failed already: there cannot be more of them
+    ends_at = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
+    failed = 0 if is_retry else folder.count_rows("failed")
+    helpers = _start_helpers(planned, work, spec, session, ends_at, failed)
+    try:
+        check_budget(failed, ends_at)
+        sink = _make_sink(spec, folder, session, work)
+        prepare(
+            keep_workers=helpers.leftovers is not None,
+            no_progress_timeout_s=planned.config.limits.no_progress_timeout_s,
+        )
+        with live_progress(helpers.collector, work.num_left, note):
+            execute(build_pipeline(spec, sink, helpers))
+    except BaseException as error:
+        lease.check()  # whoever has taken the folder over writes its run.json
+        state["state"] = "interrupted"
+        with note_if_full(folder, note):
+            folder.write_state(state)  # at once: who stops a job may not wait
+            flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
+            _end_session(folder, state, helpers.collector, flush_timeout_s, note)
+        reason = reason_to_stop(error, helpers.ledger, folder.shown)
+        if reason is error:
+            raise
+        raise reason from error
+    _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, note)
+
+
+def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, note: Note) -> None:
+    low, high = planned.pool.min_size, planned.pool.max_size
+    note(
+        f"decode: {low if low == high else f'{low}..{high}'} actors, {spec.window_rows} rows at a time, "
+        f"{planned.model.decode}; {work.num_left} rows to do" + (f", {work.num_done} done" if work.num_done else "")
+    )
+
+
+def _start_helpers(
+    planned: PlannedRun, work: Work, spec: PipelineSpec, session: str, ends_at: float, failed: int
+) -> Helpers:
+    folder, actors = planned.folder, planned.config.actors
+    return Helpers(
+        start_collector(folder.filesystem, folder.root, session, work.num_left),
+        start_ledger(planned.config.limits.max_row_attempts, spec.window_rows, ends_at, failed),
+        start_leftovers() if actors.share_leftovers and planned.pool.max_size > 1 else None,
+    )
+
+
+def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, work: Work) -> RunSink:
+    rows = rows_per_file(work.num_left, spec.window_rows)
+    return RunSink(folder.filesystem, folder.root, session, output_schema(spec.plan), rows, work.place)
+
+
+def _end_session(
+    folder: RunFolder, state: RunState, collector: CollectorHandle, flush_timeout_s: float, note: Note
+) -> None:
+    """Asks for the last figures, and counts the rows; a run without its figures is still a run."""
+    try:
+        fetch(collector.flush.remote(), timeout_s=flush_timeout_s)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+        note(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
+    state["sessions"][-1]["ended_at"] = time.time()
+    close_books(folder, state)
