@@ -45,7 +45,7 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change after loading, no silent coercion."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
 
 
 SectionT = TypeVar("SectionT", bound=Section)
