@@ -57,6 +57,7 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """A folder or a hub id; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
     quantization: Quantization | None = None
     """int8: weights of 8 bits, half of their bytes and other tokens; for bfloat16 on CPUs with AMX."""
 
@@ -68,21 +69,32 @@ class FFNSkipConfig(Section):
     """row: the paper's rule. calibrated: the layers that the checkpoint carries (`jobs.calibrate`). fixed: `layers`.
     random: the paper's baseline."""
     threshold: float | None = None
+    """row: the cosine similarity from which a row skips its later blocks; null: 0.98."""
     cold_start: int | None = None
+    """row, random: layers from the bottom that never skip; null: 4."""
     cold_end: int | None = None
+    """row, random: layers from the top that never skip; null: 4."""
     warmup_tokens: int | None = None
+    """Decode steps at the start of an answer that skip nothing; null: 25, or what the checkpoint carries."""
     layers: tuple[int, ...] | None = None
+    """fixed: layers whose feed-forward block is left out."""
     share: float | None = None
+    """random: the probability that a block is left out."""
     seed: int | None = None
+    """random: which blocks those are; null: 0."""
 
 
 class DecodeConfig(Section):
     method: Literal["full", "skipdecode", "early_exit", "unified"] | None = None
     """null: the schedule stored in the checkpoint under `skip_decode`; without one, skipdecode at speedup 2."""
     speedup: float | None = None
+    """A preset of the paper: 2, 3, 4 or 5; 1 is full depth; null: `max_layers` and `min_layers`, or 2."""
     max_layers: int | None = None
+    """skipdecode, early_exit: layers that run in the first decode step."""
     min_layers: int | None = None
+    """skipdecode, early_exit: layers that run from the last step of `horizon` on."""
     warmup_layers: int | None = None
+    """skipdecode: layers from the bottom that always run; null: 1."""
     horizon: int | None = None
     """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1)."""
     layers: int | None = None
@@ -113,14 +125,21 @@ class SwiftKVSection(Section):
 
 class SamplingConfig(Section):
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    """Tokens of an answer at most."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Draw from the smallest set of tokens with this much probability; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: no limit."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    """Random numbers depend on seed, row id and step alone."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer; they are not part of it."""
     ignore_eos: bool = False
+    """Whether answers go on behind the end-of-text token."""
     deterministic: bool = False
+    """Fixes batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -130,12 +149,17 @@ class SamplingConfig(Section):
 
 class InputConfig(Section):
     path: Annotated[tuple[str, ...], Field(min_length=1)] = ("prompts/",)
+    """Files, folders, patterns (`*`, `?`, `**`) or URIs; a folder is read recursively."""
     format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai_batch"] = "auto"
+    """auto: by the names of the files."""
     prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
+    """Where the prompt is: a text."""
     id_column: Annotated[str, Field(min_length=1)] = "id"
+    """Where a row's id is; a row without one gets an id from its file and row number."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Only the first rows, in file order."""
     too_long: Literal["fail_row", "truncate_left", "truncate_right"] = "fail_row"
+    """What becomes of a prompt that leaves no room for `sampling.max_new_tokens`."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -145,7 +169,9 @@ class InputConfig(Section):
 
 class OutputConfig(Section):
     path: Annotated[str, Field(min_length=1)] = "outputs/run"
+    """The folder to write: local, or a URI."""
     if_exists: Literal["fail", "resume", "overwrite"] = "fail"
+    """What to do where the folder holds something; `--resume` and `--overwrite` set it."""
 
 
 Auto = Literal["auto"]
@@ -155,9 +181,11 @@ class ActorsConfig(Section):
     num_actors: Auto | Annotated[int, Field(ge=1)] | tuple[int, int] = "auto"
     """A number, or [min, max] for a pool that grows and shrinks."""
     num_gpus: Auto | Annotated[float, Field(ge=0)] = "auto"
+    """GPUs of each actor; auto: 1 where the cluster has GPUs, else 0."""
     num_cpus: Auto | Annotated[float, Field(gt=0)] = "auto"
     """Of each actor; a number bounds its torch threads too."""
     batch_size: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Rows of a batch; auto: what memory allows, by prompt length."""
     length_buckets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
         32,
         64,
@@ -167,6 +195,7 @@ class ActorsConfig(Section):
         1024,
         2048,
     )
+    """Prompt lengths, in tokens; rows of one batch are of one bucket."""
     window_batches: Annotated[int, Field(ge=1)] = 4
     """Batches' worth of rows an actor takes at a time and sorts by length."""
     share_leftovers: bool = True
@@ -196,7 +225,9 @@ class LimitsConfig(Section):
     max_failed_rows: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
     """A whole number of rows, or a share of the input (a float from 0.0 to 1.0)."""
     max_row_attempts: Annotated[int, Field(ge=1)] = 3
+    """Deaths of a worker with a row alone in hand, until the row fails as `poison_row`."""
     no_progress_timeout_s: Annotated[float, Field(gt=0)] = 1800
+    """Seconds without a finished block after which the run ends."""
 
 
 class JobConfig(Section):
