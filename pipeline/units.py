@@ -2,9 +2,13 @@
 
 import re
 from collections.abc import Callable
+from typing import TypeAlias
 
 Note = Callable[[str], None]
 """Takes one line for a human."""
+
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+"""What JSON can say."""
 
 
 def duration(seconds: float) -> str:
