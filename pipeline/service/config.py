@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config, set_key
+from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config
+from pipeline.config_tree import apply_overrides
 
 DEPLOYMENT = "Completions"
 Positive = Annotated[int, Field(ge=1)]
@@ -122,8 +123,7 @@ def load_serve_file(tree: dict[str, Any], overrides: Sequence[tuple[str, Any]] =
     applications = tree.get("applications") or [{}]
     if isinstance(applications, list) and isinstance(applications[0], dict):
         args = applications[0].get("args") or {}
-        for key, value in overrides:
-            set_key(args, key, value)
+        apply_overrides(args, overrides)
         # checked by itself first, so that an error names `engine.batch_size`, not `applications.0.args.engine...`
         build_config(ServeConfig, args)
         tree = tree | {"applications": [applications[0] | {"args": args}, *applications[1:]]}

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-import yaml
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -18,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError, read_tree
+from pipeline.config_tree import read_override, section_of
 from pipeline.service.app import DRAIN_S, Completions, make_spec
 from pipeline.service.config import ServeFile, load_serve_file
 from pipeline.service.keys import is_loopback, read_keys
@@ -31,17 +31,9 @@ HOST, PORT = "127.0.0.1", 8000
 
 def load(path: str | None, overrides: Sequence[str], host: str | None, port: int | None) -> ServeFile:
     """The checked file; ConfigError."""
-    pairs = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError("", f"override {override!r}: expected key=value, e.g. engine.batch_size=16")
-        try:
-            pairs.append((key, yaml.safe_load(text)))
-        except yaml.YAMLError as error:
-            raise ConfigError(key, f"not a YAML value: {text!r}") from error
+    pairs = [read_override(override) for override in overrides]
     tree = read_tree(path)
-    options = {"host": HOST, "port": PORT} | (tree.get("http_options") or {})
+    options = {"host": HOST, "port": PORT} | section_of(tree, "http_options")
     options |= {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     return load_serve_file(tree | {"http_options": options}, pairs)
 
