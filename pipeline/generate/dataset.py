@@ -1,7 +1,8 @@
 """From a planned run to a lazy Ray Data pipeline: read, tokenise, decode, finish, write; `run` runs it.
 
-No side effects beyond putting the input plan into the object store. What the stages do is `pipeline.stages.tokens`,
-`pipeline.stages.decode` and `pipeline.store.write`.
+No side effects beyond putting the input plan into the object store, and a line less on the screen
+(`pipeline.generate.quiet_start`). What the stages do is `pipeline.stages.tokens`, `pipeline.stages.decode` and
+`pipeline.store.write`.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 from actors.generator import GeneratorConfig
 from pipeline.cluster import STAGE_CPUS, Pool
 from pipeline.config import InputConfig
+from pipeline.generate.quiet_start import start_actors_quietly
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.input.source import CorpusDatasource
@@ -41,6 +43,7 @@ class PipelineSpec:
 
 def build_pipeline(spec: PipelineSpec, sink: RunSink, metrics: Any, ledger: Any, leftovers: Any) -> Dataset:
     """A dataset without rows: whoever runs it has every row of the plan that is not done written once, in any order."""
+    start_actors_quietly()
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
     light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "zero_copy_batch": True, "compute": few}
