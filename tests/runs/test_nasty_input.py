@@ -35,7 +35,7 @@ Call = Callable[..., tuple[int, dict[str, Any], str]]
 
 @pytest.fixture
 def call(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`call(verb, *arguments)` for the run in tmp_path/run: exit code, JSON document, stderr."""
+    """`call(verb, *arguments)` for the run in tmp_path/run: exit code, the document (and report.json), stderr."""
 
     def run(verb: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
         capsys.readouterr()
@@ -44,6 +44,8 @@ def call(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         captured = capsys.readouterr()
         lines = captured.out.splitlines()
         document = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}  # Ray prints to stdout too
+        if "report" in document:
+            document |= json.loads(Path(document["report"]).read_text())
         return code, document, captured.err
 
     return run

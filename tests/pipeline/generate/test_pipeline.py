@@ -65,7 +65,7 @@ Job = Callable[..., tuple[int, dict[str, Any], str]]
 
 @pytest.fixture
 def job(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Job:
-    """`job(*arguments)` runs `jobs.generate` into tmp_path/run: exit code, the JSON document, stderr."""
+    """`job(*arguments)` runs `jobs.generate` into tmp_path/run: exit code, the document and report.json, stderr."""
 
     def call(*arguments: str, model: Path = tiny_checkpoint) -> tuple[int, dict[str, Any], str]:
         fixed = [
@@ -79,7 +79,9 @@ def job(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         code = main([*(a for a in fixed if a.split("=")[0] not in own), *arguments])
         captured = capsys.readouterr()
         lines = captured.out.splitlines()
-        return code, json.loads(lines[-1]) if lines else {}, captured.err
+        document = json.loads(lines[-1]) if lines else {}
+        whole = tmp_path / "run/report.json"
+        return code, document | (json.loads(whole.read_text()) if "report" in document else {}), captured.err
 
     return call
 
@@ -480,3 +482,4 @@ def test_a_file_left_behind_by_another_cluster_does_not_matter(
     command = [sys.executable, "-m", "jobs.generate", f"model.source={tiny_checkpoint}", "-i", str(source), "-o"]
     done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert "core_worker.cc" not in done.stderr, "a line that looks like an error: pipeline.generate.quiet_start"
