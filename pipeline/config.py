@@ -1,54 +1,23 @@
-"""The configuration of a run: one frozen tree, from a YAML file and `key=value` overrides.
+"""The configuration of a run: one frozen tree. How it is read and checked is `pipeline.config_tree`, offered here too.
 
-An unknown key, a wrong type or an impossible combination is a `ConfigError` that names the dotted key. Nothing is
-resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until
+Nothing is resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until
 `pipeline.generate.run.plan_run`.
 """
 
-import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
+from pipeline.config_tree import ConfigError, Section, build_config, read_tree, set_key
 from skipdecode.config import OPTConfig, Quantization, SwiftKVConfig
 
-
-class ConfigError(ValueError):
-    """Bad configuration or input, found before anything was started: exit code 2.
-
-    `key`: the dotted key at fault, empty where there is none. `message`: what is wrong with it, and the remedy.
-    """
-
-    exit_code = 2
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(f"{key}: {message}" if key else message)
-        self.key, self.message = key, message
-
-    @classmethod
-    def parse(cls, text: object) -> Self:
-        """Of an error of a package below, which says `key: message`, or the message alone."""
-        key, colon, message = str(text).partition(": ")
-        is_key = colon and "\n" not in message and re.fullmatch(r"[a-z_][\w.\-]*", key)
-        return cls(key, message) if is_key else cls("", str(text))
-
-    def renamed(self, old: str, new: str) -> Self:
-        """The same error where a verb calls the key `old`, or those below it, `new`."""
-        is_it = self.key == old or self.key.startswith(f"{old}.")
-        return type(self)(new + self.key[len(old) :] if is_it else self.key, self.message)
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after loading, no silent coercion."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
-
-
-SectionT = TypeVar("SectionT", bound=Section)
+__all__ = [
+    "ActorsConfig", "Auto", "BaselineConfig", "ConfigError", "DecodeConfig", "FFNSkipConfig", "InputConfig",
+    "JobConfig", "LimitsConfig", "ModelConfig", "OutputConfig", "PrefillConfig", "SamplingConfig", "Section",
+    "SwiftKVSection", "build_config", "load_config", "read_tree", "set_key",
+]  # fmt: skip
 
 
 class ModelConfig(Section):
@@ -143,7 +112,7 @@ class SamplingConfig(Section):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _one_stop_is_a_list(cls, value: Any) -> Any:
+    def _one_stop_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 
@@ -163,7 +132,7 @@ class InputConfig(Section):
 
     @field_validator("path", mode="before")
     @classmethod
-    def _one_path_is_a_list(cls, value: Any) -> Any:
+    def _one_path_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 
@@ -175,10 +144,11 @@ class OutputConfig(Section):
 
 
 Auto = Literal["auto"]
+PoolSize = Auto | Annotated[int, Field(ge=1)] | tuple[int, int]
 
 
 class ActorsConfig(Section):
-    num_actors: Auto | Annotated[int, Field(ge=1)] | tuple[int, int] = "auto"
+    num_actors: PoolSize = "auto"
     """A number, or [min, max] for a pool that grows and shrinks."""
     num_gpus: Auto | Annotated[float, Field(ge=0)] = "auto"
     """GPUs of each actor; auto: 1 where the cluster has GPUs, else 0."""
@@ -210,7 +180,7 @@ class ActorsConfig(Section):
 
     @field_validator("num_actors")
     @classmethod
-    def _pool(cls, value: Any) -> Any:
+    def _pool(cls, value: PoolSize) -> PoolSize:
         if isinstance(value, tuple) and not 1 <= value[0] <= value[1]:
             raise ValueError(f"a pool is [min, max] with 1 <= min <= max, got {list(value)}")
         return value
@@ -247,90 +217,3 @@ class JobConfig(Section):
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     """Reads `path` (YAML; None: all defaults), applies `a.b=value` overrides in order, checks it all."""
     return build_config(JobConfig, read_tree(path, overrides))
-
-
-def read_tree(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The nested dict that a YAML file and dotted overrides stand for, unchecked."""
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except OSError as error:
-            raise ConfigError("", f"--config {path}: {error.strerror or error}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError("", f"--config {path}: not valid YAML in UTF-8: {error}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError("", f"--config {path}: expected a mapping of sections, got {type(tree).__name__}")
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError("", f"override {override!r}: expected key=value, e.g. decode.speedup=3")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(key, f"not a YAML value: {text!r}") from error
-        set_key(tree, key, value)
-    return tree
-
-
-def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Sets a dotted key of a nested dict; an empty section on the way is made."""
-    *parents, last = dotted.split(".")
-    for name in parents:
-        if tree.get(name) is None:
-            tree[name] = {}
-        tree = tree[name]
-        if not isinstance(tree, dict):
-            raise ConfigError("", f"{dotted}: {name} is a value, not a section")
-    tree[last] = value
-
-
-def build_config(cls: type[SectionT], tree: dict[str, Any]) -> SectionT:
-    """Validates `tree` as a `cls`; raises `ConfigError` with one line per problem, each with its dotted key."""
-    tree = {name: {} if value is None and _is_section(cls, name) else value for name, value in tree.items()}
-    try:
-        return cls.model_validate(tree)
-    except ValidationError as error:
-        lines = [_describe(cls, dict(problem)) for problem in error.errors()]
-        raise ConfigError.parse("\n".join(dict.fromkeys(lines))) from error
-
-
-def _describe(cls: type[Section], problem: dict[str, Any]) -> str:
-    location = [str(part) for part in problem["loc"]]
-    names = _field_names(cls, location[:-1])
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(location[-1], names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
-        return f"{'.'.join(location)}: unknown key; {hint}"
-    # A union reports every branch it tried; the key is the part of the path that is a field or an index.
-    is_name = [part.isidentifier() and part.islower() and part not in _TYPE_TAGS for part in location]
-    is_index = [part.isdigit() and named for part, named in zip(location, [*is_name[1:], False], strict=True)]
-    key = ".".join(part for part, *keep in zip(location, is_name, is_index, strict=True) if any(keep))
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{key}: {message} (got {problem['input']!r})"
-
-
-def _is_section(cls: type[Section], name: str) -> bool:
-    annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-_TYPE_TAGS = frozenset({"int", "float", "str", "tuple", "constrained", "literal"})
-
-
-def _field_names(cls: type[Section], location: Sequence[str]) -> list[str]:
-    for name in location:
-        if name.isdigit():  # an item of a list of sections
-            continue
-        section = _section_in(cls.model_fields[name].annotation) if name in cls.model_fields else None
-        if section is None:
-            return []
-        cls = section
-    return list(cls.model_fields)
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that a field is, or that it holds a list of."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)

@@ -19,6 +19,10 @@ RESTART: Final = re.compile(rb"core_worker\.cc:\d+: Actor with class name: 'MapW
 """Ray Data gives its workers arguments by reference. It holds these itself for as long as a worker may restart."""
 
 
+ONE_AT_A_TIME = threading.Lock()
+"""Two threads that take over the process's stderr would put back each other's file."""
+
+
 class LineFilter(io.TextIOBase):
     """A stream that hands on whole lines, but for those in which `noise` is found."""
 
@@ -60,6 +64,11 @@ def without_printed_lines(noise: re.Pattern[str]) -> Iterator[None]:
 def without_stderr_lines(noise: re.Pattern[bytes]) -> Iterator[None]:
     """Leaves such lines out of what the process writes to its stderr meanwhile, be it in C++. For a moment only: all
     other lines come at the end."""
+    with ONE_AT_A_TIME:
+        yield from _without_stderr_lines(noise)
+
+
+def _without_stderr_lines(noise: re.Pattern[bytes]) -> Iterator[None]:
     if sys.__stderr__ is None:  # the descriptor is closed
         yield
         return

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, field_validator
 
-from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config, set_key
+from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config
+from pipeline.config_tree import apply_overrides
 
 DEPLOYMENT = "Completions"
 DRAIN_S = 120.0  # the default of limits.request_timeout_s
@@ -152,8 +153,7 @@ def load_serve_file(tree: dict[str, JsonValue], overrides: Sequence[tuple[str, J
     if isinstance(applications, list) and isinstance(first := applications[0], dict):
         args = first.get("args") or {}
         if isinstance(args, dict):
-            for key, value in overrides:
-                set_key(args, key, value)
+            apply_overrides(args, overrides)
             # checked by itself first, so that an error names `engine.batch_size`, not `applications.0.args.engine...`
             build_config(ServeConfig, args)
         tree = tree | {"applications": [first | {"args": args}, *applications[1:]]}

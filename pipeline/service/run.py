@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import ray
-import yaml
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -17,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError, read_tree, set_key
+from pipeline.config_tree import read_override
 from pipeline.ray_noise import SERVE_END, without_printed_lines
 from pipeline.service.app import Completions, make_spec
 from pipeline.service.config import ServeFile, load_serve_file
@@ -30,15 +30,7 @@ LINGER_S = 0.5  # a replica has handed on its last byte, and Ray's proxy sends i
 
 def load(path: str | None, overrides: Sequence[str], host: str | None, port: int | None) -> ServeFile:
     """The checked file; ConfigError."""
-    pairs = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError("", f"override {override!r}: expected key=value, e.g. engine.batch_size=16")
-        try:
-            pairs.append((key, yaml.safe_load(text)))
-        except yaml.YAMLError as error:
-            raise ConfigError(key, f"not a YAML value: {text!r}") from error
+    pairs = [read_override(override) for override in overrides]
     tree = read_tree(path)
     for name, value in (("host", host), ("port", port)):
         if value is not None:

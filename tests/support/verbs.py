@@ -1,6 +1,7 @@
 """A verb called in the process of the test, as its users call it in one of its own."""
 
 import json
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -11,7 +12,7 @@ class Verb(Protocol):
 
 
 class Call:
-    """`call(verb, *arguments)`: exit code, JSON document ({}: none), stderr. The fixture `call` is one."""
+    """`call(verb, *arguments)`: exit code, JSON document ({}: none) with the report it names, stderr. The fixture `call` is one."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -22,4 +23,6 @@ class Call:
         captured = self._capsys.readouterr()
         lines = captured.out.splitlines()
         document = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}  # Ray prints to stdout too
+        if "report" in document:  # its key figures; the whole is report.json
+            document |= json.loads(Path(document["report"]).read_text(encoding="utf-8"))
         return code, document, captured.err

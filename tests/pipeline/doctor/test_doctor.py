@@ -95,6 +95,17 @@ def test_a_missing_or_old_dependency_is_named(
     assert "no-such-package is not installed" in captured.err
 
 
+def test_without_a_checkout_the_installed_package_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = ["numpy>=99", "no-such-package>=1", 'no-such-tool>=1; extra == "test"']
+    monkeypatch.setattr(versions, "PROJECT", tmp_path / "pyproject.toml")
+    monkeypatch.setattr("importlib.metadata.requires", {versions.NAME: needs}.get)
+    found = versions.check_versions()
+    assert len(found.wrong) == 1
+    assert found.missing == ["no-such-package is not installed; pip install 'no-such-package>=1'"]
+
+
 @pytest.mark.process
 def test_what_is_missing_is_found_without_importing_it() -> None:
     code = (
@@ -184,16 +195,3 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ray.init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
     with pytest.raises(doctor.ConfigError, match=r"RAY_ADDRESS: 127\.0\.0\.1:1 does not answer \(refused\)"):
         doctor.find_cluster()
-
-
-def test_the_list_of_verbs_names_every_one_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from jobs.__main__ import main as list_verbs
-    from jobs.__main__ import verbs
-
-    jobs = Path(__file__).parents[3] / "jobs"
-    assert set(verbs()) == {path.stem for path in jobs.glob("*.py")} - {"__init__", "__main__", "cli"}
-    assert list_verbs() == 0
-    lines = capsys.readouterr().out.splitlines()
-    for verb in verbs():
-        (line,) = [line for line in lines if line.startswith(f"  {verb} ")]
-        assert len(line.split(maxsplit=1)[1]) > 20
