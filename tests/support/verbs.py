@@ -12,7 +12,10 @@ class Verb(Protocol):
 
 
 class Call:
-    """`call(verb, *arguments)`: exit code, JSON document ({}: none) with the report it names, stderr. The fixture `call` is one."""
+    """`call(verb, *arguments)`: exit code, JSON document ({}: none) with the report that it names, stderr.
+
+    The fixture `call` is one.
+    """
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
