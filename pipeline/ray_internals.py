@@ -5,6 +5,7 @@ packages names them. Left out: what they are used for.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ClassVar, Protocol
@@ -150,6 +151,12 @@ def number_of_task() -> tuple[int, int]:
     earlier: int = context.kwargs.get("numbers_taken", 0)
     context.kwargs["numbers_taken"] = earlier + 1
     return context.task_idx, earlier
+
+
+def job_env_vars() -> dict[str, str]:
+    """The environment that a submitted job has from its submission; Ray refuses to be given one of these again."""
+    config = json.loads(os.environ.get(JOB_CONFIG, "{}"))
+    return (config.get("runtime_env") or {}).get("env_vars") or {}
 
 
 def update_job_record(job: str, update: Callable[[dict[str, Json]], bool]) -> None:

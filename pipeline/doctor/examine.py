@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from actors.generator import Generator, GeneratorConfig, choose_device
-from pipeline.checkpoint import ResolvedModel, check_model, check_quantization, resolve_dtype
+from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
 from pipeline.doctor.facts import GIB, cpu_backend, gpus, machine, wrong_devices, wrong_places
@@ -19,6 +19,7 @@ from pipeline.input.files import list_input
 from pipeline.machine import provenance
 from pipeline.store.run_folder import RunFolder
 from pipeline.units import Json, Note
+from pipeline.worker_backends import NodeBackend, find_backends, look, settle_dtype, why_no_int8
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.hub import resolve_source
 from skipdecode.schedule import make_schedule
@@ -93,7 +94,11 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
     document["cpu_backend"] = None if backend is None else asdict(backend)
     pool = None if cluster is None else attempt(lambda: fitting_pool(config, cluster))
     device = worker_device(config, cluster, pool)
-    chosen = None if backend is None else attempt(lambda: choice(config, device, note))
+    nodes = attempt(lambda: decoding_nodes(cluster, pool, device))
+    for node in nodes or ():
+        note(f"workers on {node.node}: {node.backend}")
+    document["worker_backends"] = [asdict(node) for node in nodes or ()]
+    chosen = None if nodes is None else attempt(lambda: choice(config, device, nodes, note))
     document["choice"] = None if chosen is None else asdict(chosen)
     if has_input:
         found = attempt(lambda: list_input(config.input))
@@ -139,12 +144,21 @@ def worker_device(config: JobConfig, cluster: Cluster | None, pool: Pool | None)
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def choice(config: JobConfig, device: torch.device, note: Note) -> Choice:
+def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.device) -> Sequence[NodeBackend]:
+    """What decodes on the nodes that have workers; none where GPUs do. ConfigError where one cannot do as told."""
+    if device.type != "cpu":
+        return ()
+    if cluster is None or pool is None or cluster.is_embedded:
+        cpu_backend()  # its error is the one that a run would end with
+        return (look(),)
+    return find_backends(cluster, pool.num_cpus)
+
+
+def choice(config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend], note: Note) -> Choice:
     """Where this machine has such a device the model is loaded as a worker on it does."""
     model = check_model(config, note)
-    dtype = resolve_dtype(config.model.dtype, device.type)
-    is_here = not os.environ.get("RAY_ADDRESS")
-    check_quantization(config.model.quantization, model.config, dtype, device.type, is_here=is_here)
+    dtype = settle_dtype(config.model.dtype, device.type, nodes)
+    check_quantization(config.model.quantization, model.config, dtype, device.type, why_no_int8(nodes))
     new = config.sampling.max_new_tokens
     buckets = [b for b in config.actors.length_buckets if b + new <= model.config.max_position_embeddings]
     swiftkv = model.config.kv_layers(config.prefill.method)

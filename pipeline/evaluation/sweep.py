@@ -38,6 +38,7 @@ from pipeline.evaluation.sweep_corpus import Corpus, SweepData, load_corpus
 from pipeline.evaluation.sweep_report import headline, write_json, write_report
 from pipeline.input.pairs import encode_pairs
 from pipeline.units import Note
+from skipdecode.backends.choice import choose
 from skipdecode.config import Quantization
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
@@ -167,7 +168,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: No
     base = {"model": {"source": run.model}, "sampling": {"max_new_tokens": config.max_new_tokens}}
     try:
         model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), note)
-        check_quantization(run.quantization, model.config, dtype, device)
+        check_quantization(run.quantization, model.config, dtype, device, choose().no_int8)
     except ConfigError as error:
         raise ConfigError(f"runs.{index}.model ({run.label})", str(error)) from error
     settings = []

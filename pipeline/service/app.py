@@ -76,7 +76,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     device, dtype = "auto", config.model.dtype
     if config.model.quantization is not None:  # a replica must not try what it has no kernel for, again and again
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
-        check_quantization(config.model.quantization, model.config, dtype, device, is_here=False)
+        check_quantization(config.model.quantization, model.config, dtype, device, no_int8=None)
     if config.engine.scheduler == "continuous":
         if config.sampling.deterministic:
             raise ConfigError(

@@ -18,7 +18,6 @@ from pipeline.evaluation.sweep import SweepConfig, run_sweep
 from pipeline.service.run import load as load_serve_config
 from pipeline.training.config import FinetuneConfig, load_finetune_config
 from pipeline.training.distill import with_defaults
-from skipdecode import cpu_kernels
 from skipdecode.config import OPTConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -167,18 +166,16 @@ def test_all_sections_forbid_unknown_keys() -> None:
 
 def test_quantization_that_no_worker_could_load_is_refused() -> None:
     opt = OPTConfig.released("opt-125m")
-    check_quantization(None, opt, "float32", "cuda")
-    check_quantization("int8", opt, "bfloat16", "cpu", is_here=False)
-    if cpu_kernels.has_tiles():
-        check_quantization("int8", opt, "bfloat16", "cpu")
-    else:
-        with pytest.raises(ConfigError, match=r"model\.quantization: int8 weights need a CPU with AMX"):
-            check_quantization("int8", opt, "bfloat16", "cpu")
+    check_quantization(None, opt, "float32", "cuda", None)
+    check_quantization(None, opt, "float32", "cpu", "no kernels")
+    check_quantization("int8", opt, "bfloat16", "cpu", None)
     for dtype, device in (("float32", "cpu"), ("bfloat16", "cuda")):
         with pytest.raises(ConfigError, match=rf"model\.quantization: int8 .* {dtype} on {device}; null"):
-            check_quantization("int8", opt, dtype, device)
+            check_quantization("int8", opt, dtype, device, None)
+    with pytest.raises(ConfigError, match=r"model\.quantization: int8 weights need .*the back end is avx2.*; null"):
+        check_quantization("int8", opt, "bfloat16", "cpu", "the back end is avx2 (on a)")
     with pytest.raises(ConfigError, match=r"model\.quantization: hidden_size 48 "):
-        check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu", is_here=False)
+        check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu", None)
     with pytest.raises(ConfigError, match=r"model\.quantization"):
         build_config(JobConfig, {"model": {"quantization": "int4"}})
 
