@@ -171,11 +171,11 @@ class RunPolicy:
         quantization = config["model"].get("quantization")
         return cls(
             model=state["model"]["source"],
-            files=fingerprint.get("model.files", ""),
+            files=str(fingerprint.get("model.files", "")),
             tokenizer=config["model"]["tokenizer"],
             decode=state["decode"],
             prefill=config.get("prefill", {}).get("method", "full"),
-            dtype=fingerprint["model.dtype"] if quantization else config["model"]["dtype"],
+            dtype=str(fingerprint["model.dtype"]) if quantization else config["model"]["dtype"],
             quantization=quantization,
             max_new_tokens=config["sampling"]["max_new_tokens"],
         )
