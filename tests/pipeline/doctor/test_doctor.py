@@ -157,7 +157,7 @@ def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = JobConfig(model=ModelConfig(source=str(tiny_checkpoint)))
-    found = asdict(doctor.choice(config, torch.device("cuda"), print))
+    found = asdict(doctor.choice(config, torch.device("cuda"), (), print))
     assert (found["device"], found["dtype"], found["load_s"], found["batch_size"]) == ("cuda", "bfloat16", None, None)
     assert found["cache_bytes_per_row"]["32"] > 0
     machine = dict.fromkeys(("torch", "ray", "pyarrow", "numpy", "tokenizers", "device"), "x")
