@@ -1,5 +1,6 @@
 """The configuration tree: defaults of the contract, overrides, and messages that name the key."""
 
+import pickle
 import re
 from collections.abc import Callable
 from itertools import takewhile
@@ -13,6 +14,7 @@ from pipeline.bench.decoder import load_bench_config
 from pipeline.bench.service import load_serve_bench_config
 from pipeline.checkpoint import check_quantization
 from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
+from pipeline.config_tree import section_of
 from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 from pipeline.evaluation.sweep import SweepConfig, run_sweep
 from pipeline.service.run import load as load_serve_config
@@ -82,6 +84,51 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path)
     assert (config.decode.speedup, config.sampling.seed, config.sampling.stop) == (5, 7, ("\\n", "END"))
 
 
+SCHEDULE = {
+    "method": "skipdecode", "speedup": 2, "max_layers": 9, "min_layers": 3, "warmup_layers": 1, "horizon": 30,
+    "layers": 4, "ffn_skip": {"mode": "row"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["decode.method=full"], {"method": "full"}),
+        (["decode.method=unified", "decode.layers=6"], {"method": "unified", "layers": 6}),
+        (["decode.layers=6", "decode.method=unified"], {"method": "unified", "layers": 6}),
+        (["decode.speedup=3", "decode.method=early_exit"], {"method": "early_exit", "speedup": 3}),
+        (["decode.speedup=3"], {key: value for key, value in SCHEDULE.items() if key != "ffn_skip"} | {"speedup": 3}),
+    ],
+)
+def test_an_overridden_method_drops_what_the_file_said_of_its_own(
+    tmp_path: Path, overrides: list[str], expected: dict[str, object]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({"decode": SCHEDULE, "sampling": {"seed": 7}}))
+    tree = read_tree(path, overrides)
+    assert tree == {"decode": expected | {"ffn_skip": {"mode": "row"}}, "sampling": {"seed": 7}}
+
+
+def test_no_other_override_drops_anything(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("decode: {method: skipdecode, speedup: 3}\nprefill: {method: full, speedup: 2}\n")
+    tree = read_tree(path, ["prefill.method=swiftkv", "decode.ffn_skip.mode=row"])
+    assert tree["decode"] == {"method": "skipdecode", "speedup": 3, "ffn_skip": {"mode": "row"}}
+    assert tree["prefill"] == {"method": "swiftkv", "speedup": 2}
+    assert read_tree(path, ["decode={method: full}"])["decode"] == {"method": "full"}
+
+
+def test_an_overridden_method_drops_the_schedule_of_every_verb_that_has_one(tmp_path: Path) -> None:
+    args = "{model: {source: models/opt-e2e}, decode: {method: skipdecode, speedup: 2, horizon: 63}}"
+    serve, other = tmp_path / "serve.yaml", tmp_path / "other.yaml"
+    serve.write_text(f"applications: [{{name: x, args: {args}}}]\n")
+    other.write_text("decode: {method: skipdecode, max_layers: 5, min_layers: 3}\n")
+    full = build_config(JobConfig, {"decode": {"method": "full"}}).decode
+    assert load_serve_config(str(serve), ["decode.method=full"], None, None).args.decode == full
+    assert build_config(CalibrateConfig, read_tree(other, ["decode.method=full"])).decode == full
+    assert load_config(other, ["decode.method=full"]).decode == full
+
+
 def test_the_tree_is_frozen() -> None:
     config = load_config(None)
     with pytest.raises(ValidationError, match="frozen"):
@@ -123,6 +170,42 @@ def test_a_bad_value_is_an_error_that_names_the_key(override: str, message: str)
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert message in str(caught.value)
+
+
+def test_several_problems_keep_their_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["sampling.top_p=0", "decode.spedup=3"])
+    error = caught.value
+    assert [key for key, _ in error.problems] == ["decode.spedup", "sampling.top_p"]
+    assert (error.key, error.message) == ("", "\n".join(f"{key}: {message}" for key, message in error.problems))
+    renamed = error.renamed("sampling", "engine.sampling")
+    assert [key for key, _ in renamed.problems] == ["decode.spedup", "engine.sampling.top_p"]
+    assert "engine.sampling.top_p: Input should" in str(renamed)
+
+
+def test_one_problem_is_its_key_and_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["limits.max_failed_rows=-1"])  # two branches of a union, two messages
+    assert {key for key, _ in caught.value.problems} == {"limits.max_failed_rows"}
+    error = ConfigError("decode.speedup", "7 has no preset")
+    assert error.problems == (("decode.speedup", "7 has no preset"),)
+    assert str(error.renamed("decode", "runs.0.decode")) == "runs.0.decode.speedup: 7 has no preset"
+    assert str(error.renamed("dec", "x")) == str(error)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_error_of_a_worker_arrives_whole(several: bool) -> None:
+    problems = [("a.b", "wrong"), ("c", "too")][: 1 + several]
+    error = ConfigError.of(problems)
+    there = pickle.loads(pickle.dumps(error))
+    assert (str(there), there.key, there.message) == (str(error), error.key, error.message)
+    assert there.problems == tuple(problems)
+
+
+def test_a_section_that_is_none_is_named() -> None:
+    assert section_of({"input": None}, "input") == section_of({}, "input") == {}
+    with pytest.raises(ConfigError, match=r"^http_options: expected a section, got 3$"):
+        section_of({"http_options": 3}, "http_options")
 
 
 def test_an_empty_section_is_all_defaults_and_one_stop_string_needs_no_list(tmp_path: Path) -> None:
