@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field
@@ -31,9 +31,10 @@ from pipeline.evaluation.documents import (
 from pipeline.evaluation.hypotheses import Texts, read_texts
 from pipeline.evaluation.metrics import scores, slot_share
 from pipeline.input.pairs import encode_pairs, read_pairs
-from pipeline.machine import provenance
+from pipeline.machine import device_facts, version_of
 from pipeline.store.digest import digest_files
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 from pipeline.units import Note
 from skipdecode.config import Quantization
 from skipdecode.hub import resolve_source
@@ -48,8 +49,11 @@ NUM_NAMED = 3  # prompts shown of those that have no counterpart
 
 class ReferenceData(Section):
     path: str | None = None
+    """CSV, JSONL or Parquet with a prompt and a reference per row."""
     prompt_column: str = "mr"
+    """Column of the prompts."""
     reference_column: str = "ref"
+    """Column of the references."""
 
 
 class EvaluateConfig(Section):
@@ -59,10 +63,13 @@ class EvaluateConfig(Section):
     perplexity_pairs: Annotated[int, Field(ge=0)] | None = None
     """How many (prompt, reference) pairs, drawn at random, always the same; null: all; 0: no perplexity."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """For the perplexity; null: as the run."""
     threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
     batch_size: Annotated[int, Field(ge=1)] = 64
+    """Pairs of a batch, for the perplexity."""
 
 
 def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
@@ -102,14 +109,11 @@ def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
 
 
 def measured_on(device: torch.device) -> Measured:
-    found = provenance(device, ("torch", "sacrebleu", "rouge-score"))
     return {
-        "date": found["date"],
-        "device": found["device"],
-        "cores": found["cores"],
-        "torch": found["torch"],
-        "sacrebleu": found["sacrebleu"],
-        "rouge-score": found["rouge-score"],
+        **device_facts(device),
+        "torch": version_of("torch"),
+        "sacrebleu": version_of("sacrebleu"),
+        "rouge-score": version_of("rouge-score"),
     }
 
 
@@ -165,7 +169,7 @@ class RunPolicy:
     max_new_tokens: int
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Self:
+    def of(cls, state: RunState) -> Self:
         """Of a run of an earlier version too, which may lack keys."""
         config, fingerprint = state["config"], state["fingerprint"]
         quantization = config["model"].get("quantization")
@@ -175,7 +179,7 @@ class RunPolicy:
             tokenizer=config["model"]["tokenizer"],
             decode=state["decode"],
             prefill=config.get("prefill", {}).get("method", "full"),
-            dtype=str(fingerprint["model.dtype"]) if quantization else config["model"]["dtype"],
+            dtype=str(fingerprint["model.dtype"] if quantization else config["model"]["dtype"]),
             quantization=quantization,
             max_new_tokens=config["sampling"]["max_new_tokens"],
         )
