@@ -29,6 +29,7 @@ ONLY_IN = {  # third party -> the packages that may import it
 }
 PYPI_NAMES = {
     "yaml": "pyyaml",
+    "pydantic_core": "pydantic",
     "huggingface_hub": "huggingface-hub",
     "starlette": "fastapi",
     "rouge_score": "rouge-score",

@@ -118,7 +118,9 @@ class HttpOptions(Section):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     host: str = "127.0.0.1"
+    """Address on which the proxies listen."""
     port: int = 8000
+    """Port on which they listen."""
 
 
 class ServeApplication(Section):
