@@ -57,11 +57,15 @@ class Block(nn.Module):
         """`step` and `read` as one kernel each, where its products are the kernels' own; `query` as in `step`."""
         linears = (self.qkv, self.out_proj, self.fc1, self.fc2, *([] if query is None else [query]))
         products = [linear.product() for linear in linears]
-        if self.is_pre_norm and None not in products:
+        if None not in products:
             qkv, out, fc1, fc2, *queries = cast(list[Product], products)
-            self.kernel = LayerKernel(self.num_heads, self.attn_norm, qkv, out, self.ffn_norm, fc1, fc2)
-            for product in queries:
-                self.query_kernel = LayerKernel(self.num_heads, self.attn_norm, product, out, self.ffn_norm, fc1, fc2)
+
+            def kernel(first: Product) -> LayerKernel:
+                parts = (self.attn_norm, first, out, self.ffn_norm, fc1, fc2)
+                return LayerKernel(self.num_heads, *parts, is_pre_norm=self.is_pre_norm)
+
+            self.kernel = kernel(qkv)
+            self.query_kernel = kernel(queries[0]) if queries else None
 
     def attend(self, h: Tensor, store: Store, mask: Tensor | None, *, only_last: bool = False) -> Tensor:
         """h [B, T, D] -> [B, T, D]. `mask` [B, 1, T, S] bool, True = may attend; None: causal, no padding.

@@ -70,6 +70,7 @@ def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
             _compile([*command, *options], openmp, made)
             with contextlib.suppress(OSError):  # a folder that cannot be written to: compiled anew by each process
                 _keep(made, kept)
+                return ctypes.CDLL(str(kept))
             return ctypes.CDLL(str(made))
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{compiler} failed: {error.stderr.strip()[-500:]}") from error

@@ -20,11 +20,11 @@ NAMES: tuple[Name, ...] = ("amx", "avx512", "avx2", "torch")
 VARIABLE = "SKIPDECODE_KERNELS"
 """Names a back end that must be used. `off` and `0` mean `torch`; empty or `auto` means the automatic choice."""
 
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"})
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "bmi2"})
 NEEDS: dict[Name, frozenset[str]] = {
     "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512": _AVX512,
-    "avx2": frozenset({"avx2", "fma"}),
+    "avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
     "torch": frozenset(),
 }
 """Flags of /proc/cpuinfo without which a back end cannot run."""

@@ -182,20 +182,23 @@ def linear(
     return out
 
 
-def argmax_linear(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tensor:
     """`argmax(linear(x, packed, outputs, None))` without the logits in between: [B, in] -> [B] int64."""
-    assert x.dtype == packed.dtype, (x.dtype, packed.dtype)
-    assert x.shape[1] == packed.shape[1] * 32, (x.shape, packed.shape)
-    assert packed.shape[0] == -(-outputs // 32), (outputs, packed.shape)
+    is_int8 = isinstance(packed, Int8Weight)
+    tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)
+    assert x.dtype == (torch.bfloat16 if is_int8 else tiles.dtype), (x.dtype, tiles.dtype)
+    assert x.shape[1] == inputs, (x.shape, inputs)
+    assert tiles.shape[0] == -(-outputs // 32), (outputs, tiles.shape)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(len(x), dtype=torch.int64)
-    function("argmax_linear", x.dtype)(
+    (function("argmax_linear_int8") if is_int8 else function("argmax_linear", x.dtype))(
         len(x),
         outputs,
-        packed.shape[1] * 32,
+        inputs,
         x.data_ptr(),
         x.stride(0),
-        packed.data_ptr(),
+        tiles.data_ptr(),
+        *([packed.scales.data_ptr(), packed.totals.data_ptr()] if isinstance(packed, Int8Weight) else []),
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -211,6 +214,7 @@ ARGUMENTS = {
     "pack": [INT64, INT64, POINTER, POINTER],
     "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
     "argmax_linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT],
+    "argmax_linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT],
     "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT, POINTER, POINTER, INT],
 }
 

@@ -35,6 +35,7 @@ class _Product(ctypes.Structure):
 class _Block(ctypes.Structure):
     _fields_ = [
         ("heads", INT64),
+        ("is_pre_norm", INT64),
         ("epsilon", ctypes.c_double),
         ("attn_norm", _Norm),
         ("qkv", _Product),
@@ -114,13 +115,15 @@ class Prompts:
 class StoreKernel:
     """A layer norm, and keys and values of the tokens of prompts in one or several layers, as one call."""
 
-    def __init__(self, heads: int, norm: nn.LayerNorm, products: Sequence[Product]) -> None:
+    def __init__(self, heads: int, norm: nn.LayerNorm | None, products: Sequence[Product]) -> None:
         """`products`: of each layer, D -> 2 D, K above V."""
         self._held = (norm, products)  # what the pointers point to
         self._dtype = products[0].dtype
-        _check_types(self._dtype, *norm.parameters(), *(product.bias for product in products))
-        self._heads, self._epsilon = heads, norm.eps
-        self._norm, self._products = _norm(norm), [product.struct() for product in products]
+        weights = [] if norm is None else list(norm.parameters())
+        _check_types(self._dtype, *weights, *(product.bias for product in products))
+        self._heads, self._epsilon = heads, 0.0 if norm is None else norm.eps
+        self._norm = None if norm is None else ctypes.byref(_norm(norm))
+        self._products = [product.struct() for product in products]
         self._width = self._products[0].inputs
         self._call = cpu.function("store", self._dtype)
 
@@ -136,7 +139,7 @@ class StoreKernel:
         self._call(
             self._heads,
             self._epsilon,
-            ctypes.byref(self._norm),
+            self._norm,
             count,
             (_Product * count)(*(self._products[layer] for layer in memory)),
             *prompts.pointers(),
@@ -149,7 +152,7 @@ class StoreKernel:
 
 
 class LayerKernel:
-    """A pre-norm decoder layer as one call.
+    """A decoder layer as one call.
 
     The same as its parts one after the other (`linear`, `attend`, a layer norm), without the entries and the threads'
     forks between them.
@@ -168,6 +171,8 @@ class LayerKernel:
         ffn_norm: nn.LayerNorm,
         fc1: Product,
         fc2: Product,
+        *,
+        is_pre_norm: bool,
     ) -> None:
         """`qkv`: queries alone, for steps whose keys and values are in the cache already (SwiftKV)."""
         self._held = (attn_norm, qkv, out, ffn_norm, fc1, fc2)  # what the pointers point to
@@ -177,6 +182,7 @@ class LayerKernel:
         self._width = out.outputs
         self._block = _Block(
             heads,
+            is_pre_norm,
             attn_norm.eps,
             _norm(attn_norm),
             qkv.struct(),
@@ -185,7 +191,8 @@ class LayerKernel:
             fc1.struct(),
             fc2.struct(),
         )
-        self._store = StoreKernel(heads, attn_norm, [qkv.tail(self._width)]) if qkv.outputs > self._width else None
+        first_norm = attn_norm if is_pre_norm else None
+        self._store = StoreKernel(heads, first_norm, [qkv.tail(self._width)]) if qkv.outputs > self._width else None
         self._reference = ctypes.byref(self._block)
         self._step = cpu.function("step", self._dtype)
         self._read = cpu.function("prompt", self._dtype)

@@ -33,13 +33,14 @@ def layers(
     *,
     dtype: torch.dtype,
     is_plain: bool = False,
+    is_post: bool = False,
     ffn_dim: int = 64,
     quantization: Quantization | None = None,
 ) -> tuple[Block, Block, Block]:
     """One layer with random weights: as one call, as calls of its parts, and in float32."""
     config = OPTConfig(
         vocab_size=8, hidden_size=width, num_hidden_layers=1, ffn_dim=ffn_dim, num_attention_heads=heads,
-        enable_bias=not is_plain, layer_norm_elementwise_affine=not is_plain,
+        enable_bias=not is_plain, layer_norm_elementwise_affine=not is_plain, do_layer_norm_before=not is_post,
     )  # fmt: skip
     block = Block(config).requires_grad_(False)
     for parameter in block.parameters():
@@ -76,6 +77,7 @@ class OneLayer:
     seed=st.integers(0, 2**31),
     does=st.sampled_from([(True, True), (True, False), (False, True)]),
     is_plain=st.booleans(),
+    is_post=st.booleans(),
     threads=st.integers(1, 3),
 )
 def test_a_layer_in_one_call_is_the_layer(
@@ -86,12 +88,15 @@ def test_a_layer_in_one_call_is_the_layer(
     seed: int,
     does: tuple[bool, bool],
     is_plain: bool,
+    is_post: bool,
     threads: int,
 ) -> None:
     """Against float32, and against its parts one after the other; a row's bits are those it has alone."""
     torch.manual_seed(seed)
     (width, heads), (attends, feeds), (dtype, quantization) = shape, does, kind
-    block, parts, exact = layers(width, heads, dtype=dtype, is_plain=is_plain, quantization=quantization)
+    block, parts, exact = layers(
+        width, heads, dtype=dtype, is_plain=is_plain, is_post=is_post, quantization=quantization
+    )
     h = torch.randn(rows, 1, width).to(dtype)
     k, v = (torch.randn(rows, heads, capacity, width // heads).to(dtype) for _ in "kv")
     last = torch.randint(0, capacity, (rows,))
@@ -186,6 +191,7 @@ def exact_prompt(block: Block, h: Tensor, *, attends: bool, feeds: bool) -> tupl
     seed=st.integers(0, 2**31),
     does=st.sampled_from([(True, True), (True, False), (False, True)]),
     is_plain=st.booleans(),
+    is_post=st.booleans(),
     threads=st.integers(1, 3),
     spare=st.integers(0, 3),
 )
@@ -196,13 +202,14 @@ def test_prompts_in_one_call_are_the_layer(
     seed: int,
     does: tuple[bool, bool],
     is_plain: bool,
+    is_post: bool,
     threads: int,
     spare: int,
 ) -> None:
     """Against float32. A prompt's bits are those it has alone, whatever it is padded with and how work is shared."""
     torch.manual_seed(seed)
     (width, heads), (attends, feeds), (dtype, quantization) = shape, does, kind
-    block, _, exact = layers(width, heads, dtype=dtype, is_plain=is_plain, quantization=quantization)
+    block, _, exact = layers(width, heads, dtype=dtype, is_plain=is_plain, is_post=is_post, quantization=quantization)
     keys = {"attends": attends, "feeds": feeds}
     with torch.inference_mode():
         batch = Filled(lengths, width, heads, dtype, spare)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import skipdecode
 from skipdecode import cohort
 from skipdecode.backends import cpu
+from skipdecode.config import Quantization
 from skipdecode.continuous import generate_continuous
 from skipdecode.generate import Request, generate
 from skipdecode.linear import Linear
@@ -23,9 +24,11 @@ from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_opt, save_opt
-from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, num_threads, product_dtype
+from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, kind, num_threads, product_dtype
 
-__all__ = ["backend", "product_dtype"]  # fixtures
+__all__ = ["backend", "kind", "product_dtype"]  # fixtures
+
+Kind = tuple[torch.dtype, Quantization | None]
 
 ROOT = Path(skipdecode.__file__).parents[1]
 # Rounding of the result, and sums in another order: of the result, and of one.
@@ -162,13 +165,13 @@ def test_products_are_those_of_torch(
     threads=st.integers(1, 3),
 )
 def test_the_likeliest_output_is_that_of_the_logits(
-    product_dtype: torch.dtype, rows: int, steps: int, outputs: int, seed: int, levels: int, threads: int
+    kind: Kind, rows: int, steps: int, outputs: int, seed: int, levels: int, threads: int
 ) -> None:
     """The lowest of equals, of which few levels make many."""
-    dtype = product_dtype
+    dtype, quantization = kind
     rng = torch.Generator().manual_seed(seed)
     x, weight = (torch.randint(-levels, levels, (n, 32 * steps), generator=rng).to(dtype) for n in (rows, outputs))
-    packed = cpu.pack(weight)
+    packed = cpu.pack_int8(weight) if quantization else cpu.pack(weight)
     with num_threads(threads):
         made = cpu.argmax_linear(x, packed, outputs)
     assert torch.equal(made, cpu.argmax(cpu.linear(x, packed, outputs, None)))

@@ -74,11 +74,9 @@ inline void to_whole(int64_t row, int64_t inputs, const bfloat16* x, WholeRows t
   if (inputs % 64) store_split(_mm512_setzero_ps(), _mm512_setzero_ps(), scale, tiles + (steps - 1) * LINES + 32);
 }
 
-// Scales, bias, ReLU or residual, and rounding, of `count` rows from `row` on and 32 outputs.
-template <Then THEN>
-inline void finish_whole(const int32_t* sums, const float* row_scales, int64_t row, int count, int64_t block,
-                         const Int8Weight& w, const bfloat16* residual, bfloat16* y, Layout layout) {
-  alignas(64) float numbers[16 * 32];
+// The sums of `count` rows from `row` on and 32 outputs times their scales: numbers [16][32].
+inline void to_numbers(const int32_t* sums, const float* row_scales, int64_t row, int count, int64_t block,
+                       const Int8Weight& w, float* numbers) {
   const __m512 byte = _mm512_set1_ps(256.0f);
   for (int half = 0; half < 32; half += 16) {
     const __m512 scales = _mm512_loadu_ps(w.scales + 32 * block + half);
@@ -92,14 +90,12 @@ inline void finish_whole(const int32_t* sums, const float* row_scales, int64_t r
       _mm512_store_ps(numbers + 32 * r + half, _mm512_mul_ps(_mm512_fmadd_ps(high, byte, low), scale));
     }
   }
-  finish<THEN>(numbers, row, count, block, w.outputs, w.bias, residual, y, layout);
 }
 
-// x W^T + bias, cut by outputs, by threads that have a `Unit` and waited for each other's rows of x; they
-// wait for none at the end.
-template <Then THEN>
-void of_whole(Team team, int64_t rows, WholeRows x, const Int8Weight& w, const bfloat16* residual, bfloat16* y,
-              Layout layout) {
+// x W^T, cut by outputs, by threads that have a `Unit` and waited for each other's rows of x; they wait for none at the
+// end. `finish` is called with the numbers of some rows and 32 outputs: (numbers, first row, rows, block of outputs).
+template <typename Finish>
+void multiply_int8(Team team, int64_t rows, WholeRows x, const Int8Weight& w, Finish finish) {
   const int64_t steps = w.steps(), blocks = (w.outputs + 31) / 32, groups = (rows + 15) / 16;
   const int64_t fit = GROUPS_BYTES / (steps * LINES), at_once = fit > GROUPS ? GROUPS : fit < 1 ? 1 : fit;
   constexpr int64_t DEEP_STEPS = 8;  // their weights, 16 KiB, stay in the L1 cache while the rows go by
@@ -117,16 +113,26 @@ void of_whole(Team team, int64_t rows, WholeRows x, const Int8Weight& w, const b
           int32_t* group_sums = sums + (group - from) * 1024;
           const int64_t row = 16 * group;
           const int count = rows - row < 16 ? int(rows - row) : 16;
-          const bool is_last = k + deep == steps;
-          if (is_last)
-            for (int r = 0; r < count; ++r) __builtin_prefetch(y + layout.at(row + r, block), 1, 2);
           multiply_whole(x.tiles + (group * steps + k) * LINES, count, weights, deep, group_sums, k == 0,
                          next + (group - from) * lines * 64, lines);
-          if (is_last) finish_whole<THEN>(group_sums, x.scales, row, count, block, w, residual, y, layout);
+          if (k + deep == steps) {
+            alignas(64) float numbers[16 * 32];
+            to_numbers(group_sums, x.scales, row, count, block, w, numbers);
+            finish(numbers, row, count, block);
+          }
         }
       }
     });
   }
+}
+
+// With a bias, and what follows.
+template <Then THEN>
+void of_whole(Team team, int64_t rows, WholeRows x, const Int8Weight& w, const bfloat16* residual, bfloat16* y,
+              Layout layout) {
+  multiply_int8(team, rows, x, w, [&](const float* numbers, int64_t row, int count, int64_t block) {
+    finish<THEN>(numbers, row, count, block, w.outputs, w.bias, residual, y, layout);
+  });
 }
 
 }  // namespace cpu

@@ -28,7 +28,7 @@ struct Product {
 };
 
 struct Block {
-  int64_t heads;
+  int64_t heads, is_pre_norm;  // else the norms are behind the residuals (OPT-350m)
   double epsilon;
   Norm attn_norm;
   Product qkv, out;
@@ -83,6 +83,13 @@ template <typename T>
     else
       for (int64_t i = 0; i < 32; ++i) store(y[i], (load(x[from + i]) - mean) * scale);
   }
+}
+
+// A row of x as a product takes it, through a layer norm if there is one. y: as in `normalise_row`.
+template <typename T>
+void prepare_row(int64_t width, const Norm* norm, float epsilon, const T* x, T* y, int64_t apart) {
+  if (norm) return normalise_row(width, *norm, epsilon, x, y, apart);
+  for (int64_t from = 0; from < width; from += 32) std::memcpy(y + from / 32 * apart, x + from, 32 * sizeof(T));
 }
 
 }  // namespace cpu

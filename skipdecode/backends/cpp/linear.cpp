@@ -68,13 +68,10 @@ void pack(int64_t outputs, int64_t inputs, const T* weight, T* packed) {
     }
 }
 
-// The output with the largest sum of each row, the lowest where several are equal as T: argmax of what `linear` gives,
-// which is never written.
-template <typename T>
-void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w, int64_t* out,
-                   int num_threads) {
-  thread_local Buffer<T> few_kept;
-  T* few = few_kept.room((rows + 31) / 32 * 32 * inputs);
+// The output with the largest number of each row, the lowest where several are equal as T: argmax of what `linear` gives,
+// which is never written. `multiply`, called by each thread, hands its numbers on to what it is given.
+template <typename T, typename Multiply>
+void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Multiply multiply) {
   std::vector<float> best(rows, -FLT_MAX);
   for (int64_t row = 0; row < rows; ++row) out[row] = 0;  // where there is nothing but NaN
 #pragma omp parallel num_threads(num_threads)
@@ -84,16 +81,9 @@ void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, in
     Largest* largest = kept.room(rows);
     for (int64_t row = 0; row < rows; ++row)
       for (int lane = 0; lane < 32; ++lane) largest[row].values[lane] = -FLT_MAX, largest[row].blocks[lane] = 0;
-    to_few(rows, inputs, x, stride, few);
-    auto see = [&](const float* sums, int64_t row, int count, int64_t block) {
+    multiply([&](const float* sums, int64_t row, int count, int64_t block) {
       see_largest<T>(sums, count, block, outputs, largest + row);
-    };
-#ifdef BACKEND_AMX
-    if constexpr (READS_LINES<T>)
-      multiply_outputs(rows, outputs, inputs, few, inputs, few + rows / 32 * 32 * inputs, w, see);
-    else
-#endif
-      multiply_tiled(Team{false}, rows, outputs, inputs, few, w, in_tiles(inputs, rows), see);
+    });
 #pragma omp critical
     for (int64_t row = 0; row < rows; ++row)
       for (int lane = 0; lane < 32; ++lane) {
@@ -102,6 +92,21 @@ void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, in
         if (value > best[row] || (value == best[row] && at < out[row])) best[row] = value, out[row] = at;
       }
   }
+}
+
+template <typename T>
+void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w, int64_t* out,
+                   int num_threads) {
+  thread_local Buffer<T> kept;
+  T* few = kept.room((rows + 31) / 32 * 32 * inputs);
+  argmax_of<T>(rows, outputs, out, num_threads, [&](auto see) {
+    to_few(rows, inputs, x, stride, few);
+#ifdef BACKEND_AMX
+    if constexpr (READS_LINES<T>)
+      return multiply_outputs(rows, outputs, inputs, few, inputs, few + rows / 32 * 32 * inputs, w, see);
+#endif
+    multiply_tiled(Team{false}, rows, outputs, inputs, few, w, in_tiles(inputs, rows), see);
+  });
 }
 
 }  // namespace
@@ -163,6 +168,20 @@ extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const
                             const bfloat16* residual, bfloat16* y, int num_threads) {
   const auto run = then == RELU ? linear_whole<RELU> : then == ADD ? linear_whole<ADD> : linear_whole<NOTHING>;
   run(rows, x, stride, {outputs, inputs, w, scales, totals, bias}, residual, y, num_threads);
+}
+
+extern "C" void argmax_linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const bfloat16* x, int64_t stride,
+                                   const int8_t* w, const float* scales, const int32_t* totals, int64_t* out,
+                                   int num_threads) {
+  thread_local Buffer<uint8_t> tiles_kept;
+  thread_local Buffer<float> scales_kept;
+  const Int8Weight weight = {outputs, inputs, w, scales, totals, nullptr};
+  const WholeRows whole = {tiles_kept.room((rows + 15) / 16 * weight.steps() * LINES), scales_kept.room(rows)};
+  argmax_of<bfloat16>(rows, outputs, out, num_threads, [&](auto see) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) to_whole(row, inputs, x + row * stride, whole);
+    multiply_int8({false}, rows, whole, weight, see);
+  });
 }
 
 #endif

@@ -234,12 +234,19 @@ void multiply(Team team, int64_t rows, const Product& p, const T* x, WholeRows w
 }
 
 template <typename T>
-void normalise(Team team, int64_t rows, const Norm& norm, float epsilon, const T* h, const Product& next, T* x) {
+void normalise(Team team, int64_t rows, const Norm* norm, float epsilon, const T* h, const Product& next, T* x) {
   const int64_t width = next.inputs;
   const Layout layout = layout_for(next, rows);
   team.share(rows, [&](int64_t row) {
-    normalise_row(width, norm, epsilon, h + row * width, x + layout.at(row, 0), layout.block);
+    prepare_row(width, norm, epsilon, h + row * width, x + layout.at(row, 0), layout.block);
   });
+  team.wait();
+}
+
+// The norm behind a residual, in place.
+template <typename T>
+void settle(Team team, int64_t rows, int64_t width, const Norm& norm, float epsilon, T* h) {
+  team.share(rows, [&](int64_t row) { normalise_row(width, norm, epsilon, h + row * width, h + row * width, 32); });
   team.wait();
 }
 
@@ -269,7 +276,7 @@ void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, 
   const int64_t heads = block.heads, width = block.qkv.inputs, dim = width / heads;
   const T* q = room.wide;
   T* out = room.wide + (rows + 31) / 32 * 32 * 3 * width;
-  normalise(team, rows, block.attn_norm, float(block.epsilon), h, block.qkv, room.narrow);
+  normalise(team, rows, block.is_pre_norm ? &block.attn_norm : nullptr, float(block.epsilon), h, block.qkv, room.narrow);
   multiply<NOTHING, T>(team, rows, block.qkv, room.narrow, room.whole, nullptr, room.wide, in_lines(3 * width));
   store_made(team, block.qkv, heads, parts, prompts, memory, room.wide);
   stored();
@@ -291,13 +298,15 @@ void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, 
     x = room.narrow;
   }
   multiply<ADD, T>(team, rows, block.out, x, room.whole, h, h, in_lines(width));
+  if (!block.is_pre_norm) settle(team, rows, width, block.attn_norm, float(block.epsilon), h);
 }
 
 template <typename T>
 void feed_rows(Team team, const Block& block, int64_t rows, T* h, Room<T> room) {
-  normalise(team, rows, block.ffn_norm, float(block.epsilon), h, block.fc1, room.narrow);
+  normalise(team, rows, block.is_pre_norm ? &block.ffn_norm : nullptr, float(block.epsilon), h, block.fc1, room.narrow);
   multiply<RELU, T>(team, rows, block.fc1, room.narrow, room.whole, nullptr, room.wide, layout_for(block.fc2, rows));
   multiply<ADD, T>(team, rows, block.fc2, room.wide, room.whole, h, h, in_lines(block.qkv.inputs));
+  if (!block.is_pre_norm) settle(team, rows, block.qkv.inputs, block.ffn_norm, float(block.epsilon), h);
 }
 
 // Into chunks that threads take one by one, or that all of them share.
@@ -356,7 +365,7 @@ void run_store(int64_t heads, double epsilon, const Norm* norm, int64_t layers, 
   auto make_room = [&] { return room_for<T>(cut.largest(), width, 2 * width, products[0].scales != nullptr); };
   run<T>(team, cut, num_threads, make_room, [&](int64_t, int64_t from, int64_t to, Room<T> room) {
     const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
-    normalise(team, to - from, *norm, float(epsilon), h + from * width, products[0], room.narrow);
+    normalise(team, to - from, norm, float(epsilon), h + from * width, products[0], room.narrow);
     for (int64_t layer = 0; layer < layers; ++layer) {
       const Memory<T> memory = {k[layer], v[layer], capacities[layer]};
       multiply<NOTHING, T>(team, to - from, products[layer], room.narrow, room.whole, nullptr, room.wide,
@@ -370,7 +379,7 @@ void run_store(int64_t heads, double epsilon, const Norm* norm, int64_t layers, 
 
 // prompt_*: h [tokens, width], in place; starts [prompts + 1]: of which tokens each prompt consists. k, v: the cache of the
 // layer [prompts, heads, capacity, width / heads], filled from column columns[prompt] on.
-// store_*: keys and values alone, [2 width] of each of `layers` products, from the norm of h [tokens, width], which stays;
+// store_*: keys and values alone, [2 width] of each of `layers` products, from the norm (null: none) of h [tokens, width], which stays;
 // k, v, capacities [layers]. Also for layers that share the state they are made of (SwiftKV).
 #define EXPORT(NAME, T)                                                                                                  \
   extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns, T* h, \

@@ -18,15 +18,23 @@ Layout layout_for(const Product& p, int64_t rows) {
   return p.scales ? in_lines(p.inputs) : few_rows<T>(p.inputs, rows);
 }
 
-// A thread's rows of a layer norm, and as whole numbers where the product that follows takes these.
+// A thread's rows of a layer norm, if there is one, and as whole numbers where the product that follows takes these.
 template <typename T>
-void normalise(int64_t rows, const Product& next, const Norm& norm, float epsilon, const T* x, T* y, WholeRows whole) {
+void normalise(int64_t rows, const Product& next, const Norm* norm, float epsilon, const T* x, T* y, WholeRows whole) {
   const Layout layout = layout_for<T>(next, rows);
 #pragma omp for schedule(static) nowait
   for (int64_t row = 0; row < rows; ++row) {
-    normalise_row(next.inputs, norm, epsilon, x + row * next.inputs, y + layout.at(row, 0), layout.block);
+    prepare_row(next.inputs, norm, epsilon, x + row * next.inputs, y + layout.at(row, 0), layout.block);
     if (next.scales) to_int8(row, next, y + layout.at(row, 0), whole);
   }
+}
+
+// A thread's rows of the norm behind a residual, in place, once all of them are there.
+template <typename T>
+void settle(int64_t rows, int64_t width, const Norm& norm, float epsilon, T* h) {
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+  for (int64_t row = 0; row < rows; ++row) normalise_row(width, norm, epsilon, h + row * width, h + row * width, 32);
 }
 
 // Rows of x as whole numbers, for a product with `p` that takes these.
@@ -46,6 +54,8 @@ template <typename T>
 void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
               const int64_t* first, const int64_t* last, double* seconds, int num_threads) {
   const int64_t width = block->qkv.inputs, room = (rows + 31) / 32 * 32;  // a tile reads 32 rows
+  const bool is_pre = block->is_pre_norm;
+  const float epsilon = float(block->epsilon);
   const int64_t widest = 3 * width > block->fc1.outputs ? 3 * width : block->fc1.outputs;
   const int64_t deepest = width > block->fc2.inputs ? width : block->fc2.inputs;
   thread_local Buffer<T> kept;
@@ -70,7 +80,7 @@ void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T*
       }
     };
     if (attends) {
-      normalise(rows, block->qkv, block->attn_norm, float(block->epsilon), h, narrow, whole);
+      normalise(rows, block->qkv, is_pre ? &block->attn_norm : nullptr, epsilon, h, narrow, whole);
       end(NORMS);
       const int64_t made = block->qkv.outputs;  // queries alone where keys and values are in the cache (SwiftKV)
       multiply<NOTHING>(rows, block->qkv, narrow, whole, static_cast<const T*>(nullptr), wide, in_lines(made));
@@ -89,16 +99,18 @@ void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T*
       end(ATTENTION);
       prepare(rows, block->out, narrow, whole);
       multiply<ADD>(rows, block->out, narrow, whole, static_cast<const T*>(h), h, in_lines(width));
+      if (!is_pre) settle(rows, width, block->attn_norm, epsilon, h);
       end(OUT);
     }
     if (feeds) {
-      normalise(rows, block->fc1, block->ffn_norm, float(block->epsilon), h, narrow, whole);
+      normalise(rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, whole);
       end(NORMS);
       multiply<RELU>(rows, block->fc1, narrow, whole, static_cast<const T*>(nullptr), wide,
                      layout_for<T>(block->fc2, rows));
 #pragma omp barrier
       prepare(rows, block->fc2, wide, whole);
       multiply<ADD>(rows, block->fc2, wide, whole, static_cast<const T*>(h), h, in_lines(width));
+      if (!is_pre) settle(rows, width, block->ffn_norm, epsilon, h);
       end(FEED);
     }
   }
