@@ -42,6 +42,13 @@ class LineFilter(io.TextIOBase):
     def isatty(self) -> bool:
         return self._target.isatty()
 
+    def fileno(self) -> int:
+        return self._target.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # read-only here
+        return self._target.encoding
+
     def finish(self) -> None:
         """Hands on what has no end of line yet."""
         with self._lock:
