@@ -34,7 +34,10 @@ def make(checkout: Path, *targets: str) -> list[str]:
     called.write_text("")
     env = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")}
     subprocess.run(["make", "--silent", *targets], cwd=checkout, env=env, check=True, timeout=30)
-    return [re.sub(r"^pip install .* (\S+)$", r"install \1", line) for line in called.read_text().splitlines()]
+    return [
+        re.sub(r"^pip install .* (\S+)$", r"install \1", line)
+        for line in map(str.rstrip, called.read_text().splitlines())
+    ]
 
 
 def test_the_demo_installs_what_a_user_needs_once(checkout: Path) -> None:
