@@ -44,9 +44,8 @@ def show(document: dict[str, Any]) -> None:
     """For a human, on stderr."""
     machine, choice, ray = document["machine"], document["choice"], document["ray"]
     note(", ".join(f"{name} {machine[name]}" for name in ("torch", "ray", "pyarrow", "numpy", "tokenizers")))
-    amx = ", bfloat16 in AMX tiles" if machine["has_amx_bf16"] else ""
     note(
-        f"machine: {machine['device']}, {machine['usable_cores']} cores{amx}, "
+        f"machine: {machine['device']}, {machine['usable_cores']} cores, "
         f"{gib(machine['free_memory_bytes'])} of {gib(machine['memory_bytes'])} memory free"
     )
     for gpu in document["gpus"]:

@@ -10,7 +10,7 @@ import torch
 from actors.generator import free_bytes
 from pipeline.cluster import OBJECT_STORE_BYTES, num_cores
 from pipeline.config import ConfigError
-from skipdecode.backends.choice import Backend, BackendError, choose
+from skipdecode.backends.choice import Backend, BackendError, choose, cpu_flags
 
 GIB = 1 << 30
 
@@ -48,7 +48,7 @@ def machine() -> Machine:
         usable_cores=num_cores(),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * page,
         free_memory_bytes=free_bytes(torch.device("cpu")),
-        has_amx_bf16=torch.cpu._is_amx_tile_supported(),
+        has_amx_bf16="amx_bf16" in cpu_flags(),
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
     )
 
