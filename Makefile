@@ -1,51 +1,73 @@
-# `make demo` and `make test` need Python 3.11 or newer, git and make; everything else they set up in .venv.
+# Needs Python 3.11 or newer, git and make; everything else each target sets up in .venv. `make help` lists the targets.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --root-user-action=ignore --editable
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test test-fast test-all check docs bench quality swiftkv-shapes clean
 
-.PHONY: demo test test-all check bench quality swiftkv-shapes clean
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-.venv/installed: pyproject.toml
+# Stamps: each says which extras are in .venv. A later target adds to what an earlier one has installed.
+.venv/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+
+.venv/installed: pyproject.toml | .venv/bin/pip
+	$(PIP) .
 	@touch $@
 
-demo: .venv/installed  ## the main job on the demo model and a corpus made on the spot
-	$(BIN)/python -m jobs.demo
+.venv/installed-test: pyproject.toml | .venv/bin/pip
+	$(PIP) '.[test]'
+	@touch $@ .venv/installed
 
-test: .venv/installed  ## what CI runs: lint, types, tests; about twelve minutes on two cores
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+.venv/installed-docs: pyproject.toml | .venv/bin/pip
+	$(PIP) '.[docs]'
+	@touch $@ .venv/installed
+
+setup: .venv/installed  ## installs what a user needs; then: . .venv/bin/activate
+
+setup-dev: .venv/installed-test  ## installs what a developer needs, too
+
+demo: .venv/installed  ## the main job on the demo model and a corpus made on the spot
+	$(BIN)/skipdecode demo
+
+test: .venv/installed-test check  ## what CI runs: lint, types, tests; about twelve minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: .venv/installed  ## the slow tests too
+test-fast: .venv/installed-test  ## what starts no Ray and no process; under three minutes on two cores
+	$(BIN)/python -m pytest -m "not slow and not ray and not process"
+
+test-all: .venv/installed-test  ## the slow tests, too
 	$(BIN)/python -m pytest
 
-check: .venv/installed  ## lint, format and types only
+check: .venv/installed-test  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/installed-docs  ## the pages of docs/ as a site in build/site; broken links are errors
+	$(BIN)/mkdocs build --strict
+
 bench: .venv/installed  ## the decoder alone, on this CPU
-	$(BIN)/python -m jobs.bench --config configs/bench-cpu.yaml
+	$(BIN)/skipdecode bench --config configs/bench-cpu.yaml
 
 E2E ?= $(wildcard data/devset.csv)
 quality: .venv/installed  ## quality against speed: make quality E2E=path/to/devset.csv; without it, without references
-	$(BIN)/python -m jobs.evaluate --sweep --config configs/quality-e2e.yaml data.path=$(or $(E2E),null)
+	$(BIN)/skipdecode evaluate --sweep --config configs/quality-e2e.yaml data.path=$(or $(E2E),null)
 
 SHAPES := 18-1 18-2 12-1 12-2 12-4 9-1
-swiftkv-shapes: .venv/installed  ## what configs/quality-swiftkv.yaml compares: make swiftkv-shapes TRAIN=trainset.csv E2E=devset.csv
+swiftkv-shapes: .venv/installed  ## what configs/quality-swiftkv.yaml compares: TRAIN=trainset.csv E2E=devset.csv
 	@test -f "$(TRAIN)" -a -f "$(E2E)" || { echo "give TRAIN=trainset.csv E2E=devset.csv"; exit 1; }
 	for shape in $(SHAPES); do \
 	  test -d outputs/swiftkv/init-$$shape || \
-	  $(BIN)/python -m jobs.distill --init-only --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/init-$$shape \
+	  $(BIN)/skipdecode distill --init-only --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/init-$$shape \
 	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" || exit 1; \
-	  $(BIN)/python -m jobs.distill --resume --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/$$shape \
+	  $(BIN)/skipdecode distill --resume --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/$$shape \
 	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" model.source=outputs/swiftkv/init-$$shape \
 	    train.epochs=0.3 data.path=$(TRAIN) data.validation=$(E2E) || exit 1; done
 
-clean:
+clean:  ## removes .venv and outputs/
 	rm -rf .venv outputs build *.egg-info

@@ -82,7 +82,7 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
     for _ in range(repeats):
         for name, schedule in named:
             runs[name].append(generate(model, requests, schedule, graphs=graphs).stats)
-    ceilings = measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch."), model.quantization)
+    ceilings = measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch."))
     rows, predictions = [], {}
     for name, schedule in named:
         stats = runs[name][0]

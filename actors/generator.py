@@ -94,7 +94,7 @@ class Generator:
         self.ceilings: Ceilings | None = None
         if config.baseline_fraction > 0:
             dtype = str(self.dtype).removeprefix("torch.")
-            self.ceilings = measure_ceilings(str(self.device), dtype, config.quantization)
+            self.ceilings = measure_ceilings(str(self.device), dtype)
         self._num_batches = self._num_turns = self._num_pairs = 0
         self._warm_up()
         self.load_s = time.perf_counter() - start

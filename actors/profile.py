@@ -13,7 +13,7 @@ import torch
 
 import skipdecode.model
 from skipdecode.backends import cpu
-from skipdecode.backends.layer import TileBlock
+from skipdecode.backends.layer import LayerKernel
 from skipdecode.cache import KVCache
 from skipdecode.cohort import Cohort
 from skipdecode.generate import Request
@@ -77,17 +77,17 @@ def _timed(model: OPT) -> Iterator[dict[str, float]]:
         places += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
     if model.swift is not None:
         places += [(model.swift, "write", "swiftkv"), *((q, "forward", "query, key, value") for q in model.swift.q)]
-    TileBlock.seconds = in_blocks = torch.zeros(len(TileBlock.STAGES), dtype=torch.float64)
+    LayerKernel.seconds = in_blocks = torch.zeros(len(LayerKernel.STAGES), dtype=torch.float64)
     had = [vars(owner).get(name) for owner, name, _ in places]  # None: it comes from the class
     try:
         for owner, name, stage in places:
             setattr(owner, name, timed(stage, getattr(owner, name)))
         yield seconds
-        for stage, took in zip(TileBlock.STAGES, in_blocks.tolist(), strict=True):
+        for stage, took in zip(LayerKernel.STAGES, in_blocks.tolist(), strict=True):
             if took:
                 seconds[stage] = seconds.get(stage, 0.0) + took
     finally:
-        TileBlock.seconds = None
+        LayerKernel.seconds = None
         for (owner, name, _), before in zip(places, had, strict=True):
             delattr(owner, name) if before is None else setattr(owner, name, before)
 

@@ -58,8 +58,8 @@ def one_run(source: Path, output: Path, shares: str) -> dict[str, object]:
         sys.executable, "-m", "jobs.generate", "--overwrite", "-i", str(source), "-o", str(output), *KEYS,
         f"actors.share_leftovers={shares}",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout.splitlines()[-1])
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert report["books"]["closed"]
     found = {"share_leftovers": shares, "tail": report["tail"], "duration_s": report["duration_s"]}
     print(json.dumps(found), file=sys.stderr, flush=True)

@@ -7,43 +7,39 @@ stderr, one JSON document on stdout. Exit codes: 0 done; 2 bad configuration or 
 
 import argparse
 import json
-import traceback
+from functools import partial
 from typing import Any
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
+from jobs.cli import OK, make_parser, note, read_settings, run_verb, start
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser(
+        "calibrate",
+        __doc__,
+        config="YAML file, e.g. configs/calibrate-e2e.yaml",
+        overrides="e.g. skip_share=0.3 warmup_tokens=10",
+    )
+    parser.add_argument("-i", "--input", metavar="PATH", action="append", help="sample prompts: input.path")
+    parser.add_argument("-o", "--output", metavar="FOLDER", help="the checkpoint to write: output")
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file, e.g. configs/calibrate-e2e.yaml")
-    parser.add_argument("-i", "--input", metavar="PATH", action="append", help="sample prompts: input.path")
-    parser.add_argument("-o", "--output", metavar="FOLDER", help="the checkpoint to write: output")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. skip_share=0.3 warmup_tokens=10")
-    arguments = parser.parse_intermixed_args(argv)
-    from pipeline.config import ConfigError, build_config, read_tree, set_key
+    return run_verb(partial(work, parse(argv)))
+
+
+def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    from pipeline.config import build_config
     from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 
-    try:
-        tree = read_tree(arguments.config, arguments.overrides)
-        for key, value in (("input.path", arguments.input), ("output", arguments.output)):
-            if value is not None:
-                set_key(tree, key, value)
-        document = calibrate(build_config(CalibrateConfig, tree), note)
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
-    except KeyboardInterrupt:
-        return fail("interrupted", ERROR)
-    except Exception as error:
-        traceback.print_exc()
-        return fail(error, ERROR)
-    summarise(document)
-    result(document)
-    return OK
+    tree = read_settings(arguments, {"input.path": arguments.input, "output": arguments.output})
+    document = {**calibrate(build_config(CalibrateConfig, tree), note)}
+    summarize(document)
+    return document, OK
 
 
-def summarise(document: dict[str, Any]) -> None:
+def summarize(document: dict[str, Any]) -> None:
     """What was found, and how to use it."""
     output = document["config"]["output"]
     for name in ("calibrated", "row"):

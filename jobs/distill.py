@@ -9,15 +9,16 @@ nothing was started; 1 anything else.
 """
 
 import argparse
-import traceback
+from functools import partial
 from typing import Any
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
-from jobs.finetune import read_arguments, train, training_parser
+from jobs.cli import OK, note, output_keys, read_settings, run_verb, start
+from jobs.finetune import INTERRUPTED, train, training_parser
+from pipeline.units import Json
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = training_parser("jobs.distill", __doc__, "configs/distill-swiftkv-e2e.yaml", "model.swiftkv.kv_layers=12")
+    parser = training_parser("distill", __doc__, "configs/distill-swiftkv-e2e.yaml", "model.swiftkv.kv_layers=12")
     parser.add_argument("--init-only", action="store_true", help="write the weights that training starts from")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.init_only and (arguments.resume or arguments.overwrite):
@@ -27,37 +28,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    from pipeline.config import ConfigError
+    return run_verb(partial(work, arguments), "interrupted" if arguments.init_only else INTERRUPTED)
+
+
+def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.training.distill import with_defaults
 
-    try:
-        tree = with_defaults(read_arguments(arguments))
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
+    tree = with_defaults(read_settings(arguments, output_keys(arguments)))
     return init(tree) if arguments.init_only else train(tree)
 
 
-def init(tree: dict[str, Any]) -> int:
-    from pipeline.config import ConfigError, build_config
+def init(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
+    from pipeline.config import build_config
     from pipeline.training.config import FinetuneConfig
     from pipeline.training.distill import init_swiftkv
 
-    try:
-        document = init_swiftkv(build_config(FinetuneConfig, tree), note)
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
-    except KeyboardInterrupt:
-        return fail("interrupted", ERROR)
-    except Exception as error:
-        traceback.print_exc()
-        return fail(error, ERROR)
+    document = init_swiftkv(build_config(FinetuneConfig, tree), note)
     shape = document["swiftkv"]
     note(
         f"{document['output']}: layers from {shape['kv_layers']} on take K/V from below, by {shape['group_size']}; "
         f"{document['new_parameters']:,} new parameters of {document['parameters']:,}, not trained"
     )
-    result(document)
-    return OK
+    return {**document}, OK
 
 
 if __name__ == "__main__":

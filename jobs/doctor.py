@@ -6,54 +6,46 @@ The last line on stdout is one JSON document. Exit codes: 0 nothing is wrong; 1 
 """
 
 import argparse
-import traceback
+from functools import partial
 from typing import Any
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
+from jobs.cli import ERROR, OK, make_parser, note, read_settings, run_verb, start
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("doctor", __doc__, overrides="dotted keys, e.g. model.source=my-model")
+    parser.add_argument("-i", "--input", action="append", metavar="PATH", help="prompts to look at too: input.path")
+    parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of a run; configs/ has examples")
-    parser.add_argument("-i", "--input", action="append", metavar="PATH", help="prompts to look at too: input.path")
-    parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. model.source=my-model")
-    arguments = parser.parse_intermixed_args(argv)
+    return run_verb(partial(work, parse(argv)))
+
+
+def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.doctor.versions import check_versions
 
     if missing := check_versions().missing:  # before anything that needs it is imported
         for problem in missing:
             note(f"WRONG: {problem}")
-        result({"problems": missing})
-        return ERROR
-    from pipeline.config import ConfigError, JobConfig, build_config, read_tree, set_key
+        return {"problems": missing}, ERROR
+    from pipeline.config import JobConfig, build_config
+    from pipeline.config_tree import section_of
     from pipeline.doctor.examine import examine
 
-    try:
-        tree = read_tree(arguments.config, arguments.overrides)
-        for key, value in (("input.path", arguments.input), ("output.path", arguments.output)):
-            if value is not None:
-                set_key(tree, key, value)
-        document = examine(build_config(JobConfig, tree), bool((tree.get("input") or {}).get("path")), note)
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
-    except Exception as error:
-        traceback.print_exc()
-        return fail(error, ERROR)
+    tree = read_settings(arguments, {"input.path": arguments.input, "output.path": arguments.output})
+    document = examine(build_config(JobConfig, tree), bool(section_of(tree, "input").get("path")), note)
     show(document)
-    result(document)
-    return ERROR if document["problems"] else OK
+    return document, ERROR if document["problems"] else OK
 
 
 def show(document: dict[str, Any]) -> None:
     """For a human, on stderr."""
     machine, choice, ray = document["machine"], document["choice"], document["ray"]
     note(", ".join(f"{name} {machine[name]}" for name in ("torch", "ray", "pyarrow", "numpy", "tokenizers")))
-    amx = ", bfloat16 in AMX tiles" if machine["has_amx_bf16"] else ""
     note(
-        f"machine: {machine['device']}, {machine['usable_cores']} cores{amx}, "
+        f"machine: {machine['device']}, {machine['usable_cores']} cores, "
         f"{gib(machine['free_memory_bytes'])} of {gib(machine['memory_bytes'])} memory free"
     )
     for gpu in document["gpus"]:

@@ -7,73 +7,57 @@ A table on stderr, one JSON document on stdout. Exit codes: 0 done; 2 bad config
 """
 
 import argparse
-import json
 import shlex
 import sys
-import traceback
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
+from jobs.cli import OK, check_target, make_parser, note, read_settings, run_verb, start, write_target
+from pipeline.units import Json
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = make_parser(
+        "evaluate",
+        __doc__,
+        config="YAML file, e.g. configs/quality-e2e.yaml",
+        overrides="run folder or Parquet (not with --sweep), then dotted keys",
+        metavar="RUN key=value",
     )
     parser.add_argument("--sweep", action="store_true", help="models x schedules, as --config says")
-    parser.add_argument("--config", metavar="FILE", help="YAML file, e.g. configs/quality-e2e.yaml")
     parser.add_argument("--references", metavar="FILE", help="CSV, JSONL or Parquet: data.path")
     parser.add_argument("--prompt-column", metavar="NAME", help="its prompts (mr): data.prompt_column")
     parser.add_argument("--reference-column", metavar="NAME", help="its references (ref): data.reference_column")
     parser.add_argument("--no-perplexity", action="store_true", help="texts only; no model is loaded")
     parser.add_argument("--output-json", metavar="FILE", help="write the document there too")
-    parser.add_argument(
-        "words", nargs="*", metavar="RUN key=value", help="run folder or Parquet (not with --sweep), then dotted keys"
-    )
     arguments = parser.parse_intermixed_args(argv)
-    if not arguments.sweep and not arguments.words:
+    if not arguments.sweep and not arguments.overrides:
         parser.error("name a run folder or Parquet, or give --sweep and --config")
+    arguments.run = None if arguments.sweep else arguments.overrides.pop(0)
     return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    from pipeline.config import ConfigError
-
-    target = Path(arguments.output_json) if arguments.output_json else None
-    if target and (target.is_dir() or not target.parent.is_dir()):  # not after minutes of decoding
-        return fail(f"--output-json {target}: not a file in an existing folder", BAD_CONFIG)
     command = shlex.join(["python", "-m", "jobs.evaluate", *(sys.argv[1:] if argv is None else argv)])
-    try:
-        document = sweep(arguments, command) if arguments.sweep else score(arguments, command)
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
-    except KeyboardInterrupt:
-        return fail("interrupted", ERROR)
-    except Exception as error:
-        traceback.print_exc()
-        return fail(error, ERROR)
-    if target:
-        target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    result(document)
-    return OK
+    return run_verb(partial(work, parse(argv), command))
 
 
-def settings(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+def work(arguments: argparse.Namespace, command: str) -> tuple[dict[str, Any], int]:
+    target = check_target(arguments.output_json)
+    document = sweep(arguments, command) if arguments.sweep else score(arguments, command)
+    write_target(target, document)
+    return document, OK
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Json]:
     """The nested dict that the configuration file, the overrides and the flags stand for."""
-    from pipeline.config import read_tree, set_key
-
-    tree = read_tree(arguments.config, overrides)
-    for key, value in (
-        ("data.path", arguments.references),
-        ("data.prompt_column", arguments.prompt_column),
-        ("data.reference_column", arguments.reference_column),
-        ("perplexity_pairs", 0 if arguments.no_perplexity else None),
-    ):
-        if value is not None:
-            set_key(tree, key, value)
-    return tree
+    flags: dict[str, Json] = {
+        "data.path": arguments.references,
+        "data.prompt_column": arguments.prompt_column,
+        "data.reference_column": arguments.reference_column,
+        "perplexity_pairs": 0 if arguments.no_perplexity else None,
+    }
+    return read_settings(arguments, flags)
 
 
 def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -81,10 +65,10 @@ def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     from pipeline.config import build_config
     from pipeline.evaluation.sweep import SweepConfig, run_sweep
 
-    document = run_sweep(build_config(SweepConfig, settings(arguments, arguments.words)), note, command)
+    document = run_sweep(build_config(SweepConfig, settings(arguments)), note, command)
     note(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
     rows = [{key: value for key, value in row.items() if key != "rougeL_rows"} for row in document["rows"]]
-    return document | {"rows": rows}  # the figures of every prompt are in the file
+    return {**document, "rows": rows}  # the figures of every prompt are in the file
 
 
 def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -92,8 +76,8 @@ def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     from pipeline.config import build_config
     from pipeline.evaluation.score import EvaluateConfig, evaluate
 
-    tree = settings(arguments, arguments.words[1:]) | {"generated": arguments.words[0]}
-    document = evaluate(build_config(EvaluateConfig, tree), note) | {"command": command}
+    tree = settings(arguments) | {"generated": arguments.run}
+    document: dict[str, Any] = {**evaluate(build_config(EvaluateConfig, tree), note), "command": command}
     note(f"{document['prompts']} prompts of {document['generated']} against {document['references']}")
     for name, key, digits in FIGURES:
         if document[key] is not None:

@@ -1,15 +1,17 @@
 """`python -m jobs.generate`: a prompt corpus in, generated Parquet out.
 
 Alone, or under `ray job submit --working-dir . -- python -m jobs.generate ...`. Progress goes to stderr; the last line
-on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input, nothing was started; 3 more rows
-failed than limits.max_failed_rows allows, and the run ended there or at its end; 1 anything else.
+on stdout is one JSON document with the key figures, all of them are in report.json. Exit codes: 0 done; 2 bad
+configuration or input, nothing was started; 3 more rows failed than limits.max_failed_rows allows, and the run ended
+there or at its end; 1 anything else.
 """
 
 import argparse
-import traceback
-from typing import TYPE_CHECKING
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, TOO_MANY_FAILED, fail, note, result, start
+from jobs.cli import OK, TOO_MANY_FAILED, add_output, make_parser, note, output_keys, read_settings, run_verb, start
 
 if TYPE_CHECKING:
     from pipeline.generate.run import RunResult
@@ -19,63 +21,69 @@ example: python -m jobs.generate --config configs/generate-cpu.yaml -i prompts/ 
 sections of keys: model decode prefill sampling input output actors baseline limits; a wrong key is answered with the
 known ones. `python -m jobs.doctor` with the same arguments says what would be chosen here, and what is wrong.
 """
+KEY_FIGURES: dict[str, tuple[str, ...]] = {
+    "completed": (),
+    "failed": (),
+    "books": (),
+    "duration_s": (),
+    "output_throughput": (),
+    "speedup": ("measured", "ci95", "layers", "predicted"),
+    "agreement": (),
+}
+"""What stdout has of report.json, and which parts of a figure; none: all of it."""
+MAX_CHARS = 1000  # of that line
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.generate",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file; configs/ has examples")
+    parser = make_parser("generate", __doc__, epilog=EPILOG)
     parser.add_argument(
         "-i", "--input", action="append", metavar="PATH", help="file, folder, pattern or URI (repeatable): input.path"
     )
-    parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
-    exists = parser.add_mutually_exclusive_group()
-    exists.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
-    exists.add_argument("--overwrite", action="store_true", help="start anew in the output folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys, e.g. decode.speedup=3")
+    add_output(parser, "run folder")
     return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    from pipeline.config import ConfigError, JobConfig, build_config, read_tree, set_key
-    from pipeline.generate.ending import RunStopped, TooManyFailed
-    from pipeline.generate.run import run
+    return run_verb(partial(work, parse(argv)), "interrupted; what is written stays, --resume goes on with the run")
 
-    try:
-        tree = read_tree(arguments.config, arguments.overrides)
-        for section, key, value in (
-            ("input", "path", arguments.input),
-            ("output", "path", arguments.output),
-            ("output", "if_exists", "resume" if arguments.resume else "overwrite" if arguments.overwrite else None),
-        ):
-            if value is not None:
-                set_key(tree, f"{section}.{key}", value)
-        finished = run(build_config(JobConfig, tree), note)
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
-    except KeyboardInterrupt:
-        return fail("interrupted; what is written stays, --resume goes on with the run", ERROR)
-    except TooManyFailed as error:
-        return fail(f"{error}; good rows stay, --resume with a larger limit goes on with the run", TOO_MANY_FAILED)
-    except RunStopped as error:
-        return fail(error, ERROR)
-    except Exception as error:
-        traceback.print_exc()
-        return fail(error, ERROR)
+
+def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    from pipeline.config import JobConfig, build_config
+
+    tree = read_settings(arguments, {"input.path": arguments.input} | output_keys(arguments))
+    config = build_config(JobConfig, tree)
+    from pipeline.generate.run import run  # seconds, which a wrong key needs not
+
+    finished = run(config, note)
     summarize(finished)
-    result({"output": finished.folder.root, "was_finished": finished.was_finished} | finished.report)
-    if finished.too_many_failed:
+    return ending(finished, {"was_finished": finished.was_finished})
+
+
+def ending(finished: "RunResult", more: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The document of a run that has ended, with what else there is to say of it, and its exit code."""
+    code = TOO_MANY_FAILED if finished.too_many_failed else OK
+    if code:
         note(
-            f"exit code {TOO_MANY_FAILED}: {finished.report['failed']} rows failed, more than limits.max_failed_rows "
+            f"exit code {code}: {finished.report['failed']} rows failed, more than limits.max_failed_rows "
             f"allows; the good rows stay, the failed ones are in {finished.folder.path('data/status=failed')}"
         )
-        return TOO_MANY_FAILED
-    return OK
+        more = more | {"exit_code": code}
+    return key_figures(finished, more), code
+
+
+def key_figures(finished: "RunResult", more: dict[str, Any]) -> dict[str, Any]:
+    """At most MAX_CHARS as JSON: where the path is long, something gives way. All of it is in report.json."""
+    report = finished.report
+    document = {"output": finished.folder.root} | more
+    for name, parts in KEY_FIGURES.items():
+        if name in report:
+            document[name] = {part: report[name][part] for part in parts} if parts else report[name]
+    if "speedup" in report:  # else it could not be made
+        document["report"] = finished.folder.path("report.json")
+    for name in ("report", "agreement", "speedup", "output"):
+        if len(json.dumps(document)) > MAX_CHARS:
+            document.pop(name, None)
+    return document
 
 
 def summarize(finished: "RunResult") -> None:

@@ -7,24 +7,19 @@ last line on stdout is one JSON document. Exit codes: 0 done; 2 not a run folder
 """
 
 import argparse
-import traceback
+from functools import partial
+from typing import Any
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, add_run_folder, fail, note, result, run_folder, start
+from jobs.cli import OK, make_folder_parser, note, run_folder, run_verb, start
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_run_folder(parser)
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_folder_parser("report", __doc__)
     parser.add_argument("--compare", nargs="+", metavar="RUN", help="two run folders or more, side by side")
     parser.add_argument("--price-per-hour", type=float, metavar="PRICE", help="what the run's machines cost per hour")
     parser.add_argument("-o", "--output-html", metavar="FILE", help="with --compare: the page to write (compare.html)")
-    return parser
-
-
-def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    if arguments.compare and (arguments.words or arguments.config):
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.compare and (arguments.overrides or arguments.config):
         parser.error("name one run folder, or --compare with two or more")
     if arguments.compare and len(arguments.compare) < 2:
         parser.error("--compare needs two run folders or more")
@@ -32,33 +27,26 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error("--output-html goes with --compare; the page of one run is OUT/report.html")
     if arguments.price_per_hour is not None and not arguments.price_per_hour >= 0:
         parser.error(f"--price-per-hour: {arguments.price_per_hour} is no price")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser()
-    arguments = parser.parse_intermixed_args(argv)
-    check(parser, arguments)
-    from pipeline.config import ConfigError
+    return run_verb(partial(work, parse(argv)))
+
+
+def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.report.compare import compare_runs
     from pipeline.report.figures import rebuild_report
 
-    try:
-        if arguments.compare:
-            target = arguments.output_html or "compare.html"
-            document = compare_runs(arguments.compare, target, arguments.price_per_hour, note)
-            note(f"page: {target}")
-        else:
-            output, _, _ = run_folder(parser, arguments)
-            folder, report = rebuild_report(output, arguments.price_per_hour)
-            document = {"output": folder.root} | report
-            note(f"report: {folder.path('report.html')}\nfigures: {folder.path('report.json')}")
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
-    except Exception as error:
-        traceback.print_exc()
-        return fail(error, ERROR)
-    result(document)
-    return OK
+    if arguments.compare:
+        target = arguments.output_html or "compare.html"
+        document = compare_runs(arguments.compare, target, arguments.price_per_hour, note)
+        note(f"page: {target}")
+        return document, OK
+    output, _, _ = run_folder(arguments)
+    folder, report = rebuild_report(output, arguments.price_per_hour)
+    note(f"report: {folder.path('report.html')}\nfigures: {folder.path('report.json')}")
+    return {"output": folder.root} | report, OK
 
 
 if __name__ == "__main__":

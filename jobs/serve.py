@@ -5,32 +5,35 @@ that are being answered are answered, new ones get 503, and then it ends. `serve
 """
 
 import argparse
+from functools import partial
+from typing import Any
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, fail, note, result, start
+from jobs.cli import OK, make_parser, note, run_verb, start
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser(
+        "serve",
+        __doc__,
+        config="a Ray Serve file, e.g. configs/serve.yaml",
+        overrides="dotted keys of args: engine.batch_size=16",
+    )
+    parser.add_argument("--host", help="http_options.host; another than loopback needs API keys (SKIPDECODE_API_KEYS)")
+    parser.add_argument("--port", type=int, help="http_options.port")
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", metavar="FILE", default=None, help="a Ray Serve file, e.g. configs/serve.yaml")
-    parser.add_argument("--host", help="http_options.host; another than loopback needs API keys (SKIPDECODE_API_KEYS)")
-    parser.add_argument("--port", type=int, help="http_options.port")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys of args: engine.batch_size=16")
-    arguments = parser.parse_intermixed_args(argv)
-    from pipeline.config import ConfigError
+    return run_verb(partial(work, parse(argv)), "interrupted before the endpoint was up")
+
+
+def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.service.run import serve_until_stopped
 
-    try:
-        document = serve_until_stopped(
-            arguments.config, arguments.overrides, host=arguments.host, port=arguments.port, note=note
-        )
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
-    except Exception as error:
-        return fail(error, ERROR)
-    result(document)
-    return OK
+    document = serve_until_stopped(
+        arguments.config, arguments.overrides, host=arguments.host, port=arguments.port, note=note
+    )
+    return document, OK
 
 
 if __name__ == "__main__":

@@ -7,53 +7,44 @@ stderr, the first 20 of each kind); 2 OUT is no run folder.
 """
 
 import argparse
-import traceback
+from functools import partial
+from typing import Any
 
-from jobs.cli import BAD_CONFIG, ERROR, OK, add_run_folder, fail, note, result, run_folder, start
+from jobs.cli import ERROR, OK, make_folder_parser, note, run_folder, run_verb, start
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_run_folder(parser)
+    parser = make_folder_parser("verify", __doc__)
     parser.add_argument("-i", "--input", action="append", metavar="PATH", help="where the input lies now (repeatable)")
     parser.add_argument("--no-input", action="store_true", help="check the output alone; the input may be gone")
-    arguments = parser.parse_intermixed_args(argv)
-    from pipeline.config import ConfigError
+    return run_verb(partial(work, parser.parse_intermixed_args(argv)), "interrupted; nothing is proven")
+
+
+def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    from pipeline.config import JobConfig, build_config
+    from pipeline.config_tree import section_of
     from pipeline.generate.verify import verify
 
-    try:
-        output, tree, _ = run_folder(parser, arguments)
-        given = (tree.get("input") or {}).get("path")
-        inputs = arguments.input or ([given] if isinstance(given, str) else given)
-        verdict = verify(output, note, inputs, read_input=not arguments.no_input)
-    except ConfigError as error:
-        return fail(error, BAD_CONFIG)
-    except Exception as error:
-        traceback.print_exc()
-        return fail(error, ERROR)
-    for kind, count in verdict.problems.counts.items():
+    output, tree, _ = run_folder(arguments)
+    inputs = arguments.input
+    if not inputs and section_of(tree, "input").get("path"):
+        inputs = list(build_config(JobConfig, tree).input.path)
+    verdict = verify(output, note, inputs, read_input=not arguments.no_input)
+    counts, first = verdict.problems.counts, verdict.problems.first
+    for kind, count in counts.items():
         note(f"{kind}: {count}")
-        for text in verdict.problems.first[kind]:
+        for text in first[kind]:
             note(f"  {text}")
-    problems = {
-        kind: {"count": count, "first": verdict.problems.first[kind]} for kind, count in verdict.problems.counts.items()
-    }
     proof = "every row of the input is there once" if verdict.input == "read" else "no id is there twice"
-    note(
-        f"verified: {proof}" if verdict.is_proven else f"not verified: {sum(verdict.problems.counts.values())} problems"
-    )
-    result(
-        {
-            "output": verdict.folder.root,
-            "verified": verdict.is_proven,
-            "input": verdict.input,
-            "rows": verdict.rows,
-            "problems": problems,
-        }
-    )
-    return OK if verdict.is_proven else ERROR
+    note(f"verified: {proof}" if verdict.is_proven else f"not verified: {sum(counts.values())} problems")
+    document = {
+        "output": verdict.folder.root,
+        "verified": verdict.is_proven,
+        "input": verdict.input,
+        "rows": verdict.rows,
+        "problems": {kind: {"count": count, "first": first[kind]} for kind, count in counts.items()},
+    }
+    return document, OK if verdict.is_proven else ERROR
 
 
 if __name__ == "__main__":

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-import torch
 
-from actors.generator import choose_dtype
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
-from skipdecode import cpu_kernels
+from skipdecode.backends.cpu import MAX_INT8_INPUTS
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.hub import resolve_source
 from skipdecode.schedule import make_schedule, settle_ffn_skip
@@ -119,39 +117,33 @@ def default_decode(opt: OPTConfig, note: Note) -> dict[str, Json]:
     return {"method": "skipdecode", "speedup": 2}
 
 
-def resolve_dtype(name: str, device: str) -> str:
-    """`auto` settled once, here, so that all workers and all sessions of a run decode in the same type."""
-    return str(choose_dtype(name, torch.device(device))).removeprefix("torch.")
-
-
 def check_quantization(
-    quantization: Quantization | None, opt: OPTConfig, dtype: str, device: str, *, is_here: bool = True
+    quantization: Quantization | None, opt: OPTConfig, dtype: str, device: str, no_int8: str | None
 ) -> None:
     """ConfigError where workers on `device` in `dtype`, as it is settled, could not load the model with it.
 
-    `is_here`: they run on this machine, whose CPU may be asked.
+    `no_int8`: why their CPUs have no kernels for int8 weights; None where they have, or where nobody knows yet.
     """
     if quantization is None:
         return
     if device != "cpu" or dtype != "bfloat16":
         raise ConfigError(
             "model.quantization",
-            f"{quantization} weights are for bfloat16 on CPUs with AMX, and this would decode in "
-            f"{dtype} on {device}; null keeps the weights as they are",
+            f"{quantization} weights are for bfloat16 on CPUs with AMX, or with AVX-512 that has BF16 and VNNI, and "
+            f"this would decode in {dtype} on {device}; null keeps the weights as they are",
         )
-    if is_here and not cpu_kernels.has_tiles():
+    if no_int8 is not None:
         raise ConfigError(
             "model.quantization",
-            f"{quantization} weights need a CPU with AMX and a C++ compiler; "
-            f"{cpu_kernels.why_no_tiles()}; null keeps the weights as they are",
+            f"{quantization} weights need a back end that has kernels for them; {no_int8}; null keeps the weights as "
+            "they are",
         )
     widths = {"hidden_size": opt.hidden_size, "ffn_dim": opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
     for key, width in widths.items():
-        if width % 32 or width > cpu_kernels.MAX_INT8_INPUTS:
+        if width % 32 or width > MAX_INT8_INPUTS:
             raise ConfigError(
                 "model.quantization",
-                f"{key} {width} of this model is no multiple of 32, or above "
-                f"{cpu_kernels.MAX_INT8_INPUTS}; null takes it",
+                f"{key} {width} of this model is no multiple of 32, or above {MAX_INT8_INPUTS}; null takes it",
             )
 
 

@@ -15,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config import ActorsConfig, ConfigError
+from skipdecode.backends.choice import VARIABLE
 
 IO_CPUS = 1.0  # kept free for reading, tokenising and writing
 STAGE_CPUS = 0.25  # asked for by each such task
@@ -53,10 +54,11 @@ def start_ray() -> Cluster:
     """Joins RAY_ADDRESS or starts an embedded Ray; quiet either way."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the announced default; silences a warning
-    from pipeline.ray_internals import NOISY_LOGGERS  # here: actors without tables need no Ray Data
+    from pipeline.ray_internals import NOISY_LOGGERS, job_env_vars  # here: actors without tables need no Ray Data
 
     cores = num_cores()
     is_embedded = not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
+    runtime_env: dict[str, dict[str, str]] | None = None
     options: dict[str, str | int | bool] = {"logging_level": logging.WARNING, "log_to_driver": False}
     if is_embedded:
         # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
@@ -68,9 +70,11 @@ def start_ray() -> Cluster:
         # a worker takes 0.7 % of a core while it waits: no more of them than there is work for
         os.environ.setdefault("RAY_num_workers_soft_limit", str(max(1, cores // 2)))
         os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")  # new logs not looked for all the time
+    elif not ray.is_initialized() and (forced := os.environ.get(VARIABLE)) and VARIABLE not in job_env_vars():
+        runtime_env = {"env_vars": {VARIABLE: forced}}  # workers of an embedded Ray have it from this process
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    ray.init(ignore_reinit_error=True, **options)
+    ray.init(ignore_reinit_error=True, runtime_env=runtime_env, **options)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     total = ray.cluster_resources()
     num_cpus = total.get("CPU", 0.0)

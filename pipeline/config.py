@@ -1,54 +1,23 @@
-"""The configuration of a run: one frozen tree, from a YAML file and `key=value` overrides.
+"""The configuration of a run: one frozen tree. How it is read and checked is `pipeline.config_tree`, offered here too.
 
-An unknown key, a wrong type or an impossible combination is a `ConfigError` that names the dotted key. Nothing is
-resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until
+Nothing is resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until
 `pipeline.generate.run.plan_run`.
 """
 
-import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
+from pipeline.config_tree import ConfigError, Section, build_config, read_tree, set_key
 from skipdecode.config import OPTConfig, Quantization, SwiftKVConfig
 
-
-class ConfigError(ValueError):
-    """Bad configuration or input, found before anything was started: exit code 2.
-
-    `key`: the dotted key at fault, empty where there is none. `message`: what is wrong with it, and the remedy.
-    """
-
-    exit_code = 2
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(f"{key}: {message}" if key else message)
-        self.key, self.message = key, message
-
-    @classmethod
-    def parse(cls, text: object) -> Self:
-        """Of an error of a package below, which says `key: message`, or the message alone."""
-        key, colon, message = str(text).partition(": ")
-        is_key = colon and "\n" not in message and re.fullmatch(r"[a-z_][\w.\-]*", key)
-        return cls(key, message) if is_key else cls("", str(text))
-
-    def renamed(self, old: str, new: str) -> Self:
-        """The same error where a verb calls the key `old`, or those below it, `new`."""
-        is_it = self.key == old or self.key.startswith(f"{old}.")
-        return type(self)(new + self.key[len(old) :] if is_it else self.key, self.message)
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after loading, no silent coercion."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
-
-
-SectionT = TypeVar("SectionT", bound=Section)
+__all__ = [
+    "ActorsConfig", "Auto", "BaselineConfig", "ConfigError", "DecodeConfig", "FFNSkipConfig", "InputConfig",
+    "JobConfig", "LimitsConfig", "ModelConfig", "OutputConfig", "PrefillConfig", "SamplingConfig", "Section",
+    "SwiftKVSection", "build_config", "load_config", "read_tree", "set_key",
+]  # fmt: skip
 
 
 class ModelConfig(Section):
@@ -57,6 +26,7 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """A folder or a hub id; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
     quantization: Quantization | None = None
     """int8: weights of 8 bits, half of their bytes and other tokens; for bfloat16 on CPUs with AMX."""
 
@@ -68,21 +38,32 @@ class FFNSkipConfig(Section):
     """row: the paper's rule. calibrated: the layers that the checkpoint carries (`jobs.calibrate`). fixed: `layers`.
     random: the paper's baseline."""
     threshold: float | None = None
+    """row: the cosine similarity from which a row skips its later blocks; null: 0.98."""
     cold_start: int | None = None
+    """row, random: layers from the bottom that never skip; null: 4."""
     cold_end: int | None = None
+    """row, random: layers from the top that never skip; null: 4."""
     warmup_tokens: int | None = None
+    """Decode steps at the start of an answer that skip nothing; null: 25, or what the checkpoint carries."""
     layers: tuple[int, ...] | None = None
+    """fixed: layers whose feed-forward block is left out."""
     share: float | None = None
+    """random: the probability that a block is left out."""
     seed: int | None = None
+    """random: which blocks those are; null: 0."""
 
 
 class DecodeConfig(Section):
     method: Literal["full", "skipdecode", "early_exit", "unified"] | None = None
     """null: the schedule stored in the checkpoint under `skip_decode`; without one, skipdecode at speedup 2."""
     speedup: float | None = None
+    """A preset of the paper: 2, 3, 4 or 5; 1 is full depth; null: `max_layers` and `min_layers`, or 2."""
     max_layers: int | None = None
+    """skipdecode, early_exit: layers that run in the first decode step."""
     min_layers: int | None = None
+    """skipdecode, early_exit: layers that run from the last step of `horizon` on."""
     warmup_layers: int | None = None
+    """skipdecode: layers from the bottom that always run; null: 1."""
     horizon: int | None = None
     """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1)."""
     layers: int | None = None
@@ -113,51 +94,68 @@ class SwiftKVSection(Section):
 
 class SamplingConfig(Section):
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    """Tokens of an answer at most."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Draw from the smallest set of tokens with this much probability; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: no limit."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    """Random numbers depend on seed, row id and step alone."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer; they are not part of it."""
     ignore_eos: bool = False
+    """Whether answers go on behind the end-of-text token."""
     deterministic: bool = False
+    """Fixes batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _one_stop_is_a_list(cls, value: Any) -> Any:
+    def _one_stop_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 
 class InputConfig(Section):
     path: Annotated[tuple[str, ...], Field(min_length=1)] = ("prompts/",)
+    """Files, folders, patterns (`*`, `?`, `**`) or URIs; a folder is read recursively."""
     format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai_batch"] = "auto"
+    """auto: by the names of the files."""
     prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
+    """Where the prompt is: a text."""
     id_column: Annotated[str, Field(min_length=1)] = "id"
+    """Where a row's id is; a row without one gets an id from its file and row number."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Only the first rows, in file order."""
     too_long: Literal["fail_row", "truncate_left", "truncate_right"] = "fail_row"
+    """What becomes of a prompt that leaves no room for `sampling.max_new_tokens`."""
 
     @field_validator("path", mode="before")
     @classmethod
-    def _one_path_is_a_list(cls, value: Any) -> Any:
+    def _one_path_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 
 class OutputConfig(Section):
     path: Annotated[str, Field(min_length=1)] = "outputs/run"
+    """The folder to write: local, or a URI."""
     if_exists: Literal["fail", "resume", "overwrite"] = "fail"
+    """What to do where the folder holds something; `--resume` and `--overwrite` set it."""
 
 
 Auto = Literal["auto"]
+PoolSize = Auto | Annotated[int, Field(ge=1)] | tuple[int, int]
 
 
 class ActorsConfig(Section):
-    num_actors: Auto | Annotated[int, Field(ge=1)] | tuple[int, int] = "auto"
+    num_actors: PoolSize = "auto"
     """A number, or [min, max] for a pool that grows and shrinks."""
     num_gpus: Auto | Annotated[float, Field(ge=0)] = "auto"
+    """GPUs of each actor; auto: 1 where the cluster has GPUs, else 0."""
     num_cpus: Auto | Annotated[float, Field(gt=0)] = "auto"
     """Of each actor; a number bounds its torch threads too."""
     batch_size: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Rows of a batch; auto: what memory allows, by prompt length."""
     length_buckets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
         32,
         64,
@@ -167,6 +165,7 @@ class ActorsConfig(Section):
         1024,
         2048,
     )
+    """Prompt lengths, in tokens; rows of one batch are of one bucket."""
     window_batches: Annotated[int, Field(ge=1)] = 4
     """Batches' worth of rows an actor takes at a time and sorts by length."""
     share_leftovers: bool = True
@@ -181,7 +180,7 @@ class ActorsConfig(Section):
 
     @field_validator("num_actors")
     @classmethod
-    def _pool(cls, value: Any) -> Any:
+    def _pool(cls, value: PoolSize) -> PoolSize:
         if isinstance(value, tuple) and not 1 <= value[0] <= value[1]:
             raise ValueError(f"a pool is [min, max] with 1 <= min <= max, got {list(value)}")
         return value
@@ -196,7 +195,9 @@ class LimitsConfig(Section):
     max_failed_rows: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
     """A whole number of rows, or a share of the input (a float from 0.0 to 1.0)."""
     max_row_attempts: Annotated[int, Field(ge=1)] = 3
+    """Deaths of a worker with a row alone in hand, until the row fails as `poison_row`."""
     no_progress_timeout_s: Annotated[float, Field(gt=0)] = 1800
+    """Seconds without a finished block after which the run ends."""
 
 
 class JobConfig(Section):
@@ -216,90 +217,3 @@ class JobConfig(Section):
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     """Reads `path` (YAML; None: all defaults), applies `a.b=value` overrides in order, checks it all."""
     return build_config(JobConfig, read_tree(path, overrides))
-
-
-def read_tree(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The nested dict that a YAML file and dotted overrides stand for, unchecked."""
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except OSError as error:
-            raise ConfigError("", f"--config {path}: {error.strerror or error}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError("", f"--config {path}: not valid YAML in UTF-8: {error}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError("", f"--config {path}: expected a mapping of sections, got {type(tree).__name__}")
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError("", f"override {override!r}: expected key=value, e.g. decode.speedup=3")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(key, f"not a YAML value: {text!r}") from error
-        set_key(tree, key, value)
-    return tree
-
-
-def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Sets a dotted key of a nested dict; an empty section on the way is made."""
-    *parents, last = dotted.split(".")
-    for name in parents:
-        if tree.get(name) is None:
-            tree[name] = {}
-        tree = tree[name]
-        if not isinstance(tree, dict):
-            raise ConfigError("", f"{dotted}: {name} is a value, not a section")
-    tree[last] = value
-
-
-def build_config(cls: type[SectionT], tree: dict[str, Any]) -> SectionT:
-    """Validates `tree` as a `cls`; raises `ConfigError` with one line per problem, each with its dotted key."""
-    tree = {name: {} if value is None and _is_section(cls, name) else value for name, value in tree.items()}
-    try:
-        return cls.model_validate(tree)
-    except ValidationError as error:
-        lines = [_describe(cls, dict(problem)) for problem in error.errors()]
-        raise ConfigError.parse("\n".join(dict.fromkeys(lines))) from error
-
-
-def _describe(cls: type[Section], problem: dict[str, Any]) -> str:
-    location = [str(part) for part in problem["loc"]]
-    names = _field_names(cls, location[:-1])
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(location[-1], names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
-        return f"{'.'.join(location)}: unknown key; {hint}"
-    # A union reports every branch it tried; the key is the part of the path that is a field or an index.
-    is_name = [part.isidentifier() and part.islower() and part not in _TYPE_TAGS for part in location]
-    is_index = [part.isdigit() and named for part, named in zip(location, [*is_name[1:], False], strict=True)]
-    key = ".".join(part for part, *keep in zip(location, is_name, is_index, strict=True) if any(keep))
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{key}: {message} (got {problem['input']!r})"
-
-
-def _is_section(cls: type[Section], name: str) -> bool:
-    annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-_TYPE_TAGS = frozenset({"int", "float", "str", "tuple", "constrained", "literal"})
-
-
-def _field_names(cls: type[Section], location: Sequence[str]) -> list[str]:
-    for name in location:
-        if name.isdigit():  # an item of a list of sections
-            continue
-        section = _section_in(cls.model_fields[name].annotation) if name in cls.model_fields else None
-        if section is None:
-            return []
-        cls = section
-    return list(cls.model_fields)
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that a field is, or that it holds a list of."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)

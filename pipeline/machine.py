@@ -4,19 +4,39 @@ import datetime
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import TypedDict
 
 import torch
 
+from pipeline.units import Json
 
-def provenance(device: torch.device, packages: Sequence[str] = ("torch",)) -> dict[str, Any]:
-    """`date`, `device`, `cores` (of a CPU: torch threads), and the version of each package."""
+
+class DeviceFacts(TypedDict):
+    date: str
+    device: str
+    cores: int | None
+    """Of a CPU: torch threads."""
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
     is_cuda = device.type == "cuda"
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
         "cores": None if is_cuda else torch.get_num_threads(),
-    } | {name: torch.__version__ if name == "torch" else version(name) for name in packages}
+    }
+
+
+def version_of(package: str) -> str:
+    """torch says more of its build than its package does."""
+    return torch.__version__ if package == "torch" else version(package)
+
+
+def provenance(device: torch.device, packages: Sequence[str] = ("torch",)) -> dict[str, Json]:
+    """`device_facts`, and the version of each package under its name."""
+    facts = device_facts(device)
+    found: dict[str, Json] = {"date": facts["date"], "device": facts["device"], "cores": facts["cores"]}
+    return found | {name: version_of(name) for name in packages}
 
 
 def _cpu_name() -> str:

@@ -8,7 +8,9 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Mapping, Set
-from typing import Any, Final
+from typing import Final, TypedDict, TypeGuard, cast
+
+from pipeline.units import Json
 
 MAX_STOPS: Final = 16
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
@@ -24,22 +26,37 @@ class BadParameter(ValueError):
         self.name, self.reason = name, reason
 
 
-def is_int(low: int, high: int = 2**63 - 1) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and low <= value <= high
+class SamplingParameters(TypedDict, total=False):
+    """What a request says of sampling, by the names of `skipdecode.sampling.Sampling`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: list[str]
+    ignore_eos: bool
 
 
-def _is_number(value: Any) -> bool:
+def is_int(low: int, high: int = 2**63 - 1) -> Callable[[object], TypeGuard[int]]:
+    def check(value: object) -> TypeGuard[int]:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+    return check
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
     """Finite as a float: an integer may be too large for one."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_stop(value: Any) -> bool:
+def _is_stop(value: object) -> bool:
     stops = [value] if isinstance(value, str) else value
     return isinstance(stops, list) and len(stops) <= MAX_STOPS and all(isinstance(s, str) and s for s in stops)
 
 
 # OpenAI name -> (our name, check, what is allowed)
-_SAMPLING_KEYS: Final[Mapping[str, tuple[str, Callable[[Any], bool], str]]] = {
+_SAMPLING_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool], str]]] = {
     "max_tokens": ("max_new_tokens", is_int(1), "an integer of at least 1"),
     "temperature": ("temperature", lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
     "top_p": ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
@@ -49,7 +66,7 @@ _SAMPLING_KEYS: Final[Mapping[str, tuple[str, Callable[[Any], bool], str]]] = {
     "ignore_eos": ("ignore_eos", lambda v: isinstance(v, bool), "true or false"),
 }
 # What a completion may ask for and this program does not do: only the value that asks for nothing.
-_NEUTRAL_KEYS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+_NEUTRAL_KEYS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "n": (is_int(1, 1), "1"),
     "best_of": (is_int(1, 1), "1"),
     "echo": (lambda v: v is False, "false"),
@@ -63,9 +80,9 @@ _NEUTRAL_KEYS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 }
 
 
-def sampling_parameters(body: Mapping[str, Any], others: Set[str]) -> dict[str, Any]:
+def sampling_parameters(body: Mapping[str, Json], others: Set[str]) -> SamplingParameters:
     """What `body` says of sampling, as keys of `Sampling`; BadParameter. `others`: keys that the caller looks after."""
-    own: dict[str, Any] = {}
+    own: dict[str, Json] = {}
     for key, value in body.items():
         if value is None or key in others:
             continue
@@ -80,21 +97,22 @@ def sampling_parameters(body: Mapping[str, Any], others: Set[str]) -> dict[str, 
             raise BadParameter(key, "is not supported; remove it" + (f" (or is it {close[0]}?)" if close else ""))
         if not check(value):
             raise BadParameter(key, f"must be {allowed}, got {shown(value)}")
-    if isinstance(own.get("stop"), str):
-        own["stop"] = [own["stop"]]
-    for name in own.keys() & {"temperature", "top_p"}:
-        own[name] = float(own[name])  # an integer of more than 64 bits would fit no tensor
-    if "top_k" in own:
-        own["top_k"] = max(own["top_k"], 0)
-    return own
+    if isinstance(stop := own.get("stop"), str):
+        own["stop"] = [stop]
+    for name in ("temperature", "top_p"):
+        if isinstance(number := own.get(name), int):
+            own[name] = float(number)  # an integer of more than 64 bits would fit no tensor
+    if isinstance(top_k := own.get("top_k"), int):
+        own["top_k"] = max(top_k, 0)
+    return cast(SamplingParameters, own)  # the table has looked at every value
 
 
-def is_token_list(value: Any) -> bool:
+def is_token_list(value: object) -> TypeGuard[list[int]]:
     """A non-empty list of token ids."""
     return isinstance(value, list) and bool(value) and all(type(t) is int and 0 <= t <= MAX_TOKEN_ID for t in value)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A JSON value in an error message, cut short; no more of it is looked at than is shown."""
     text = ""
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):

@@ -5,7 +5,9 @@ packages names them. Left out: what they are used for.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import ClassVar, Protocol
 
 from ray.data import DataContext, Dataset
@@ -21,6 +23,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.metrics import Metric
 
 from pipeline.handles import ObjectRef
+from pipeline.ray_noise import RESTART, without_stderr_lines
 from pipeline.units import Json
 
 NOISY_LOGGERS = ("ray.data._internal.progress", "ray._private.authentication.authentication_token_setup")
@@ -150,6 +153,12 @@ def number_of_task() -> tuple[int, int]:
     return context.task_idx, earlier
 
 
+def job_env_vars() -> dict[str, str]:
+    """The environment that a submitted job has from its submission; Ray refuses to be given one of these again."""
+    config = json.loads(os.environ.get(JOB_CONFIG, "{}"))
+    return (config.get("runtime_env") or {}).get("env_vars") or {}
+
+
 def update_job_record(job: str, update: Callable[[dict[str, Json]], bool]) -> None:
     """Changes the record of a submitted job in Ray's own store; needs a Ray that is up.
 
@@ -165,3 +174,17 @@ def update_job_record(job: str, update: Callable[[dict[str, Json]], bool]) -> No
 def record_zero(metric: Metric, tags: dict[str, str] | None) -> None:
     """Tells Ray a metric's first figure, 0, which a counter's `inc` refuses."""
     metric._record(0, tags)
+
+
+def hide_restart_warnings() -> None:
+    """Of the workers that Ray Data starts in this process from now on (`ray_noise.RESTART`)."""
+    loud = ActorPoolMapOperator._start_actor
+    if hasattr(loud, "__wrapped__"):
+        return
+
+    @wraps(loud)
+    def start_actor(*arguments: object, **keys: object) -> object:
+        with without_stderr_lines(RESTART):
+            return loud(*arguments, **keys)
+
+    ActorPoolMapOperator._start_actor = start_actor

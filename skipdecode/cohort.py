@@ -29,7 +29,7 @@ COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still r
 # Tokens of the prompts that go through the model at once. On a CPU few enough that their states are small beside the
 # cache, and enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's width); where
 # a layer is one kernel, enough that threads seldom wait for each other at its end (2,048: 6 % slower)
-PREFILL_TOKENS = {"cpu": 2048, "tiles": 8192, "cuda": 1 << 16}
+PREFILL_TOKENS = {"cpu": 2048, "fused": 8192, "cuda": 1 << 16}
 PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
 CHECK_EVERY = {"cpu": 1, "cuda": 8}  # steps between looks at the tokens; a look waits for the device
 
@@ -226,7 +226,7 @@ def feed_prompts(
     """
     positions = (torch.arange(tokens.shape[1], device=model.device) - cache.num_pad[:, None]).clamp(min=-1)
     whole = len(tokens)
-    rows = max(1, PREFILL_TOKENS["tiles" if model.is_in_tiles else model.device.type] // tokens.shape[1])
+    rows = max(1, PREFILL_TOKENS["fused" if model.is_fused else model.device.type] // tokens.shape[1])
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
     parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]

@@ -1,7 +1,8 @@
 """What a plan costs: FLOPs, bytes, cache memory, and the time a device should need for them. No torch at import.
 
-A roofline with one more term. Each sublayer takes max(FLOPs / peak, bytes / bandwidth), and each call of an operator
-costs a fixed overhead that small models cannot hide. Predictions are bounds to print beside measurements, not results.
+A roofline with two more terms. Each sublayer takes max(FLOPs / peak, bytes / bandwidth); attention over the cache comes
+after the products that make its queries, and takes its own; each call of an operator costs a fixed overhead that small
+models cannot hide. Predictions are bounds to print beside measurements, not results.
 """
 
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from skipdecode.config import OPTConfig, Quantization
+from skipdecode.config import OPTConfig
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_per_layer
 
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
@@ -25,9 +26,19 @@ class Cost:
     flops: float = 0.0
     bytes: float = 0.0
     calls: int = 0
+    cache_flops: float = 0.0
+    """Of `flops`, those of attention over the cache, which has to wait for the queries."""
+    cache_bytes: float = 0.0
+    """Of `bytes`, likewise: K and V that are read."""
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.calls + other.calls)
+        return Cost(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.calls + other.calls,
+            self.cache_flops + other.cache_flops,
+            self.cache_bytes + other.cache_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,11 @@ class Ceilings:
     call_s: float
 
     def seconds(self, cost: Cost) -> float:
-        return max(cost.flops / self.flops_per_s, cost.bytes / self.bytes_per_s) + cost.calls * self.call_s
+        def bound(flops: float, moved: float) -> float:
+            return max(flops / self.flops_per_s, moved / self.bytes_per_s)
+
+        rest = bound(cost.flops - cost.cache_flops, cost.bytes - cost.cache_bytes)
+        return rest + bound(cost.cache_flops, cost.cache_bytes) + cost.calls * self.call_s
 
 
 def attention_cost(
@@ -60,10 +75,11 @@ def attention_cost(
     """
     d = config.hidden_size
     tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
-    flops = 4 * (tokens + kv_tokens) * d * d + 4 * tokens * context * d
-    moved = (weight_itemsize or itemsize) * (4 if kv_tokens else 2) * d * d
-    moved += itemsize * (2 * rows * context * d + 4 * tokens * d + 2 * kv_tokens * d)  # K and V, activations
-    return Cost(flops, moved, ATTN_CALLS)
+    cache_flops, cache_bytes = 4 * tokens * context * d, itemsize * 2 * rows * context * d
+    flops = 4 * (tokens + kv_tokens) * d * d + cache_flops
+    moved = (weight_itemsize or itemsize) * (4 if kv_tokens else 2) * d * d + cache_bytes
+    moved += itemsize * (4 * tokens * d + 2 * kv_tokens * d)  # activations
+    return Cost(flops, moved, ATTN_CALLS, cache_flops, cache_bytes)
 
 
 def shared_kv_cost(
@@ -182,12 +198,14 @@ def cache_bytes_per_row(
     return 2 * sum(columns.values()) * config.hidden_size * itemsize
 
 
-def measure_ceilings(device: str, dtype: str, quantization: Quantization | None = None) -> Ceilings:
-    """A micro-benchmark of about half a second: a product with a weight as models pack it, a large copy, a chain of
-    tiny calls."""
-    import torch
+def measure_ceilings(device: str, dtype: str) -> Ceilings:
+    """A micro-benchmark of about half a second: a product, a read of memory larger than caches, a chain of tiny calls.
 
-    from skipdecode.linear import pack
+    Fixed routines of torch, whatever kernels decode here, so that a slower kernel does not look better beside them. On
+    CPUs the product is the faster of torch's two, with the weight as it is and laid out once for oneDNN; for int8
+    weights it is that of `dtype` too.
+    """
+    import torch
 
     kind = getattr(torch, dtype)
     is_cuda = device.startswith("cuda")
@@ -207,11 +225,13 @@ def measure_ceilings(device: str, dtype: str, quantization: Quantization | None 
 
     with torch.inference_mode():
         x, weight = (torch.randn(rows, n, device=device).to(kind) for rows in (2 * n, n))
-        packed = pack(weight, quantization)
-        matmul_s = timed(lambda: x @ weight.T if packed is None else packed(x, None), 6)
-        source = torch.empty((1 << 30) if is_cuda else (1 << 26), dtype=torch.uint8, device=device).fill_(1)
-        target = torch.empty_like(source)
-        copy_s = timed(lambda: target.copy_(source), 6)
+        matmul_s = timed(lambda: x @ weight.T, 6)
+        if not is_cuda and kind != torch.float16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight)
+            product = torch.ops.mkldnn._linear_pointwise.default
+            matmul_s = min(matmul_s, timed(lambda: product(x, laid_out, None, "none", [], ""), 6))
+        source = torch.ones(1 << 28 if is_cuda else 1 << 26, dtype=torch.float32, device=device)
+        read_s = timed(source.sum, 6)
         small = torch.ones(1, 64, device=device, dtype=kind)
 
         def chain() -> None:
@@ -219,4 +239,4 @@ def measure_ceilings(device: str, dtype: str, quantization: Quantization | None 
                 small.add(1.0)
 
         call_s = timed(chain, 8) / 200
-    return Ceilings(4.0 * n**3 / matmul_s, 2.0 * source.numel() / copy_s, call_s)
+    return Ceilings(4.0 * n**3 / matmul_s, source.nbytes / read_s, call_s)

@@ -1,8 +1,8 @@
 """A linear layer that can be packed: on CPUs, its weight laid out once as the matrix units read it.
 
 oneDNN reorders a plain bfloat16 weight in every call; with few rows that is half of the time. A packed layer computes
-the same product, and fuses a ReLU or a residual into it. bfloat16 on AMX tiles goes through a kernel of our own
-(`cpu_linear.cpp`), the rest through oneDNN. On these tiles weights may be int8, which is another model in half of the
+the same product, and fuses a ReLU or a residual into it. What the back end multiplies itself goes through its kernels
+(`backends.cpu`), the rest through oneDNN. Some back ends take int8 weights, which is another model in half of the
 weights' bytes. Packing is for inference: there is no gradient, and the plain weight is given up.
 """
 
@@ -51,13 +51,13 @@ class Linear(nn.Linear):
             self.register_parameter("weight", None)
 
     def product(self) -> Product | None:
-        """For a kernel that does more than this layer; None where its weight does not lie in tiles."""
+        """For a kernel that does more than this layer; None where its weight is not packed for kernels."""
         return product(self.packed, self.bias)
 
 
 def product(packed: Packed | None, bias: Tensor | None) -> Product | None:
-    """For a kernel that does more than this product; None where the weight does not lie in tiles."""
-    return Product(packed.weight, packed.outputs, bias) if isinstance(packed, _Tiles) else None
+    """For a kernel that does more than this product; None where the weight is not packed for kernels."""
+    return Product(packed.weight, packed.outputs, bias) if isinstance(packed, _Kernel) else None
 
 
 def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | None:
@@ -67,11 +67,11 @@ def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | N
     """
     if quantization == "int8":
         check_int8(weight)
-        return _Tiles(cpu.pack_int8(weight), len(weight))
+        return _Kernel(cpu.pack_int8(weight), len(weight))
     if weight.device.type != "cpu":
         return None
-    if _fits_tiles(weight):
-        return _Tiles(cpu.pack(weight), len(weight))
+    if _fits_kernels(weight):
+        return _Kernel(cpu.pack(weight), len(weight))
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _has_bfloat16()):
@@ -79,8 +79,8 @@ def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | N
     return None
 
 
-def _fits_tiles(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and choice.choose().name == "amx"
+def _fits_kernels(weight: Tensor) -> bool:
+    return weight.shape[1] % 32 == 0 and cpu.multiplies(weight.dtype)
 
 
 def check_int8(weight: Tensor) -> None:
@@ -90,14 +90,14 @@ def check_int8(weight: Tensor) -> None:
         raise ValueError(f"quantization: int8 weights are for bfloat16 on CPUs, and this is {kind}")
     if (problem := choice.choose().no_int8) is not None:
         raise ValueError(f"quantization: no int8 weights here: {problem}")
-    if not _fits_tiles(weight):
+    if not _fits_kernels(weight):
         raise ValueError(f"quantization: int8 weights need inputs in a multiple of 32, and these are {weight.shape[1]}")
     if weight.shape[1] > cpu.MAX_INT8_INPUTS:
         raise ValueError(f"quantization: int8 weights have at most {cpu.MAX_INT8_INPUTS} inputs")
 
 
 @dataclass
-class _Tiles:
+class _Kernel:
     weight: Tensor | cpu.Int8Weight
     outputs: int
 
@@ -105,9 +105,7 @@ class _Tiles:
         return cpu.linear(x, self.weight, self.outputs, bias, relu=relu, residual=residual)
 
     def likeliest(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, cpu.Int8Weight):
-            return cpu.argmax(self(x, None))
-        return cpu.likeliest(x, self.weight, self.outputs)
+        return cpu.argmax_linear(x, self.weight, self.outputs)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from skipdecode.backends import cpu
 from skipdecode.backends.cpu import Columns
-from skipdecode.backends.layer import Product, Prompts, TileBlock
+from skipdecode.backends.layer import LayerKernel, Product, Prompts
 from skipdecode.cache import KVCache
 from skipdecode.config import POSITION_OFFSET, OPTConfig, Quantization, SwiftKVConfig
 from skipdecode.ffn_rows import RowFFNs
@@ -50,18 +50,22 @@ class Block(nn.Module):
         self.ffn_norm = nn.LayerNorm(width, elementwise_affine=affine)
         self.fc1 = Linear(width, config.ffn_dim, bias=bias)
         self.fc2 = Linear(config.ffn_dim, width, bias=bias)
-        self.tiles: TileBlock | None = None
-        self.query_tiles: TileBlock | None = None
+        self.kernel: LayerKernel | None = None
+        self.query_kernel: LayerKernel | None = None
 
     def fuse(self, query: Linear | None = None) -> None:
-        """`step` and `read` as one kernel each, where the packed weights lie in tiles; `query` as in `step`."""
+        """`step` and `read` as one kernel each, where its products are the kernels' own; `query` as in `step`."""
         linears = (self.qkv, self.out_proj, self.fc1, self.fc2, *([] if query is None else [query]))
         products = [linear.product() for linear in linears]
-        if self.is_pre_norm and None not in products:
+        if None not in products:
             qkv, out, fc1, fc2, *queries = cast(list[Product], products)
-            self.tiles = TileBlock(self.num_heads, self.attn_norm, qkv, out, self.ffn_norm, fc1, fc2)
-            for product in queries:
-                self.query_tiles = TileBlock(self.num_heads, self.attn_norm, product, out, self.ffn_norm, fc1, fc2)
+
+            def kernel(first: Product) -> LayerKernel:
+                parts = (self.attn_norm, first, out, self.ffn_norm, fc1, fc2)
+                return LayerKernel(self.num_heads, *parts, is_pre_norm=self.is_pre_norm)
+
+            self.kernel = kernel(qkv)
+            self.query_kernel = kernel(queries[0]) if queries else None
 
     def attend(self, h: Tensor, store: Store, mask: Tensor | None, *, only_last: bool = False) -> Tensor:
         """h [B, T, D] -> [B, T, D]. `mask` [B, 1, T, S] bool, True = may attend; None: causal, no padding.
@@ -90,9 +94,9 @@ class Block(nn.Module):
         """`attend`, `feed` or both for the one column behind those in `cache`: h [B, 1, D] -> [B, 1, D], the same
         memory where that is one kernel. `query`: K and V of that column are in `cache` already, and the query comes
         from this projection (SwiftKV)."""
-        tiles = self.tiles if query is None or not attends else self.query_tiles
-        if tiles is not None and (attends or feeds):
-            return tiles.step(h, cache.columns(layer) if attends else None, feeds=feeds)
+        kernel = self.kernel if query is None or not attends else self.query_kernel
+        if kernel is not None and (attends or feeds):
+            return kernel.step(h, cache.columns(layer) if attends else None, feeds=feeds)
         if attends:
             x = self.attn_norm(h) if self.is_pre_norm else h
             if query is not None:
@@ -108,8 +112,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """`attend`, `feed` or both for whole prompts, as one kernel into an empty cache: h [N, D] -> [N, D], the same
         memory; with `only_last` -> [B, 1, D]."""
-        assert self.tiles is not None, "a layer that is not in tiles"
-        read = self.tiles.read_last if only_last else self.tiles.read
+        assert self.kernel is not None, "a layer that is not one kernel"
+        read = self.kernel.read_last if only_last else self.kernel.read
         return read(h, prompts, (cache.k[layer], cache.v[layer]) if attends else None, feeds=feeds)
 
     def attend_to(self, h: Tensor, query: nn.Module, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -211,9 +215,9 @@ class OPT(nn.Module):
         return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
 
     @property
-    def is_in_tiles(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether every layer is one kernel (`backends.layer`)."""
-        return all(block.tiles is not None for block in self.layers)
+        return all(block.kernel is not None for block in self.layers)
 
     @property
     def weight_itemsize(self) -> int:
@@ -282,7 +286,7 @@ class OPT(nn.Module):
         is_prompt = T > 1 and cache.length == 0 and not plan.by_row
         # behind the last layer's keys and values only the last column of a prompt is of use
         top = max(plan.layers, default=None) if is_prompt else None
-        prompts = Prompts(positions) if is_prompt and has_kernels and self.is_in_tiles else None
+        prompts = Prompts(positions) if is_prompt and has_kernels and self.is_fused else None
         if prompts is not None:
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h = self.embed(tokens, positions)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.layer import Product, Prompts, TileStore
+from skipdecode.backends.layer import Product, Prompts, StoreKernel
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.linear import Linear, Packed, pack, product
 
@@ -51,7 +51,7 @@ class SwiftKV(nn.Module):
         self.q = nn.ModuleList(Linear(width, width, bias=bias) for _ in range(shape.num_shared(config)))
         self._num_groups = shape.num_groups(config)
         self._packed: list[Packed] = []  # the parts of `kv.weight`, one per group
-        self._tiles: TileStore | None = None
+        self._store_kernel: StoreKernel | None = None
         self.kv = nn.Linear(width, 2 * width * shape.num_groups(config), bias=bias)  # [group][K, V] along its rows
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ class SwiftKV(nn.Module):
             biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
             products = [product(part, bias) for part, bias in zip(self._packed, biases, strict=True)]
             if None not in products:
-                self._tiles = TileStore(self.num_heads, self.norm, cast(list[Product], products))
+                self._store_kernel = StoreKernel(self.num_heads, self.norm, cast(list[Product], products))
 
     def query(self, layer: int) -> Linear:
         """The query projection of `layer` >= first."""
@@ -116,9 +116,9 @@ class SwiftKV(nn.Module):
 
     def write_prompts(self, h: Tensor, prompts: Prompts, cache: Memory, attn: Sequence[bool]) -> None:
         """The same for whole prompts as one kernel, from h [N, D] into an empty cache."""
-        assert self._tiles is not None, "weights that are not in tiles"
+        assert self._store_kernel is not None, "weights that no kernel takes"
         leaders = {group: self.leader(group) for group in self._needed(attn)}
-        self._tiles(h, prompts, {group: (cache.k[layer], cache.v[layer]) for group, layer in leaders.items()})
+        self._store_kernel(h, prompts, {group: (cache.k[layer], cache.v[layer]) for group, layer in leaders.items()})
 
     def _needed(self, attn: Sequence[bool]) -> list[int]:
         """The groups of which `attn` runs a layer."""

@@ -14,7 +14,8 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import shutil
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ from transformers.utils import logging as hf_logging
 from actors.tokenizer import train_tokenizer
 from skipdecode.model import OPT
 from skipdecode.weights import load_opt
+from tests.support.markers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_setup
+from tests.support.verbs import Call
+
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtest_setup"]  # hooks: pytest looks here
 
 torch.set_num_threads(1)
 hf_logging.disable_progress_bar()
@@ -161,3 +166,25 @@ def ours() -> Callable[[Path], OPT]:
 @pytest.fixture(scope="session")
 def loaded(tiny_checkpoint: Path, ours: Callable[[Path], OPT]) -> OPT:
     return ours(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_ends_with_the_module() -> Iterator[None]:
+    """Ray that a test here started, by itself or by a verb, stays up for the other tests of the file, and no longer."""
+    yield
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_is_up() -> None:
+    """Ray as a verb starts it."""
+    from pipeline.cluster import start_ray
+
+    start_ray()
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """`call(verb, *arguments)` in this process: exit code, JSON document, stderr."""
+    return Call(capsys)

@@ -29,6 +29,7 @@ ONLY_IN = {  # third party -> the packages that may import it
 }
 PYPI_NAMES = {
     "yaml": "pyyaml",
+    "pydantic_core": "pydantic",
     "huggingface_hub": "huggingface-hub",
     "starlette": "fastapi",
     "rouge_score": "rouge-score",
@@ -86,12 +87,14 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.process
 def test_plan_and_config_need_no_torch() -> None:
     loaded = modules_after("import skipdecode.schedule, skipdecode.ffn_skip, skipdecode.config, skipdecode.cost")
     assert "skipdecode" in loaded
     assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy"}
 
 
+@pytest.mark.process
 def test_light_tasks_need_no_torch() -> None:
     """Half a dozen processes start with every run to read, tokenise and write; torch would cost each 2 s and 200 MB."""
     loaded = modules_after(
@@ -101,12 +104,14 @@ def test_light_tasks_need_no_torch() -> None:
     assert "torch" not in loaded
 
 
+@pytest.mark.process
 def test_the_worker_needs_no_ray() -> None:
     loaded = modules_after("import actors.generator, actors.trainer, actors.bench, actors.calibrate, skipdecode.train")
     assert "torch" in loaded
     assert not loaded & {"ray", "pydantic", "pyarrow", "transformers"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parts[-2] == "jobs"], ids=name)
 def test_help_needs_neither_torch_nor_ray(path: Path) -> None:
     assert not modules_after(f"import jobs.{path.stem}") & {"torch", "ray", "pydantic"}
@@ -133,12 +138,8 @@ def test_configs_are_no_package() -> None:
     assert {path.suffix for path in (ROOT / "configs").iterdir()} == {".yaml"}
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.name != "__init__.py"], ids=name)
-def test_the_readme_tree_names_every_module(path: Path) -> None:
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where things are")[2]
-    package, *rest = path.relative_to(ROOT).parts
-    block = tree.partition(f"\n{package}/")[2]
-    for later in PACKAGES[PACKAGES.index(package) + 1 :]:
-        block = block.partition(f"\n{later}/")[0]
-    shown = f"{rest[0]}/" if len(rest) > 1 else path.stem if package == "jobs" else path.name
-    assert shown in block, f"README names no {shown} under {package}/"
+def test_the_page_of_packages_names_every_folder() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = {f"{name(path.parent)}/" for path in MODULES}
+    assert folders >= {"skipdecode/", "actors/", "pipeline/", "pipeline/input/", "jobs/"}
+    assert {folder for folder in folders if f"| `{folder}` |" not in page} == set()

@@ -1,14 +1,15 @@
 """`jobs.bench` as a library call: its configuration, and the loop over shapes. First form: this process, one device."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section, SwiftKVSection, build_config, read_tree
 from pipeline.machine import provenance
+from pipeline.units import Json, Note
 from skipdecode.config import Quantization
 
 if TYPE_CHECKING:
@@ -23,31 +24,40 @@ class BenchConfig(Section):
     shape: str | None = "opt-125m"
     """A released shape with random weights; or null and `source`."""
     source: str | None = None
+    """A checkpoint, in place of `shape`."""
     swiftkv: SwiftKVSection | None = None
     """Gives `shape` the projections of SwiftKV, so that `schedules` may have `prefill: swiftkv`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
     quantization: Quantization | None = None
+    """int8: weights of 8 bits, as `model.quantization` of a job."""
     threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
     batch_sizes: tuple[Annotated[int, Field(ge=1)] | Literal["largest"], ...] = (8, 32)
     """largest: as many rows as have room at full depth."""
     prompt_tokens: tuple[Annotated[int, Field(ge=1)], ...] = (64,)
+    """Prompt lengths to measure."""
     new_tokens: Annotated[int, Field(ge=2)] = 64
+    """Tokens of an answer."""
     repeats: Annotated[int, Field(ge=1)] = 3
-    schedules: tuple[dict[str, Any], ...] = tuple({"method": "skipdecode", "speedup": s} for s in (2, 3, 4, 5))
+    """Measurements of each setting, in turns; figures are medians."""
+    schedules: tuple[dict[str, JsonValue], ...] = tuple({"method": "skipdecode", "speedup": s} for s in (2, 3, 4, 5))
+    """`decode:` mappings to compare with full depth; `prefill: swiftkv` may stand beside their keys."""
 
 
 def load_bench_config(path: str | None, overrides: list[str]) -> BenchConfig:
     return build_config(BenchConfig, read_tree(path, overrides))
 
 
-def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool = False) -> dict[str, Any]:
+def run_bench(config: BenchConfig, note: Note, *, profile: bool = False) -> dict[str, Json]:
     """All shapes; the document for stdout and `benchmarks/results/`. `profile`: the stages of a step, not speed."""
     import torch
 
     from actors.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
     from actors.generator import choose_device, choose_dtype
-    from skipdecode import cpu_kernels
+    from skipdecode.backends.choice import choose
 
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -63,7 +73,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
     room = model.config.max_position_embeddings - config.new_tokens
     if max(config.prompt_tokens) > room:
         raise ConfigError("prompt_tokens", f"{max(config.prompt_tokens)} and new_tokens do not fit; at most {room}")
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     schedules = list(config.schedules)
     for prompt_tokens in config.prompt_tokens:
         for size in config.batch_sizes:
@@ -82,7 +92,7 @@ def run_bench(config: BenchConfig, note: Callable[[str], None], *, profile: bool
             rows += measured
     return provenance(device) | {
         "dtype": precision,
-        "cpu_kernels": cpu_kernels.status() if device.type == "cpu" else None,
+        "cpu_kernels": str(choose()) if device.type == "cpu" else None,
         "config": config.model_dump(mode="json"),
         "rows": rows,
     }
@@ -131,7 +141,7 @@ LEFT_OUT = ("new_tokens", "prefill_ms")  # of the table; the document has them
 SCHEDULE_WIDTH = 16
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Mapping[str, Json]) -> str:
     cells = {key: f"{value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()}
     return "  ".join(
         cell.rjust(max(len(key), SCHEDULE_WIDTH if key == "schedule" else 0))

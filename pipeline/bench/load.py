@@ -8,14 +8,14 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import numpy as np
 
 from pipeline.demo_corpus import make_prompts
+from pipeline.units import Json
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,28 @@ class Outcome:
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Of all requests of one load, times in milliseconds; None where no answer has one."""
+
+    requests: int
+    statuses: dict[str, int]
+    request_throughput: float
+    """Good answers per second, from the first arrival to the last token."""
+    output_throughput: float
+    """New tokens per second, likewise."""
+    goodput: float
+    """Answers per second that kept both limits."""
+    late_p99_ms: float | None
+    """How late requests were sent: the load itself is too slow."""
+    p50_ttft_ms: float | None
+    p99_ttft_ms: float | None
+    p50_tpot_ms: float | None
+    p99_tpot_ms: float | None
+    p50_e2el_ms: float | None
+    p99_e2el_ms: float | None
+
+
 def make_work(
     rate: float, duration_s: float, *, tokens: Sequence[int], weights: Sequence[float], seed: int
 ) -> list[Work]:
@@ -75,12 +97,12 @@ def make_work(
 
 
 async def send(
-    session: aiohttp.ClientSession, url: str, work: Work, began: float, body: dict[str, Any], keep_text: bool
+    session: aiohttp.ClientSession, url: str, work: Work, began: float, body: Mapping[str, Json], keep_text: bool
 ) -> Outcome:
     """One streamed completion, at its time."""
     await asyncio.sleep(max(0.0, began + work.due_s - time.perf_counter()))
     outcome = Outcome(work, sent_s=time.perf_counter() - began)
-    asked = {"prompt": work.prompt, "max_tokens": work.max_tokens, "stream": True} | body
+    asked = {"prompt": work.prompt, "max_tokens": work.max_tokens, "stream": True, **body}
     try:
         async with session.post(f"{url}/v1/completions", json=asked) as answer:
             outcome.status = answer.status
@@ -117,7 +139,7 @@ async def _read(answer: aiohttp.ClientResponse, outcome: Outcome, began: float, 
         outcome.error = "the stream was cut off"
 
 
-async def offer(url: str, work: Sequence[Work], body: dict[str, Any], *, keep_text: bool = False) -> list[Outcome]:
+async def offer(url: str, work: Sequence[Work], body: Mapping[str, Json], *, keep_text: bool = False) -> list[Outcome]:
     """Sends all of it, each at its time, and waits for the answers."""
     timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -125,11 +147,7 @@ async def offer(url: str, work: Sequence[Work], body: dict[str, Any], *, keep_te
         return await asyncio.gather(*(send(session, url, one, began, body, keep_text) for one in work))
 
 
-def figures(outcomes: Sequence[Outcome], *, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
-    """Percentiles in milliseconds; throughput over the time from the first arrival to the last token.
-
-    Goodput: requests per second that kept both limits.
-    """
+def figures(outcomes: Sequence[Outcome], *, slo_ttft_s: float, slo_tpot_s: float) -> Figures:
     good = [one for one in outcomes if one.is_good]
     span = max((one.last_s for one in good), default=0.0) - min((one.work.due_s for one in outcomes), default=0.0)
     statuses: dict[str, int] = {}
@@ -137,21 +155,23 @@ def figures(outcomes: Sequence[Outcome], *, slo_ttft_s: float, slo_tpot_s: float
         name = str(one.status) if one.status != 200 or one.is_good else "cut off"
         statuses[name] = statuses.get(name, 0) + 1
     kept = [one for one in good if one.ttft_s <= slo_ttft_s and (one.tpot_s or 0) <= slo_tpot_s]
-    row: dict[str, Any] = {
-        "requests": len(outcomes),
-        "statuses": statuses,
-        "request_throughput": len(good) / span if span else 0.0,
-        "output_throughput": sum(one.tokens for one in good) / span if span else 0.0,
-        "goodput": len(kept) / span if span else 0.0,
-        "late_p99_ms": _percentiles([one.sent_s - one.work.due_s for one in outcomes])[1],
-    }
-    for name, values in (
-        ("ttft", [one.ttft_s for one in good]),
-        ("tpot", [one.tpot_s for one in good if one.tpot_s is not None]),
-        ("e2el", [one.e2el_s for one in good]),
-    ):
-        row[f"p50_{name}_ms"], row[f"p99_{name}_ms"] = _percentiles(values)
-    return row
+    p50_ttft, p99_ttft = _percentiles([one.ttft_s for one in good])
+    p50_tpot, p99_tpot = _percentiles([one.tpot_s for one in good if one.tpot_s is not None])
+    p50_e2el, p99_e2el = _percentiles([one.e2el_s for one in good])
+    return Figures(
+        requests=len(outcomes),
+        statuses=statuses,
+        request_throughput=len(good) / span if span else 0.0,
+        output_throughput=sum(one.tokens for one in good) / span if span else 0.0,
+        goodput=len(kept) / span if span else 0.0,
+        late_p99_ms=_percentiles([one.sent_s - one.work.due_s for one in outcomes])[1],
+        p50_ttft_ms=p50_ttft,
+        p99_ttft_ms=p99_ttft,
+        p50_tpot_ms=p50_tpot,
+        p99_tpot_ms=p99_tpot,
+        p50_e2el_ms=p50_e2el,
+        p99_e2el_ms=p99_e2el,
+    )
 
 
 def _percentiles(seconds: Sequence[float]) -> tuple[float | None, float | None]:

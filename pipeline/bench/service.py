@@ -15,20 +15,22 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from actors.bench import random_model
-from pipeline.bench.load import figures, make_work, offer
+from pipeline.bench.load import Figures, figures, make_work, offer
 from pipeline.config import Section, build_config, read_tree, set_key
 from pipeline.machine import provenance
 from pipeline.service.config import load_serve_file
 from pipeline.service.run import running
+from pipeline.units import Json, Note
 from skipdecode.config import OPTConfig
 from skipdecode.weights import save_opt
 
@@ -40,7 +42,8 @@ class System(Section):
     """A server under load: `args` of our application, or `command`, a peer that listens on {port}."""
 
     name: str
-    args: dict[str, Any] = Field(default_factory=dict)
+    """In the table, and for `only`."""
+    args: dict[str, JsonValue] = Field(default_factory=dict)
     """Dotted keys over those of the benchmark, e.g. engine.scheduler."""
     command: str | None = None
     """{python}, {model}, {dtype} and {port} are filled in."""
@@ -50,8 +53,10 @@ class ServeBenchConfig(Section):
     source: str | None = "models/opt-e2e"
     """A checkpoint; or null and `shape`, a released shape with random weights."""
     shape: str | None = None
+    """A released shape, in place of `source`."""
     tokenizer: str | None = None
-    args: dict[str, Any] = Field(default_factory=dict)
+    """A folder with the tokenizer for `shape`."""
+    args: dict[str, JsonValue] = Field(default_factory=dict)
     """Dotted keys of every application."""
     systems: Annotated[tuple[System, ...], Field(min_length=1)]
     only: tuple[str, ...] = ()
@@ -59,28 +64,33 @@ class ServeBenchConfig(Section):
     rates: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4, 8, 16)
     """Requests per second."""
     duration_s: Positive = 20
+    """Seconds of load at each rate."""
     max_tokens: Annotated[tuple[int, ...], Field(min_length=1)] = (64,)
     """Drawn for each request, by `weights`."""
     weights: tuple[Positive, ...] = ()
+    """Shares of `max_tokens`; empty: equal ones."""
     ignore_eos: bool = True
     """Answers of exactly max_tokens: the same work for every server."""
     slo_ttft_ms: Positive = 500
+    """Goodput counts answers whose first token came within this time."""
     slo_tpot_ms: Positive = 50
+    """And whose later tokens took no longer than this on average."""
     seed: int = 0
+    """Decides on arrivals, prompts and lengths."""
 
 
 def load_serve_bench_config(path: str | None, overrides: list[str]) -> ServeBenchConfig:
     return build_config(ServeBenchConfig, read_tree(path, overrides))
 
 
-def run_serve_bench(config: ServeBenchConfig, note: Callable[[str], None]) -> dict[str, Any]:
+def run_serve_bench(config: ServeBenchConfig, note: Note) -> dict[str, Json]:
     """One row per system and rate; the document that goes to stdout and into `benchmarks/results/`."""
     chosen = [system for system in config.systems if not config.only or system.name in config.only]
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     with checkpoint(config) as source:
         for system in chosen:
             with started(system, source, config) as url:
-                body = {"temperature": 0, "ignore_eos": config.ignore_eos, "return_token_ids": True}
+                body: dict[str, Json] = {"temperature": 0, "ignore_eos": config.ignore_eos, "return_token_ids": True}
                 warm = make_work(4, 2, tokens=[8], weights=[1], seed=99)
                 asyncio.run(offer(url, warm, body))
                 for rate in config.rates:
@@ -92,22 +102,23 @@ def run_serve_bench(config: ServeBenchConfig, note: Callable[[str], None]) -> di
                         seed=config.seed,
                     )
                     outcomes = asyncio.run(offer(url, work, body))
-                    row = {"system": system.name, "rate": rate} | figures(
-                        outcomes, slo_ttft_s=config.slo_ttft_ms / 1e3, slo_tpot_s=config.slo_tpot_ms / 1e3
-                    )
-                    rows.append(row)
-                    note(line(row))
+                    found = figures(outcomes, slo_ttft_s=config.slo_ttft_ms / 1e3, slo_tpot_s=config.slo_tpot_ms / 1e3)
+                    rows.append({"system": system.name, "rate": rate, **asdict(found)})
+                    note(line(system.name, rate, found))
     return provenance(torch.device("cpu"), ("torch", "ray")) | {"config": config.model_dump(mode="json"), "rows": rows}
 
 
-def line(row: dict[str, Any]) -> str:
+def line(system: str, rate: float, found: Figures) -> str:
     """A row for a human."""
-    parts = [f"{row['system']:24}", f"rate {row['rate']:g}", f"{row['output_throughput']:.0f} tokens/s"]
-    parts += [f"goodput {row['goodput']:.1f}/s"]
-    for name in ("ttft", "tpot", "e2el"):
-        values = [row[f"{p}_{name}_ms"] for p in ("p50", "p99")]
+    parts = [f"{system:24}", f"rate {rate:g}", f"{found.output_throughput:.0f} tokens/s"]
+    parts += [f"goodput {found.goodput:.1f}/s"]
+    for name, *values in (
+        ("ttft", found.p50_ttft_ms, found.p99_ttft_ms),
+        ("tpot", found.p50_tpot_ms, found.p99_tpot_ms),
+        ("e2el", found.p50_e2el_ms, found.p99_e2el_ms),
+    ):
         parts.append(f"{name} p50/p99 " + "/".join("-" if v is None else f"{v:.0f}" for v in values) + " ms")
-    return "  ".join([*parts, json.dumps(row["statuses"])])
+    return "  ".join([*parts, json.dumps(found.statuses)])
 
 
 @contextmanager
@@ -133,10 +144,10 @@ def started(system: System, source: str, config: ServeBenchConfig) -> Iterator[s
         with _command(system.command, source, port, str(config.args.get("model.dtype", "auto"))) as url:
             yield url
         return
-    args: dict[str, Any] = {}
-    for key, value in ({"model.source": source, "model_name": "bench"} | config.args | system.args).items():
+    args: dict[str, Json] = {}
+    for key, value in {"model.source": source, "model_name": "bench", **config.args, **system.args}.items():
         set_key(args, key, value)
-    tree = {"applications": [{"args": args}], "http_options": {"host": "127.0.0.1", "port": port}}
+    tree: dict[str, Json] = {"applications": [{"args": args}], "http_options": {"host": "127.0.0.1", "port": port}}
     with running(load_serve_file(tree)) as url:
         yield url.rstrip("/")
 

@@ -2,39 +2,78 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from actors.generator import Generator, GeneratorConfig, choose_device, free_bytes
-from pipeline.checkpoint import ResolvedModel, check_model, check_quantization, resolve_dtype
-from pipeline.cluster import OBJECT_STORE_BYTES, Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
+from actors.generator import Generator, GeneratorConfig, choose_device
+from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
+from pipeline.cluster import Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
+from pipeline.doctor.facts import GIB, cpu_backend, gpus, machine, wrong_devices, wrong_places
 from pipeline.doctor.versions import check_versions
 from pipeline.input.files import list_input
 from pipeline.machine import provenance
 from pipeline.store.run_folder import RunFolder
-from pipeline.units import Note
-from skipdecode import cpu_kernels
+from pipeline.units import Json, Note
+from pipeline.worker_backends import NodeBackend, find_backends, look, settle_dtype, why_no_int8
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.hub import resolve_source
 from skipdecode.schedule import make_schedule
 
 LOW_DISK_BYTES = 1 << 30
 PACKAGES = ("ray", "torch", "pyarrow", "numpy", "tokenizers")
-GIB = 1 << 30
 
 
-def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Any]:
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RayFacts:
+    address: str | None
+    num_cpus: float
+    num_gpus: float
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a worker would decode with. `load_s` and `batch_size`: None where this machine cannot load the model."""
+
+    model: str
+    layers: int
+    decode: Mapping[str, Json]
+    device: str
+    dtype: str
+    quantization: str | None
+    load_s: float | None
+    batch_size: dict[str, int] | None
+    """By prompt length."""
+    cache_bytes_per_row: dict[str, int]
+    """Likewise."""
+
+
+@dataclass
+class Output:
+    """Where a run would write."""
+
+    path: str
+    exists: bool
+    free_bytes: int | None = None
+    """Of a folder on this machine."""
+
+
+def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
     """Everything that was found; `problems`: what a run would stumble over, in words, with the remedy.
 
     `has_input`: whether the configuration names an input; the default one need not be there.
     """
     problems: list[str] = []
 
-    def attempt(look: Callable[[], Any]) -> Any:
+    def attempt(look: Callable[[], T]) -> T | None:
         """What `look` finds; None, and a problem, when a run would be refused."""
         try:
             return look()
@@ -43,47 +82,31 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Any]:
             return None
 
     cluster = attempt(find_cluster)
-    document: dict[str, Any] = {
-        "machine": provenance(choose_device("auto"), PACKAGES) | machine(),
-        "gpus": gpus(),
-        "ray": None if cluster is None else ray_facts(cluster),
+    document: dict[str, Json] = {
+        "machine": provenance(choose_device("auto"), PACKAGES) | asdict(machine()),
+        "gpus": [asdict(gpu) for gpu in gpus()],
+        "ray": None if cluster is None else asdict(ray_facts(cluster)),
     }
     problems += check_versions().wrong + wrong_devices() + wrong_places()
+    backend = attempt(cpu_backend)
+    if backend is not None:
+        note(f"CPU kernels: {backend}")
+    document["cpu_backend"] = None if backend is None else asdict(backend)
     pool = None if cluster is None else attempt(lambda: fitting_pool(config, cluster))
     device = worker_device(config, cluster, pool)
-    document["choice"] = attempt(lambda: choice(config, device, note))
+    nodes = attempt(lambda: decoding_nodes(cluster, pool, device))
+    for node in nodes or ():
+        note(f"workers on {node.node}: {node.backend}")
+    document["worker_backends"] = [asdict(node) for node in nodes or ()]
+    chosen = None if nodes is None else attempt(lambda: choice(config, device, nodes, note))
+    document["choice"] = None if chosen is None else asdict(chosen)
     if has_input:
         found = attempt(lambda: list_input(config.input))
         document["input"] = None if found is None else {"files": len(found.files), "format": found.format}
-    document["output"] = attempt(lambda: output(config, problems))
-    return document | {"problems": problems}
-
-
-def machine() -> dict[str, Any]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    return {
-        "usable_cores": num_cores(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * page,
-        "free_memory_bytes": free_bytes(torch.device("cpu")),
-        "has_amx_bf16": torch.cpu._is_amx_tile_supported(),
-        "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
-    }
-
-
-def gpus() -> list[dict[str, Any]]:
-    found = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": total,
-                "free_memory_bytes": free,
-            }
-        )
-    return found
+    place = attempt(lambda: output(config, problems))
+    document["output"] = None if place is None else asdict(place)
+    document["problems"] = [*problems]
+    return document
 
 
 def find_cluster() -> Cluster:
@@ -100,13 +123,9 @@ def find_cluster() -> Cluster:
         ) from error
 
 
-def ray_facts(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "address": os.environ.get("RAY_ADDRESS") or None,
-        "num_cpus": cluster.num_cpus,
-        "num_gpus": cluster.num_gpus,
-        "nodes": len(cluster.node_cpus) or 1,
-    }
+def ray_facts(cluster: Cluster) -> RayFacts:
+    address = os.environ.get("RAY_ADDRESS") or None
+    return RayFacts(address, cluster.num_cpus, cluster.num_gpus, len(cluster.node_cpus) or 1)
 
 
 def fitting_pool(config: JobConfig, cluster: Cluster) -> Pool:
@@ -125,40 +144,48 @@ def worker_device(config: JobConfig, cluster: Cluster | None, pool: Pool | None)
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def choice(config: JobConfig, device: torch.device, note: Note) -> dict[str, Any]:
-    """What a worker on `device` would decode with. Where this machine has such a device the model is loaded as a worker
-    does; else `load_s` and `batch_size` are null."""
+def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.device) -> Sequence[NodeBackend]:
+    """What decodes on the nodes that have workers; none where GPUs do. ConfigError where one cannot do as told."""
+    if device.type != "cpu":
+        return ()
+    if cluster is None or pool is None or cluster.is_embedded:
+        cpu_backend()  # its error is the one that a run would end with
+        return (look(),)
+    return find_backends(cluster, pool.num_cpus)
+
+
+def choice(config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend], note: Note) -> Choice:
+    """Where this machine has such a device the model is loaded as a worker on it does."""
     model = check_model(config, note)
-    dtype = resolve_dtype(config.model.dtype, device.type)
-    is_here = not os.environ.get("RAY_ADDRESS")
-    check_quantization(config.model.quantization, model.config, dtype, device.type, is_here=is_here)
+    dtype = settle_dtype(config.model.dtype, device.type, nodes)
+    check_quantization(config.model.quantization, model.config, dtype, device.type, why_no_int8(nodes))
     new = config.sampling.max_new_tokens
     buckets = [b for b in config.actors.length_buckets if b + new <= model.config.max_position_embeddings]
     swiftkv = model.config.kv_layers(config.prefill.method)
     layers = model.config.num_hidden_layers
     schedule = make_schedule(model.decode, num_layers=layers, max_new_tokens=new, kv_layers=swiftkv)
     shape = {"num_new": new, "itemsize": getattr(torch, dtype).itemsize}
-    found: dict[str, Any] = {
-        "model": model.source,
-        "layers": layers,
-        "decode": model.decode,
-        "device": str(device),
-        "dtype": dtype,
-        "quantization": config.model.quantization,
-        "load_s": None,
-        "batch_size": None,
-        "cache_bytes_per_row": {
+    found = Choice(
+        model=model.source,
+        layers=layers,
+        decode=model.decode,
+        device=str(device),
+        dtype=dtype,
+        quantization=config.model.quantization,
+        load_s=None,
+        batch_size=None,
+        cache_bytes_per_row={
             str(b): cache_bytes_per_row(model.config, schedule, prompt_columns=b, **shape) for b in buckets
         },
-    }
+    )
     if device.type == "cuda" and not torch.cuda.is_available():
         return found
-    if config.model.quantization is not None and not cpu_kernels.has_tiles():
+    if config.model.quantization is not None and cpu_backend().no_int8 is not None:
         return found
     note(f"model: loading {model.source} on {device}")
     generator = Generator(generator_config(config, model, device, dtype))
     sizes = {str(bucket): generator.batch_size(bucket, new) for bucket in buckets}
-    return found | {"load_s": generator.load_s, "batch_size": sizes}
+    return replace(found, load_s=generator.load_s, batch_size=sizes)
 
 
 def generator_config(config: JobConfig, model: ResolvedModel, device: torch.device, dtype: str) -> GeneratorConfig:
@@ -179,43 +206,20 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
     )
 
 
-def output(config: JobConfig, problems: list[str]) -> dict[str, Any]:
-    """Where a run would write; nothing is created."""
+def output(config: JobConfig, problems: list[str]) -> Output:
+    """Looks at `output.path`; nothing is created."""
     folder = RunFolder.open(config.output.path)
-    found: dict[str, Any] = {"path": folder.shown, "exists": folder.exists()}
+    found = Output(folder.shown, folder.exists())
     if folder.is_local:
         place = next(p for p in (Path(folder.root), *Path(folder.root).parents) if p.exists())
-        found["free_bytes"] = shutil.disk_usage(place).free
+        found.free_bytes = shutil.disk_usage(place).free
         if not os.access(place, os.W_OK):
             problems.append(f"output.path: {place} is not writable for this user; choose another output.path")
-        if found["free_bytes"] < LOW_DISK_BYTES:
-            problems.append(f"output.path: {found['free_bytes'] / GIB:.1f} GiB are free at {place}; make room")
-    if found["exists"] and config.output.if_exists == "fail":
+        if found.free_bytes < LOW_DISK_BYTES:
+            problems.append(f"output.path: {found.free_bytes / GIB:.1f} GiB are free at {place}; make room")
+    if found.exists and config.output.if_exists == "fail":
         problems.append(
             f"output.path: {folder.shown} exists already; use --resume to go on with it, --overwrite to start anew, or "
             "another output.path"
         )
     return found
-
-
-def wrong_devices() -> list[str]:
-    has_driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-    if has_driver and not torch.cuda.is_available():
-        return [
-            f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU; install a CUDA build of "
-            "torch, or check CUDA_VISIBLE_DEVICES"
-        ]
-    return []
-
-
-def wrong_places() -> list[str]:
-    if not os.path.isdir("/dev/shm"):
-        return []
-    total = shutil.disk_usage("/dev/shm").total
-    wanted = min(OBJECT_STORE_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 5)
-    if total < wanted:
-        return [
-            f"/dev/shm holds {total / GIB:.1f} GiB, and Ray's object store wants {wanted / GIB:.1f}: it would lie on "
-            "disk; give the container more (docker run --shm-size=4g)"
-        ]
-    return []

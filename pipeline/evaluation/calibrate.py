@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,13 +31,18 @@ from pipeline.config import (
     SamplingConfig,
     Section,
 )
+from pipeline.evaluation.documents import CalibrationDocument, FFNSkip, Proposal, SimilarityLine
 from pipeline.input.prompts import read_prompts
-from pipeline.machine import provenance
+from pipeline.machine import device_facts, version_of
+from pipeline.plots import new_figure, save_figure
 from pipeline.store.model_folder import new_folder, written_whole
 from pipeline.units import Note
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PROGRESS_S = 5.0
 
@@ -55,13 +61,18 @@ class CalibrateConfig(Section):
     warmup_tokens: Annotated[int, Field(ge=0)] = 25
     """Decode steps that skip nothing."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
+    """Tokens of each sample answer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
     batch_size: Annotated[int, Field(ge=1)] = 32
+    """Rows of a batch."""
     output: Annotated[str, Field(min_length=1)] = "outputs/calibrated"
+    """The checkpoint to write."""
 
 
-def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
+def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument:
     """Measures, proposes, and writes the checkpoint; gives back `calibration/calibration.json`."""
     started = time.monotonic()
     if config.decode.ffn_skip is not None:
@@ -78,7 +89,7 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
             JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling), note
         )
     except ConfigError as error:  # it speaks of a job's keys
-        raise ConfigError.parse(str(error).replace("sampling.max_new_tokens", "max_new_tokens")) from error
+        raise error.renamed("sampling.max_new_tokens", "max_new_tokens") from error
     prompts = read_prompts(config.input, config.num_prompts)
     sample = write_sample(config, model, prompts, note)
     note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
@@ -87,7 +98,9 @@ def calibrate(config: CalibrateConfig, note: Note) -> dict[str, Any]:
         rule = propose_rule(sample, config.skip_share, config.warmup_tokens, _progress(note, "row rule"))
     except ValueError as error:
         raise ConfigError.parse(error) from error
-    document = provenance(device) | {
+    document: CalibrationDocument = {
+        **device_facts(device),
+        "torch": version_of("torch"),
         "model": config.model.source,
         "decode": model.decode,
         "prefill": config.prefill.method,
@@ -136,7 +149,7 @@ def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[st
 
 
 def write_checkpoint(
-    staging: Path, model: ResolvedModel, layers: Candidate, sample: Sample, document: dict[str, Any]
+    staging: Path, model: ResolvedModel, layers: Candidate, sample: Sample, document: CalibrationDocument
 ) -> None:
     """The model's files, its `config.json` with `ffn_skip`, and `calibration/`."""
     (staging / "calibration").mkdir()
@@ -157,28 +170,23 @@ def write_checkpoint(
     (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     folder = staging / "calibration"
     (folder / "calibration.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    table = sample.table()
+    table = cast("list[SimilarityLine]", sample.table())
     pq.write_table(pa.Table.from_pylist(table), folder / "similarity.parquet")
-    figure = heat_map(table, document)
-    for kind in ("svg", "png"):
-        figure.savefig(folder / f"similarity.{kind}", dpi=120)
+    save_figure(heat_map(table, document["calibrated"]["ffn_skip"]), folder, "similarity")
 
 
-def heat_map(table: list[dict[str, Any]], document: dict[str, Any]) -> Any:
+def heat_map(table: Sequence[SimilarityLine], skipped: FFNSkip) -> "Figure":
     """How far each block moves the state (1 - cosine, logarithmic) per layer and decode step; lines: skipped."""
     import numpy as np
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
 
     shape = (max(line["layer"] for line in table) + 1, max(line["step"] for line in table) + 1)
     moved = np.full(shape, np.nan)
     for line in table:
         moved[line["layer"], line["step"]] = max(1.0 - line["mean"], 1e-6)
-    figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor="white")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(8, 4.5)
     image = axes.imshow(moved, aspect="auto", origin="lower", norm=LogNorm(), cmap="cividis", interpolation="nearest")
     figure.colorbar(image, ax=axes, label="1 - cos(h, h + FFN(h)), mean")
-    skipped = document["calibrated"]["ffn_skip"]
     if skipped["warmup_tokens"] < shape[1]:
         for layer in skipped["layers"]:
             axes.plot([skipped["warmup_tokens"], shape[1] - 1], [layer, layer], color="white", linewidth=0.8)
@@ -188,17 +196,21 @@ def heat_map(table: list[dict[str, Any]], document: dict[str, Any]) -> Any:
     return figure
 
 
-def _figures(candidate: Candidate) -> dict[str, Any]:
+def _figures(candidate: Candidate) -> Proposal:
     """A proposal as `decode.ffn_skip` takes it, and what it did to the sample."""
     schedule = candidate.schedule
-    keys: dict[str, Any] = {"warmup_tokens": schedule.warmup_tokens}
+    keys: FFNSkip = {"warmup_tokens": schedule.warmup_tokens}
     if isinstance(schedule, SkipSaturated):
         keys |= {"mode": "row", "threshold": schedule.threshold}
         keys |= {"cold_start": schedule.cold_start, "cold_end": schedule.cold_end}
     elif isinstance(schedule, SkipBand):
         keys |= {"mode": "fixed", "layers": list(schedule.layers)}
-    measured = {name: getattr(candidate, name) for name in ("skip_share", "divergence", "token_match")}
-    return {"ffn_skip": keys} | measured
+    return {
+        "ffn_skip": keys,
+        "skip_share": candidate.skip_share,
+        "divergence": candidate.divergence,
+        "token_match": candidate.token_match,
+    }
 
 
 def _link(source: Path, target: Path) -> None:

@@ -3,15 +3,26 @@
 Reads a run folder or plain Parquet, the columns it needs only. What the texts are compared with is not known here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import pyarrow as pa
 import pyarrow.dataset
 
 from pipeline.config import ConfigError
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.run_state import RunState
+
+
+class Row(TypedDict):
+    """What is read of a row."""
+
+    prompt: str | None
+    generated_text: str | None
+    id: NotRequired[str | None]
+    error_code: NotRequired[str | None]
+    num_generated_tokens: NotRequired[int | None]
+    layers_run: NotRequired[int | None]
 
 
 @dataclass(frozen=True)
@@ -29,10 +40,10 @@ class Texts:
     """As run, per decode step; None where the corpus does not say."""
 
 
-def read_texts(folder: RunFolder, state: RunState | None) -> Texts:
-    """The texts of a run (`state` is its run.json) or of plain Parquet."""
-    source: Any = folder.root
-    if state is not None:
+def read_texts(folder: RunFolder, *, is_run: bool) -> Texts:
+    """The texts of a run, or of plain Parquet."""
+    source: str | list[str] = folder.root
+    if is_run:
         source = [path for status in ("ok", "failed") for path in folder.data_files(status)]
         if not source:
             raise ConfigError("", f"{folder.shown}: the run has written no rows yet")
@@ -54,16 +65,13 @@ def read_texts(folder: RunFolder, state: RunState | None) -> Texts:
     return choose_texts(rows)
 
 
-def choose_texts(rows: list[dict[str, Any]]) -> Texts:
-    """Of rows with the same prompt, the one with the lowest id, whether it failed or not.
-
-    `rows` hold `prompt`, `generated_text` and, where there, `id`, `error_code`, `num_generated_tokens`, `layers_run`.
-    """
+def choose_texts(rows: Sequence[Row]) -> Texts:
+    """Of rows with the same prompt, the one with the lowest id, whether it failed or not."""
     by_prompt: dict[str, str] = {}
     failed = set()
-    with_prompt = [row for row in rows if row["prompt"] is not None]
-    for row in sorted(with_prompt, key=lambda row: (row.get("id") is None, row.get("id"), bool(row.get("error_code")))):
-        prompt, is_failed = row["prompt"], bool(row.get("error_code"))
+    with_prompt = [(prompt, row) for row in rows if (prompt := row["prompt"]) is not None]
+    for prompt, row in sorted(with_prompt, key=lambda pair: _rank(pair[1])):
+        is_failed = bool(row.get("error_code"))
         if prompt not in by_prompt:
             by_prompt[prompt] = "" if is_failed else row["generated_text"] or ""
             failed |= {prompt} if is_failed else set()
@@ -76,3 +84,9 @@ def choose_texts(rows: list[dict[str, Any]]) -> Texts:
         num_without_prompt=len(rows) - len(with_prompt),
         layers_per_token=sum(row.get("layers_run") or 0 for row in rows) / steps if steps else None,
     )
+
+
+def _rank(row: Row) -> tuple[bool, str, bool]:
+    """By id, rows without one last; of one id, the row that did not fail first."""
+    own = row.get("id")
+    return own is None, "" if own is None else own, bool(row.get("error_code"))

@@ -9,16 +9,24 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+
+from pipeline.evaluation.documents import Scores, SlotFigures
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 VERBATIM_SLOTS = ("name", "near", "food", "eatType", "area")
 SLOT = re.compile(r"(\w[\w ]*)\[([^\]]*)\]")  # `customer rating[5 out of 5]`
 
 
-def scores(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+def scores(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
     """`bleu`, `chrf`, `rouge1`, `rouge2`, `rougeL`; `references[i]` are those of `texts[i]`, at least one."""
-    return {"bleu": bleu(texts, references), "chrf": chrf(texts, references)} | rouge(texts, references)
+    found = rouge(texts, references)
+    return {
+        "bleu": bleu(texts, references),
+        "chrf": chrf(texts, references),
+        "rouge1": found["rouge1"],
+        "rouge2": found["rouge2"],
+        "rougeL": found["rougeL"],
+    }
 
 
 def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
@@ -49,13 +57,13 @@ def rouge_rows(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dic
     return {name: [100 * row[name].fmeasure for row in rows] for name in ROUGE}
 
 
-def _streams(references: Sequence[Sequence[str]]) -> Any:
+def _streams(references: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     """sacrebleu's layout: the first reference of every text, then the second, None where a text has no more."""
     assert all(references), "a text without a reference"
     return [list(stream) for stream in zip_longest(*references)]
 
 
-def slot_share(prompts: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+def slot_share(prompts: Sequence[str], texts: Sequence[str]) -> SlotFigures:
     """How many slot values of the prompts, `name[The Vaults], eatType[pub]`, stand in the texts.
 
     `slot_share` over all, `slots` by name, `num_slots` looked for; None and empty where the prompts hold no slots.

@@ -8,20 +8,30 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field
 
 from actors.generator import choose_device, choose_dtype
 from actors.tokenizer import OPTTokenizer
+from actors.train_workers import Pair
 from actors.trainer import mean_loss
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section
+from pipeline.evaluation.documents import (
+    Counts,
+    Decode,
+    EvaluationDocument,
+    LossFigures,
+    Measured,
+    PolicyFigures,
+    PolicyKeys,
+)
 from pipeline.evaluation.hypotheses import Texts, read_texts
 from pipeline.evaluation.metrics import scores, slot_share
 from pipeline.input.pairs import encode_pairs, read_pairs
-from pipeline.machine import provenance
+from pipeline.machine import device_facts, version_of
 from pipeline.store.digest import digest_files
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
@@ -34,14 +44,16 @@ from skipdecode.schedule import make_schedule
 from skipdecode.weights import load_opt
 
 FLAGS = ("--references", "--prompt-column", "--reference-column")  # as `jobs.evaluate` calls file and columns
-VERSIONS = ("torch", "sacrebleu", "rouge-score")
 NUM_NAMED = 3  # prompts shown of those that have no counterpart
 
 
 class ReferenceData(Section):
     path: str | None = None
+    """CSV, JSONL or Parquet with a prompt and a reference per row."""
     prompt_column: str = "mr"
+    """Column of the prompts."""
     reference_column: str = "ref"
+    """Column of the references."""
 
 
 class EvaluateConfig(Section):
@@ -51,20 +63,23 @@ class EvaluateConfig(Section):
     perplexity_pairs: Annotated[int, Field(ge=0)] | None = None
     """How many (prompt, reference) pairs, drawn at random, always the same; null: all; 0: no perplexity."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """For the perplexity; null: as the run."""
     threads: Annotated[int, Field(ge=1)] | None = None
+    """torch threads; null: all cores."""
     batch_size: Annotated[int, Field(ge=1)] = 64
+    """Pairs of a batch, for the perplexity."""
 
 
-def evaluate(config: EvaluateConfig, note: Note) -> dict[str, Any]:
+def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
     """The figures of one corpus; everything that can be wrong is found before anything is computed."""
     if config.data.path is None:
-        raise ConfigError("", "--references: name the file with the references (CSV, JSONL or Parquet)")
+        raise ConfigError("--references", "name the file with the references (CSV, JSONL or Parquet)")
     pairs = read_pairs(config.data.path, config.data.prompt_column, config.data.reference_column, FLAGS)
     folder = RunFolder.open(config.generated)
     state = folder.read_state()
-    texts = read_texts(folder, state)
+    texts = read_texts(folder, is_run=state is not None)
     if state is not None and state["state"] != "finished":
         note(
             f"{config.generated}: the run is not finished; {texts.num_rows} of {state['books']['input']} rows are there"
@@ -77,13 +92,29 @@ def evaluate(config: EvaluateConfig, note: Note) -> dict[str, Any]:
             f"no prompt of {config.generated} is in column {config.data.prompt_column!r} of {config.data.path}: "
             f"the run has {_named(texts.by_prompt)}, the references {_named(references)}",
         )
-    document = {"generated": config.generated, "references": config.data.path, "rows": texts.num_rows}
-    document |= _compare(texts, references, chosen, note)
-    perplexity = _perplexity(config, state, [pair for pair in pairs if pair[0] in texts.by_prompt], note)
+    counts = _compare(texts, references, chosen, note)
+    policy = None if state is None else RunPolicy.of(state)
+    perplexity = _perplexity(config, policy, [pair for pair in pairs if pair[0] in texts.by_prompt], note)
     hypotheses = [texts.by_prompt[prompt] for prompt in chosen]
-    document |= scores(hypotheses, [references[prompt] for prompt in chosen])
-    document |= slot_share(chosen, hypotheses) | {"layers_per_token": texts.layers_per_token} | perplexity
-    return document
+    return {
+        "generated": config.generated,
+        "references": config.data.path,
+        "rows": texts.num_rows,
+        **counts,
+        **scores(hypotheses, [references[prompt] for prompt in chosen]),
+        **slot_share(chosen, hypotheses),
+        "layers_per_token": texts.layers_per_token,
+        **perplexity,
+    }
+
+
+def measured_on(device: torch.device) -> Measured:
+    return {
+        **device_facts(device),
+        "torch": version_of("torch"),
+        "sacrebleu": version_of("sacrebleu"),
+        "rouge-score": version_of("rouge-score"),
+    }
 
 
 def group_references(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -94,12 +125,12 @@ def group_references(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return grouped
 
 
-def _compare(texts: Texts, references: dict[str, list[str]], chosen: Sequence[str], note: Note) -> dict[str, int]:
+def _compare(texts: Texts, references: dict[str, list[str]], chosen: Sequence[str], note: Note) -> Counts:
     """Counts what is scored and what has no counterpart, and says so."""
     lonely = [prompt for prompt in texts.by_prompt if prompt not in references]
     missing = [prompt for prompt in references if prompt not in texts.by_prompt]
     failed = [prompt for prompt in chosen if prompt in texts.failed]
-    counts = {
+    counts: Counts = {
         "prompts": len(chosen),
         "failed": len(failed),
         "repeated_rows": texts.num_repeated,
@@ -123,76 +154,112 @@ def _named(prompts: Iterable[str]) -> str:
     return ", ".join(repr(prompt) for prompt in shown[:NUM_NAMED]) + more
 
 
-def _perplexity(
-    config: EvaluateConfig, state: RunState | None, pairs: list[tuple[str, str]], note: Note
-) -> dict[str, Any]:
-    """The references under model and schedule of the run; None where left out."""
-    is_cpu = config.device == "auto" and _quantization(state) is not None  # such weights are for CPUs
-    device = choose_device("cpu" if is_cpu else config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
-    torch.set_num_threads(config.threads or num_cores())
-    document: dict[str, Any] = {"model": None, "decode": None, "perplexity_pairs": 0} | loss_figures(None)
-    if state is None or config.perplexity_pairs == 0:
-        note("perplexity: left out" + ("" if state else f"; {config.generated} has no run.json to name the policy"))
-        return document | provenance(device, VERSIONS)
-    policy = _load_policy(config, state, device)
-    limit = policy.model.config.max_position_embeddings
-    encoded = encode_pairs(policy.tokenizer, pairs, policy.model.config.eos_token_id)
-    drawn = draw_pairs(encoded, config.perplexity_pairs, limit)
-    if len(drawn) < min(len(pairs), config.perplexity_pairs or len(pairs)):
-        note(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
-    document |= {"model": state["model"]["source"], "decode": state["decode"], "perplexity_pairs": len(drawn)}
-    document |= {"prefill": state["config"]["prefill"]["method"], "quantization": _quantization(state)}
-    document |= loss_figures(mean_loss(policy.model, drawn, policy.schedule, config.batch_size) if drawn else None)
-    return document | provenance(device, VERSIONS)
+@dataclass(frozen=True)
+class RunPolicy:
+    """What run.json says of the model and schedule that a run decoded with."""
+
+    model: str
+    files: str
+    """Digest of the checkpoint."""
+    tokenizer: str | None
+    decode: Decode
+    prefill: Literal["full", "swiftkv"]
+    dtype: str
+    quantization: Quantization | None
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, state: RunState) -> Self:
+        """Of a run of an earlier version too, which may lack keys."""
+        config, fingerprint = state["config"], state["fingerprint"]
+        quantization = config["model"].get("quantization")
+        return cls(
+            model=state["model"]["source"],
+            files=str(fingerprint.get("model.files", "")),
+            tokenizer=config["model"]["tokenizer"],
+            decode=state["decode"],
+            prefill=config.get("prefill", {}).get("method", "full"),
+            dtype=str(fingerprint["model.dtype"] if quantization else config["model"]["dtype"]),
+            quantization=quantization,
+            max_new_tokens=config["sampling"]["max_new_tokens"],
+        )
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a run decoded with."""
+    """What a run decoded with, loaded."""
 
     model: OPT
     tokenizer: OPTTokenizer
     schedule: Schedule
 
 
-def _quantization(state: RunState | None) -> Quantization | None:
-    found: Quantization | None = None if state is None else state["config"]["model"].get("quantization")
-    return found  # runs of earlier versions have no such key
+def _perplexity(
+    config: EvaluateConfig, run: RunPolicy | None, pairs: list[tuple[str, str]], note: Note
+) -> PolicyFigures:
+    """The references under model and schedule of the run; None where left out."""
+    is_cpu = config.device == "auto" and run is not None and run.quantization is not None  # such weights are for CPUs
+    device = choose_device("cpu" if is_cpu else config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
+    torch.set_num_threads(config.threads or num_cores())
+    figures, num_pairs, more = loss_figures(None), 0, PolicyKeys()
+    used = None if config.perplexity_pairs == 0 else run
+    if used is None:
+        note("perplexity: left out" + ("" if run else f"; {config.generated} has no run.json to name the policy"))
+    else:
+        policy = _load_policy(config, used, device)
+        drawn = _draw(config, policy, pairs, note)
+        num_pairs, more = len(drawn), {"prefill": used.prefill, "quantization": used.quantization}
+        if drawn:
+            figures = loss_figures(mean_loss(policy.model, drawn, policy.schedule, config.batch_size))
+    return {
+        "model": used.model if used else None,
+        "decode": used.decode if used else None,
+        "perplexity_pairs": num_pairs,
+        **figures,
+        **more,
+        **measured_on(device),
+    }
 
 
-def _load_policy(config: EvaluateConfig, state: RunState, device: torch.device) -> Policy:
-    """Model and schedule of a run, from its run.json; ConfigError when the files are not those of the run any more."""
-    source, tokenizer = state["model"]["source"], state["config"]["model"]["tokenizer"]
-    quantization = _quantization(state)
-    own = str(state["fingerprint"]["model.dtype"]) if quantization else state["config"]["model"]["dtype"]
-    dtype = choose_dtype(config.dtype or own, device)
+def _draw(config: EvaluateConfig, policy: Policy, pairs: Sequence[tuple[str, str]], note: Note) -> list[Pair]:
+    limit = policy.model.config.max_position_embeddings
+    encoded = encode_pairs(policy.tokenizer, pairs, policy.model.config.eos_token_id)
+    drawn = draw_pairs(encoded, config.perplexity_pairs, limit)
+    if len(drawn) < min(len(pairs), config.perplexity_pairs or len(pairs)):
+        note(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
+    return drawn
+
+
+def _load_policy(config: EvaluateConfig, run: RunPolicy, device: torch.device) -> Policy:
+    """Model and schedule of a run; ConfigError when the files are not those of the run any more."""
+    dtype = choose_dtype(config.dtype or run.dtype, device)
     try:
-        folder = resolve_source(source)
-        if digest_files(folder) != state["fingerprint"]["model.files"]:
-            raise ValueError(f"{source}: the checkpoint there is no longer the one that the run used")
+        folder = resolve_source(run.model)
+        if digest_files(folder) != run.files:
+            raise ValueError(f"{run.model}: the checkpoint there is no longer the one that the run used")
         model = load_opt(folder, device=device, dtype=dtype)
-        if quantization:
-            model.pack(quantization)
-        encoder = OPTTokenizer(tokenizer or folder, model.config)
+        if run.quantization:
+            model.pack(run.quantization)
+        encoder = OPTTokenizer(run.tokenizer or folder, model.config)
     except ValueError as error:
         raise ConfigError("perplexity", f"{error}; --no-perplexity leaves it out") from error
-    num_new = state["config"]["sampling"]["max_new_tokens"]  # rows with a limit of their own ran another schedule
-    kv_layers = model.config.kv_layers(state["config"]["prefill"]["method"])
-    layers = model.config.num_hidden_layers
-    schedule = make_schedule(state["decode"], num_layers=layers, max_new_tokens=num_new, kv_layers=kv_layers)
+    schedule = make_schedule(
+        run.decode,
+        num_layers=model.config.num_hidden_layers,
+        max_new_tokens=run.max_new_tokens,  # rows with a limit of their own ran another schedule
+        kv_layers=model.config.kv_layers(run.prefill),
+    )
     return Policy(model, encoder, schedule)
 
 
-def draw_pairs(
-    encoded: Sequence[tuple[list[int], list[int]]], count: int | None, max_tokens: int
-) -> list[tuple[list[int], list[int]]]:
+def draw_pairs(encoded: Sequence[Pair], count: int | None, max_tokens: int) -> list[Pair]:
     """`count` pairs (None: all), drawn as the trainer draws its validation pairs, less those that do not fit."""
     drawn = list(encoded) if count is None else random.Random(0).sample(encoded, min(count, len(encoded)))
     return [(prompt, response) for prompt, response in drawn if len(prompt) + len(response) - 1 <= max_tokens]
 
 
-def loss_figures(loss: float | None) -> dict[str, float | None]:
+def loss_figures(loss: float | None) -> LossFigures:
     """`loss` in nats per response token (EOS included), and `perplexity`."""
     return {"loss": loss, "perplexity": None if loss is None else math.exp(loss)}

@@ -7,11 +7,22 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-Row = dict[str, Any]
+from pipeline.evaluation.documents import SweepDocument
+from pipeline.evaluation.documents import SweepRow as Row
+from pipeline.plots import new_figure, save_figure
 
-COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FigureOf = Callable[[Row], float | None]
+"""A column of the table, or a measure of the plot."""
+
+Against = Literal["speedup", "ffn_skip_share"]
+
+COLUMNS: tuple[tuple[str, FigureOf, str], ...] = (
     ("layers per token", lambda row: row["layers_per_token"], ".1f"),
     ("FFNs skipped, %", lambda row: _times(row.get("ffn_skip_share") or None, 100), ".1f"),
     ("BLEU", lambda row: row.get("bleu"), ".1f"),
@@ -41,22 +52,23 @@ COMPARED = (
     "by prompt (95 %):"
 )
 
-AXES = {"speedup": "measured speedup over full depth", "ffn_skip_share": "feed-forward blocks skipped, %"}
+AXES: dict[Against, str] = {
+    "speedup": "measured speedup over full depth",
+    "ffn_skip_share": "feed-forward blocks skipped, %",
+}
 
 COLORS = ("#0b6e99", "#d1495b", "#c98a00", "#5b8c3a", "#6f5aa8", "#555555")  # told apart in grey too, with the markers
 MARKERS = "osD^vP"
 
 
-def write_report(document: dict[str, Any], folder: Path) -> None:
+def write_report(document: SweepDocument, folder: Path) -> None:
     """`quality.json`, `quality.md`, `quality.svg`, `quality.png` in `folder`."""
     write_json(document, folder)
     (folder / "quality.md").write_text(markdown(document), encoding="utf-8")
-    figure = plot(document)
-    for kind in ("svg", "png"):
-        figure.savefig(folder / f"quality.{kind}", dpi=150)
+    save_figure(plot(document), folder, "quality", dpi=150)
 
 
-def write_json(document: dict[str, Any], folder: Path) -> None:
+def write_json(document: SweepDocument, folder: Path) -> None:
     (folder / "quality.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
@@ -68,7 +80,7 @@ def headline(row: Row) -> str:
     return f"{row['name']}: {measured(row)}, {', '.join(cells + failed)} ({row['elapsed_s']:.0f} s)"
 
 
-def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], float | None], str]]:
+def _columns(rows: Sequence[Row]) -> list[tuple[str, FigureOf, str]]:
     """Those of COLUMNS that say something about these rows."""
     has_swift = any(row.get("prefill") == "swiftkv" for row in rows)
     shown = [column for column in COLUMNS if has_swift or column[0] not in PHASES]
@@ -83,7 +95,7 @@ def measured(row: Row) -> str:
     return f"{value:.2f}x" + (f" ({ci95[0]:.2f} to {ci95[1]:.2f})" if ci95 else "")
 
 
-def markdown(document: dict[str, Any]) -> str:
+def markdown(document: SweepDocument) -> str:
     """The table, and below it what it was measured with."""
     rows = document["rows"]
     columns = _columns(rows)
@@ -145,7 +157,7 @@ def difference(row: Row, other: Row) -> str:
     return f"{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})"
 
 
-def _legend(document: dict[str, Any]) -> str:
+def _legend(document: SweepDocument) -> str:
     cores = f", {document['cores']} threads" if document["cores"] else ""
     failed = sum(row["failed"] for row in document["rows"])
     parts = [
@@ -175,20 +187,28 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else factor * value
 
 
-def plot(document: dict[str, Any]) -> Any:
-    """One panel per measure against measured speedup; a line per label, points with their layers per token."""
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+MEASURES: tuple[tuple[str, FigureOf], ...] = (
+    ("BLEU", lambda row: row.get("bleu")),
+    ("ROUGE-L", lambda row: row.get("rougeL")),
+    ("loss, nats per token", lambda row: row["loss"]),
+)
+WITHOUT_REFERENCES: tuple[tuple[str, FigureOf], ...] = (
+    ("slot values found, %", lambda row: row["slot_share"]),
+    ("tokens as at full depth, %", lambda row: _times(row["agreement"]["token_match"], 100)),
+)
+"""Panels of the plot: title and value."""
 
-    panels = [("bleu", "BLEU"), ("rougeL", "ROUGE-L"), ("loss", "loss, nats per token")]
-    if not document["references"]:
-        panels = [("slot_share", "slot values found, %"), ("token_match", "tokens as at full depth, %")]
-    figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
-    axes = figure.subplots(1, len(panels))
+
+def plot(document: SweepDocument) -> "Figure":
+    """One panel per measure against measured speedup; a line per label, points with their layers per token."""
+    panels = MEASURES if document["references"] else WITHOUT_REFERENCES
+    figure, axes = new_figure(9, 4, len(panels))
     labels = list(dict.fromkeys(row["label"] for row in document["rows"]))
-    against = document["config"].get("plot_against", "speedup")
-    for ax, (key, title) in zip(axes, panels, strict=True):
+    is_share = document["config"].get("plot_against") == "ffn_skip_share"
+    against: Against = "ffn_skip_share" if is_share else "speedup"
+    for ax, (title, measure) in zip(axes, panels, strict=True):
         for index, label in enumerate(labels):
-            _line(ax, index, label, points(document["rows"], label, key, against), against)
+            _line(ax, index, label, points(document["rows"], label, measure, against), against)
         ax.set(title=title, xlabel=AXES[against])
         ax.grid(color="0.92")
         ax.spines[["top", "right"]].set_visible(False)
@@ -198,18 +218,20 @@ def plot(document: dict[str, Any]) -> Any:
     return figure
 
 
-def points(rows: Sequence[Row], label: str, key: str, against: str = "speedup") -> list[tuple[float, float, Row]]:
+def points(
+    rows: Sequence[Row], label: str, measure: FigureOf, against: Against = "speedup"
+) -> list[tuple[float, float, Row]]:
     """(x, figure, row) of the settings of one label that have both, by x: measured speedup, or `ffn_skip_share`."""
     found = []
     for row in rows:
-        value = _times(row["agreement"]["token_match"], 100) if key == "token_match" else row[key]
-        x = row["speedup"]["measured"] if against == "speedup" else _times(row[against], 100)
+        value = measure(row)
+        x = row["speedup"]["measured"] if against == "speedup" else _times(row["ffn_skip_share"], 100)
         if row["label"] == label and value is not None and x is not None:
             found.append((x, value, row))
     return sorted(found, key=lambda point: point[0])
 
 
-def _line(ax: Any, index: int, label: str, found: Sequence[tuple[float, float, Row]], against: str) -> None:
+def _line(ax: "Axes", index: int, label: str, found: Sequence[tuple[float, float, Row]], against: Against) -> None:
     from matplotlib.patheffects import withStroke
 
     color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
@@ -220,8 +242,15 @@ def _line(ax: Any, index: int, label: str, found: Sequence[tuple[float, float, R
     for speed, value, row in found if against == "speedup" else ():
         if row["speedup"]["ci95"]:
             ax.hlines(value, *row["speedup"]["ci95"], color=color, linewidth=1, alpha=0.5)
-        if speed != 1.0:
-            place: dict[str, Any] = {"xytext": (0, 7) if index % 2 == 0 else (0, -14), "textcoords": "offset points"}
+        if speed != 1.0 and (layers := row["layers_per_token"]) is not None:
             halo = [withStroke(linewidth=2, foreground="white")]  # readable where it crosses a line
-            text = f"{row['layers_per_token']:.1f}".removesuffix(".0")
-            ax.annotate(text, (speed, value), color=color, fontsize=9, ha="center", path_effects=halo, **place)
+            ax.annotate(
+                f"{layers:.1f}".removesuffix(".0"),
+                (speed, value),
+                xytext=(0, 7) if index % 2 == 0 else (0, -14),
+                textcoords="offset points",
+                color=color,
+                fontsize=9,
+                ha="center",
+                path_effects=halo,
+            )

@@ -25,9 +25,16 @@ SHARE_ENDS_AT = 100  # failed rows; below, a run is too small for an early end t
 class RunStopped(RuntimeError):
     """The run was ended for a reason that its message names; what is written stays, and it can be resumed."""
 
+    exit_code = 1
+
 
 class TooManyFailed(RunStopped):
-    """More rows have failed than `limits.max_failed_rows` allows: exit code 3."""
+    """More rows have failed than `limits.max_failed_rows` allows."""
+
+    exit_code = 3
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; good rows stay, --resume with a larger limit goes on with the run"
 
 
 def stop_on_sigterm() -> None:

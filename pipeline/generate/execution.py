@@ -21,6 +21,7 @@ from pipeline.ray_internals import (
     Operator,
     StepCallback,
     actors_to_hold,
+    hide_restart_warnings,
     run_to_end,
     use_callbacks,
     use_policies,
@@ -90,6 +91,7 @@ def prepare(*, keep_workers: bool, no_progress_timeout_s: float) -> None:
     context.retried_map_errors = False  # a repeat in a task would go on with its numbers of files (`store.write`)
     use_callbacks(context, [WaitForTasks, *([KeepWorkers] if keep_workers else [])])
     use_policies(context, [FewBlocksAhead])
+    hide_restart_warnings()
 
 
 def execute(dataset: Dataset) -> None:

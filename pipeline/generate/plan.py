@@ -4,12 +4,13 @@ Everything that can be known before the start is checked here (`ConfigError`, ex
 else. Left out: what of the rows is done already (`resume`).
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.checkpoint import ResolvedModel, check_model, check_quantization, resolve_dtype
-from pipeline.cluster import Pool, find_pool, start_ray
-from pipeline.config import JobConfig
+from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
+from pipeline.cluster import Cluster, Pool, find_pool, start_ray
+from pipeline.config import JobConfig, ModelConfig
 from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.places import check_apart, check_output, has_all_rows
@@ -19,6 +20,8 @@ from pipeline.input.plan import InputPlan, plan_input
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from pipeline.units import Note
+from pipeline.worker_backends import find_backends, settle_dtype, why_no_int8
+from skipdecode.backends.choice import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = find_pool(config.actors, cluster)
     device = "cuda" if pool.num_gpus else "cpu"
-    dtype = settle_dtype(config.model.dtype, device, earlier)
-    check_quantization(config.model.quantization, model.config, dtype, device, is_here=cluster.is_embedded)
+    dtype, no_int8 = settle_numbers(config.model, begun_in(earlier), device, cluster, pool)
+    check_quantization(config.model.quantization, model.config, dtype, device, no_int8)
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, note)
@@ -66,7 +69,21 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, is_finished)
 
 
-def settle_dtype(name: str, device: str, earlier: RunState | None) -> str:
-    """`auto` is what the run in the folder was begun with, wherever it goes on; else what suits `device`."""
-    begun = earlier["fingerprint"].get("model.dtype") if earlier is not None else None
-    return begun if name == "auto" and isinstance(begun, str) else resolve_dtype(name, device)
+def begun_in(earlier: RunState | None) -> str | None:
+    """The type that the run in the folder decodes in."""
+    dtype = earlier["fingerprint"].get("model.dtype") if earlier is not None else None
+    return dtype if isinstance(dtype, str) else None
+
+
+def settle_numbers(
+    model: ModelConfig, begun: str | None, device: str, cluster: Cluster, pool: Pool
+) -> tuple[str, str | None]:
+    """The type that all workers decode in, and why they have no kernels for int8 weights (None: they have).
+
+    `auto` is what the run was `begun` in, wherever it goes on; else what suits the nodes that decode. These are asked
+    only where their answer matters.
+    """
+    name = begun if model.dtype == "auto" and begun is not None else model.dtype
+    is_asked = name == "auto" or model.quantization is not None or bool(os.environ.get(VARIABLE))
+    nodes = find_backends(cluster, pool.num_cpus) if device == "cpu" and is_asked else ()
+    return settle_dtype(name, device, nodes), why_no_int8(nodes)

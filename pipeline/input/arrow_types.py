@@ -4,19 +4,21 @@ Nothing is rounded and nothing can overflow in mid-run: where no type holds ever
 what becomes of such a column (`scan`, `plan`).
 """
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from pipeline.units import Json
 
 MAX_TYPE_DEPTH: Final = 16  # Arrow *reads* up to 100 levels of Parquet, a list being three: deeper is JSON text
 MAX_TYPE_LEAVES: Final = 1000  # an object used as a map has new keys in every row: JSON text, not 10^6 columns
 EXACT_DOUBLE: Final = 2**53  # integers up to here are exact in float64
 
 
-def infer_json_type(values: list[Any]) -> pa.DataType | None:
+def infer_json_type(values: Sequence[Json]) -> pa.DataType | None:
     """The Arrow type that holds every value exactly, or None: then the column has to be JSON text.
 
     An int32 leaf stands for integers that a double can hold too, an int64 leaf for those that it cannot; so
@@ -29,7 +31,7 @@ def infer_json_type(values: list[Any]) -> pa.DataType | None:
         return None
 
 
-def _exact_type(array: Any) -> pa.DataType:
+def _exact_type(array: pa.Array) -> pa.DataType:
     if pa.types.is_int64(array.type):
         ends = pc.min_max(array).as_py()
         small = ends["min"] is None or (ends["min"] >= -EXACT_DOUBLE and ends["max"] <= EXACT_DOUBLE)

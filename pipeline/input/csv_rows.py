@@ -7,7 +7,7 @@ import csv
 import io
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import BinaryIO, Final, Protocol
 
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.row import Row, is_clean
@@ -16,10 +16,21 @@ from pipeline.schema import BAD_LINE
 MAX_CSV_FIELD_CHARS: Final = 1 << 28  # the csv module's own is 128 KiB; a prompt may have 30 MB
 
 
-def read_csv_header(stream: Any, path: str) -> list[str]:
+class CsvReader(Protocol):
+    """What `csv.reader` gives."""
+
+    @property
+    def line_num(self) -> int: ...
+
+    def __iter__(self) -> Iterator[list[str]]: ...
+
+    def __next__(self) -> list[str]: ...
+
+
+def read_csv_header(stream: BinaryIO, path: str) -> list[str]:
     """The column names; [] for an empty file. `ConfigError` for a broken header or a column named twice."""
     try:
-        header: list[str] = next(_csv_reader(stream, path), [])
+        header = next(_csv_reader(stream, path), [])
         "".join(header).encode()
     except (csv.Error, UnicodeEncodeError) as error:
         raise ConfigError("input.path", f"{path}: the CSV header cannot be read: {error}") from error
@@ -28,7 +39,7 @@ def read_csv_header(stream: Any, path: str) -> list[str]:
     return header
 
 
-def _csv_reader(stream: Any, name: str) -> Any:
+def _csv_reader(stream: BinaryIO, name: str) -> CsvReader:
     # surrogateescape: bytes that are not UTF-8 must fail their row alone, not the file.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(max(MAX_CSV_FIELD_CHARS, csv.field_size_limit()))
@@ -40,9 +51,9 @@ def is_tab_separated(name: str) -> bool:
     return ".tsv" in PurePosixPath(name.lower()).suffixes[-2:]
 
 
-def csv_rows(stream: Any, name: str, config: InputConfig) -> Iterator[Row]:
+def csv_rows(stream: BinaryIO, name: str, config: InputConfig) -> Iterator[Row]:
     reader = _csv_reader(stream, name)
-    header: list[str] = next(reader, [])
+    header = next(reader, [])
     number = 0
     while True:
         where = f"{name} line {reader.line_num + 1}"

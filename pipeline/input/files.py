@@ -8,7 +8,6 @@ import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -47,11 +46,11 @@ def list_input(config: InputConfig) -> Listing:
     if config.prompt_column == config.id_column and config.format not in ("text", "openai_batch"):
         raise ConfigError("input.id_column", f"is the prompt column too ({config.id_column!r}); name another column")
     filesystem: pafs.FileSystem | None = None
-    found: dict[str, Any] = {}  # identity -> FileInfo, in order
+    found: dict[str, pafs.FileInfo] = {}  # by identity, in order
     bases: list[str] = []
     folders: list[str] = []
     for given in config.path:
-        with blame(f"input.path: {given}"):
+        with blame("input.path", given):
             own, base, pattern = resolve_path(given)
             if filesystem is not None and not own.equals(filesystem):
                 raise ConfigError("input.path", f"{given}: one run reads from one filesystem; copy, or run twice")
@@ -71,14 +70,14 @@ def list_input(config: InputConfig) -> Listing:
 
 
 @contextmanager
-def blame(what: str) -> Iterator[None]:
-    """Turns what the filesystem or Arrow says about unreadable bytes into a `ConfigError` that names them."""
+def blame(key: str, path: str) -> Iterator[None]:
+    """Turns what the filesystem or Arrow says about unreadable bytes into a `ConfigError` that names key and path."""
     try:
         yield
     except ConfigError:
         raise
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError("", f"{what}: cannot be read: {error}") from error
+        raise ConfigError(key, f"{path}: cannot be read: {error}") from error
 
 
 def _detect_format(filesystem: pafs.FileSystem, files: Sequence[SourceFile], config: InputConfig) -> str:
@@ -112,11 +111,11 @@ def _detect_format(filesystem: pafs.FileSystem, files: Sequence[SourceFile], con
 
 
 def sniff_batch(filesystem: pafs.FileSystem, file: SourceFile) -> bool | None:
-    with blame(f"input.path: {file.path}"), open_stream(filesystem, file) as stream:
+    with blame("input.path", file.path), open_stream(filesystem, file) as stream:
         return looks_like_batch(iter_lines(stream))
 
 
-def open_stream(filesystem: pafs.FileSystem, file: SourceFile) -> Any:
+def open_stream(filesystem: pafs.FileSystem, file: SourceFile) -> pa.NativeFile:
     return filesystem.open_input_stream(file.path, compression=parse_suffix(file.path)[1], buffer_size=READ_BYTES)
 
 

@@ -5,7 +5,7 @@ Everything streams. Left out: Parquet's reader, which makes blocks and not rows 
 
 import posixpath
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import BinaryIO, Final
 
 from pipeline.config import InputConfig
 from pipeline.input.csv_rows import csv_rows
@@ -36,7 +36,7 @@ def parse_suffix(path: str) -> tuple[str | None, str | None]:
     return (None if known == "parquet" and compression else known), compression
 
 
-def iter_rows(stream: Any, name: str, format: str, config: InputConfig) -> Iterator[Row]:
+def iter_rows(stream: BinaryIO, name: str, format: str, config: InputConfig) -> Iterator[Row]:
     """The rows of one text, CSV, JSONL or OpenAI batch file; `stream` gives its uncompressed bytes."""
     if format == "text":
         return text_rows(iter_lines(stream), name)

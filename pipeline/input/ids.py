@@ -5,13 +5,13 @@ Left out: which ids occur twice and which rows are done (`match`).
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from pipeline.input.arrays import Digests, Entries, Places
 from pipeline.input.files import SourceFile
 from pipeline.schema import DUPLICATE_ID, ID
 
@@ -28,7 +28,7 @@ def digest_id(id: str) -> bytes:
     return hashlib.blake2b(id.encode(), digest_size=16).digest()
 
 
-def digest_ids(ids: Sequence[str]) -> NDArray[Any]:
+def digest_ids(ids: Sequence[str]) -> Digests:
     return np.frombuffer(b"".join(map(digest_id, ids)), dtype=DIGEST)
 
 
@@ -36,7 +36,7 @@ def made_id(file: SourceFile, number: int) -> str:
     return f"{file.name}:{number}"  # a number has no colon: no two files can make the same id
 
 
-def places(file: int, first: int, count: int) -> NDArray[Any]:
+def places(file: int, first: int, count: int) -> Places:
     """`place` of `count` rows of file number `file` from row `first` on."""
     return np.arange(first, first + count, dtype=np.uint64) | (np.uint64(file) << ROW_BITS)
 
@@ -46,13 +46,13 @@ def split_place(place: int) -> tuple[int, int]:
     return int(place) >> 32, int(place) & 0xFFFFFFFF
 
 
-def input_entries(digests: NDArray[Any], file: int) -> NDArray[Any]:
+def input_entries(digests: Digests, file: int) -> Entries:
     entries = np.empty(len(digests), INPUT_ENTRY)
     entries["digest"], entries["place"] = digests, places(file, 0, len(digests))
     return entries
 
 
-def output_entries(table: pa.Table, file: int, first: int = 0) -> NDArray[Any]:
+def output_entries(table: pa.Table, file: int, first: int = 0) -> Entries:
     """Of rows with the columns `id`, `error_code`, `error_message`, which begin at row `first` of data file `file`.
 
     A `duplicate_id` row shares its id with the good row. What tells them apart is the place that its message begins

@@ -6,16 +6,17 @@ out: the types of those columns (`arrow_types`), and a file that is one JSON arr
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from pipeline.config import InputConfig
-from pipeline.input.row import Row, RowError, describe_utf8, is_clean
+from pipeline.input.row import JsonObject, Row, RowError, describe_utf8, is_clean
 from pipeline.schema import BAD_LINE, PROMPT_MISSING, PROMPT_NOT_TEXT
+from pipeline.units import Json
 
 MAX_JSON_DEPTH: Final = 100  # well under Python's recursion limit, for json and for Arrow
 
 
-def parse_object(line: bytes) -> dict[str, Any]:
+def parse_object(line: bytes) -> JsonObject:
     """The JSON object of one line; a `RowError` says why there is none."""
     try:
         # Decoded here: json.loads(bytes) would guess UTF-16 and let encoded surrogates pass.
@@ -35,27 +36,27 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return value
 
 
-def _depth(value: Any) -> int:
+def _depth(value: Json) -> int:
     level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, dict | list)]:
+    while nested := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
     return depth
 
 
-def json_kind(value: Any) -> str:
+def json_kind(value: object) -> str:
     kinds = {bool: "true/false", int: "a number", float: "a number", str: "a string", list: "a list"}
     return "null" if value is None else kinds.get(type(value), "an object")
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def json_rows(
     lines: Iterable[bytes],
     name: str,
-    make_row: Callable[[Row, dict[str, Any], InputConfig], None],
+    make_row: Callable[[Row, JsonObject, InputConfig], None],
     config: InputConfig,
 ) -> Iterator[Row]:
     for number, line in enumerate(lines):
@@ -81,11 +82,11 @@ def json_rows(
         yield row
 
 
-def _dirty_keys(value: dict[str, Any]) -> list[str]:
+def _dirty_keys(value: JsonObject) -> list[str]:
     return [key for key, item in value.items() if not (is_clean(key) and is_clean(to_json(item)))]
 
 
-def jsonl_row(row: Row, value: dict[str, Any], config: InputConfig) -> None:
+def jsonl_row(row: Row, value: JsonObject, config: InputConfig) -> None:
     row.fields = value
     prompt = value.get(config.prompt_column)
     if isinstance(prompt, str):

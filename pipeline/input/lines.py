@@ -4,13 +4,13 @@ Left out: what a line means; CSV, where a row may span lines.
 """
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import BinaryIO, Final
 
 READ_BYTES: Final = 1 << 20
 BOM: Final = b"\xef\xbb\xbf"
 
 
-def iter_lines(stream: Any) -> Iterator[bytes]:
+def iter_lines(stream: BinaryIO) -> Iterator[bytes]:
     """Lines ended by b"\\n" and nothing else, without byte order mark; a final empty remainder is no line."""
     pending: list[bytes] = []  # pieces of one long line: joining them once keeps a 30 MB line linear
     is_start = True

@@ -6,12 +6,11 @@ process needs all rows at once. Touches no file. Left out: running this on a clu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from pipeline.input.arrays import Digests, Entries, Mask, Places, Rows
 from pipeline.input.ids import DIGEST, ROW_BITS, describe_place, hash_origin, split_place
 
 NUM_SHOWN = 20  # places of each kind that a `Match` brings; the rest is counted
@@ -21,26 +20,26 @@ NUM_SHOWN = 20  # places of each kind that a `Match` brings; the rest is counted
 class Match:
     """What one part says. All places are uint64 (`ids.INPUT_ENTRY`), sorted."""
 
-    duplicates: NDArray[Any]
+    duplicates: Places
     """Input rows whose id an earlier row has."""
-    duplicate_of: NDArray[Any]
+    duplicate_of: Places
     """The first row with that id, for each of them."""
-    done: NDArray[Any]
+    done: Places
     """Input rows that a data file has."""
     num_inputs: int
     num_outputs: int
-    missing: NDArray[Any]
+    missing: Places
     """Input rows that no data file has, the first NUM_SHOWN."""
     num_missing: int
-    doubled: NDArray[Any]
+    doubled: Places
     """Rows of data files whose input row another one has already, the first NUM_SHOWN."""
     num_doubled: int
-    unknown: NDArray[Any]
+    unknown: Places
     """Rows of data files that belong to no input row, the first NUM_SHOWN."""
     num_unknown: int
 
 
-def match(inputs: NDArray[Any], outputs: NDArray[Any], names: Sequence[str]) -> Match:
+def match(inputs: Entries, outputs: Entries, names: Sequence[str]) -> Match:
     """Matches a part; `inputs` in the order of their places. `names`: of the input files, for duplicates.
 
     An output row belongs to the first input row with its id; a `duplicate_id` row to the later one at its origin.
@@ -79,7 +78,7 @@ def match(inputs: NDArray[Any], outputs: NDArray[Any], names: Sequence[str]) -> 
     )
 
 
-def match_alone(outputs: NDArray[Any]) -> Match:
+def match_alone(outputs: Entries) -> Match:
     """What can be said of rows of data files without the input: which are there twice."""
     keys = np.empty(len(outputs), [("digest", DIGEST), ("origin", "<u8")])
     keys["digest"], keys["origin"] = outputs["digest"], outputs["origin"]
@@ -89,11 +88,11 @@ def match_alone(outputs: NDArray[Any]) -> Match:
     return Match(none, none, none, 0, len(outputs), none, 0, places[:NUM_SHOWN], len(places), none, 0)
 
 
-def _encode(keys: NDArray[Any]) -> NDArray[Any]:
+def _encode(keys: Digests | Entries) -> Rows:
     """An integer per key, equal for equal bytes."""
     data = [None, pa.py_buffer(keys)]
     array = pa.FixedSizeBinaryArray.from_buffers(pa.binary(keys.itemsize), len(keys), data)
-    codes: NDArray[Any] = array.dictionary_encode().indices.to_numpy()
+    codes: Rows = array.dictionary_encode().indices.to_numpy()
     return codes
 
 
@@ -102,7 +101,7 @@ def _origin(place: int, names: Sequence[str]) -> int:
     return hash_origin(describe_place(names[file], row))
 
 
-def split(entries: NDArray[Any], num_parts: int) -> list[NDArray[Any]]:
+def split(entries: Entries, num_parts: int) -> list[Entries]:
     """Cuts entries by digest into `num_parts` of about the same size; the order within each stays."""
     leading = np.frombuffer(entries["digest"].tobytes(), dtype=">u2")[:: DIGEST.itemsize // 2]
     part = (leading.astype(np.int64) * num_parts) >> 16
@@ -124,7 +123,7 @@ class DoneRows:
     def num_rows(self) -> int:
         return int(self.num_rows_per_file.sum())
 
-    def add(self, done: NDArray[Any]) -> None:
+    def add(self, done: Places) -> None:
         """Places of rows, each once in the life of this object."""
         files = (done >> ROW_BITS).astype(np.int64)
         self.num_rows_per_file += np.bincount(files, minlength=len(self.num_rows_per_file))
@@ -136,7 +135,7 @@ class DoneRows:
         if len(heads):
             self._bits[at[heads]] |= np.bitwise_or.reduceat(bit, heads)
 
-    def of_file(self, file: int, num_rows: int) -> NDArray[Any]:
+    def of_file(self, file: int, num_rows: int) -> Mask:
         """bool [num_rows]"""
         own = self._bits[self._starts[file] : self._starts[file + 1]]
         return np.unpackbits(own, count=num_rows, bitorder="little").astype(bool)

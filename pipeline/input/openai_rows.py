@@ -6,13 +6,14 @@ answer files (`pipeline.generate.openai_batch`), and chat.
 
 import json
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 from pipeline.config import InputConfig
 from pipeline.input.json_rows import json_kind, parse_object, to_json
-from pipeline.input.row import Row, RowError
+from pipeline.input.row import JsonObject, Row, RowError
 from pipeline.openai_params import MAX_TOKEN_ID, BadParameter, is_token_list, sampling_parameters, shown
 from pipeline.schema import BAD_LINE, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
+from pipeline.units import Json
 
 BATCH_URL: Final = "/v1/completions"
 BATCH_KEYS: Final = frozenset({"custom_id", "method", "url", "body"})
@@ -30,7 +31,7 @@ def looks_like_batch(lines: Iterable[bytes]) -> bool | None:
     return None
 
 
-def batch_row(row: Row, value: dict[str, Any], config: InputConfig) -> None:
+def batch_row(row: Row, value: JsonObject, config: InputConfig) -> None:
     fields = {key: _batch_text(value[key]) for key in ("method", "url") if value.get(key) is not None}
     row.fields = fields
     custom_id = value.get("custom_id")
@@ -50,25 +51,25 @@ def batch_row(row: Row, value: dict[str, Any], config: InputConfig) -> None:
     row.prompt, row.tokens = _batch_prompt(body.get("prompt"))
 
 
-def _batch_text(value: Any) -> str:
+def _batch_text(value: Json) -> str:
     return value if isinstance(value, str) else to_json(value)
 
 
-def _batch_body(body: dict[str, Any]) -> str:
+def _batch_body(body: JsonObject) -> str:
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False)
     except ValueError as error:  # NaN and Infinity: the answer file would not be JSON
         raise RowError(BAD_LINE, "body holds a number that JSON does not have (NaN or infinite)") from error
 
 
-def _check_target(value: dict[str, Any]) -> None:
+def _check_target(value: JsonObject) -> None:
     if value.get("method") != "POST":
         raise RowError(BAD_PARAMETERS, f"method must be 'POST', got {shown(value.get('method'))}")
     if value.get("url") != BATCH_URL:
         raise RowError(BAD_PARAMETERS, f"url must be {BATCH_URL!r}, got {shown(value.get('url'))}")
 
 
-def _batch_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
+def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
     """Text or token ids; one of the two is None."""
     if prompt is None:
         raise RowError(PROMPT_MISSING, "body.prompt is missing or null")
@@ -84,7 +85,7 @@ def _batch_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     raise RowError(PROMPT_NOT_TEXT, f"body.prompt must be {wanted}, got {shown(prompt)}")
 
 
-def _sampling(body: dict[str, Any]) -> str | None:
+def _sampling(body: JsonObject) -> str | None:
     """The row's own sampling parameters under the names of `sampling.*`, as JSON; None if it has none."""
     try:
         own = sampling_parameters(body, _IGNORED_KEYS)

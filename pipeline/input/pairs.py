@@ -5,7 +5,7 @@ Files are found and read as prompts are (`pipeline.input`). Everything is held i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
@@ -59,7 +59,7 @@ def refuse_problems(problems: Sequence[str], key: str, remedy: str = "repair or 
     """ConfigError that shows the first bad rows and their number."""
     if problems:
         more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise ConfigError.parse("\n".join([f"{key}: {len(problems)} bad rows; {remedy}", *problems[:SHOWN], *more]))
+        raise ConfigError(key, "\n".join([f"{len(problems)} bad rows; {remedy}", *problems[:SHOWN], *more]))
 
 
 def scan_pairs(
@@ -70,7 +70,7 @@ def scan_pairs(
     An empty prompt is a prompt; an empty response is a problem.
     """
     if prompt_column == response_column:
-        raise ConfigError("", f"{keys[2]}: is the prompt column too ({prompt_column!r}); name another column")
+        raise ConfigError(keys[2], f"is the prompt column too ({prompt_column!r}); name another column")
     paths = (path,) if isinstance(path, str) else tuple(path)
     config = InputConfig(path=paths, prompt_column=prompt_column, id_column=NO_ID)
     pairs = Pairs()
@@ -79,16 +79,15 @@ def scan_pairs(
         for file in listing.files:
             for where, prompt, response, fault in _rows(listing, file, config, response_column, keys):
                 reason = fault or _fault(prompt_column, prompt) or _fault(response_column, response, may_be_empty=False)
-                if reason:
-                    pairs.problems.append(f"{where}: {reason}")
-                else:
+                if not reason and isinstance(prompt, str) and isinstance(response, str):
                     pairs.texts.append((prompt, response))
                     pairs.where.append(where)
+                else:
+                    pairs.problems.append(f"{where}: {reason}")
     except ConfigError as error:  # the readers speak of `input:`
-        message = str(error).replace("input.path", keys[0]).replace("input.prompt_column", keys[1])
-        raise ConfigError.parse(message) from error
+        raise error.renamed("input.path", keys[0]).renamed("input.prompt_column", keys[1]) from error
     if not pairs.texts and not pairs.problems:
-        raise ConfigError("", f"{keys[0]}: {', '.join(paths)}: no rows")
+        raise ConfigError(keys[0], f"{', '.join(paths)}: no rows")
     return pairs
 
 
@@ -96,17 +95,15 @@ def _list(config: InputConfig, keys: tuple[str, str, str]) -> Listing:
     try:
         listing = list_input(config)
     except ConfigError as error:
-        if str(error).startswith("input.format"):  # there is no such key here: the name decides
-            raise ConfigError("", f"{keys[0]}: give files named .parquet, .jsonl, .csv or .tsv ({error})") from error
+        if error.key == "input.format":  # there is no such key here: the name decides
+            raise ConfigError(keys[0], f"give files named .parquet, .jsonl, .csv or .tsv ({error})") from error
         raise
     if listing.format not in ("parquet", "jsonl", "csv"):
-        raise ConfigError(
-            "", f"{keys[0]}: {listing.files[0].path} is {listing.format}; pairs are Parquet, JSONL or CSV"
-        )
+        raise ConfigError(keys[0], f"{listing.files[0].path} is {listing.format}; pairs are Parquet, JSONL or CSV")
     return listing
 
 
-def _fault(column: str, value: Any, *, may_be_empty: bool = True) -> str:
+def _fault(column: str, value: object, *, may_be_empty: bool = True) -> str:
     """What is wrong with a value; empty: nothing."""
     if value is None:
         return f"column {column!r} is missing or null"
@@ -115,15 +112,21 @@ def _fault(column: str, value: Any, *, may_be_empty: bool = True) -> str:
     return "" if value or may_be_empty else f"column {column!r} is empty"
 
 
-Row = tuple[str, Any, Any, str]
-"""Where, prompt, response, and what the reader found wrong."""
+class PairRow(NamedTuple):
+    """A row as its file gives it, before anybody has looked at its values."""
+
+    where: str
+    prompt: object
+    response: object
+    fault: str
+    """What the reader found wrong; empty: nothing."""
 
 
 def _rows(
     listing: Listing, file: SourceFile, config: InputConfig, response_column: str, keys: tuple[str, str, str]
-) -> Iterator[Row]:
+) -> Iterator[PairRow]:
     columns = ((keys[1], config.prompt_column), (keys[2], response_column))
-    with blame(f"input.path: {file.path}"):
+    with blame("input.path", file.path):
         if listing.format == "parquet":
             yield from _parquet_rows(listing, file, columns)
             return
@@ -135,11 +138,11 @@ def _rows(
 
 def _text_rows(
     listing: Listing, file: SourceFile, config: InputConfig, columns: Sequence[tuple[str, str]]
-) -> Iterator[Row]:
+) -> Iterator[PairRow]:
     names = [name for _, name in columns]
     # a CSV header was looked at; of JSONL, rows are held until they have shown both columns: else the file lacks one
     seen: dict[str, None] = dict.fromkeys(names if listing.format == "csv" else ())
-    held: list[Row] = []
+    held: list[PairRow] = []
     with open_stream(listing.filesystem, file) as stream:
         for row in iter_rows(stream, file.path, listing.format, config):
             fault = row.error_message.removeprefix(f"{file.path} ") if row.error_code == BAD_LINE else ""
@@ -147,7 +150,7 @@ def _text_rows(
             if fault:  # it begins with its line
                 line, _, fault = fault.partition(": ")
                 where = f"{file.path} {line}"
-            held.append((where, row.fields.get(names[0]), row.fields.get(names[1]), fault))
+            held.append(PairRow(where, row.fields.get(names[0]), row.fields.get(names[1]), fault))
             if not all(name in seen for name in names):
                 seen.update(dict.fromkeys(row.fields))
             if all(name in seen for name in names):
@@ -158,7 +161,7 @@ def _text_rows(
     yield from held
 
 
-def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[str, str]]) -> Iterator[Row]:
+def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[str, str]]) -> Iterator[PairRow]:
     names = [name for _, name in columns]
     with pq.ParquetFile(listing.filesystem.open_input_file(file.path)) as parquet:
         schema = parquet.schema_arrow
@@ -175,7 +178,7 @@ def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[st
                 number += 1
                 faults = [name for name, is_bad in zip(names, bad, strict=True) if is_bad]
                 fault = f"column {faults[0]!r} is not valid UTF-8" if faults else ""
-                yield f"{file.path} row {number}", prompt, response, fault
+                yield PairRow(f"{file.path} row {number}", prompt, response, fault)
 
 
 def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: Sequence[str]) -> None:

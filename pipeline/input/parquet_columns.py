@@ -3,12 +3,10 @@
 Left out: opening files (`scan`, `read`), and text inside lists and structs, which is not looked at.
 """
 
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from pipeline.input.arrays import Mask
 from pipeline.input.files import SourceFile
 from pipeline.input.ids import made_id
 
@@ -35,12 +33,12 @@ def plain_type(type_: pa.DataType) -> pa.DataType:
     return type_
 
 
-def to_text(column: Any) -> tuple[Any, NDArray[Any]]:
+def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
     """A string or integer column as `string`, and which values are not valid UTF-8: those become null."""
     return without_invalid_utf8(column.cast(plain_type(column.type)).cast(pa.string()))
 
 
-def without_invalid_utf8(column: Any) -> tuple[Any, NDArray[Any]]:
+def without_invalid_utf8(column: pa.Array) -> tuple[pa.Array, Mask]:
     """The column with nulls for text that is not UTF-8, and where: bool [rows]. Nested text is not looked at.
 
     Parquet marks bytes as text without looking at them, and the first .as_py() would raise in mid-run.
@@ -65,7 +63,7 @@ def _decodes(value: bytes) -> bool:
     return True
 
 
-def parquet_ids(column: Any, file: SourceFile, first: int) -> tuple[list[str], NDArray[Any], NDArray[Any]]:
+def parquet_ids(column: pa.Array, file: SourceFile, first: int) -> tuple[list[str], Mask, Mask]:
     """Every row's id, made where it has none; which are its own; which were there but are not valid UTF-8."""
     text, bad = to_text(column)
     given = text.to_pylist()

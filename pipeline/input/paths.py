@@ -8,7 +8,7 @@ import posixpath
 import re
 import urllib.parse
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import pyarrow.fs as pafs
 
@@ -16,7 +16,7 @@ from pipeline.config import ConfigError, InputConfig
 from pipeline.input.formats import parse_suffix
 
 # Beside the data in many a folder. Anything else that is not data is an error, never silently left out.
-_PAPERWORK: Final = re.compile(r"(readme|licen[cs]e|notice|changelog|citation)([._-].*)?", re.IGNORECASE)
+_NON_DATA_FILES: Final = re.compile(r"(readme|licen[cs]e|notice|changelog|citation)([._-].*)?", re.IGNORECASE)
 
 
 def resolve_path(given: str) -> tuple[pafs.FileSystem, str, list[str]]:
@@ -44,18 +44,18 @@ def _split_pattern(path: str) -> tuple[str, list[str]]:
 
 def find_files(
     filesystem: pafs.FileSystem, base: str, pattern: list[str], given: str, config: InputConfig
-) -> tuple[list[Any], str]:
+) -> tuple[list[pafs.FileInfo], str]:
     """FileInfos of one entry of `input.path`, sorted, and the folder that their names are relative to."""
     start = filesystem.get_file_info(base)
     if start.type == pafs.FileType.NotFound:
         raise ConfigError("input.path", f"{given}: no such file or folder")
     hits = _expand(filesystem, start, pattern) if pattern else [start]
-    infos: dict[str, Any] = {}
+    infos: dict[str, pafs.FileInfo] = {}
     for hit in hits:
         if hit.type == pafs.FileType.Directory:
-            infos.update((info.path, info) for info in _walk(filesystem, hit.path) if not _is_paperwork(info, config))
+            infos.update((info.path, info) for info in _walk(filesystem, hit.path) if not _is_no_data(info, config))
         elif hit.type == pafs.FileType.File:
-            if not (pattern and pattern[-1] in ("*", "**") and _is_paperwork(hit, config)):
+            if not (pattern and pattern[-1] in ("*", "**") and _is_no_data(hit, config)):
                 infos[hit.path] = hit
         else:
             raise ConfigError("input.path", f"{hit.path}: not a regular file")
@@ -65,21 +65,21 @@ def find_files(
     return [infos[path] for path in sorted(infos)], base if is_folder else posixpath.dirname(base)
 
 
-def _is_paperwork(info: Any, config: InputConfig) -> bool:
+def _is_no_data(info: pafs.FileInfo, config: InputConfig) -> bool:
     if config.format == "auto" and info.base_name.lower().endswith(".md"):
         return True
-    return _PAPERWORK.fullmatch(info.base_name) is not None and parse_suffix(info.path)[0] != "parquet"
+    return _NON_DATA_FILES.fullmatch(info.base_name) is not None and parse_suffix(info.path)[0] != "parquet"
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(("_", "."))
 
 
-def _children(filesystem: pafs.FileSystem, folder: str) -> list[Any]:
+def _children(filesystem: pafs.FileSystem, folder: str) -> list[pafs.FileInfo]:
     return list(filesystem.get_file_info(pafs.FileSelector(folder)))
 
 
-def _expand(filesystem: pafs.FileSystem, info: Any, pattern: list[str]) -> list[Any]:
+def _expand(filesystem: pafs.FileSystem, info: pafs.FileInfo, pattern: list[str]) -> list[pafs.FileInfo]:
     """Level by level, so that `s3://bucket/a*/x.jsonl` does not list the bucket."""
     if not pattern:
         return [] if info.type == pafs.FileType.NotFound else [info]
@@ -98,7 +98,7 @@ def _expand(filesystem: pafs.FileSystem, info: Any, pattern: list[str]) -> list[
     return [hit for child in shown for hit in _expand(filesystem, child, rest)]
 
 
-def _walk(filesystem: pafs.FileSystem, folder: str) -> Iterator[Any]:
+def _walk(filesystem: pafs.FileSystem, folder: str) -> Iterator[pafs.FileInfo]:
     """Every file under `folder`, hidden names left out."""
     if isinstance(filesystem, pafs.LocalFileSystem):
         _refuse_broken_links(folder)

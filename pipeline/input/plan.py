@@ -5,13 +5,13 @@ Touches no file. Left out: finding those rows (`match`) and skipping rows that a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from pipeline.config import ConfigError, InputConfig
+from pipeline.input.arrays import Places, Rows
 from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, merge_parquet_leaf, merge_types
 from pipeline.input.files import Listing
 from pipeline.input.ids import ROW_BITS
@@ -41,8 +41,8 @@ class InputPlan:
     num_bytes_per_file: tuple[int, ...]  # of the rows in memory, about
     extra_schema: pa.Schema
     json_columns: frozenset[str]
-    duplicates: tuple[NDArray[Any], ...]  # per file: int64, rows (0-based, blank lines not counted), sorted
-    duplicate_of: tuple[NDArray[Any], ...]  # per file: uint64, the place (`ids`) of the first row with that id
+    duplicates: tuple[Rows, ...]  # per file, sorted
+    duplicate_of: tuple[Places, ...]  # per file: the first row with that id
 
     @property
     def num_rows(self) -> int:
@@ -57,7 +57,7 @@ class InputPlan:
         """Of every block that `read_file` yields."""
         return pa.schema([*ROW_SCHEMA, *self.extra_schema])
 
-    def with_duplicates(self, rows: NDArray[Any], firsts: NDArray[Any]) -> "InputPlan":
+    def with_duplicates(self, rows: Places, firsts: Places) -> "InputPlan":
         """The plan with these rows (places) marked as having the id of `firsts` (places)."""
         order = np.argsort(rows)
         files = (rows[order] >> ROW_BITS).astype(np.int64)
@@ -82,7 +82,6 @@ def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig)
     for scan in scans:
         num_rows.append(min(scan.num_rows, left))
         left -= num_rows[-1]
-    none = tuple(np.empty(0, dtype=np.int64) for _ in scans)
     return InputPlan(
         listing,
         num_rows_per_file=tuple(num_rows),
@@ -90,8 +89,8 @@ def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig)
         num_bytes_per_file=tuple(scan.num_bytes for scan in scans),
         extra_schema=schema,
         json_columns=json_columns,
-        duplicates=none,
-        duplicate_of=none,
+        duplicates=tuple(np.empty(0, np.int64) for _ in scans),
+        duplicate_of=tuple(np.empty(0, np.uint64) for _ in scans),
     )
 
 

@@ -6,15 +6,14 @@ Left out: rows that are done already, and Ray (`source`).
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from pipeline.config import InputConfig
+from pipeline.input.arrays import Mask
 from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import iter_rows
 from pipeline.input.ids import already_used, describe_place, made_id, split_place
@@ -100,7 +99,7 @@ def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
             first += batch.num_rows
 
 
-def _from_batch(batch: Any, file: SourceFile, first: int, plan: InputPlan, config: InputConfig) -> pa.Table:
+def _from_batch(batch: pa.RecordBatch, file: SourceFile, first: int, plan: InputPlan, config: InputConfig) -> pa.Table:
     count = batch.num_rows
     errors = _Errors(count, lambda row: f"{file.name} row {first + row + 1}")
     if config.id_column in batch.schema.names:
@@ -132,12 +131,12 @@ class _Errors:
     def __init__(self, count: int, where: Callable[[int], str]) -> None:
         self._codes, self._messages, self._where = [""] * count, [""] * count, where
 
-    def set(self, mask: NDArray[Any], code: str, reason: str) -> None:
+    def set(self, mask: Mask, code: str, reason: str) -> None:
         for row in np.flatnonzero(mask):
             if not self._codes[row]:
                 self._codes[row], self._messages[row] = code, f"{self._where(int(row))}: {reason}"
 
-    def columns(self) -> list[Any]:
+    def columns(self) -> list[pa.Array]:
         return [pa.array(self._codes, pa.string()), pa.array(self._messages, pa.string())]
 
 

@@ -6,9 +6,15 @@ a failed row with its reason. Left out: types and blocks of rows, which are Arro
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, TypeAlias
+
+from pipeline.units import Json
 
 BLOCK_BYTES: Final = 32 << 20  # a block ends here even if it has few rows: 1024 prompts of 30 MB are 30 GB
+
+
+JsonObject: TypeAlias = dict[str, Json]
+"""A line of JSON Lines, or an object inside it."""
 
 
 @dataclass(slots=True)
@@ -23,7 +29,7 @@ class Row:
     sampling: str | None = None  # JSON object
     error_code: str = ""
     error_message: str = ""
-    fields: Mapping[str, Any] = field(default_factory=dict)  # every column the row has, prompt and id included
+    fields: Mapping[str, Json] = field(default_factory=dict)  # every column the row has, prompt and id included
 
     def fail(self, code: str, message: str) -> None:
         """Marks the row as failed; the first reason stays."""

@@ -6,15 +6,14 @@ Of Parquet only the footer and the id column are read. Left out: what the files 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from pipeline.config import ConfigError, InputConfig
+from pipeline.input.arrays import Digests
 from pipeline.input.arrow_types import infer_json_type, merge_json_leaf, merge_types
 from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.files import Listing, SourceFile, blame, open_stream, read_etag, sniff_batch
@@ -44,16 +43,14 @@ class FileScan:
     first_error: str | None = None
 
 
-def scan_file(
-    listing: Listing, index: int, config: InputConfig, index_all: bool = False
-) -> tuple[FileScan, NDArray[Any]]:
+def scan_file(listing: Listing, index: int, config: InputConfig, index_all: bool = False) -> tuple[FileScan, Digests]:
     """One pass over file `index` (Parquet: footer, id column), and the digests of its ids: 'S16' [num_rows].
 
     No digests where reading them is extra work and no row has an id of its own, unless `index_all`: made ids are
     unique. `ConfigError` for what is no row's fault.
     """
     file = listing.files[index]
-    with blame(f"input.path: {file.path}"):
+    with blame("input.path", file.path):
         etag = read_etag(listing.filesystem, file)
         if listing.format == "parquet":
             scan, digests = _scan_parquet(listing.filesystem, file, config, index_all)
@@ -62,9 +59,7 @@ def scan_file(
         return replace(scan, etag=etag), digests
 
 
-def _scan_rows(
-    listing: Listing, file: SourceFile, config: InputConfig, is_indexed: bool
-) -> tuple[FileScan, NDArray[Any]]:
+def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_indexed: bool) -> tuple[FileScan, Digests]:
     header: list[str] = []
     if listing.format == "csv":
         with open_stream(listing.filesystem, file) as stream:
@@ -155,7 +150,7 @@ def _refuse_reserved(names: Sequence[str], file: SourceFile) -> None:
 
 def _scan_parquet(
     filesystem: pafs.FileSystem, file: SourceFile, config: InputConfig, index_all: bool
-) -> tuple[FileScan, NDArray[Any]]:
+) -> tuple[FileScan, Digests]:
     with pq.ParquetFile(filesystem.open_input_file(file.path)) as parquet:
         num_rows = parquet.metadata.num_rows
         groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
@@ -210,7 +205,7 @@ def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputCon
 
 def _parquet_digests(
     parquet: pq.ParquetFile, file: SourceFile, num_rows: int, config: InputConfig
-) -> tuple[NDArray[Any], bool]:
+) -> tuple[Digests, bool]:
     """Of every row, and whether some row has an id of its own."""
     digests, number, num_own = bytearray(), 0, 0
     for batch in parquet.iter_batches(65536, columns=[config.id_column]):

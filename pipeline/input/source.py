@@ -6,11 +6,10 @@ Left out: cutting one large file into several tasks; give the corpus in files.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data import Datasource
+from ray.data import DataContext, Datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
@@ -42,7 +41,7 @@ class CorpusDatasource(Datasource):  # type: ignore[misc]
         return sum(self._num_bytes)
 
     def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
         """One per file that has rows left, whatever `parallelism` says."""
         return [
@@ -63,7 +62,9 @@ class CorpusDatasource(Datasource):  # type: ignore[misc]
         ]
 
 
-def _reader(plan: Any, done: Any, index: int, config: InputConfig) -> Callable[[], Iterator[pa.Table]]:
+def _reader(
+    plan: "ray.ObjectRef[InputPlan]", done: "ray.ObjectRef[DoneRows] | None", index: int, config: InputConfig
+) -> Callable[[], Iterator[pa.Table]]:
     """A function that captures references only, not the datasource."""
 
     def read_corpus_file() -> Iterator[pa.Table]:

@@ -1,5 +1,5 @@
 """The collector: an actor that hears of every batch, counts for the progress line, writes metrics files, and tells
-Ray's Prometheus endpoint (`live_metrics`).
+Ray's Prometheus endpoint (`prometheus`).
 
 Workers send and never wait. Losing the collector loses figures, never rows. `read_metrics` reads what it wrote.
 """

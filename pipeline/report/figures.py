@@ -5,7 +5,9 @@ they exist.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -111,13 +113,18 @@ def open_run(path: str) -> tuple[RunFolder, RunState]:
     """A run folder and its `run.json`, where sessions that have no end yet end with their last sign of life."""
     folder = RunFolder.open(path)
     state = folder.read_state()
-    if state is None or not {"state", "sessions", "books", "config", "decode", "model"} <= state.keys():
+    if state is None or not _is_run(state):
         raise ConfigError("", f"{path}: no run.json of a run, so not a run folder (-o of jobs.generate)")
     for session in state["sessions"]:
         session["ended_at"] = session["ended_at"] or last_sign_of_life(folder, session)
     if not Clock.of(state["sessions"]).duration_s:
         raise ConfigError("", f"{path}: the run has written nothing yet, so there is nothing to report")
     return folder, state
+
+
+def _is_run(state: Mapping[str, object]) -> TypeGuard[RunState]:
+    """Whether a `run.json` has what a report needs: other programs write files of that name too."""
+    return {"state", "sessions", "books", "config", "decode", "model"} <= state.keys()
 
 
 def write_report(folder: RunFolder, report: Report, state: RunState) -> None:

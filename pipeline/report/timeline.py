@@ -19,7 +19,7 @@ NUM_BINS = 60
 SPAN_PARTS = ("prefill_s", "decode_s", "full_prefill_s", "full_decode_s")
 BATCH_COLUMNS = ("started_at", "output_tokens", *SPAN_PARTS)
 WINDOW_COLUMNS = ("worker", "started_at", "ended_at", "rows", "window")
-GONE_AFTER_WINDOWS = 4  # twice what Ray Data lets a worker have ahead (`build`)
+GONE_AFTER_WINDOWS = 4  # twice what Ray Data lets a worker have ahead (`generate.dataset`)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Throughput:
         self._made = np.zeros(NUM_BINS)
 
     def add(self, batches: pa.Table) -> None:
-        """`batches`: BATCH_COLUMNS of `metrics.BATCH_SCHEMA`, and maybe more."""
+        """`batches`: BATCH_COLUMNS of `records.BATCH_SCHEMA`, and maybe more."""
         started = batches["started_at"].to_numpy()
         took = sum(pc.fill_null(batches[part], 0.0).to_numpy() for part in SPAN_PARTS)
         start, end = self._clock.at(started), self._clock.at(started + took)
@@ -84,7 +84,7 @@ class Windows:
     ended_at: np.ndarray
     rows: np.ndarray
     window: np.ndarray
-    """As in `metrics.WINDOW_SCHEMA`; -1 where a run of an earlier version did not say."""
+    """As in `records.WINDOW_SCHEMA`; -1 where a run of an earlier version did not say."""
 
     @classmethod
     def of(cls, tables: Iterable[pa.Table]) -> "Windows":

@@ -4,7 +4,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from actors.engine import Progress
 from actors.text_stream import TextStream
@@ -14,6 +14,53 @@ from skipdecode.sampling import INCOMPLETE
 
 Decode = Callable[[Sequence[int]], str]
 DONE = b"data: [DONE]\n\n"
+
+
+class LogprobsBody(TypedDict):
+    """One entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChoiceBody(TypedDict):
+    """An entry of `choices`."""
+
+    index: int
+    text: str
+    logprobs: LogprobsBody | None
+    finish_reason: str | None
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
+    layers: NotRequired[list[tuple[str, int]]]
+    """Pieces of the text, each with the layers of its token."""
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionBody(TypedDict):
+    """An answer, or a chunk of one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChoiceBody]
+    usage: NotRequired[Usage]
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
 
 
 class Choice:
@@ -30,11 +77,11 @@ class Choice:
         self._has_begun = False
         self._is_prompt_only = asked.max_tokens == 0
 
-    def take(self, progress: Progress) -> dict[str, Any]:
+    def take(self, progress: Progress) -> ChoiceBody:
         """A `choices` entry with what is new: text, log-probabilities, tokens, layers."""
-        entry = self._begin(progress)
-        text: str = entry["text"]
-        logprobs: dict[str, Any] | None = entry.pop("logprobs")
+        logprobs = None if self.asked.logprobs is None else empty_logprobs()
+        is_first, self._has_begun = not self._has_begun, True
+        text = self._begin(progress, logprobs) if is_first and self.asked.echo else ""
         pieces: list[tuple[str, int]] = []
         for number, token in enumerate([] if self._is_prompt_only else progress.tokens):
             piece = self._stream.push(token)
@@ -50,37 +97,32 @@ class Choice:
             text += rest
             if rest and pieces:
                 pieces[-1] = (pieces[-1][0] + rest, pieces[-1][1])
-        entry |= {"text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        entry: ChoiceBody = {
+            "index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason
+        }  # fmt: skip
         if self.asked.return_token_ids:
+            if is_first:
+                entry["prompt_token_ids"] = list(self.request.prompt_tokens)
             entry["token_ids"] = [] if self._is_prompt_only else list(progress.tokens)
         if self.asked.return_layers:
             entry["layers"] = pieces
         return entry
 
-    def _begin(self, progress: Progress) -> dict[str, Any]:
-        """The entry with the prompt in front, where it is to be echoed and was not yet."""
-        logprobs = None if self.asked.logprobs is None else empty_logprobs()
-        entry: dict[str, Any] = {"index": self.index, "text": "", "logprobs": logprobs}
-        if self._has_begun:
-            return entry
-        self._has_begun = True
-        prompt = self.request.prompt_tokens
-        if self.asked.return_token_ids:
-            entry["prompt_token_ids"] = list(prompt)
-        if self.asked.echo:
-            entry["text"] = self._decode(prompt)
-            self._offsets = TextOffsets(self._decode, len(entry["text"]))
-            if logprobs is not None:
-                self._add_prompt(logprobs, progress)
-        return entry
+    def _begin(self, progress: Progress, logprobs: LogprobsBody | None) -> str:
+        """The prompt, which is echoed; its log-probabilities go to `logprobs`."""
+        text = self._decode(self.request.prompt_tokens)
+        self._offsets = TextOffsets(self._decode, len(text))
+        if logprobs is not None:
+            self._add_prompt(logprobs, progress)
+        return text
 
-    def _add_prompt(self, logprobs: dict[str, Any], progress: Progress) -> None:
+    def _add_prompt(self, logprobs: LogprobsBody, progress: Progress) -> None:
         offsets = TextOffsets(self._decode)
         for number, token in enumerate(self.request.prompt_tokens):
             scored = progress.prompt_logprobs[number - 1] if number else None  # nothing comes before the first
             self._add_logprob(logprobs, token, scored, offsets.next(token))
 
-    def _add_logprob(self, to: dict[str, Any], token: int, scored: TokenLogprobs | None, offset: int) -> None:
+    def _add_logprob(self, to: LogprobsBody, token: int, scored: TokenLogprobs | None, offset: int) -> None:
         top: dict[str, float] | None = None
         if scored is not None:
             top = {}
@@ -109,7 +151,7 @@ class TextOffsets:
         return begin
 
 
-def empty_logprobs() -> dict[str, Any]:
+def empty_logprobs() -> LogprobsBody:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
@@ -119,21 +161,31 @@ def token_name(token: int, decode: Decode) -> str:
     return f"token_id:{token}" if not text or INCOMPLETE in text else text
 
 
-def merged(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merged(entries: Sequence[ChoiceBody]) -> ChoiceBody:
     """One `choices` entry from those of a whole answer, in order."""
-    whole = dict(entries[0])
+    whole = entries[0].copy()
     for entry in entries[1:]:
         whole["text"] += entry["text"]
         whole["finish_reason"] = entry["finish_reason"]
-        for name in ("token_ids", "layers"):
-            if name in whole:
-                whole[name] = whole[name] + entry[name]
-        if whole["logprobs"] is not None:
-            whole["logprobs"] = {name: own + entry["logprobs"][name] for name, own in whole["logprobs"].items()}
+        if "token_ids" in whole:
+            whole["token_ids"] = whole["token_ids"] + entry["token_ids"]
+        if "layers" in whole:
+            whole["layers"] = whole["layers"] + entry["layers"]
+        if whole["logprobs"] is not None and entry["logprobs"] is not None:
+            whole["logprobs"] = _joined(whole["logprobs"], entry["logprobs"])
     return whole
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, int]:
+def _joined(first: LogprobsBody, second: LogprobsBody) -> LogprobsBody:
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
+
+
+def usage(choices: Sequence[Choice]) -> Usage:
     prompt = sum(len(choice.request.prompt_tokens) for choice in choices)
     completion = sum(0 if choice.asked.max_tokens == 0 else len(choice.tokens) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -143,26 +195,30 @@ class Envelope:
     """What all chunks of an answer have in common."""
 
     def __init__(self, model: str) -> None:
-        self._common = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
+        self._id, self._created, self._model = f"cmpl-{secrets.token_hex(12)}", int(time.time()), model
+
+    def body(self, choices: Sequence[ChoiceBody], counts: Usage | None = None) -> CompletionBody:
+        body: CompletionBody = {
+            "id": self._id,
             "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
+            "created": self._created,
+            "model": self._model,
+            "choices": list(choices),
         }
+        if counts is not None:
+            body["usage"] = counts
+        return body
 
-    def body(self, choices: Sequence[dict[str, Any]], counts: dict[str, int] | None = None) -> dict[str, Any]:
-        return self._common | {"choices": list(choices)} | ({} if counts is None else {"usage": counts})
 
-
-def model_card(name: str, created: int, context: int) -> dict[str, Any]:
+def model_card(name: str, created: int, context: int) -> ModelCard:
     return {"id": name, "object": "model", "created": created, "owned_by": "skipdecode-ray", "max_model_len": context}
 
 
-def encode(body: Any) -> bytes:
+def encode(body: object) -> bytes:
     """JSON in UTF-8; half a surrogate pair, which a client may have sent, stays an escape."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def event(body: Any) -> bytes:
+def event(body: object) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(body) + b"\n\n"

@@ -7,7 +7,6 @@ share its batches.
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import ray
 from fastapi import FastAPI
@@ -17,15 +16,14 @@ from actors.generator import GeneratorConfig
 from pipeline.checkpoint import check_model, check_quantization, worker_path
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
-from pipeline.service.config import DEPLOYMENT, ServeConfig
+from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.keys import read_keys
 from pipeline.service.metrics import RayMetrics, scrape
 from pipeline.service.routes import create_app
+from pipeline.units import Json
 from skipdecode.continuous import check_continuous
 from skipdecode.schedule import make_schedule
-
-DRAIN_S = 120.0  # the default of limits.request_timeout_s
 
 
 @serve.deployment(
@@ -59,7 +57,7 @@ class Completions:
         return self.endpoint.num_responses
 
 
-def build_app(args: dict[str, Any]) -> serve.Application:
+def build_app(args: dict[str, Json]) -> serve.Application:
     """What `serve deploy`, `serve run` and `jobs.serve` call; ConfigError names the key at fault."""
     return Completions.bind(make_spec(build_config(ServeConfig, args)))  # type: ignore[attr-defined]
 
@@ -78,7 +76,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     device, dtype = "auto", config.model.dtype
     if config.model.quantization is not None:  # a replica must not try what it has no kernel for, again and again
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
-        check_quantization(config.model.quantization, model.config, dtype, device, is_here=False)
+        check_quantization(config.model.quantization, model.config, dtype, device, no_int8=None)
     if config.engine.scheduler == "continuous":
         if config.sampling.deterministic:
             raise ConfigError(

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, JsonValue, field_validator
 
-from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config, set_key
+from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config
+from pipeline.config_tree import apply_overrides
 
 DEPLOYMENT = "Completions"
+DRAIN_S = 120.0  # the default of limits.request_timeout_s
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -16,8 +18,11 @@ class DefaultSampling(Section):
     """What a request gets that does not say; as OpenAI has them."""
 
     max_new_tokens: Positive = 16
+    """Tokens of an answer at most (`max_tokens` of a request)."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Draw from the smallest set of tokens with this much probability; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: no limit."""
     deterministic: bool = False
@@ -26,6 +31,7 @@ class DefaultSampling(Section):
 
 class EngineSection(Section):
     scheduler: Literal["cohort", "continuous"] = "cohort"
+    """cohort: requests that wait together share positions. continuous: they join and leave one batch at any step."""
     batch_size: Positive = 32
     """Rows of a cohort, or of a continuous batch."""
     max_cohorts: Positive = 8
@@ -33,6 +39,7 @@ class EngineSection(Section):
     max_prefill_tokens: Positive = 4096
     """Prompt tokens that newcomers may bring in one turn."""
     length_buckets: Annotated[tuple[Positive, ...], Field(min_length=1)] = (32, 64, 128, 256, 512, 1024, 2048)
+    """Prompt lengths, in tokens; rows of one cohort are of one bucket."""
     num_threads: Positive | None = None
     """torch threads of a replica; null: what it reserves (`ray_actor_options.num_cpus`), or the cores of its node where
     it reserves one CPU or less; but one, which HTTP needs."""
@@ -51,6 +58,7 @@ class LimitsSection(Section):
     max_prompts: Positive = 128
     """Prompts of one request."""
     max_body_bytes: Positive = 4 << 20
+    """Of one request; beyond, 413."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 120
     """From the arrival of the headers to the last token; then 408."""
     stream_events_per_s: Annotated[float, Field(gt=0)] = 150
@@ -92,41 +100,65 @@ class ServeFile:
     args: ServeConfig
     name: str
     route_prefix: str
-    http: Mapping[str, Any]
-    """`http_options`."""
+    http: "HttpOptions"
     proxy_location: str | None
-    deployment: Mapping[str, Any]
+    deployment: Mapping[str, JsonValue]
     """Options of the deployment, without its name."""
+
+    @property
+    def drain_s(self) -> float:
+        """How long requests that are being answered have when the endpoint ends."""
+        asked = self.deployment.get("graceful_shutdown_timeout_s")
+        return float(asked) if isinstance(asked, int | float) else DRAIN_S
+
+
+class HttpOptions(Section):
+    """Those of Ray Serve, of which `jobs.serve` knows two."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    host: str = "127.0.0.1"
+    """Address on which the proxies listen."""
+    port: int = 8000
+    """Port on which they listen."""
 
 
 class ServeApplication(Section):
     name: str = "skipdecode"
+    """Of the application on the cluster."""
     route_prefix: str = "/"
+    """Path under which it answers."""
     import_path: Literal["pipeline.service.app:build_app"] = "pipeline.service.app:build_app"
-    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Where Ray Serve finds the application."""
+    runtime_env: dict[str, JsonValue] = Field(default_factory=dict)
+    """`serve deploy` alone applies it."""
     args: ServeConfig = ServeConfig()
-    deployments: tuple[dict[str, Any], ...] = ()
+    deployments: tuple[dict[str, JsonValue], ...] = ()
+    """One at most: options of the deployment `Completions`, as Ray Serve has them."""
 
 
 class ServeTree(Section):
     """As much of Ray's own schema as `jobs.serve` applies; `serve deploy` knows the rest."""
 
     proxy_location: str | None = None
-    http_options: dict[str, Any] = Field(default_factory=dict)
-    logging_config: dict[str, Any] = Field(default_factory=dict)
+    """Where Ray Serve's proxies run."""
+    http_options: HttpOptions = HttpOptions()
+    """Host and port of the proxies, as Ray Serve has them."""
+    logging_config: dict[str, JsonValue] = Field(default_factory=dict)
+    """`serve deploy` alone applies it."""
     applications: Annotated[tuple[ServeApplication, ...], Field(min_length=1, max_length=1)] = (ServeApplication(),)
 
 
-def load_serve_file(tree: dict[str, Any], overrides: Sequence[tuple[str, Any]] = ()) -> ServeFile:
+def load_serve_file(tree: dict[str, JsonValue], overrides: Sequence[tuple[str, JsonValue]] = ()) -> ServeFile:
     """Checks a parsed Serve configuration, with dotted `overrides` of the application's `args`; ConfigError."""
     applications = tree.get("applications") or [{}]
-    if isinstance(applications, list) and isinstance(applications[0], dict):
-        args = applications[0].get("args") or {}
-        for key, value in overrides:
-            set_key(args, key, value)
-        # checked by itself first, so that an error names `engine.batch_size`, not `applications.0.args.engine...`
-        build_config(ServeConfig, args)
-        tree = tree | {"applications": [applications[0] | {"args": args}, *applications[1:]]}
+    if isinstance(applications, list) and isinstance(first := applications[0], dict):
+        args = first.get("args") or {}
+        if isinstance(args, dict):
+            apply_overrides(args, overrides)
+            # checked by itself first, so that an error names `engine.batch_size`, not `applications.0.args.engine...`
+            build_config(ServeConfig, args)
+        tree = tree | {"applications": [first | {"args": args}, *applications[1:]]}
     checked = build_config(ServeTree, tree)
     application = checked.applications[0]
     _refuse_not_applied(checked)

@@ -10,8 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 from actors.batches import EngineConfig, Ticket
 from actors.engine import Engine, Progress
@@ -213,13 +213,16 @@ class Endpoint:
         return prompt
 
     def _sampling(self, asked: CompletionRequest) -> Sampling:
-        default = self.config.sampling
-        max_new_tokens = default.max_new_tokens if asked.max_tokens is None else max(asked.max_tokens, 1)
-        base = Sampling(max_new_tokens, default.temperature, default.top_p, default.top_k)
-        own: dict[str, Any] = {key: tuple(v) if key == "stop" else v for key, v in asked.sampling.items()}
-        # without a seed every answer is another one, as in the API
-        own.setdefault("seed", secrets.randbits(63))
-        return replace(base, **own)
+        default, own = self.config.sampling, asked.sampling
+        return Sampling(
+            max_new_tokens=default.max_new_tokens if asked.max_tokens is None else max(asked.max_tokens, 1),
+            temperature=own.get("temperature", default.temperature),
+            top_p=own.get("top_p", default.top_p),
+            top_k=own.get("top_k", default.top_k),
+            seed=own.get("seed", secrets.randbits(63)),  # without one every answer is another, as in the API
+            stop=tuple(own.get("stop", ())),
+            ignore_eos=own.get("ignore_eos", False),
+        )
 
     def _check_fit(self, tokens: Sequence[int], max_new_tokens: int) -> None:
         limit = self.generator.model.config.max_position_embeddings

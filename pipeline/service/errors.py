@@ -1,8 +1,19 @@
 """Errors as OpenAI has them: a status, and a body with message, type, param and code."""
 
-from typing import Any
+from typing import TypedDict
 
 from pipeline.openai_params import BadParameter
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorFields
 
 
 class ApiError(Exception):
@@ -23,7 +34,7 @@ class ApiError(Exception):
         self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorBody:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 

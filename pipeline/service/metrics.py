@@ -3,7 +3,7 @@
 
 Ray puts `ray_` before a name and `_total` behind a counter's; Serve tags each series with `application`, `deployment`
 and `replica`. Use no `_sum` of a histogram: Ray's agent makes it from the middles of the buckets. The names of
-`jobs.generate` are others (`pipeline/live_metrics.py`).
+`jobs.generate` are others (`pipeline.report.prometheus`).
 """
 
 import asyncio

@@ -3,10 +3,18 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from pipeline.openai_params import BadParameter, is_int, is_token_list, sampling_parameters, shown
+from pipeline.openai_params import (
+    BadParameter,
+    SamplingParameters,
+    is_int,
+    is_token_list,
+    sampling_parameters,
+    shown,
+)
 from pipeline.service.errors import ApiError, bad_parameter
+from pipeline.units import Json
 
 MAX_LOGPROBS: Final = 5  # OpenAI
 MAX_ID_CHARS: Final = 512
@@ -19,8 +27,8 @@ class CompletionRequest:
     prompts: list[str | list[int]]
     """At least one; text, or token ids."""
     model: str | None
-    sampling: Mapping[str, Any]
-    """Keys of `Sampling` that the request sets."""
+    sampling: SamplingParameters
+    """What the request sets."""
     max_tokens: int | None
     """0: the prompt alone, with `echo`."""
     row_id: str
@@ -35,7 +43,7 @@ class CompletionRequest:
     """Extension: the layers that each token ran."""
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> dict[str, Json]:
     """The JSON object of a request; ApiError 400."""
     try:
         value = json.loads(body)
@@ -46,7 +54,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_completion(body: Mapping[str, Any], max_prompts: int) -> CompletionRequest:
+def parse_completion(body: Mapping[str, Json], max_prompts: int) -> CompletionRequest:
     """ApiError 400 names the parameter at fault."""
     try:
         return _parse(body, max_prompts)
@@ -54,7 +62,7 @@ def parse_completion(body: Mapping[str, Any], max_prompts: int) -> CompletionReq
         raise bad_parameter(error) from error
 
 
-def _parse(body: Mapping[str, Any], max_prompts: int) -> CompletionRequest:
+def _parse(body: Mapping[str, Json], max_prompts: int) -> CompletionRequest:
     sampling = sampling_parameters(body, OWN_KEYS)
     flags = {name: _flag(body, name) for name in _FLAGS}
     max_tokens = _int(body, "max_tokens", 0)
@@ -77,24 +85,25 @@ def _parse(body: Mapping[str, Any], max_prompts: int) -> CompletionRequest:
     )
 
 
-def _prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
+def _prompts(value: Json, max_prompts: int) -> list[str | list[int]]:
     wanted = "must be a string, a list of strings, a list of token ids or a list of such lists"
     if value is None:
         raise BadParameter("prompt", f"is missing; it {wanted}")
-    if isinstance(value, str) or is_token_list(value):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise BadParameter("prompt", f"{wanted}, got {shown(value)}")
-    if len(value) > max_prompts:
-        raise BadParameter("prompt", f"holds {len(value)} prompts, at most {max_prompts} may come in one request")
-    for prompt in value:
+    given = [value] if isinstance(value, str) or is_token_list(value) else value
+    if not isinstance(given, list) or not given:
+        raise BadParameter("prompt", f"{wanted}, got {shown(given)}")
+    if len(given) > max_prompts:
+        raise BadParameter("prompt", f"holds {len(given)} prompts, at most {max_prompts} may come in one request")
+    prompts: list[str | list[int]] = []
+    for prompt in given:
         if isinstance(prompt, str):
             _check_text("prompt", prompt)
         elif not is_token_list(prompt):
-            raise BadParameter("prompt", f"{wanted}, got {shown(value)}")
-    if len({type(prompt) for prompt in value}) > 1:
+            raise BadParameter("prompt", f"{wanted}, got {shown(given)}")
+        prompts.append(prompt)
+    if len({type(prompt) for prompt in prompts}) > 1:
         raise BadParameter("prompt", "mixes texts and token ids; send them in two requests")
-    return value
+    return prompts
 
 
 def _check_text(name: str, text: str) -> None:
@@ -104,29 +113,29 @@ def _check_text(name: str, text: str) -> None:
         raise BadParameter(name, f"holds half of a surrogate pair at character {error.start}") from error
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def _flag(body: Mapping[str, Json], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise BadParameter(name, f"must be true or false, got {shown(value)}")
     return bool(value)
 
 
-def _int(body: Mapping[str, Any], name: str, low: int, high: int = 2**63 - 1) -> int | None:
-    value: int | None = body.get(name)
-    if value is not None and not is_int(low, high)(value):
-        allowed = f"an integer from {low} to {high}" if high < 2**63 - 1 else f"an integer of at least {low}"
-        raise BadParameter(name, f"must be {allowed}, got {shown(value)}")
-    return value
+def _int(body: Mapping[str, Json], name: str, low: int, high: int = 2**63 - 1) -> int | None:
+    value = body.get(name)
+    if value is None or is_int(low, high)(value):
+        return value
+    allowed = f"an integer from {low} to {high}" if high < 2**63 - 1 else f"an integer of at least {low}"
+    raise BadParameter(name, f"must be {allowed}, got {shown(value)}")
 
 
-def _text(body: Mapping[str, Any], name: str) -> str | None:
-    value: str | None = body.get(name)
+def _text(body: Mapping[str, Json], name: str) -> str | None:
+    value = body.get(name)
     if value is not None and not isinstance(value, str):
         raise BadParameter(name, f"must be a string, got {shown(value)}")
     return value
 
 
-def _include_usage(body: Mapping[str, Any], is_stream: bool) -> bool:
+def _include_usage(body: Mapping[str, Json], is_stream: bool) -> bool:
     options = body.get("stream_options")
     if options is None:
         return False

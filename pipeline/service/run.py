@@ -5,50 +5,42 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import ray
-import yaml
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from pipeline.cluster import start_ray
-from pipeline.config import ConfigError, read_tree
-from pipeline.service.app import DRAIN_S, Completions, make_spec
+from pipeline.config import ConfigError, read_tree, set_key
+from pipeline.config_tree import read_override
+from pipeline.ray_noise import SERVE_END, without_printed_lines
+from pipeline.service.app import Completions, make_spec
 from pipeline.service.config import ServeFile, load_serve_file
 from pipeline.service.keys import is_loopback, read_keys
+from pipeline.units import Json, Note
 
-Note = Callable[[str], None]
 DRAIN_POLL_S = 0.2
 ASK_S = 5.0  # for an answer of all replicas
 LINGER_S = 0.5  # a replica has handed on its last byte, and Ray's proxy sends it
-HOST, PORT = "127.0.0.1", 8000
 
 
 def load(path: str | None, overrides: Sequence[str], host: str | None, port: int | None) -> ServeFile:
     """The checked file; ConfigError."""
-    pairs = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError("", f"override {override!r}: expected key=value, e.g. engine.batch_size=16")
-        try:
-            pairs.append((key, yaml.safe_load(text)))
-        except yaml.YAMLError as error:
-            raise ConfigError(key, f"not a YAML value: {text!r}") from error
+    pairs = [read_override(override) for override in overrides]
     tree = read_tree(path)
-    options = {"host": HOST, "port": PORT} | (tree.get("http_options") or {})
-    options |= {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    return load_serve_file(tree | {"http_options": options}, pairs)
+    for name, value in (("host", host), ("port", port)):
+        if value is not None:
+            set_key(tree, f"http_options.{name}", value)
+    return load_serve_file(tree, pairs)
 
 
 def serve_until_stopped(
     path: str | None, overrides: Sequence[str], *, host: str | None, port: int | None, note: Note
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Serves until SIGTERM or SIGINT, then drains; what `jobs.serve` prints at the end."""
     file = load(path, overrides, host, port)
     stop = threading.Event()
@@ -61,7 +53,7 @@ def serve_until_stopped(
         )
         stop.wait()
         note("stopping: new requests get 503, what is being answered is answered")
-        left = drain(file.name, file.deployment.get("graceful_shutdown_timeout_s", DRAIN_S))
+        left = drain(file.name, file.drain_s)
         if left:
             note(f"{left} requests were not answered in time")
     return {"served_s": round(time.time() - began, 1), "unanswered": left}
@@ -71,7 +63,7 @@ def serve_until_stopped(
 def running(file: ServeFile) -> Iterator[str]:
     """The application, up and healthy: its URL. Taken down on leaving; an embedded Ray, and Serve where it did not run
     before, with it. ConfigError."""
-    host, port = str(file.http["host"]), int(file.http["port"])
+    host, port = file.http.host, file.http.port
     if not read_keys(file.args.auth) and not is_loopback(host):
         raise ConfigError(
             "http_options.host",
@@ -80,9 +72,7 @@ def running(file: ServeFile) -> Iterator[str]:
         )
     if not os.environ.get("RAY_ADDRESS"):
         _check_free(host, port)
-    was_running = ray.is_initialized()
-    start_ray()
-    try:
+    with without_printed_lines(SERVE_END), _ray_running():
         application = _application(file)  # before Serve: a bad configuration starts nothing of it
         before = serve.status()
         if file.name in before.applications:
@@ -91,7 +81,7 @@ def running(file: ServeFile) -> Iterator[str]:
             )
         is_shared = bool(before.proxies or before.applications)
         try:
-            serve.start(proxy_location=file.proxy_location, http_options={**file.http, "host": host, "port": port})
+            serve.start(proxy_location=file.proxy_location, http_options=file.http.model_dump())
             serve.run(application, name=file.name, route_prefix=file.route_prefix)
             shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
             yield f"http://{shown}:{port}{file.route_prefix.rstrip('/')}/"
@@ -100,6 +90,15 @@ def running(file: ServeFile) -> Iterator[str]:
                 serve.delete(file.name)  # a shutdown would take everybody's applications down
             else:
                 serve.shutdown()
+
+
+@contextmanager
+def _ray_running() -> Iterator[None]:
+    """Ray, ended on leaving where it did not run before."""
+    was_running = ray.is_initialized()
+    start_ray()
+    try:
+        yield
     finally:
         if not was_running:
             ray.shutdown()

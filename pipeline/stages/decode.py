@@ -38,7 +38,7 @@ class DecodeStage:
         ledger: LedgerHandle,
         leftovers: LeftoversHandle | None = None,
     ) -> None:
-        """Loads the model. StopRun where the ledger has ended the run; the next process tries again on other errors."""
+        """Loads the model. StopRun where the ledger has ended the run; a model that cannot be loaded ends it too."""
         context = ray.get_runtime_context()
         self.worker: str = context.get_actor_id()[:12]  # the same after a restart on another host
         self._sampling, self._ledger = sampling, ledger

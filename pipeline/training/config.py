@@ -5,9 +5,9 @@ Shapes and types only; what needs a checkpoint, the data or a cluster is checked
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from pipeline.config import Auto, OutputConfig, Section, SwiftKVSection, build_config, read_tree
 
@@ -18,10 +18,15 @@ class ModelShape(Section):
     vocab_size: Annotated[int, Field(ge=300)] = 1024
     """256 bytes and the special tokens come first."""
     hidden_size: Annotated[int, Field(ge=1)] = 128
+    """Width of the model."""
     num_hidden_layers: Annotated[int, Field(ge=1)] = 24
+    """Number of layers."""
     num_attention_heads: Annotated[int, Field(ge=1)] = 4
+    """Attention heads of a layer; divides `hidden_size`."""
     ffn_dim: Annotated[int, Field(ge=1)] = 512
+    """Width of the feed-forward blocks."""
     max_position_embeddings: Annotated[int, Field(ge=1)] = 2048
+    """Context length in tokens."""
 
 
 class FinetuneModel(Section):
@@ -40,8 +45,11 @@ class FinetuneData(Section):
     path: Annotated[tuple[str, ...], Field(min_length=1)] = ("data/train.csv",)
     """Files, folders, patterns or URIs of Parquet, JSONL or CSV."""
     validation: Annotated[tuple[str, ...], Field(min_length=1)] = ("data/validation.csv",)
+    """Pairs that choose the best checkpoint; the same forms as `path`."""
     prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
+    """Column of the prompts."""
     response_column: Annotated[str, Field(min_length=1)] = "response"
+    """Column of the responses; the loss counts their tokens alone."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What becomes of rows without a response, of broken lines, and of pairs longer than the model's context."""
     made_names_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -49,14 +57,14 @@ class FinetuneData(Section):
 
     @field_validator("path", "validation", mode="before")
     @classmethod
-    def _one_path_is_a_list(cls, value: Any) -> Any:
+    def _one_path_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 
 class TrainSection(Section):
     """The recipe; all but the last group decides what comes out, so a resumed run must agree in it."""
 
-    schedules: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)] = (
+    schedules: Annotated[tuple[dict[str, JsonValue], ...], Field(min_length=1)] = (
         {"method": "full"},
         {"method": "skipdecode", "speedup": 2},
         {"method": "skipdecode", "speedup": 3},
@@ -64,21 +72,28 @@ class TrainSection(Section):
         {"method": "skipdecode", "speedup": 5},
     )
     """`decode:` mappings; each step draws one. `prefill: swiftkv` beside their keys: with the prompt under SwiftKV."""
-    default_schedule: dict[str, Any] | None = None
+    default_schedule: dict[str, JsonValue] | None = None
     """What `jobs.generate` takes when it is told nothing; null: skipdecode at speedup 2 if that is in `schedules`,
     else the first of them that skips, else full depth; of those without `prefill: swiftkv`, if there are any."""
     horizon: Annotated[int, Field(ge=1)] = 63
     """Decode steps over which the depth falls."""
     epochs: Annotated[float, Field(gt=0)] = 3
+    """Passes over the pairs; fractions are allowed."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Pairs per optimiser step, over all workers."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """The peak, reached at the end of the warm-up."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 2e-5
+    """What it falls to, linearly, at the last step."""
     warmup_steps: Annotated[int, Field(ge=1)] = 300
+    """Steps in which the learning rate rises to its peak; a training of no more steps than that takes a tenth of its
+    own."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this norm."""
     distill: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the loss that is the divergence from the teacher at full depth instead of the data."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
@@ -92,14 +107,18 @@ class TrainSection(Section):
     validate_every: Annotated[int, Field(ge=1)] = 500
     """Steps, as the next ones."""
     validation_rows: Annotated[int, Field(ge=1)] = 512
+    """Pairs of `data.validation` to use at most."""
     seed: int = 0
+    """Decides on weights from scratch, the order of pairs, and the schedule of each step."""
 
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Micro-batches that a worker's share of a step is cut into."""
     recompute: bool = False
     """Activation checkpointing."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: a copy on every worker. fsdp: weights, gradients and optimiser are sharded."""
     log_every: Annotated[int, Field(ge=1)] = 20
+    """Steps between two lines of the log."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 200
     """At least so often: every best validation is a checkpoint too."""
 
@@ -111,6 +130,7 @@ class WorkersSection(Section):
     num_workers: Auto | Annotated[int, Field(ge=1)] = "auto"
     """auto: one per GPU, and one on CPUs."""
     use_gpu: Auto | bool = "auto"
+    """auto: where the cluster has GPUs."""
     num_cpus: Auto | Annotated[float, Field(gt=0)] = "auto"
     """Ray CPUs that each worker asks for."""
     threads: Annotated[int, Field(ge=1)] | None = None

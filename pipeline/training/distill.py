@@ -5,7 +5,7 @@ The training is `finetune`, with the recipe of the paper for defaults; `init_swi
 """
 
 import shutil
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -14,14 +14,14 @@ from pipeline.store.model_folder import new_folder, written_whole
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.folder import TOKENIZER_FILES
 from pipeline.training.plan import stored_dtype
-from pipeline.units import Note
+from pipeline.units import Json, Note
 from skipdecode.config import OPTConfig
 from skipdecode.hub import resolve_source
 from skipdecode.weights import check_folder, load_opt, save_opt
 
 # arXiv 2410.03960, section 3.3, and its authors' training code: the model frozen, KL at temperature 2, Adam without
 # weight decay, learning rate 2e-4 falling linearly to 0, one epoch. (There the warm-up is 5 % of the steps.)
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Json] = {
     "model": {"source": "models/opt-e2e", "swiftkv": {}},
     "train": {
         "schedules": [{"method": "full", "prefill": "swiftkv"}],
@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def with_defaults(tree: dict[str, Any], defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+def with_defaults(tree: dict[str, Json], defaults: dict[str, Json] | None = None) -> dict[str, Json]:
     """The keys of `tree`, and of the recipe what it does not say. An empty section says nothing."""
     if defaults is None:
         tree = {key: value for key, value in tree.items() if value is not None}
@@ -50,12 +50,26 @@ def with_defaults(tree: dict[str, Any], defaults: dict[str, Any] | None = None) 
     return merged
 
 
-def init_swiftkv(config: FinetuneConfig, note: Note) -> dict[str, Any]:
+class SwiftKVShape(TypedDict):
+    kv_layers: int
+    group_size: int
+
+
+class NewSwiftKV(TypedDict):
+    """What `init_swiftkv` wrote."""
+
+    output: str
+    swiftkv: SwiftKVShape
+    new_parameters: int
+    parameters: int
+
+
+def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     """Writes the model with SwiftKV's weights beside its own: queries copied, K and V the mean over each group."""
     try:
         target = new_folder(config.output.path)
     except ConfigError as error:
-        raise ConfigError.parse(str(error).replace("output: ", "output.path: ", 1)) from error
+        raise error.renamed("output", "output.path") from error
     if config.model.source is None or config.model.swiftkv is None:
         raise ConfigError("model", "give source and swiftkv, the model and the shape of what it is given")
     try:
@@ -67,7 +81,7 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> dict[str, Any]:
     try:
         shape = config.model.swiftkv.shape(opt)
     except ValueError as error:
-        raise ConfigError("", f"model.{error}") from error
+        raise ConfigError.parse(f"model.{error}") from error
     if opt.swiftkv is not None:
         note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
     dtype = getattr(torch, stored_dtype(config, opt))
@@ -79,4 +93,5 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> dict[str, Any]:
                 shutil.copy2(folder / name, staging / name)
     extra = [] if model.swift is None else [p.numel() for p in model.swift.parameters()]
     total = sum(p.numel() for p in model.parameters())
-    return {"output": str(target), "swiftkv": vars(shape), "new_parameters": sum(extra), "parameters": total}
+    made: SwiftKVShape = {"kv_layers": shape.kv_layers, "group_size": shape.group_size}
+    return {"output": str(target), "swiftkv": made, "new_parameters": sum(extra), "parameters": total}

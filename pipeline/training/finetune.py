@@ -12,13 +12,11 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from actors.trainer import num_steps
 from pipeline.checkpoint import worker_path
 from pipeline.cluster import start_ray
 from pipeline.config import ConfigError
@@ -29,13 +27,14 @@ from pipeline.training.folder import TrainingFolder
 from pipeline.training.loss_plot import plot_losses
 from pipeline.training.plan import PlannedTraining, plan_training, stored_dtype
 from pipeline.training.pool import TrainPool, plan_workers
-from pipeline.training.worker import TrainingJob, run_worker
+from pipeline.training.records import TrainingRecord, TrainingState, ValidationLine, losses_in
+from pipeline.training.worker import Failed, Trained, TrainingJob, run_worker
 from pipeline.units import Note
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    record: dict[str, Any]
+    record: TrainingRecord
     """`training.json`"""
     folder: TrainingFolder
     was_finished: bool = False
@@ -58,11 +57,6 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
             "give an absolute path that every worker sees",
         )
     pool = plan_workers(config.workers, cluster, ray.available_resources())
-    steps = num_steps(len(planned.pairs.tokens), planned.train)
-    if planned.train.warmup_steps >= steps:
-        note(
-            f"train.warmup_steps: {planned.train.warmup_steps} of {steps} steps; the peak learning rate is not reached"
-        )
     if config.output.if_exists == "overwrite":
         folder.clear()
     device = "a GPU" if pool.use_gpu else f"{pool.threads} threads"
@@ -75,11 +69,12 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
     return FinetuneResult(record, folder)
 
 
-def _execute(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
+def _execute(planned: PlannedTraining, pool: TrainPool) -> TrainingRecord:
     folder = planned.folder
-    state = {
+    state: TrainingState = {
         "state": "running",
         "fingerprint": planned.fingerprint,
+        "warmup_steps": planned.train.warmup_steps,
         "config": planned.config.model_dump(mode="json"),
     }
     folder.write_state(state)  # first: it says that what follows is ours
@@ -89,14 +84,14 @@ def _execute(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
         with LiveLine(lambda: describe(folder)):
             best = _fit(planned, pool)
     except BaseException:
-        folder.write_state(state | {"state": "interrupted"})
+        folder.write_state({**state, "state": "interrupted"})
         raise
     finally:
         shutil.rmtree(folder.training / "ray", ignore_errors=True)
         plot_losses(folder)
     record = make_record(planned, best)
     folder.write_json("training.json", record)
-    folder.write_state(state | {"state": "finished", "record": record})  # last: a finished run has everything
+    folder.write_state({**state, "state": "finished", "record": record})  # last: a finished run has everything
     return record
 
 
@@ -105,7 +100,7 @@ def _write_files(staging: Path, files: dict[str, bytes]) -> None:
         (staging / name).write_bytes(contents)
 
 
-def _fit(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
+def _fit(planned: PlannedTraining, pool: TrainPool) -> ValidationLine:
     """Runs the workers to their end; the record of the best validation."""
     config = planned.config
     source = None if planned.source is None else worker_path(str(config.model.source), planned.source)
@@ -141,19 +136,19 @@ def _fit(planned: PlannedTraining, pool: TrainPool) -> dict[str, Any]:
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
     )
-    outcome: dict[str, Any] = _with_own_interrupt(trainer)
-    if "error" in outcome:
-        raise RuntimeError(outcome["error"])
-    best: dict[str, Any] = outcome["best"]
-    return best
+    outcome = _with_own_interrupt(trainer)
+    if isinstance(outcome, Failed):
+        raise RuntimeError(outcome.message)
+    return outcome.best
 
 
-def _with_own_interrupt(trainer: TorchTrainer) -> Any:
+def _with_own_interrupt(trainer: TorchTrainer) -> Trained | Failed:
     """Ray Train takes SIGINT for itself, and leaves the process with exit code 0; here it is a KeyboardInterrupt."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
-        return trainer.fit().return_value
+        outcome: Trained | Failed = trainer.fit().return_value
+        return outcome
     except SystemExit as error:
         raise KeyboardInterrupt from error
     finally:
@@ -164,14 +159,14 @@ def _with_own_interrupt(trainer: TorchTrainer) -> Any:
 def describe(folder: TrainingFolder) -> str | None:
     """The progress line: step, loss, speed, time to go."""
     records = folder.records()
-    lines = [record for record in records if "train_loss" in record]
+    lines = losses_in(records)
     if not lines:
         return "starting workers"
     last = lines[-1]
     validations = [record for record in records if "mean" in record]
     # of this session alone: a resumed run may be on another machine
     started = max((i for i, record in enumerate(records) if "start" in record), default=0)
-    recent = [record for record in records[started:] if "train_loss" in record][-10:]
+    recent = losses_in(records[started:])[-10:]
     steps = recent[-1]["step"] - recent[0]["step"] if recent else 0
     eta = "?"
     if steps:
@@ -185,15 +180,15 @@ def describe(folder: TrainingFolder) -> str | None:
     )
 
 
-def make_record(planned: PlannedTraining, best: dict[str, Any]) -> dict[str, Any]:
+def make_record(planned: PlannedTraining, best: ValidationLine) -> TrainingRecord:
     """`training.json`: what was made, how, from what, on what."""
     records = planned.folder.records()
     starts = [record["start"] | {"from_step": record["step"]} for record in records if "start" in record]
-    steps = [record for record in records if "train_loss" in record]
     return {
         "best": best,
         "steps": planned.num_steps,
-        "duration_s": steps[-1]["elapsed_s"],
+        "warmup_steps": planned.train.warmup_steps,
+        "duration_s": losses_in(records)[-1]["elapsed_s"],
         "pairs": len(planned.pairs.tokens),
         "validation_pairs": len(planned.validation.tokens),
         "skipped_rows": len(planned.pairs.problems) + len(planned.validation.problems),

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pipeline.config import ConfigError
+from pipeline.training.records import LogLine, TrainingRecord, TrainingState
+from pipeline.units import Json
 
 KEEP = 2  # checkpoints
 WEIGHTS = "model.safetensors"
@@ -24,8 +26,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 MODEL_FILES = (*TOKENIZER_FILES, "config.json", WEIGHTS)
 OURS = (*MODEL_FILES, "training.json", "training")  # the last holds run.json, which says that the rest is ours
 
-Loaded = tuple[int, dict[str, Any]]
-"""Step and contents of a checkpoint."""
+LoadedT = TypeVar("LoadedT")
+"""What a checkpoint file is read as."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class TrainingFolder:
     def has_model(self) -> bool:
         return (self.root / WEIGHTS).is_file()
 
-    def check(self, if_exists: str) -> dict[str, Any] | None:
+    def check(self, if_exists: str) -> TrainingState | None:
         """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError("output.path", f"{self.root} is a file")
@@ -83,21 +85,21 @@ class TrainingFolder:
             path = self.root / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
-    def read_state(self) -> dict[str, Any] | None:
+    def read_state(self) -> TrainingState | None:
         """`training/run.json`, or None."""
         path = self.training / "run.json"
         try:
-            state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            state: TrainingState = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             raise ConfigError("output.path", f"{path} is not JSON ({error}); use another output.path") from error
         return state
 
-    def write_state(self, state: dict[str, Any]) -> None:
+    def write_state(self, state: TrainingState) -> None:
         self.write_json("training/run.json", state)
 
-    def write_json(self, name: str, document: dict[str, Any]) -> None:
+    def write_json(self, name: str, document: TrainingState | TrainingRecord) -> None:
         with self.whole(name) as path:
             path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
@@ -136,9 +138,10 @@ class TrainingFolder:
         files = sorted((self.training / "checkpoints").glob("step-*.pt"), reverse=True)
         return [(int(path.stem.removeprefix("step-")), path) for path in files]
 
-    def load_checkpoint(self, load: Callable[[Path], dict[str, Any]]) -> Loaded | None:
-        """The newest that `load` can read (ValueError: it is damaged); damaged newer ones are moved aside.
+    def load_checkpoint(self, load: Callable[[Path], LoadedT]) -> tuple[int, LoadedT] | None:
+        """Step and contents of the newest that `load` can read (ValueError: it is damaged).
 
+        Damaged newer ones are moved aside.
         RuntimeError when all are damaged: starting from the beginning is for the user to decide.
         """
         damaged: list[Path] = []
@@ -155,11 +158,11 @@ class TrainingFolder:
             raise RuntimeError(f"{', '.join(map(str, damaged))}: damaged, and no other; --overwrite starts anew")
         return None
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[LogLine]:
         """The log; a torn last line is left out."""
         return list(self._records())
 
-    def _records(self) -> Iterator[dict[str, Any]]:
+    def _records(self) -> Iterator[LogLine]:
         if not self.log.is_file():
             return
         with self.log.open(encoding="utf-8") as lines:
@@ -173,7 +176,7 @@ class TrainingFolder:
         with self.whole("training/log.jsonl") as path:
             path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
-    def append_log(self, record: dict[str, Any]) -> None:
+    def append_log(self, record: dict[str, Json]) -> None:
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 

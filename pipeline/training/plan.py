@@ -3,46 +3,37 @@
 Nothing is written here, and Ray is not started.
 """
 
-import hashlib
+import math
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from actors.tokenizer import OPTTokenizer, train_tokenizer
-from actors.train_workers import Pair
 from actors.trainer import TrainConfig, num_steps
 from pipeline.config import ConfigError
 from pipeline.demo_corpus import vary_names
-from pipeline.input.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
 from pipeline.store.digest import digest_files
-from pipeline.training.config import HOW, FinetuneConfig, FinetuneData, FinetuneModel, TrainSection
-from pipeline.training.folder import TOKENIZER_FILES, TrainingFolder, check_apart
+from pipeline.training.config import HOW, FinetuneConfig, FinetuneModel, TrainSection
+from pipeline.training.corpus import (
+    Corpus,
+    Files,
+    blame,
+    check_same_tokens,
+    digest_texts,
+    encode,
+    make_tokenizer,
+    refuse_bad_rows,
+    scan,
+)
+from pipeline.training.folder import TrainingFolder, check_apart
+from pipeline.training.records import Fingerprint, TrainingState
+from pipeline.training.schedules import check_schedules
 from pipeline.units import Note
 from skipdecode.config import OPTConfig, SwiftKVConfig
 from skipdecode.hub import resolve_source
-from skipdecode.schedule import listed_schedule
 from skipdecode.weights import check_folder
 
+WARMUP_SHARE = 0.1  # of all steps, where the warm-up that was asked for has no room
 CODE_VERSION = 2  # raise when a change alters the weights that the same configuration gives
-
-TOKENS_COMPARED = 256  # pairs
-
-Texts = list[tuple[str, str]]
-Files = dict[str, bytes]
-"""Name -> contents."""
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The pairs that will be used, and what is wrong with the other rows."""
-
-    texts: Texts
-    tokens: list[Pair]
-    problems: list[str]
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,9 @@ class PlannedTraining:
 
     config: FinetuneConfig
     train: TrainConfig
+    """With the warm-up that holds (`settle_warmup`)."""
     folder: TrainingFolder
-    earlier: dict[str, Any] | None
+    earlier: TrainingState | None
     """`training/run.json` of the run to resume."""
     source: Path | None
     """The folder of the model to start from; None: from scratch."""
@@ -64,8 +56,7 @@ class PlannedTraining:
     pairs: Corpus
     validation: Corpus
     num_steps: int
-    fingerprint: dict[str, Any]
-    """Everything that decides the weights, flat: a resumed run must agree in every entry."""
+    fingerprint: Fingerprint
 
 
 def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
@@ -85,16 +76,17 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     elif config.train.default_schedule is not None:  # the model stays as it is, and so does what it carries
         opt = replace(opt, skip_decode=default)
     teacher = _check_teacher(config, source, opt)
-    pairs, validation = _scan(config.data, "path"), _scan(config.data, "validation")
+    pairs, validation = scan(config.data, "path"), scan(config.data, "validation")
     pairs = replace(pairs, texts=list(vary_names(pairs.texts, config.data.made_names_share, config.train.seed)))
-    files, tokenizer = _make_tokenizer(source, opt, pairs.texts, folder if earlier else None)
+    files, tokenizer = make_tokenizer(source, opt, pairs.texts, folder if earlier else None)
     if teacher is not None:
-        _check_same_tokens(teacher, tokenizer, opt, pairs.texts)
-    train, held_out = (_encode(found, tokenizer, opt) for found in (pairs, validation))
+        check_same_tokens(teacher, tokenizer, opt, pairs.texts)
+    train, held_out = (encode(found, tokenizer, opt) for found in (pairs, validation))
     for corpus, name in ((train, "path"), (held_out, "validation")):
-        _refuse(corpus, f"data.{name}", config.data)
+        refuse_bad_rows(corpus, f"data.{name}", config.data)
     recipe = train_config(config.train)
     steps = num_steps(len(train.tokens), recipe)
+    recipe = replace(recipe, warmup_steps=settle_warmup(recipe.warmup_steps, steps, earlier, note))
     note(
         f"data: {len(train.tokens)} pairs in {steps} steps of {recipe.batch_size}, {len(held_out.tokens)} pairs for "
         f"validation; {len(train.problems) + len(held_out.problems)} bad rows left out"
@@ -107,7 +99,23 @@ def train_config(section: TrainSection) -> TrainConfig:
     return TrainConfig(**section.model_dump(exclude={"default_schedule"}))
 
 
-def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, dict[str, Any] | None]:
+def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, note: Note) -> int:
+    """How many of `steps` the learning rate rises in: as asked, or a tenth of them where it would not fall again.
+
+    A resumed run keeps its own, which `training/run.json` says, or the configuration where an earlier version wrote it.
+    """
+    if earlier is not None:
+        return earlier.get("warmup_steps", asked)
+    settled = asked if asked < steps else max(1, math.ceil(WARMUP_SHARE * steps))
+    if settled < asked:
+        note(
+            f"train.warmup_steps: {asked} lowered to {settled} of {steps} steps, so that the peak learning rate is "
+            "reached, and falls again"
+        )
+    return settled
+
+
+def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState | None]:
     folder = TrainingFolder.open(config.output.path)
     others = [(f"data.{name}", path) for name in ("path", "validation") for path in getattr(config.data, name)]
     models = [(f"model.{name}", getattr(config.model, name)) for name in ("source", "teacher")]
@@ -123,9 +131,9 @@ def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, dict[str, Any
 def _check_model(model: FinetuneModel) -> tuple[Path | None, OPTConfig]:
     """Where the weights are, and their shape."""
     if model.source is None:
-        with _blame("model.shape: "):
+        with blame("model.shape: "):
             return None, OPTConfig(**model.shape.model_dump())
-    with _blame(""):
+    with blame(""):
         folder = resolve_source(model.source)
         opt = OPTConfig.from_folder(folder)
         check_folder(folder)
@@ -141,7 +149,7 @@ def _check_swiftkv(config: FinetuneConfig, opt: OPTConfig) -> SwiftKVConfig | No
         return None
     if config.model.source is None:
         raise ConfigError("model.swiftkv", "its weights are taken from a trained model's; give model.source")
-    with _blame("model."):
+    with blame("model."):
         shape = wanted.shape(opt)
     if config.train.parallel == "fsdp":
         raise ConfigError("train.parallel", "fsdp gathers whole layers, and SwiftKV runs parts of them; use ddp")
@@ -158,9 +166,9 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) 
         return source if opt.swiftkv is not None and is_moving else None
     if not config.train.distill and not config.train.hidden:
         raise ConfigError("model.teacher", "is not asked with train.distill and train.hidden 0")
-    with _blame(""):
+    with blame(""):
         folder = resolve_source(config.model.teacher, "model.teacher")
-    with _blame("model.teacher: "):
+    with blame("model.teacher: "):
         taught = OPTConfig.from_folder(folder)
         check_folder(folder)
         if taught.vocab_size != opt.vocab_size:
@@ -172,109 +180,10 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) 
     return folder
 
 
-def _check_same_tokens(teacher: Path, tokenizer: OPTTokenizer, opt: OPTConfig, texts: Texts) -> None:
-    """ConfigError when the teacher would read the first pairs as other tokens."""
-    with _blame("model.teacher: "):
-        sample = [text for pair in texts[:TOKENS_COMPARED] for text in pair]
-        if OPTTokenizer(teacher, opt).encode(sample) != tokenizer.encode(sample):
-            raise ValueError(f"{teacher} has another tokenizer than the model")
-
-
-@contextmanager
-def _blame(prefix: str) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError("", f"{prefix}{error}") from error
-
-
-def check_schedules(train: TrainSection, opt: OPTConfig) -> dict[str, Any]:
-    """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
-    found: list[dict[str, Any]] = []
-    for index, decode in enumerate(train.schedules):
-        key, is_swift = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
-        _check_schedule(key, decode, train.horizon, opt)
-        defaults = {"method": "skipdecode", "prefill": "full"}
-        found.append(defaults | {name: value for name, value in decode.items() if value is not None})
-        if found[-1] in found[:-1]:  # of a shallow model two different ones may come to the same layers
-            raise ConfigError(key, f"{decode} is there twice")
-        if train.trainable == "swiftkv" and not is_swift:
-            raise ConfigError(key, "without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
-    if opt.swiftkv is not None and not any(decode.get("prefill") == "swiftkv" for decode in train.schedules):
-        raise ConfigError("train.schedules", "none has prefill: swiftkv, which model.swiftkv is for")
-    default = train.default_schedule
-    if default is None:
-        whole = [given for given in train.schedules if given.get("prefill") != "swiftkv"] or train.schedules
-        plain = [{key: value for key, value in given.items() if key != "prefill"} for given in whole]
-        skipping = [decode for decode in plain if decode.get("method", "skipdecode") != "full"]
-        wanted = {"method": "skipdecode", "speedup": 2}
-        default = wanted if wanted in skipping else skipping[0] if skipping else {"method": "full"}
-    if "prefill" in default:
-        raise ConfigError("train.default_schedule.prefill", "a checkpoint carries no prefill; jobs.generate is told it")
-    _check_schedule("train.default_schedule", default, train.horizon, opt)
-    default = {"method": "skipdecode"} | {key: value for key, value in default.items() if value is not None}
-    falls = default["method"] in ("skipdecode", "early_exit")
-    return default | ({"horizon": default.get("horizon", train.horizon)} if falls else {})
-
-
-def _check_schedule(key: str, decode: dict[str, Any], horizon: int, opt: OPTConfig) -> None:
-    if decode.get("ffn_skip") is not None:
-        raise ConfigError(
-            f"{key}.ffn_skip", "FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate"
-        )
-    try:
-        listed_schedule(opt, decode, horizon + 1)
-    except ValueError as error:
-        raise ConfigError.parse(str(error).replace("decode.", f"{key}.").replace("decode: ", f"{key}: ")) from error
-
-
-def _scan(data: FinetuneData, name: str) -> Pairs:
-    keys = (f"data.{name}", "data.prompt_column", "data.response_column")
-    return scan_pairs(getattr(data, name), data.prompt_column, data.response_column, keys)
-
-
-def _make_tokenizer(
-    source: Path | None, opt: OPTConfig, texts: Texts, earlier: TrainingFolder | None
-) -> tuple[Files, OPTTokenizer]:
-    """The tokenizer and its files: of `source`, of the run to resume, or trained on `texts`."""
-    with tempfile.TemporaryDirectory() as scratch, _blame(""):
-        folder = source or (earlier.root if earlier and (earlier.root / "tokenizer.json").is_file() else None)
-        if folder is None:
-            folder = Path(scratch)
-            train_tokenizer((text for pair in texts for text in pair), opt.vocab_size, folder)
-        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-        return files, OPTTokenizer(folder, opt)
-
-
-def _encode(pairs: Pairs, tokenizer: OPTTokenizer, opt: OPTConfig) -> Corpus:
-    """Pairs that fit the model's context; the others become problems."""
-    corpus = Corpus([], [], list(pairs.problems))
-    tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_id)
-    for texts, where, (prompt, response) in zip(pairs.texts, pairs.where, tokens, strict=True):
-        if len(prompt) + len(response) <= opt.max_position_embeddings:
-            corpus.texts.append(texts)
-            corpus.tokens.append((prompt, response))
-        else:
-            corpus.problems.append(
-                f"{where}: {len(prompt)} prompt and {len(response)} response tokens, "
-                f"the model has {opt.max_position_embeddings} positions"
-            )
-    return corpus
-
-
-def _refuse(corpus: Corpus, key: str, data: FinetuneData) -> None:
-    if data.bad_rows == "fail":
-        refuse_problems(corpus.problems, key, "repair them, or leave them out with data.bad_rows=skip")
-    if not corpus.tokens:
-        refuse_problems(corpus.problems, key, "no good row is left")
-
-
 def _fingerprint(
     config: FinetuneConfig, source: Path | None, opt: OPTConfig, teacher: Path | None, train: Corpus, validation: Corpus
-) -> dict[str, Any]:
-    entries: dict[str, Any] = {"code_version": CODE_VERSION, "output.dtype": stored_dtype(config, opt)}
+) -> Fingerprint:
+    entries: Fingerprint = {"code_version": CODE_VERSION, "output.dtype": stored_dtype(config, opt)}
     recipe = config.train.model_dump(mode="json", exclude=set(HOW))
     recipe["default_schedule"] = opt.skip_decode
     entries |= {f"train.{key}": value for key, value in recipe.items()}
@@ -284,7 +193,7 @@ def _fingerprint(
         entries["model.files"] = digest_files(source)  # its tokenizer's too
     entries["model.swiftkv"] = None if opt.swiftkv is None else vars(opt.swiftkv)
     entries["model.teacher_files"] = None if teacher is None else digest_files(teacher)
-    entries["data.pairs"], entries["data.validation_pairs"] = _digest(train.texts), _digest(validation.texts)
+    entries["data.pairs"], entries["data.validation_pairs"] = digest_texts(train.texts), digest_texts(validation.texts)
     return entries
 
 
@@ -293,10 +202,3 @@ def stored_dtype(config: FinetuneConfig, opt: OPTConfig) -> str:
     if config.output.dtype is not None or config.train.trainable == "all":
         return config.output.dtype or "bfloat16"
     return opt.torch_dtype if opt.torch_dtype in ("float32", "bfloat16", "float16") else "float32"
-
-
-def _digest(texts: Sequence[tuple[str, str]]) -> str:
-    total = hashlib.sha256()
-    for prompt, response in texts:
-        total.update(f"{len(prompt)} {prompt}{len(response)} {response}".encode())
-    return total.hexdigest()

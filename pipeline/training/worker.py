@@ -9,7 +9,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypedDict, cast
 
 import ray
 import ray.train.torch
@@ -17,12 +17,18 @@ import torch
 import torch.distributed as dist
 
 from actors.train_state import Weights, load_state, model_of, save_state
+from actors.train_workers import Pair
 from actors.trainer import Hooks, TrainConfig, init_weights, train
 from pipeline.machine import provenance
 from pipeline.training.folder import TrainingFolder
+from pipeline.training.records import ValidationLine
+from pipeline.units import Json
 from skipdecode.config import OPTConfig
 from skipdecode.model import OPT
 from skipdecode.weights import load_opt, save_opt
+
+Checkpoint: TypeAlias = dict[str, object]
+"""What `actors.train_state` reads and writes: weights, moments and progress, of which only the step is our business."""
 
 
 @dataclass(frozen=True)
@@ -40,37 +46,58 @@ class TrainingJob:
     dtype: str
     """Of the stored weights."""
     threads: int
-    pairs: Any
-    """Reference to (training pairs, validation pairs), as tokens."""
+    pairs: "ray.ObjectRef[tuple[list[Pair], list[Pair]]]"
+    """Training and validation pairs, as tokens."""
 
 
-def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """{best: record of the best validation}, or {error: ...} for what another attempt would not cure."""
-    job: TrainingJob = settings["job"]
+class WorkerSettings(TypedDict):
+    """`train_loop_config` of Ray Train."""
+
+    job: TrainingJob
+
+
+@dataclass(frozen=True)
+class Trained:
+    best: ValidationLine
+
+
+@dataclass(frozen=True)
+class Failed:
+    """For what another attempt would not cure."""
+
+    message: str
+
+
+def run_worker(settings: WorkerSettings) -> Trained | Failed:
+    """Trains as one of the workers, to the end."""
+    job = settings["job"]
     torch.set_num_threads(job.threads)
     device = ray.train.torch.get_device()
     pairs, validation = ray.get(job.pairs)
     folder = TrainingFolder(job.folder)
-    state = _restore(folder)
+    resumed = _restore(folder)
     model = _initial(job, device)
     if dist.get_rank() == 0:
-        step = 0 if state is None else state["step"]
+        step = 0 if resumed is None else resumed[0]
         folder.rewind_log(step)
         folder.append_log({"step": step, "start": describe(device)})
     try:
         teacher = None if job.teacher is None else load_opt(job.teacher, device=device)
-        return {"best": train(model, pairs, validation, job.train, _hooks(job, folder), state, teacher)}
+        state = None if resumed is None else resumed[1]
+        best = train(model, pairs, validation, job.train, _hooks(job, folder), state, teacher)
+        return Trained(cast(ValidationLine, best))
     except FloatingPointError as error:
-        return {"error": str(error)}
+        return Failed(str(error))
 
 
-def _restore(folder: TrainingFolder) -> dict[str, Any] | None:
-    """The same checkpoint on every worker: rank 0 chooses."""
-    chosen: list[Any] = [None]
+def _restore(folder: TrainingFolder) -> tuple[int, Checkpoint] | None:
+    """Step and contents of the same checkpoint on every worker: rank 0 chooses."""
+    chosen: list[int | None] = [None]
     if dist.get_rank() == 0 and (found := folder.load_checkpoint(load_state)):
         chosen = [found[0]]
     dist.broadcast_object_list(chosen)
-    return None if chosen[0] is None else load_state(dict(folder.checkpoints())[chosen[0]])
+    step = chosen[0]
+    return None if step is None else (step, load_state(dict(folder.checkpoints())[step]))
 
 
 def _initial(job: TrainingJob, device: torch.device) -> OPT:
@@ -88,21 +115,22 @@ def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
     if dist.get_rank() != 0:
         return Hooks(log=lambda _: None, keep_best=lambda *_: None, checkpoint=lambda *_: None)
 
-    def keep_best(weights: Weights, record: dict[str, Any]) -> None:
+    def keep_best(weights: Weights, record: dict[str, Json]) -> None:
         model, dtype = model_of(weights, job.config), getattr(torch, job.dtype)
         folder.publish(lambda staging: save_opt(model, staging, dtype=dtype))
 
-    def checkpoint(state: dict[str, Any], record: dict[str, Any]) -> None:
+    def checkpoint(state: Checkpoint, record: dict[str, Any]) -> None:
         folder.save_checkpoint(record["step"], lambda path: save_state(state, path))
 
     return Hooks(folder.append_log, keep_best, checkpoint)
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe(device: torch.device) -> dict[str, Json]:
     """Where and with what this session trains: rank 0's process and device."""
-    return {
+    here: dict[str, Json] = {
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "workers": dist.get_world_size(),
-    } | provenance(device, ("torch", "ray"))
+    }
+    return here | provenance(device, ("torch", "ray"))

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +22,7 @@ FOLDER = Path(__file__).parent / "cpp"
 # Sums may be reordered, which is what makes them vectors. Not -ffast-math: at linking it adds code that takes subnormal
 # numbers away from the whole process.
 MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffinite-math-only -freciprocal-math"
-FLAGS = ("-O3", *MATH.split(), "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+FLAGS = ("-O3", *MATH.split(), "-fopenmp", "-fPIC", "-std=c++17")
 # What each back end may use beyond AVX2, by the CPU's flag. Named one by one, not -march=native, so that a machine can
 # make every back end that it can run.
 EXTRAS = {
@@ -66,10 +67,10 @@ def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
         compiler = command[0]
         with tempfile.TemporaryDirectory(prefix="skipdecode-ray-") as folder:
             made = Path(folder) / kept.name
-            command += [*options, *map(str, sources()), *map(str, openmp), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+            _compile([*command, *options], openmp, made)
             with contextlib.suppress(OSError):  # a folder that cannot be written to: compiled anew by each process
                 _keep(made, kept)
+                return ctypes.CDLL(str(kept))
             return ctypes.CDLL(str(made))
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{compiler} failed: {error.stderr.strip()[-500:]}") from error
@@ -79,8 +80,17 @@ def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
         raise BuildError(f"{compiler}: {error}") from error
 
 
-def sources() -> list[Path]:
-    return sorted(FOLDER.glob("*.cpp"))
+def _compile(command: list[str], libraries: Sequence[Path], made: Path) -> None:
+    """Every source on its own, as many at a time as there are cores, and then all into one library."""
+    objects = {source: made.with_name(f"{source.stem}.o") for source in sorted(FOLDER.glob("*.cpp"))}
+
+    def run(*arguments: str | Path) -> None:
+        line = [*command, *map(str, arguments)]
+        subprocess.run(line, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda pair: run("-c", pair[0], "-o", pair[1]), objects.items()))
+    run("-shared", *objects.values(), *libraries, "-o", made)
 
 
 def find_compiler() -> list[str]:

@@ -20,11 +20,11 @@ NAMES: tuple[Name, ...] = ("amx", "avx512", "avx2", "torch")
 VARIABLE = "SKIPDECODE_KERNELS"
 """Names a back end that must be used. `off` and `0` mean `torch`; empty or `auto` means the automatic choice."""
 
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"})
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "bmi2"})
 NEEDS: dict[Name, frozenset[str]] = {
     "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512": _AVX512,
-    "avx2": frozenset({"avx2", "fma"}),
+    "avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
     "torch": frozenset(),
 }
 """Flags of /proc/cpuinfo without which a back end cannot run."""
@@ -102,7 +102,7 @@ def _choose(wanted: str, flags: frozenset[str]) -> Backend:
     problem = _problem(name, flags)
     if problem is not None:
         raise BackendError(f"{VARIABLE}: {name} cannot run here: {problem}; torch can")
-    return _backend(name, f"forced by {VARIABLE}; this CPU has {describe_cpu(flags)}", flags)
+    return make_backend(name, f"forced by {VARIABLE}; this CPU has {describe_cpu(flags)}", flags)
 
 
 def _automatic(names: tuple[Name, ...], flags: frozenset[str]) -> Backend:
@@ -111,7 +111,7 @@ def _automatic(names: tuple[Name, ...], flags: frozenset[str]) -> Backend:
     for name in names:
         problem = _problem(name, flags)
         if problem is None:
-            return _backend(name, "; ".join([describe_cpu(flags), *problems]), flags)
+            return make_backend(name, "; ".join([describe_cpu(flags), *problems]), flags)
         problems += [] if problem in problems else [problem]
     raise AssertionError("torch always works")
 
@@ -127,8 +127,9 @@ def _problem(name: Name, flags: frozenset[str]) -> str | None:
     return None if library.is_allowed() else "this system does not let programs use AMX"
 
 
-def _backend(name: Name, reason: str, flags: frozenset[str]) -> Backend:
-    return Backend(name, reason, _dtype(name, flags), _why_no_int8(name))
+def make_backend(name: Name, reason: str, flags: frozenset[str]) -> Backend:
+    """What follows from a back end on a CPU with these flags."""
+    return Backend(name, reason, _dtype(name, flags), _why_no_int8(name, flags))
 
 
 def _dtype(name: Name, flags: frozenset[str]) -> Literal["bfloat16", "float32"]:
@@ -137,5 +138,9 @@ def _dtype(name: Name, flags: frozenset[str]) -> Literal["bfloat16", "float32"]:
     return "bfloat16" if has_bfloat16 else "float32"
 
 
-def _why_no_int8(name: Name) -> str | None:
-    return None if name == "amx" else f"the back end is {name}, and only amx has it"
+def _why_no_int8(name: Name, flags: frozenset[str]) -> str | None:
+    if name == "amx" or (name == "avx512" and flags >= {"avx512_bf16", "avx512_vnni"}):
+        return None
+    if name == "avx512":
+        return f"the back end avx512 needs BF16 and VNNI for it, and this CPU has {describe_cpu(flags)}"
+    return f"the back end is {name}, and only amx and avx512 have it"

@@ -90,14 +90,24 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether the back end has products of its own for weights of this type."""
+    name = choice.choose().name
+    has_bfloat16 = name == "amx" or (name == "avx512" and "avx512_bf16" in choice.cpu_flags())
+    return name != "torch" and (dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16))
+
+
 def pack(weight: Tensor) -> Tensor:
-    """A bfloat16 weight [out, in], in a multiple of 32, in the order in which `linear` reads it."""
+    """A weight [out, in], in a multiple of 32, in the order in which `linear` reads it.
+
+    Of each 32 outputs and 32 inputs two tiles of 16 outputs: lines of 64 bytes, four bytes of each output.
+    """
     outputs, inputs = weight.shape
-    assert weight.dtype == torch.bfloat16, weight.dtype
+    assert multiplies(weight.dtype), weight.dtype
     assert inputs % 32 == 0, inputs
     weight = weight.detach().contiguous()
-    packed = torch.empty(-(-outputs // 32), inputs // 32, 2, 16, 32, dtype=torch.bfloat16)
-    function("pack_tiles")(outputs, inputs, weight.data_ptr(), packed.data_ptr())
+    packed = torch.empty(-(-outputs // 32), inputs // 32, 2, 512, dtype=weight.dtype)
+    function("pack", weight.dtype)(outputs, inputs, weight.data_ptr(), packed.data_ptr())
     return packed
 
 
@@ -108,6 +118,8 @@ class Int8Weight(NamedTuple):
     """[out / 32, in / 64, 2, 16, 16, 4] int8."""
     scales: Tensor
     """[out] float32, filled up to a multiple of 32."""
+    totals: Tensor
+    """[out] int32 likewise: the sum of each output's whole numbers."""
     inputs: int
 
 
@@ -120,7 +132,7 @@ def pack_int8(weight: Tensor) -> Int8Weight:
     scales = weight.abs().amax(dim=1) / 127.0
     whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
     tiles = whole.view(-1, 2, 16, whole.shape[1] // 64, 16, 4).permute(0, 3, 1, 4, 2, 5)
-    return Int8Weight(tiles.contiguous(), scales, inputs)
+    return Int8Weight(tiles.contiguous(), scales, whole.sum(dim=1, dtype=torch.int32), inputs)
 
 
 def linear(
@@ -132,15 +144,17 @@ def linear(
     relu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + bias, then ReLU or plus `residual` [..., outputs]: [..., in] -> [..., outputs], all in bfloat16.
+    """x W^T + bias, then ReLU or plus `residual` [..., outputs]: [..., in] -> [..., outputs], all of one type.
 
-    `packed`: W as `pack` or `pack_int8` gives it. Sums in float32, rounded once; for int8 sums of whole
-    numbers, x as 16 bits times a scale per row.
+    `packed`: W as `pack` or `pack_int8` gives it. Sums in float32, rounded once; for int8, which goes with bfloat16,
+    sums of whole numbers, x as 16 bits times a scale per row.
     """
     assert not (relu and residual is not None), "one of the two"
+    is_int8 = isinstance(packed, Int8Weight)
     tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)
     assert x.shape[-1] == inputs, (x.shape, inputs)
     assert tiles.shape[0] == -(-outputs // 32), (outputs, tiles.shape)
+    assert x.dtype == (torch.bfloat16 if is_int8 else tiles.dtype), (x.dtype, tiles.dtype)
     rows = x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -148,19 +162,17 @@ def linear(
     if residual is not None:
         assert residual.shape == out.shape, (residual.shape, out.shape)
         residual = residual.contiguous()
-    for tensor in (x, bias, residual):
-        assert tensor is None or tensor.dtype == torch.bfloat16, tensor.dtype
+    for tensor in (bias, residual):
+        assert tensor is None or tensor.dtype == x.dtype, tensor.dtype
     assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous()), "a bias of another layer"
-    is_int8 = isinstance(packed, Int8Weight)
-    assert tiles.dtype == (torch.int8 if is_int8 else torch.bfloat16), tiles.dtype
-    function("linear_int8" if is_int8 else "linear_tiles")(
+    (function("linear_int8") if is_int8 else function("linear", x.dtype))(
         len(rows),
         outputs,
         inputs,
         rows.data_ptr(),
         rows.stride(0),
         tiles.data_ptr(),
-        *([packed.scales.data_ptr()] if isinstance(packed, Int8Weight) else []),
+        *([packed.scales.data_ptr(), packed.totals.data_ptr()] if isinstance(packed, Int8Weight) else []),
         None if bias is None else bias.data_ptr(),
         1 if relu else 0 if residual is None else 2,
         None if residual is None else residual.data_ptr(),
@@ -170,20 +182,23 @@ def linear(
     return out
 
 
-def likeliest(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    """`argmax(linear(x, packed, outputs, None))` without the logits in between: [B, in] bfloat16 -> [B] int64."""
-    assert x.dtype == packed.dtype == torch.bfloat16, (x.dtype, packed.dtype)
-    assert x.shape[1] == packed.shape[1] * 32, (x.shape, packed.shape)
-    assert packed.shape[0] == -(-outputs // 32), (outputs, packed.shape)
+def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tensor:
+    """`argmax(linear(x, packed, outputs, None))` without the logits in between: [B, in] -> [B] int64."""
+    is_int8 = isinstance(packed, Int8Weight)
+    tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)
+    assert x.dtype == (torch.bfloat16 if is_int8 else tiles.dtype), (x.dtype, tiles.dtype)
+    assert x.shape[1] == inputs, (x.shape, inputs)
+    assert tiles.shape[0] == -(-outputs // 32), (outputs, tiles.shape)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(len(x), dtype=torch.int64)
-    function("likeliest_tiles")(
+    (function("argmax_linear_int8") if is_int8 else function("argmax_linear", x.dtype))(
         len(x),
         outputs,
-        packed.shape[1] * 32,
+        inputs,
         x.data_ptr(),
         x.stride(0),
-        packed.data_ptr(),
+        tiles.data_ptr(),
+        *([packed.scales.data_ptr(), packed.totals.data_ptr()] if isinstance(packed, Int8Weight) else []),
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -191,15 +206,16 @@ def likeliest(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
 
 
 ARGUMENTS = {
-    "block_tiles": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
-    "prompt_tiles": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
-    "store_tiles": [INT64, DOUBLE, POINTER, INT64, POINTER, INT64, *[POINTER] * 6, INT],
+    "step": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
+    "prompt": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
+    "store": [INT64, DOUBLE, POINTER, INT64, POINTER, INT64, *[POINTER] * 6, INT],
     "attend": [*[INT64] * 3, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
-    "pack_tiles": [INT64, INT64, POINTER, POINTER],
-    "linear_tiles": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
-    "likeliest_tiles": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT],
-    "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 3, INT, POINTER, POINTER, INT],
+    "pack": [INT64, INT64, POINTER, POINTER],
+    "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
+    "argmax_linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT],
+    "argmax_linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT],
+    "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT, POINTER, POINTER, INT],
 }
 
 

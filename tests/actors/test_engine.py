@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from skipdecode.logprobs import score_prompt
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs
 from tests.support.naive import greedy, random_prompts
+from tests.support.processes import wait_for
 
 SCHEDULERS = ["cohort", "continuous"]
 DECODE = {"method": "skipdecode", "max_layers": 5, "min_layers": 2, "warmup_layers": 1, "horizon": 12}
@@ -419,13 +420,6 @@ class Heard:
         collect(self.made, self.ends, progress)
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def nothing(_: list[Ticket]) -> None:
     pass
 
@@ -436,7 +430,7 @@ def test_requests_from_many_threads(generator: Generator) -> None:
     callers = [threading.Thread(target=thread.submit, args=([request], nothing)) for request in pool]
     for caller in callers:
         caller.start()
-    wait_for(lambda: len(heard.ends) == 30)
+    wait_for(lambda: len(heard.ends) == 30, timeout_s=20)
     assert (heard.made, heard.ends) == offline(generator, pool)
     thread.stop()
     with pytest.raises(EngineDead, match="stopped"):
@@ -455,7 +449,7 @@ def test_a_full_queue_says_when_to_come_back(generator: Generator) -> None:
     with pytest.raises(Overloaded) as caught:
         flood()
     assert 1 <= caught.value.retry_after_s <= 60
-    wait_for(lambda: len(heard.ends) >= 5)
+    wait_for(lambda: len(heard.ends) >= 5, timeout_s=20)
     thread.submit(pool_of(1), nothing)  # there is room again
     thread.stop()
 
@@ -504,7 +498,7 @@ def test_a_dead_engine_tells_all_who_wait(
     monkeypatch.setattr(engine, "turn", dying)
     thread = EngineThread(engine, heard, max_waiting=5, stall_s=60)
     thread.submit(pool_of(3), nothing)
-    wait_for(lambda: len(heard.dead) == 3)
+    wait_for(lambda: len(heard.dead) == 3, timeout_s=20)
     with pytest.raises(EngineDead, match=error.__name__):
         thread.check()
     with pytest.raises(EngineDead):
@@ -526,7 +520,7 @@ def test_a_step_that_hangs_is_noticed(generator: Generator, monkeypatch: pytest.
             thread.check()
     assert [one.ticket.request.id for one in told if one.is_dead] == ["0", "1"]
     go_on.set()
-    wait_for(lambda: not thread._thread.is_alive())
+    wait_for(lambda: not thread._thread.is_alive(), timeout_s=20)
     assert [one.ticket.request.id for one in told if one.is_dead] == ["0", "1"]
     with pytest.raises(EngineDead, match=r"more than 0.1 s"):
         thread.check()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from actors import generator as module
 from actors.generator import DETERMINISTIC_ROWS, Answer, Generator, GeneratorConfig, RowFailure, WindowResult, agreement
 from pipeline.demo_corpus import make_prompts
-from skipdecode import cpu_kernels
+from skipdecode.backends import choice
 from skipdecode.generate import BatchResult, BatchStats, Completion, Request, generate
 from skipdecode.plan import EarlyExit, FullDepth, SkipDecode
 from skipdecode.sampling import Sampling
@@ -442,7 +442,7 @@ def test_types_and_devices(build: Callable[..., Generator]) -> None:
     assert generator.load_s > 0
 
 
-@pytest.mark.skipif(not cpu_kernels.has_tiles(), reason="needs a CPU with AMX tiles and a compiler")
+@pytest.mark.skipif(choice.choose().no_int8 is not None, reason="needs a back end with int8 weights")
 def test_int8_weights_keep_most_tokens_of_the_demo_model() -> None:
     """Another model's tokens, and nearly always the same; its full-depth pairs and predictions are int8's own."""
     requests = [Request(row["id"], [], Sampling(max_new_tokens=40)) for row in make_prompts(96)]

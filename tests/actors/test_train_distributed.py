@@ -17,6 +17,8 @@ from actors.trainer import Hooks, TrainConfig, init_weights, train
 from skipdecode.config import OPTConfig
 from skipdecode.model import OPT
 
+pytestmark = pytest.mark.process
+
 SHAPE = OPTConfig(vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08)
 RECIPE: dict[str, Any] = {
     "schedules": ({"method": "full"}, {"method": "skipdecode", "speedup": 2}),

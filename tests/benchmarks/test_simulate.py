@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulate import RESULT, SHARES, Plan, Simulation, StepTimes, simulate
+from benchmarks.simulate import RESULT, StepTimes
+from benchmarks.simulation import SHARES, Plan, Simulation, simulate
 
-TIMES = StepTimes(step_s=0.01, step_row_s=0.0, prompt_token_s=0.0)
+TIMES = StepTimes(step_s=0.01, step_row_s=0.0, prompt_token_s=0.0).batch_s
 CALM = Plan(
     rows=64_000, sigma=0.0, mean_new_tokens=50, load_s=0.0, write_s=0.0, driver_s=0.0, straggler_share=0.0,
     speed_sigma=0.0, failures_per_worker_hour=0.0,
@@ -95,4 +96,4 @@ def test_sharing_shortens_the_tail() -> None:
 def test_the_same_seed_gives_the_same_run() -> None:
     plan = replace(Plan(), rows=50_000)
     times = StepTimes.from_result(RESULT, "skipdecode 2")
-    assert simulate(plan, times, 8) == simulate(plan, times, 8)
+    assert simulate(plan, times.batch_s, 8) == simulate(plan, times.batch_s, 8)

@@ -27,10 +27,10 @@ from jobs.generate import main as generate
 from pipeline.cluster import start_ray
 from pipeline.demo_corpus import make_prompts
 from tests.deploy.test_dashboard import DASHBOARD
-from tests.runs.test_job import free_ports
-from tests.support.processes import wait_for
+from tests.support.processes import free_ports, wait_for
 
 pytestmark = [
+    pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus on the PATH (apt-get install prometheus)"),
 ]

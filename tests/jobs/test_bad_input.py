@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import ray
 from safetensors.torch import load_file, save_file
 
 from jobs.generate import main
@@ -24,12 +23,6 @@ class Done:
 
 
 Generate = Callable[..., Done]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -91,6 +84,7 @@ def test_bad_configuration_needs_no_ray(
     refused(generate(*fixed, *overrides), message)
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -173,6 +167,7 @@ def test_a_damaged_checkpoint(
     refused(generate(f"model.source={model}", "-i", str(source), "-o", str(tmp_path / "run")), message)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_the_documents_last_line_is_json_and_the_rest_is_stderr(
     tiny_checkpoint: Path, source: Path, tmp_path: Path

@@ -1,46 +1,107 @@
-"""What all verbs share: help on stdout, one JSON document as its last line, the run folder.
+"""What the verbs share: help on stdout, a document on every ending, the name of the run folder, the console script.
 
-That failures end in a document too is in `test_bad_input` and `test_ending`.
+That failures end in a document too is in `test_endings` and `test_bad_input`.
 """
 
-import argparse
 import json
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from jobs import __main__ as console
 from jobs.__main__ import verbs
-from jobs.cli import add_run_folder, note, run_folder
+from jobs.cli import make_folder_parser, make_parser, note, read_settings, run_folder
+from jobs.generate import KEY_FIGURES, MAX_CHARS, key_figures
 from pipeline.config import ConfigError
+from pipeline.generate.run import RunResult
+from pipeline.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
 
-def verb(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", f"jobs.{name}", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+def program(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", verbs())
-def test_help_is_on_stdout(name: str) -> None:
-    done = verb(name, "--help")
+def test_help_is_on_stdout(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        console.main([name, "--help"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")
+    assert out.startswith(f"usage: python -m jobs.{name} ")
+    assert "--config" in out
+
+
+def test_help_of_a_process() -> None:
+    done = program("-m", "jobs.verify", "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: python -m jobs.{name} ")
+    assert done.stdout.startswith("usage: python -m jobs.verify ")
 
 
+@pytest.mark.process
 def test_a_wrong_command_line_ends_in_a_document_too() -> None:
-    done = verb("verify", "--no-such-option")
+    done = program("-m", "jobs.verify", "--no-such-option")
     assert done.returncode == 2
     assert "--no-such-option" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["exit_code"] == 2
 
 
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """What pip makes of `[project.scripts]`, for this checkout."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, name = project["scripts"]["skipdecode"].partition(":")
+    assert callable(getattr(import_module(module), name))
+    path = tmp_path / "skipdecode"
+    path.write_text(f"import sys\nsys.path[0] = {str(ROOT)!r}\nfrom {module} import {name}\nsys.exit({name}())\n")
+    return str(path)
+
+
+def test_the_console_script_is_the_verbs(script: str) -> None:
+    ours, module = (program(*words, "verify", "no", "folder") for words in ([script], ["-m", "jobs"]))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (2, module.stdout, module.stderr)
+    assert json.loads(ours.stdout) == {"error": "one run folder at a time, got no, folder", "exit_code": 2}
+    assert program(script, "verify", "--help").stdout.startswith("usage: skipdecode verify ")
+
+
+def test_the_console_script_lists_the_verbs_without_torch_or_ray(script: str) -> None:
+    done = program("-X", "importtime", script)
+    assert done.returncode == 0
+    assert done.stdout == program("-m", "jobs", "--help").stdout
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "jobs.cli" in loaded
+    assert not loaded & {"torch", "ray", "pydantic", "numpy"}
+
+
+def test_the_list_of_verbs_names_every_one_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(verbs()) == {path.stem for path in (ROOT / "jobs").glob("*.py")} - {"__init__", "__main__", "cli"}
+    assert console.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for verb in verbs():
+        (line,) = [line for line in lines if line.startswith(f"  {verb} ")]
+        assert len(line.split(maxsplit=1)[1]) > 20
+
+
+@pytest.mark.parametrize(
+    ("verb", "hint"), [("generte", "did you mean 'generate'?"), ("x", "verbs: doctor, demo, "), ("cli", "verbs: ")]
+)
+def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert console.main([verb, "--help"]) == 2
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["exit_code"] == 2
+    assert document["error"].startswith(f"unknown verb {verb!r}; {hint}")
+    assert document["error"] in err
+
+
 def named(*words: str) -> tuple[str, list[str]]:
-    parser = argparse.ArgumentParser()
-    add_run_folder(parser)
-    path, _, overrides = run_folder(parser, parser.parse_intermixed_args(words))
+    path, _, overrides = run_folder(make_folder_parser("verify", None).parse_intermixed_args(words))
     return path, overrides
 
 
@@ -54,13 +115,59 @@ def test_the_run_folder_is_named_or_that_of_a_configuration(tmp_path: Path) -> N
     assert named("--config", str(config))[0] == "outputs/one"
     assert named("--config", str(config), "output.path=outputs/two")[0] == "outputs/two"
     assert named("outputs/x", "--config", str(config))[0] == "outputs/x"
-    for words in ([], ["a", "b"], ["sampling.seed=1"]):
-        with pytest.raises(SystemExit):
+    for words, message in (([], "name the run folder"), (["a", "b"], "got a, b"), (["sampling.seed=1"], "name the")):
+        with pytest.raises(ConfigError, match=message):
             named(*words)
     with pytest.raises(ConfigError, match="did you mean 'seed'"):
         named("outputs/x", "sampling.sed=1")
 
 
+def test_flags_win_over_overrides_and_these_over_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("output: {path: one}\ninput: {path: a, limit: 3}\n")
+    arguments = make_parser("generate", None).parse_args(["--config", str(config), "output.path=two", "input.path=b"])
+    tree = read_settings(arguments, {"output.path": "three", "input.path": None})
+    assert tree == {"output": {"path": "three"}, "input": {"path": "b", "limit": 3}}
+
+
 def test_credentials_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     note("s3://key:se%2Fcret@bucket/run: exists already; s3://bucket/a@b and me@example.com stay")
     assert capsys.readouterr().err == "s3://***@bucket/run: exists already; s3://bucket/a@b and me@example.com stay\n"
+
+
+REPORT = {
+    "duration_s": 49.891550064086914, "completed": 120, "failed": 0, "output_throughput": 68.50859505486392,
+    "speedup": {
+        "measured": 2.4386046950910782, "ci95": [0.21993505933874222, 27.038858092020003],
+        "measured_decode": 2.7162181780350094, "layers": 2.6419225634178907, "predicted": 1.6902995604094937,
+    },
+    "agreement": {"exact_rows": 0.5957446808510638, "token_match": 0.773851590106007, "rows": 94},
+    "books": {"input": 120, "ok": 120, "failed": 0, "closed": True},
+    "layers_by_step": {"planned": [10] * 64},
+}  # fmt: skip
+
+
+def figures(folder: Path, report: dict[str, object], **more: object) -> dict[str, object]:
+    return key_figures(RunResult(report, RunFolder.open(str(folder)), too_many_failed=False), more)
+
+
+def test_key_figures_have_the_names_of_the_report(tmp_path: Path) -> None:
+    document = figures(tmp_path, REPORT, was_finished=False, exit_code=3)
+    assert list(document) == ["output", "was_finished", "exit_code", *KEY_FIGURES, "report"]
+    assert document["report"] == f"{tmp_path}/report.json"
+    assert document["speedup"] == {k: v for k, v in REPORT["speedup"].items() if k != "measured_decode"}
+    assert all(document[name] == REPORT[name] for name in ("books", "completed", "duration_s", "output_throughput"))
+
+
+@pytest.mark.parametrize(("length", "kept"), [(10, "report"), (400, "speedup"), (600, "output"), (2000, "books")])
+def test_key_figures_are_short_however_long_the_path(length: int, kept: str) -> None:
+    path = Path("/nowhere/" + "long-name/" * (length // 10))
+    document = figures(path, REPORT, was_finished=True)
+    assert len(json.dumps(document)) <= MAX_CHARS
+    assert document["was_finished"] is True
+    assert kept in document
+
+
+def test_a_run_without_a_report_has_its_books() -> None:
+    report = {name: REPORT[name] for name in ("completed", "failed", "books")}
+    assert list(figures(Path("/nowhere"), report)) == ["output", "completed", "failed", "books"]

@@ -13,6 +13,8 @@ from jobs.demo import main
 from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
 from skipdecode.config import OPTConfig
 
+pytestmark = pytest.mark.ray
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models/opt-e2e"
 
@@ -54,14 +56,18 @@ def test_the_demo_model_is_whole_small_and_says_what_it_is() -> None:
 def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     try:
-        code = main(["--rows", "120", "--prompts", str(tmp_path / "p.jsonl"), f"output.path={tmp_path / 'run'}"])
+        code = main(["--rows", "48", "--prompts", str(tmp_path / "p.jsonl"), f"output.path={tmp_path / 'run'}"])
     finally:
         ray.shutdown()
     captured = capsys.readouterr()
-    report = json.loads(captured.out.splitlines()[-1])
+    (line,) = captured.out.splitlines()
+    document, report = json.loads(line), json.loads((tmp_path / "run/report.json").read_text())
     assert code == 0
-    assert report["completed"] == 120
+    assert len(line) <= 1000
+    assert (document["completed"], document["output"], document["was_finished"]) == (48, str(tmp_path / "run"), False)
+    assert json.loads(Path(document["report"]).read_text()) == report
+    assert document["speedup"]["layers"] == report["speedup"]["layers"] > 1.5
+    assert all(document[name] == report[name] for name in ("agreement", "books", "duration_s", "output_throughput"))
     assert captured.err.count(" -> ") == 5
-    assert report["speedup"]["layers"] > 1.5
     names = [row["name"] for row in map(json.loads, (tmp_path / "p.jsonl").open(encoding="utf-8"))]
-    assert len(names) == 120
+    assert len(names) == 48

@@ -1,5 +1,6 @@
 """The configuration tree: defaults of the contract, overrides, and messages that name the key."""
 
+import pickle
 import re
 from collections.abc import Callable
 from itertools import takewhile
@@ -13,12 +14,12 @@ from pipeline.bench.decoder import load_bench_config
 from pipeline.bench.service import load_serve_bench_config
 from pipeline.checkpoint import check_quantization
 from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
+from pipeline.config_tree import section_of
 from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 from pipeline.evaluation.sweep import SweepConfig, run_sweep
 from pipeline.service.run import load as load_serve_config
 from pipeline.training.config import FinetuneConfig, load_finetune_config
 from pipeline.training.distill import with_defaults
-from skipdecode import cpu_kernels
 from skipdecode.config import OPTConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -53,10 +54,10 @@ def opening_comment(path: Path) -> str:
     return " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("# "), lines))
 
 
-def test_every_config_file_has_a_comment_of_its_own_and_a_place_in_the_readme() -> None:
+def test_every_config_file_has_a_comment_of_its_own_and_a_place_in_the_docs() -> None:
     assert len({opening_comment(path) for path in CONFIGS}) == len(CONFIGS)
-    readme = (CONFIGS[0].parent.parent / "README.md").read_text(encoding="utf-8")
-    assert [path.name for path in CONFIGS if path.name not in readme] == []
+    page = (CONFIGS[0].parent.parent / "docs" / "configs.md").read_text(encoding="utf-8")
+    assert [path.name for path in CONFIGS if f"`configs/{path.name}`" not in page] == []
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
@@ -81,6 +82,51 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path)
     path.write_text(yaml.safe_dump({"decode": {"method": "skipdecode", "speedup": 2}, "sampling": {"seed": 7}}))
     config = load_config(path, ["decode.speedup=4", "sampling.stop=['\\n', END]", "decode.speedup=5"])
     assert (config.decode.speedup, config.sampling.seed, config.sampling.stop) == (5, 7, ("\\n", "END"))
+
+
+SCHEDULE = {
+    "method": "skipdecode", "speedup": 2, "max_layers": 9, "min_layers": 3, "warmup_layers": 1, "horizon": 30,
+    "layers": 4, "ffn_skip": {"mode": "row"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["decode.method=full"], {"method": "full"}),
+        (["decode.method=unified", "decode.layers=6"], {"method": "unified", "layers": 6}),
+        (["decode.layers=6", "decode.method=unified"], {"method": "unified", "layers": 6}),
+        (["decode.speedup=3", "decode.method=early_exit"], {"method": "early_exit", "speedup": 3}),
+        (["decode.speedup=3"], {key: value for key, value in SCHEDULE.items() if key != "ffn_skip"} | {"speedup": 3}),
+    ],
+)
+def test_an_overridden_method_drops_what_the_file_said_of_its_own(
+    tmp_path: Path, overrides: list[str], expected: dict[str, object]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({"decode": SCHEDULE, "sampling": {"seed": 7}}))
+    tree = read_tree(path, overrides)
+    assert tree == {"decode": expected | {"ffn_skip": {"mode": "row"}}, "sampling": {"seed": 7}}
+
+
+def test_no_other_override_drops_anything(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("decode: {method: skipdecode, speedup: 3}\nprefill: {method: full, speedup: 2}\n")
+    tree = read_tree(path, ["prefill.method=swiftkv", "decode.ffn_skip.mode=row"])
+    assert tree["decode"] == {"method": "skipdecode", "speedup": 3, "ffn_skip": {"mode": "row"}}
+    assert tree["prefill"] == {"method": "swiftkv", "speedup": 2}
+    assert read_tree(path, ["decode={method: full}"])["decode"] == {"method": "full"}
+
+
+def test_an_overridden_method_drops_the_schedule_of_every_verb_that_has_one(tmp_path: Path) -> None:
+    args = "{model: {source: models/opt-e2e}, decode: {method: skipdecode, speedup: 2, horizon: 63}}"
+    serve, other = tmp_path / "serve.yaml", tmp_path / "other.yaml"
+    serve.write_text(f"applications: [{{name: x, args: {args}}}]\n")
+    other.write_text("decode: {method: skipdecode, max_layers: 5, min_layers: 3}\n")
+    full = build_config(JobConfig, {"decode": {"method": "full"}}).decode
+    assert load_serve_config(str(serve), ["decode.method=full"], None, None).args.decode == full
+    assert build_config(CalibrateConfig, read_tree(other, ["decode.method=full"])).decode == full
+    assert load_config(other, ["decode.method=full"]).decode == full
 
 
 def test_the_tree_is_frozen() -> None:
@@ -126,6 +172,42 @@ def test_a_bad_value_is_an_error_that_names_the_key(override: str, message: str)
     assert message in str(caught.value)
 
 
+def test_several_problems_keep_their_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["sampling.top_p=0", "decode.spedup=3"])
+    error = caught.value
+    assert [key for key, _ in error.problems] == ["decode.spedup", "sampling.top_p"]
+    assert (error.key, error.message) == ("", "\n".join(f"{key}: {message}" for key, message in error.problems))
+    renamed = error.renamed("sampling", "engine.sampling")
+    assert [key for key, _ in renamed.problems] == ["decode.spedup", "engine.sampling.top_p"]
+    assert "engine.sampling.top_p: Input should" in str(renamed)
+
+
+def test_one_problem_is_its_key_and_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["limits.max_failed_rows=-1"])  # two branches of a union, two messages
+    assert {key for key, _ in caught.value.problems} == {"limits.max_failed_rows"}
+    error = ConfigError("decode.speedup", "7 has no preset")
+    assert error.problems == (("decode.speedup", "7 has no preset"),)
+    assert str(error.renamed("decode", "runs.0.decode")) == "runs.0.decode.speedup: 7 has no preset"
+    assert str(error.renamed("dec", "x")) == str(error)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_error_of_a_worker_arrives_whole(several: bool) -> None:
+    problems = [("a.b", "wrong"), ("c", "too")][: 1 + several]
+    error = ConfigError.of(problems)
+    there = pickle.loads(pickle.dumps(error))
+    assert (str(there), there.key, there.message) == (str(error), error.key, error.message)
+    assert there.problems == tuple(problems)
+
+
+def test_a_section_that_is_none_is_named() -> None:
+    assert section_of({"input": None}, "input") == section_of({}, "input") == {}
+    with pytest.raises(ConfigError, match=r"^http_options: expected a section, got 3$"):
+        section_of({"http_options": 3}, "http_options")
+
+
 def test_an_empty_section_is_all_defaults_and_one_stop_string_needs_no_list(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("decode:\nsampling: {stop: END}\n")
@@ -167,18 +249,16 @@ def test_all_sections_forbid_unknown_keys() -> None:
 
 def test_quantization_that_no_worker_could_load_is_refused() -> None:
     opt = OPTConfig.released("opt-125m")
-    check_quantization(None, opt, "float32", "cuda")
-    check_quantization("int8", opt, "bfloat16", "cpu", is_here=False)
-    if cpu_kernels.has_tiles():
-        check_quantization("int8", opt, "bfloat16", "cpu")
-    else:
-        with pytest.raises(ConfigError, match=r"model\.quantization: int8 weights need a CPU with AMX"):
-            check_quantization("int8", opt, "bfloat16", "cpu")
+    check_quantization(None, opt, "float32", "cuda", None)
+    check_quantization(None, opt, "float32", "cpu", "no kernels")
+    check_quantization("int8", opt, "bfloat16", "cpu", None)
     for dtype, device in (("float32", "cpu"), ("bfloat16", "cuda")):
         with pytest.raises(ConfigError, match=rf"model\.quantization: int8 .* {dtype} on {device}; null"):
-            check_quantization("int8", opt, dtype, device)
+            check_quantization("int8", opt, dtype, device, None)
+    with pytest.raises(ConfigError, match=r"model\.quantization: int8 weights need .*the back end is avx2.*; null"):
+        check_quantization("int8", opt, "bfloat16", "cpu", "the back end is avx2 (on a)")
     with pytest.raises(ConfigError, match=r"model\.quantization: hidden_size 48 "):
-        check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu", is_here=False)
+        check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu", None)
     with pytest.raises(ConfigError, match=r"model\.quantization"):
         build_config(JobConfig, {"model": {"quantization": "int4"}})
 

@@ -25,6 +25,8 @@ from skipdecode.generate import Completion, Request
 from skipdecode.sampling import Sampling
 from tests.support.processes import command, descendants, environment, hits, rows, run, start, state, wait_for, workers
 
+pytestmark = pytest.mark.ray
+
 NUM_ROWS = 320
 SAMPLINGS = {"greedy": ["sampling.temperature=0"], "sampled": ["sampling.temperature=0.9", "sampling.seed=7"]}
 COMMIT_STEPS = ("begun", "staged", "synced", "renamed")

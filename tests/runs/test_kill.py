@@ -8,22 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+from tests.support.processes import rows
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 NUM_ROWS = 6000
 
 
-def rows(output: Path) -> dict[str, list[int]]:
-    """Tokens by id; fails when an id is there twice or a file is torn."""
-    found: dict[str, list[int]] = {}
-    for path in (output / "data").rglob("*.parquet"):
-        for row in pq.ParquetFile(path).read(["id", "generated_tokens"]).to_pylist():
-            assert row["id"] not in found, f"{row['id']} twice"
-            found[row["id"]] = row["generated_tokens"]
-    return found
+def tokens(output: Path) -> dict[str, list[int]]:
+    return {name: row["generated_tokens"] for name, row in rows(output).items()}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
@@ -46,11 +41,11 @@ def test_a_killed_run_is_resumed_exactly_once(tiny_checkpoint: Path, tmp_path: P
     _, err = driver.communicate(timeout=60)
     assert driver.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 1), err.decode()
     time.sleep(3)  # what Ray still had in hand may land
-    before = rows(tmp_path / "run")
+    before = tokens(tmp_path / "run")
     assert 0 < len(before) < NUM_ROWS, "it must die in the middle for this test to mean anything"
     done = subprocess.run([*run, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    after = rows(tmp_path / "run")
+    after = tokens(tmp_path / "run")
     assert after.keys() == {f"r{i}" for i in range(NUM_ROWS)}
     assert {key: after[key] for key in before} == before
     report = json.loads(done.stdout.splitlines()[-1])
@@ -59,4 +54,4 @@ def test_a_killed_run_is_resumed_exactly_once(tiny_checkpoint: Path, tmp_path: P
         [*command, "-o", str(tmp_path / "whole")], cwd=ROOT, capture_output=True, text=True, timeout=400
     )
     assert undisturbed.returncode == 0, undisturbed.stderr
-    assert rows(tmp_path / "whole") == after
+    assert tokens(tmp_path / "whole") == after

@@ -5,16 +5,19 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from jobs import generate, verify
+from tests.support.processes import row_list
+from tests.support.verbs import Call
+
+pytestmark = pytest.mark.ray
 
 NASTY = [
     "", " ", "\n\n", "\0", "a\0b", "\ufeffbom", "\u202eright to left", "\u200b\u200d\ufe0f", "Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢L̠ͨͧͩ͘G̴̻͈͍͔̹̑͗̎̅͛́Ǫ̵̹̻̝̳͂̌̌͘", "👩‍👩‍👧‍👦🏳️‍🌈",
@@ -24,37 +27,21 @@ NASTY = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    yield
-    ray.shutdown()
-
-
-Call = Callable[..., tuple[int, dict[str, Any], str]]
+Job = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def call(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`call(verb, *arguments)` for the run in tmp_path/run: exit code, JSON document, stderr."""
-
-    def run(verb: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
-        capsys.readouterr()
-        fixed = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=4", "-o"]
-        code = verb.main([*(fixed if verb is generate else []), str(tmp_path / "run"), *arguments])
-        captured = capsys.readouterr()
-        lines = captured.out.splitlines()
-        document = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}  # Ray prints to stdout too
-        return code, document, captured.err
-
-    return run
+def job(call: Call, tiny_checkpoint: Path, tmp_path: Path) -> Job:
+    """`job(verb, *arguments)` for the run in tmp_path/run: exit code, JSON document, stderr."""
+    fixed = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=4", "-o"]
+    return lambda verb, *more: call(verb, *(fixed if verb is generate else []), tmp_path / "run", *more)
 
 
 def rows(tmp_path: Path, status: str) -> list[dict[str, Any]]:
-    paths = sorted((tmp_path / f"run/data/status={status}").glob("*.parquet"))
-    return [row for path in paths for row in pq.ParquetFile(path).read().to_pylist()]
+    return row_list(tmp_path / "run", status)
 
 
-def test_a_folder_of_nasty_files(tmp_path: Path, call: Call) -> None:
+def test_a_folder_of_nasty_files(tmp_path: Path, job: Job) -> None:
     source = tmp_path / "in"
     source.mkdir()
     (source / "empty.jsonl").write_text("")
@@ -65,7 +52,7 @@ def test_a_folder_of_nasty_files(tmp_path: Path, call: Call) -> None:
     for name, some in (("nasty", nasty), ("same", same)):
         lines = "".join(json.dumps(row) + "\n" for row in some)
         (source / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    code, report, err = call(generate, "-i", str(source), "limits.max_failed_rows=10002", "input.id_column=id")
+    code, report, err = job(generate, "-i", str(source), "limits.max_failed_rows=10002", "input.id_column=id")
     assert code == 0, err
     ok, failed = rows(tmp_path, "ok"), rows(tmp_path, "failed")
     assert {row["id"] for row in ok} == {"whole", "same", *(row["id"] for row in nasty)}
@@ -80,30 +67,30 @@ def test_a_folder_of_nasty_files(tmp_path: Path, call: Call) -> None:
     assert len(huge["prompt"]) == 30_000_000
     origins = {row["error_message"].partition(":")[0] for row in failed if row["error_code"] == "duplicate_id"}
     assert origins == {f"same.jsonl row {n}" for n in range(2, 10_002)}
-    code, verdict, err = call(verify)
+    code, verdict, err = job(verify)
     assert (code, verdict["rows"]) == (0, {"ok": len(ok), "failed": 10_002, "input": len(ok) + 10_002}), err
 
 
-def test_a_truncated_parquet_file_is_named_before_the_start(tmp_path: Path, call: Call) -> None:
+def test_a_truncated_parquet_file_is_named_before_the_start(tmp_path: Path, job: Job) -> None:
     source = tmp_path / "in"
     source.mkdir()
     for name in ("a", "b"):
         pq.write_table(pa.table({"prompt": ["x"] * 100}), source / f"{name}.parquet")
     data = (source / "b.parquet").read_bytes()
     (source / "b.parquet").write_bytes(data[: len(data) // 2])
-    code, document, err = call(generate, "-i", str(source))
+    code, document, err = job(generate, "-i", str(source))
     assert (code, document["exit_code"]) == (2, 2)
     assert f"input.path: {source / 'b.parquet'}: cannot be read" in err
     assert not (tmp_path / "run/run.json").exists()
 
 
 @pytest.mark.slow
-def test_half_of_the_state_is_lost(tmp_path: Path, call: Call) -> None:
+def test_half_of_the_state_is_lost(tmp_path: Path, job: Job) -> None:
     """The state of a run is its data files. What is lost is made again, and nothing else is touched."""
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"id": f"r{i % 55}", "prompt": f"row {i}"}) + "\n" for i in range(60)))
     arguments = ["-i", str(source), "actors.batch_size=2", "actors.window_batches=2", "limits.max_failed_rows=5"]
-    assert call(generate, *arguments)[0] == 0
+    assert job(generate, *arguments)[0] == 0
     before = {row["id"]: row["generated_tokens"] for row in rows(tmp_path, "ok")}
     paths = sorted((tmp_path / "run/data").rglob("*.parquet"))
     lost = random.Random(0).sample(paths, len(paths) // 2)
@@ -113,36 +100,36 @@ def test_half_of_the_state_is_lost(tmp_path: Path, call: Call) -> None:
     shutil.rmtree(tmp_path / "run/checkpoint", ignore_errors=True)
     state = json.loads((tmp_path / "run/run.json").read_text())
     (tmp_path / "run/run.json").write_text(json.dumps(state | {"state": "running"}))
-    code, report, err = call(generate, *arguments, "--resume")
+    code, report, err = job(generate, *arguments, "--resume")
     assert code == 0, err
     assert report["books"] == {"input": 60, "ok": 55, "failed": 5, "closed": True}
     assert {row["id"]: row["generated_tokens"] for row in rows(tmp_path, "ok")} == before
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert call(verify)[0] == 0
+    assert job(verify)[0] == 0
 
 
 @pytest.mark.slow
-def test_a_torn_data_file_is_named(tmp_path: Path, call: Call) -> None:
+def test_a_torn_data_file_is_named(tmp_path: Path, job: Job) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"id": f"r{i}", "prompt": f"row {i}"}) + "\n" for i in range(8)))
     arguments = ["-i", str(source), "actors.batch_size=2", "actors.window_batches=1"]
-    assert call(generate, *arguments)[0] == 0
+    assert job(generate, *arguments)[0] == 0
     path = min((tmp_path / "run/data/status=ok").glob("*.parquet"))
     path.write_bytes(path.read_bytes()[:-20])
-    code, _, err = call(generate, *arguments, "--resume")
+    code, _, err = job(generate, *arguments, "--resume")
     assert (code, f"output.path: {path}: not a whole Parquet file" in err) == (2, True), err
     path.unlink()
-    assert call(generate, *arguments, "--resume")[0] == 0
-    assert call(verify)[0] == 0
+    assert job(generate, *arguments, "--resume")[0] == 0
+    assert job(verify)[0] == 0
 
 
 @pytest.mark.slow
-def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_path: Path, call: Call) -> None:
+def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_path: Path, job: Job) -> None:
     source = tmp_path / "in.jsonl"
     lines = [{"id": f"r{i}", "prompt": None if i % 20 == 0 else f"row {i % 97}"} for i in range(480)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["-i", str(source), "actors.batch_size=8", "actors.window_batches=1", "baseline.fraction=0"]
-    code, document, err = call(generate, *arguments, "limits.max_failed_rows=5")
+    code, document, err = job(generate, *arguments, "limits.max_failed_rows=5")
     assert code == document["exit_code"] == 3, err
     assert "rows have failed, more than limits.max_failed_rows allows" in document["error"]
     assert f"error: {document['error']}" in err
@@ -150,17 +137,17 @@ def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_pat
     assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "interrupted"
     before = {row["id"]: row for row in rows(tmp_path, "ok")}
     assert len(before) < 240, "it must end early"
-    code, report, err = call(generate, *arguments, "--resume", "limits.max_failed_rows=0.05")
+    code, report, err = job(generate, *arguments, "--resume", "limits.max_failed_rows=0.05")
     assert code == 0, err
     assert report["books"] == {"input": 480, "ok": 456, "failed": 24, "closed": True}
     after = {row["id"]: row for row in rows(tmp_path, "ok")}
     assert {row: after[row] for row in before} == before
-    assert call(generate, *arguments, "--resume", "limits.max_failed_rows=23")[0] == 3, "judged by the limit of today"
+    assert job(generate, *arguments, "--resume", "limits.max_failed_rows=23")[0] == 3, "judged by the limit of today"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(tmp_path: Path, call: Call) -> None:
+def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(tmp_path: Path, job: Job) -> None:
     source, disk = tmp_path / "in.jsonl", tmp_path / "run"
     lines = [
         {"id": f"r{i}", "prompt": f"row {i}", "ballast": random.Random(i).randbytes(4000).hex()} for i in range(300)
@@ -172,17 +159,17 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(tmp_pa
         pytest.skip(f"no small disk here: {mounted.stderr.decode()}")
     try:
         arguments = ["-i", str(source), "actors.batch_size=16", "actors.window_batches=1"]
-        code, _, err = call(generate, *arguments)
+        code, _, err = job(generate, *arguments)
         assert code == 1, err
         assert f"error: output.path: {disk}: no space left; make room, and --resume" in err
         before = {row["id"]: row for row in rows(tmp_path, "ok")}
         assert 0 < len(before) < 300
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
-        code, _, err = call(generate, *arguments, "--resume")
+        code, _, err = job(generate, *arguments, "--resume")
         assert code == 0, err
         after = {row["id"]: row for row in rows(tmp_path, "ok")}
         assert len(after) == 300
         assert {row: after[row] for row in before} == before
-        assert call(verify)[0] == 0
+        assert job(verify)[0] == 0
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 from tests.support.processes import command, environment, rows, run, start, state, wait_for, workers, write_prompts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models/opt-e2e"
 MIB = 1 << 20

@@ -20,6 +20,7 @@ from pipeline.schema import STATUS
 from pipeline.store.lease import Lease
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.write import RunSink, write_whole
+from tests.support.verbs import Call
 
 ROWS = [{"id": f"r{i}", "prompt": f"row {i}"} for i in range(40)]
 BAD = [{"id": "long", "prompt": "word " * 500}, {"id": "r3", "prompt": "a duplicate"}]
@@ -71,21 +72,7 @@ def tokens(uri: Callable[[str], str], run: str) -> dict[str, list[int]]:
     return found
 
 
-Call = Callable[..., tuple[int, dict[str, Any], str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    def run(verb: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
-        capsys.readouterr()
-        code = verb.main(list(arguments))
-        captured = capsys.readouterr()
-        lines = captured.out.splitlines()
-        return code, json.loads(lines[-1]) if lines else {}, captured.err
-
-    return run
-
-
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_run_on_an_object_store(uri: Callable[[str], str], tiny_checkpoint: Path, call: Call) -> None:
     put(uri, "in/a.jsonl", ROWS[:25])
@@ -182,6 +169,7 @@ def test_the_run_folder_on_an_object_store(uri: Callable[[str], str]) -> None:
     assert store(uri).get_file_info("bucket").type == pafs.FileType.Directory
 
 
+@pytest.mark.process
 def test_an_upload_that_is_cut_off_shows_nothing(uri: Callable[[str], str]) -> None:
     code = (
         "import os, signal, sys\nfrom pyarrow.fs import FileSystem\n"

@@ -40,6 +40,7 @@ def test_attention_by_hand() -> None:
     assert cost.flops == projections + scores_and_sums
     weights, kv, activations = 4 * 16, 2 * 3 * 5 * 4, 6 * 3 * 4
     assert cost.bytes == 2 * (weights + kv + activations)
+    assert (cost.cache_flops, cost.cache_bytes) == (scores_and_sums, 2 * kv)
     assert cost.calls == ATTN_CALLS
 
 
@@ -93,6 +94,7 @@ def test_ceilings_take_the_slower_of_two_and_every_call() -> None:
     ceilings = Ceilings(flops_per_s=100.0, bytes_per_s=10.0, call_s=0.5)
     assert ceilings.seconds(Cost(200.0, 5.0, 0)) == 2.0
     assert ceilings.seconds(Cost(200.0, 50.0, 4)) == 5.0 + 2.0
+    assert ceilings.seconds(Cost(200.0, 50.0, 0, cache_flops=20.0, cache_bytes=40.0)) == 1.8 + 4.0
 
 
 def flops_only(schedule: Schedule, batch_rows: Sequence[int], rows: int | None = None) -> tuple[float, float]:

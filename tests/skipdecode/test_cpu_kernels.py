@@ -1,7 +1,6 @@
 """The compiled CPU kernels against torch's operators, over any shapes; and what happens without a compiler."""
 
 import copy
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +13,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+import skipdecode
 from skipdecode import cohort
-from skipdecode.backends import choice, cpu
+from skipdecode.backends import cpu
+from skipdecode.config import Quantization
 from skipdecode.continuous import generate_continuous
 from skipdecode.generate import Request, generate
 from skipdecode.linear import Linear
@@ -23,16 +24,22 @@ from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_opt, save_opt
+from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, kind, num_threads, product_dtype
 
-ROOT = Path(__file__).parents[2]
-DTYPES = [torch.float32, torch.bfloat16]
-# Of the largest output: float32 sums in another order; bfloat16's last bit is 2^-8, and torch rounds its weights too.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+__all__ = ["backend", "kind", "product_dtype"]  # fixtures
 
-compiled = pytest.mark.skipif(choice.choose().name == "torch", reason=choice.choose().reason)
+Kind = tuple[torch.dtype, Quantization | None]
+
+ROOT = Path(skipdecode.__file__).parents[1]
+# Rounding of the result, and sums in another order: of the result, and of one.
+CLOSE = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (2**-8, 1e-4)}
 
 
-@compiled
+def is_close(made: torch.Tensor, wanted: torch.Tensor) -> bool:
+    relative, absolute = CLOSE[made.dtype]
+    return bool(torch.all((made.float() - wanted).abs() <= relative * wanted.abs() + absolute))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
     rows=st.integers(1, 9),
@@ -44,7 +51,15 @@ compiled = pytest.mark.skipif(choice.choose().name == "torch", reason=choice.cho
     threads=st.integers(1, 3),
 )
 def test_attention_is_that_of_torch(
-    dtype: torch.dtype, rows: int, heads: int, dim: int, capacity: int, seed: int, is_new: bool, threads: int
+    backend: str,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    dim: int,
+    capacity: int,
+    seed: int,
+    is_new: bool,
+    threads: int,
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(rows, heads, capacity, dim, generator=rng).to(dtype) for _ in "kv")
@@ -62,20 +77,15 @@ def test_attention_is_that_of_torch(
     wanted = F.scaled_dot_product_attention(
         query.float(), wanted_k.float(), wanted_v.float(), attn_mask=mask[:, None, None]
     )
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with num_threads(threads):
         made = cpu.attend(q, k, v, first, last, (new_k, new_v) if is_new else None)
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(k, wanted_k)  # only the new column was written
     assert torch.equal(v, wanted_v)
     difference = (made.float() - wanted.reshape(rows, -1)).abs().max()
     assert difference <= TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
 
 
-@compiled
-def test_weights_far_apart_do_not_overflow() -> None:
+def test_weights_far_apart_do_not_overflow(backend: str) -> None:
     q = torch.full((1, 64), 50.0)
     k = torch.stack([torch.full((64,), x) for x in (-40.0, 40.0, 39.0)])[None, None].contiguous()
     v = torch.stack([torch.full((64,), x) for x in (1.0, 2.0, 3.0)])[None, None].contiguous()
@@ -83,47 +93,29 @@ def test_weights_far_apart_do_not_overflow() -> None:
     assert torch.equal(made, torch.full((1, 64), 2.0))
 
 
-@compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(rows=st.integers(1, 7), size=st.integers(1, 1300), seed=st.integers(0, 2**31), levels=st.integers(1, 60))
-def test_argmax_is_the_lowest_of_the_largest(dtype: torch.dtype, rows: int, size: int, seed: int, levels: int) -> None:
+def test_argmax_is_the_lowest_of_the_largest(
+    backend: str, dtype: torch.dtype, rows: int, size: int, seed: int, levels: int
+) -> None:
     rng = torch.Generator().manual_seed(seed)
     x = (torch.randint(-levels, levels + 1, (rows, size), generator=rng) / 8 - levels / 16).to(dtype)  # many ties
     wanted = np.argmax(x.float().numpy(), axis=1)  # numpy promises the first
     assert cpu.argmax(x).tolist() == wanted.tolist()
 
 
-@compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_argmax_of_strange_numbers(dtype: torch.dtype) -> None:
+def test_argmax_of_strange_numbers(backend: str, dtype: torch.dtype) -> None:
     infinity = float("inf")
     rows = [[-0.0, 0.0, -1.0], [-infinity, -3.0, -2.0], [1.0, infinity, 2.0], [-3.0, -2.0, -4.0]]
     assert cpu.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, 1, 1]
 
 
-@compiled
-def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token() -> None:
+def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token(backend: str) -> None:
     for value in ("nan", "-inf"):
         assert cpu.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
 
 
-@compiled
-def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
-    code = "from skipdecode.backends.choice import choose; assert choose().name != 'torch', choose()"
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
-    (library,) = tmp_path.glob("*/*.so")
-    whole = library.read_bytes()
-    library.write_bytes(whole[: len(whole) // 2])  # loading this would be a bus error
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
-    assert len(library.read_bytes()) == len(whole)
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env | {"PATH": "", "CXX": ""}, check=True)  # kept
-
-
-tiles = pytest.mark.skipif(choice.choose().no_int8 is not None, reason="needs a back end with int8")
-
-
-@tiles
 @given(
     rows=st.integers(0, 140),
     steps=st.integers(1, 9),
@@ -134,33 +126,36 @@ tiles = pytest.mark.skipif(choice.choose().no_int8 is not None, reason="needs a 
     is_strided=st.booleans(),
     threads=st.integers(1, 3),
 )
-def test_products_on_tiles_are_those_of_float32(
-    rows: int, steps: int, outputs: int, seed: int, then: str, has_bias: bool, is_strided: bool, threads: int
+def test_products_are_those_of_torch(
+    product_dtype: torch.dtype,
+    rows: int,
+    steps: int,
+    outputs: int,
+    seed: int,
+    then: str,
+    has_bias: bool,
+    is_strided: bool,
+    threads: int,
 ) -> None:
+    dtype = product_dtype
     rng = torch.Generator().manual_seed(seed)
-    x, weight = (torch.randn(n, 32 * steps, generator=rng).bfloat16() for n in (rows, outputs))
-    bias = torch.randn(outputs, generator=rng).bfloat16() if has_bias else None
-    residual = torch.randn(rows, outputs, generator=rng).bfloat16() if then == "residual" else None
+    x, weight = (torch.randn(n, 32 * steps, generator=rng).to(dtype) for n in (rows, outputs))
+    bias = torch.randn(outputs, generator=rng).to(dtype) if has_bias else None
+    residual = torch.randn(rows, outputs, generator=rng).to(dtype) if then == "residual" else None
     wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
     if is_strided:  # the last column of several, as the head gets it
         x = torch.stack([x + 1, x], dim=1)[:, -1]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with num_threads(threads):
         packed = cpu.pack(weight)
         made = cpu.linear(x, packed, outputs, bias, relu=then == "relu", residual=residual)
         alone = [cpu.linear(row[None], packed, outputs, bias, relu=then == "relu") for row in x[:2]]
-    finally:
-        torch.set_num_threads(before)
     assert made.shape == (rows, outputs)
-    # half a unit in the last place of bfloat16, and float32 sums in another order
-    assert torch.all((made.float() - wanted).abs() <= wanted.abs() / 256 + 1e-4)
+    assert is_close(made, wanted)
     if residual is None:
         assert all(torch.equal(one[0], row) for one, row in zip(alone, made[:2], strict=True))
 
 
-@tiles
 @given(
     rows=st.integers(1, 140),
     steps=st.integers(1, 4),
@@ -170,85 +165,82 @@ def test_products_on_tiles_are_those_of_float32(
     threads=st.integers(1, 3),
 )
 def test_the_likeliest_output_is_that_of_the_logits(
-    rows: int, steps: int, outputs: int, seed: int, levels: int, threads: int
+    kind: Kind, rows: int, steps: int, outputs: int, seed: int, levels: int, threads: int
 ) -> None:
     """The lowest of equals, of which few levels make many."""
+    dtype, quantization = kind
     rng = torch.Generator().manual_seed(seed)
-    x, weight = (torch.randint(-levels, levels, (n, 32 * steps), generator=rng).bfloat16() for n in (rows, outputs))
-    packed = cpu.pack(weight)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        made = cpu.likeliest(x, packed, outputs)
-    finally:
-        torch.set_num_threads(before)
+    x, weight = (torch.randint(-levels, levels, (n, 32 * steps), generator=rng).to(dtype) for n in (rows, outputs))
+    packed = cpu.pack_int8(weight) if quantization else cpu.pack(weight)
+    with num_threads(threads):
+        made = cpu.argmax_linear(x, packed, outputs)
     assert torch.equal(made, cpu.argmax(cpu.linear(x, packed, outputs, None)))
 
 
-@tiles
-def test_the_likeliest_output_of_strange_numbers() -> None:
-    weight = -torch.ones(70, 32, dtype=torch.bfloat16)
+def test_the_likeliest_output_of_strange_numbers(product_dtype: torch.dtype) -> None:
+    dtype = product_dtype
+    weight = -torch.ones(70, 32, dtype=dtype)
     weight[5] = -0.5
     packed = cpu.pack(weight)
-    x = torch.ones(3, 32, dtype=torch.bfloat16)
+    x = torch.ones(3, 32, dtype=dtype)
     x[1], x[2] = torch.nan, 3e38
-    made = cpu.likeliest(x, packed, 70).tolist()
+    made = cpu.argmax_linear(x, packed, 70).tolist()
     assert made[:2] == [5, 0]
     assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
     with pytest.raises(AssertionError):
-        cpu.likeliest(x.float(), packed, 70)
+        cpu.argmax_linear(x.double(), packed, 70)
     with pytest.raises(AssertionError):
-        cpu.likeliest(x[:, :16], packed, 70)
+        cpu.argmax_linear(x[:, :16], packed, 70)
 
 
-@tiles
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-@pytest.mark.parametrize("then", ["nothing", "relu", "residual"])
-@pytest.mark.parametrize(("rows", "inputs"), [(1100, 3072), (2100, 96), (1537, 2048 + 288)])
-def test_many_rows_go_through_in_parts(rows: int, inputs: int, then: str, threads: int) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "then"), [(1100, 3072, "residual"), (2100, 96, "relu"), (1537, 2048 + 288, "nothing")]
+)
+def test_many_rows_go_through_in_parts(
+    product_dtype: torch.dtype, rows: int, inputs: int, then: str, threads: int
+) -> None:
     """More rows, and more inputs, than stay in the cache at once; each row's bits are those it has alone."""
+    dtype = product_dtype
     torch.manual_seed(0)
-    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (40, inputs), (40,)))
-    residual = torch.randn(rows, 40).bfloat16() if then == "residual" else None
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, inputs), (40, inputs), (40,)))
+    residual = torch.randn(rows, 40).to(dtype) if then == "residual" else None
     packed = cpu.pack(weight)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with num_threads(threads):
         made = cpu.linear(x, packed, 40, bias, relu=then == "relu", residual=residual)
-    finally:
-        torch.set_num_threads(before)
     wanted = F.linear(x.float(), weight.float(), bias.float())
     wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
-    assert (made.float() - wanted).abs().max() <= wanted.abs().max() / 256
+    assert (made.float() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
     for row in (0, 255, 256, 600, rows - 1):
         own = None if residual is None else residual[row : row + 1]
         alone = cpu.linear(x[row : row + 1], packed, 40, bias, relu=then == "relu", residual=own)
         assert torch.equal(alone[0], made[row])
 
 
-@tiles
-def test_what_is_not_a_number_stays_so() -> None:
-    packed = cpu.pack(torch.ones(3, 32, dtype=torch.bfloat16))
-    x = torch.ones(2, 32, dtype=torch.bfloat16)
+def test_what_is_not_a_number_stays_so(product_dtype: torch.dtype) -> None:
+    dtype = product_dtype
+    packed = cpu.pack(torch.ones(3, 32, dtype=dtype))
+    x = torch.ones(2, 32, dtype=dtype)
     x[1, 5] = torch.nan
     for relu in (False, True):
         made = cpu.linear(x, packed, 3, None, relu=relu)
         assert made.isnan().tolist() == [[False] * 3, [True] * 3]
 
 
-@tiles
-def test_a_wrong_operand_is_refused() -> None:
-    packed, x = cpu.pack(torch.ones(3, 32, dtype=torch.bfloat16)), torch.ones(2, 32, dtype=torch.bfloat16)
+def test_a_wrong_operand_is_refused(product_dtype: torch.dtype) -> None:
+    dtype = product_dtype
+    packed, x = cpu.pack(torch.ones(3, 32, dtype=dtype)), torch.ones(2, 32, dtype=dtype)
     for keys in (
-        {"x": x[:, :16]}, {"x": x.float()}, {"outputs": 40}, {"bias": torch.ones(4, dtype=torch.bfloat16)},
-        {"residual": torch.ones(3, dtype=torch.bfloat16)}, {"relu": True, "residual": torch.ones(2, 3).bfloat16()},
+        {"x": x[:, :16]}, {"x": x.double()}, {"outputs": 40}, {"bias": torch.ones(4, dtype=dtype)},
+        {"residual": torch.ones(3, dtype=dtype)}, {"relu": True, "residual": torch.ones(2, 3).to(dtype)},
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             cpu.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
-        cpu.pack(torch.ones(3, 30, dtype=torch.bfloat16))
+        cpu.pack(torch.ones(3, 30, dtype=dtype))
 
 
+@pytest.mark.process
 def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     """Some flags of a compiler flush subnormal numbers to zero in every library of the process."""
     code = (
@@ -257,25 +249,6 @@ def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
         "import numpy as np; x = np.float32(1e-40); assert x * np.float32(1.0) != 0, 'flushed'"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
-    for settings, word in (
-        ({"PATH": str(tmp_path)}, "no C++ compiler"),
-        ({"CXX": "/bin/false"}, "/bin/false failed"),
-        ({"SKIPDECODE_KERNELS": "off"}, "forced by"),
-    ):
-        env = {key: value for key, value in os.environ.items() if key not in ("CXX", "SKIPDECODE_KERNELS")}
-        env |= {"XDG_CACHE_HOME": str(tmp_path)} | settings
-        code = (
-            "import torch; from skipdecode.backends import choice, cpu; from skipdecode.sampler import likeliest;"
-            "assert not cpu.is_available(torch.ones(1)); assert choice.choose().name == 'torch';"
-            "assert likeliest(torch.tensor([[0.0, 2.0]])).tolist() == [1]; print(choice.choose())"
-        )
-        made = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=env, check=True, capture_output=True, text=True
-        )
-        assert word in made.stdout
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -317,12 +290,19 @@ def tokens_of(model: OPT, lengths: list[int], num_new: int, schedule: Schedule) 
     at_once=st.integers(1, 200),
 )
 def test_every_fast_path_gives_the_tokens_of_the_plain_one(
-    plain: Callable[[str], OPT], style: str, lengths: list[int], num_new: int, schedule: Schedule, at_once: int
+    backend: str,
+    plain: Callable[[str], OPT],
+    style: str,
+    lengths: list[int],
+    num_new: int,
+    schedule: Schedule,
+    at_once: int,
 ) -> None:
     model = plain(style)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "is_available", lambda _: False)
         wanted = tokens_of(model, lengths, num_new, schedule)
+        assert not model.is_packed
         packed = copy.deepcopy(model).pack()
         patch.setattr(cohort, "PREFILL_TOKENS", dict.fromkeys(cohort.PREFILL_TOKENS, at_once))  # in several parts
         assert tokens_of(packed, lengths, num_new, schedule) == wanted
@@ -353,7 +333,7 @@ def test_a_fixed_shape_gives_the_same_bits_at_every_place(
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
-def test_swiftkv_too(plain: Callable[[str], OPT], group_size: int) -> None:
+def test_swiftkv_too(backend: str, plain: Callable[[str], OPT], group_size: int) -> None:
     model = copy.deepcopy(plain("125m")).with_swiftkv(2, group_size)
     schedule = SwiftPrefill(SkipDecode(6, 5, 3, 1, 9), 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -362,7 +342,7 @@ def test_swiftkv_too(plain: Callable[[str], OPT], group_size: int) -> None:
     assert tokens_of(model.pack(), [3, 9, 1, 14, 6], 11, schedule) == wanted
 
 
-def test_rows_of_different_ages_too(plain: Callable[[str], OPT]) -> None:
+def test_rows_of_different_ages_too(backend: str, plain: Callable[[str], OPT]) -> None:
     model, schedule = copy.deepcopy(plain("125m")).pack(), SkipDecode(6, 5, 2, 1, 9)
     prompts = [[2, *range(5, 5 + n)] for n in (3, 9, 1, 14, 6, 2, 8)]
     requests = [

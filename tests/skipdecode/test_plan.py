@@ -237,6 +237,7 @@ def test_steps_per_layer_by_hand() -> None:
     assert steps_per_layer(FullDepth(2), 0) == [0, 0]
 
 
+@pytest.mark.process
 def test_plan_and_config_and_cost_import_no_torch() -> None:
     code = "import sys, skipdecode.plan, skipdecode.config, skipdecode.cost; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,17 @@ from typing import Any
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).parents[2]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 def write_prompts(path: Path, count: int) -> Path:
@@ -66,11 +78,16 @@ def wait_for(what: Callable[[], Any], process: "subprocess.Popen[str] | None" = 
 def rows(output: Path, status: str = "*") -> dict[str, dict[str, Any]]:
     """Rows by id; fails when an id is there twice or a file is torn."""
     found: dict[str, dict[str, Any]] = {}
-    for path in sorted((output / "data").glob(f"status={status}/*.parquet")):
-        for row in pq.ParquetFile(path).read().to_pylist():
-            assert row["id"] not in found, f"{row['id']} twice"
-            found[row["id"]] = row
+    for row in row_list(output, status):
+        assert row["id"] not in found, f"{row['id']} twice"
+        found[row["id"]] = row
     return found
+
+
+def row_list(output: Path, status: str = "*") -> list[dict[str, Any]]:
+    """Rows in the order of the files, whatever their ids."""
+    paths = sorted((output / "data").glob(f"status={status}/*.parquet"))
+    return [row for path in paths for row in pq.ParquetFile(path).read().to_pylist()]
 
 
 def state(output: Path) -> dict[str, Any]:

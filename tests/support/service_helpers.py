@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.routes import create_app
 from skipdecode.generate import Completion, Request
 from skipdecode.sampling import Sampling, cut_at_stop
+from tests.support.processes import descendants, free_ports
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "models/opt-e2e")
@@ -34,10 +34,7 @@ DECODE = {"method": "skipdecode", "max_layers": 16, "min_layers": 8, "warmup_lay
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
 
 
 @dataclass
@@ -151,8 +148,6 @@ class Offline:
 
 def replica_pids(session_leader: int) -> list[int]:
     """Replicas among the processes that a `jobs.serve` has started."""
-    from tests.support.processes import descendants
-
     found = []
     for pid in descendants(session_leader):
         try:

@@ -32,7 +32,10 @@ void argmax(int64_t rows, int64_t size, const T* x, int64_t* out, int num_thread
                                 const T* new_v, int64_t row_stride, T* k, T* v, int64_t capacity,                  \
                                 const int64_t* first, const int64_t* last, T* out, int num_threads) {              \
     _Pragma("omp parallel num_threads(num_threads)")                                                                 \
-    cpu::attend_of<T>(dim, rows, heads, q, new_k, new_v, row_stride, k, v, capacity, first, last, out);             \
+    cpu::attend_of<T>(dim, rows, heads, q, new_k, new_v, row_stride, k, v, capacity, first, last,                   \
+                      [=](int64_t row, int64_t head, const T* made) {                                                \
+                        std::memcpy(out + (row * heads + head) * dim, made, dim * sizeof(T));                        \
+                      });                                                                                            \
   }                                                                                                                 \
   extern "C" void argmax_##NAME(int64_t rows, int64_t size, const T* x, int64_t* out, int num_threads) {           \
     argmax<T>(rows, size, x, out, num_threads);                                                                    \

@@ -13,27 +13,10 @@
 #include <cstring>
 #include <vector>
 
+#include "numbers.h"
 #include "threads.h"
 
 namespace cpu {
-
-struct bfloat16 {
-  uint16_t bits;
-};
-
-inline float load(float x) { return x; }
-inline float load(bfloat16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-inline void store(float& to, float x) { to = x; }
-inline void store(bfloat16& to, float x) {  // to nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  to.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 // exp(x) for x <= 0, relative error below 4e-7: 2^n e^r, |r| <= ln(2) / 2, the polynomial of Cephes. In the open, since
 // a call into the C library would not be vectorised everywhere.
@@ -122,13 +105,15 @@ template <> struct Head<bfloat16, 128> : Pairs<128> {};
 
 // A thread's part of it, to be called by all threads of a parallel region, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
-template <typename T, int DIM>
+// put(row, head, numbers) is called with each row's and head's result [dim].
+template <typename T, int DIM, typename Put>
 void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_k, const T* new_v, int64_t row_stride,
-            T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, T* out) {
+            T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
   const int64_t dim = DIM ? DIM : dim_;
   const float scale = 1.0f / std::sqrt(float(dim));
   const int64_t step = capacity * dim;  // from one head's cache to the next
   std::vector<float> weights(capacity), query(dim), sums(dim);
+  std::vector<T> made(dim);
   share(rows * heads, [&](int64_t unit) {
     const int64_t row = unit / heads, start = first[row], end = last[row];
     const int64_t at = row * row_stride + (unit % heads) * dim;
@@ -156,7 +141,8 @@ void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_
         prefetch(next + s * dim, dim);
         Head<T, DIM>::add(sum, weights[s], values + s * dim, dim);
       }
-      Head<T, DIM>::store_scaled(sum, 1.0f / total, dim, out + unit * dim);
+      Head<T, DIM>::store_scaled(sum, 1.0f / total, dim, made.data());
+      put(row, unit % heads, made.data());
     };
     if constexpr (DIM > 0) {
       float x[DIM], sum[DIM];  // in registers
@@ -167,14 +153,15 @@ void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_
   });
 }
 
-template <typename T, typename... Args>
-void attend_of(int64_t dim, int64_t rows, int64_t heads, Args... args) {
-  const auto run = dim == 32    ? attend<T, 32>    // the demo model
-                   : dim == 64  ? attend<T, 64>    // OPT-125m to 1.3B
-                   : dim == 80  ? attend<T, 80>    // 2.7B
-                   : dim == 128 ? attend<T, 128>   // 6.7B and larger
-                                : attend<T, 0>;
-  run(rows, heads, dim, args...);
+template <typename T, typename Put>
+void attend_of(int64_t dim, int64_t rows, int64_t heads, const T* q, const T* new_k, const T* new_v, int64_t row_stride,
+               T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+  const auto run = dim == 32    ? attend<T, 32, Put>    // the demo model
+                   : dim == 64  ? attend<T, 64, Put>    // OPT-125m to 1.3B
+                   : dim == 80  ? attend<T, 80, Put>    // 2.7B
+                   : dim == 128 ? attend<T, 128, Put>   // 6.7B and larger
+                                : attend<T, 0, Put>;
+  run(rows, heads, dim, q, new_k, new_v, row_stride, k, v, capacity, first, last, put);
 }
 
 }  // namespace cpu

@@ -1,5 +1,4 @@
-// Products with int8 weights on a CPU's matrix tiles (AMX): half of the bytes that a bfloat16 weight takes from memory; for
-// linear.cpp, step.cpp and prompt.cpp.
+// Products with int8 weights: half of the bytes that a bfloat16 weight takes from memory; for the .cpp files.
 //
 // A weight is a whole number in [-127, 127] times the scale of its output. A row of x becomes whole numbers of 16 bits
 // times the scale of the row, high and low bytes apart: two products of bytes, as many as one of bfloat16 takes, and no
@@ -7,23 +6,28 @@
 // x in bfloat16, 16 bits are as fine wherever a number is not below 1/128 of the largest of its row; below that it is off
 // by less than the last bit of the largest.
 //
+// VNNI multiplies bytes without a sign by weights with one: high bytes are raised by 128 there, and 128 times the sum of an
+// output's weights, known since packing, is taken off its sums. That costs one subtraction per output and no exactness.
+//
 // Packed weights: for each 32 outputs, for each 64 inputs (the last ones filled up with zeros), two tiles of 16 outputs; a
 // tile is 16 lines of four inputs for each output.
 
 #pragma once
 
-#include "tiles.h"
+#include "gemm.h"
 
-#ifdef HAS_TILES
-
-#include <cstring>
+#ifdef HAS_INT8
 
 namespace cpu {
 
 constexpr int64_t LINES = 2048;                           // bytes of two tiles
+#ifdef BACKEND_AMX
 constexpr int64_t GROUPS = 16, GROUPS_BYTES = 3 << 19;    // of 16 rows, at a time: they stay in the L2 cache
+#else
+constexpr int64_t GROUPS = 16, GROUPS_BYTES = 1 << 19;
+#endif
 
-// Rows as whole numbers: tiles [rows / 16][steps][high, low][16][64], scales [rows].
+// Rows as whole numbers: tiles [rows / 16][steps][32][64] (`Bytes`), scales [rows].
 struct WholeRows {
   uint8_t* tiles;
   float* scales;
@@ -32,29 +36,24 @@ struct WholeRows {
 struct Int8Weight {
   int64_t outputs, inputs;
   const int8_t* tiles;
-  const float* scales;  // [outputs], filled up to a multiple of 32
-  const uint16_t* bias;
+  const float* scales;     // [outputs], filled up to a multiple of 32
+  const int32_t* totals;   // [outputs] likewise: the sum of each output's whole numbers
+  const bfloat16* bias;
 
   int64_t steps() const { return (inputs + 63) / 64; }
 };
-
-inline float as_float(uint32_t bfloat16_bits) {
-  const uint32_t bits = bfloat16_bits << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
 
 inline void store_split(__m512 low, __m512 high, __m512 scale, uint8_t* to) {
   const __m256i first = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(low, scale)));
   const __m256i second = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(high, scale)));
   const __m512i whole = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-  _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(_mm512_srli_epi16(whole, 8)));
-  _mm256_store_si256(reinterpret_cast<__m256i*>(to + 1024), _mm512_cvtepi16_epi8(whole));
+  const __m256i upper = _mm512_cvtepi16_epi8(_mm512_srli_epi16(whole, 8)), bias = _mm256_set1_epi8(char(Bytes::BIAS));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm256_xor_si256(upper, bias));  // plus 128
+  _mm256_store_si256(reinterpret_cast<__m256i*>(to + 64 * Bytes::LOW), _mm512_cvtepi16_epi8(whole));
 }
 
 // Row `row` of x [inputs], a multiple of 32. A row with NaN or infinities has NaN for its scale.
-inline void to_whole(int64_t row, int64_t inputs, const uint16_t* x, WholeRows to) {
+inline void to_whole(int64_t row, int64_t inputs, const bfloat16* x, WholeRows to) {
   const int64_t steps = (inputs + 63) / 64;
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
   __m512i top = _mm512_setzero_si512();  // of bfloat16 without their signs the order is that of whole numbers
@@ -62,11 +61,11 @@ inline void to_whole(int64_t row, int64_t inputs, const uint16_t* x, WholeRows t
     top = _mm512_max_epu16(top, _mm512_and_si512(_mm512_loadu_si512(x + i), magnitude));
   const __m512i pairs = _mm512_max_epu32(_mm512_srli_epi32(top, 16), _mm512_and_si512(top, _mm512_set1_epi32(0xffff)));
   const uint32_t bits = _mm512_reduce_max_epu32(pairs);
-  const float largest = as_float(bits);
+  const float top_number = as_float(bits << 16);
   const bool is_none = bits < 0x0700;  // below 1e-34: zero beside all that it may be added to
-  to.scales[row] = bits >= 0x7f80 ? as_float(0x7fc0) : is_none ? 0.0f : largest / 32767.0f;
-  const __m512 scale = _mm512_set1_ps(is_none ? 0.0f : 32767.0f / largest);
-  uint8_t* tiles = to.tiles + row / 16 * steps * LINES + row % 16 * 64;
+  to.scales[row] = bits >= 0x7f80 ? as_float(0x7fc00000) : is_none ? 0.0f : top_number / 32767.0f;
+  const __m512 scale = _mm512_set1_ps(is_none ? 0.0f : 32767.0f / top_number);
+  uint8_t* tiles = to.tiles + row / 16 * steps * LINES + row % 16 * 64 * Bytes::HIGH;
   for (int64_t i = 0; i < inputs; i += 32) {
     const __m512i numbers = _mm512_loadu_si512(x + i);
     store_split(widen(_mm512_castsi512_si256(numbers)), widen(_mm512_extracti64x4_epi64(numbers, 1)), scale,
@@ -75,48 +74,28 @@ inline void to_whole(int64_t row, int64_t inputs, const uint16_t* x, WholeRows t
   if (inputs % 64) store_split(_mm512_setzero_ps(), _mm512_setzero_ps(), scale, tiles + (steps - 1) * LINES + 32);
 }
 
-// 16 rows times the weights of 32 outputs, added to `sums` [high, low][16][32] where they are not `fresh`, while `lines`
-// of 64 bytes per step from `next` on are on their way.
-inline void multiply_whole(const uint8_t* x, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
-                           int64_t lines) {
-  load_sums(sums, fresh);
-  for (int64_t k = 0; k < steps; ++k, w += LINES, x += LINES) {
-    _tile_loadd(6, w, 64);
-    _tile_loadd(7, w + 1024, 64);
-    _tile_loadd(4, x, 64);
-    _tile_loadd(5, x + 1024, 64);
-    for (int64_t i = 0; i < lines; ++i, next += 64) _mm_prefetch(next, _MM_HINT_T1);
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    _tile_dpbusd(2, 5, 6);
-    _tile_dpbusd(3, 5, 7);
-  }
-  store_sums(sums);
-}
-
-// Scales, bias, ReLU or residual, and rounding, of `count` rows from `row` on and 32 outputs.
-template <Then THEN>
-inline void finish_whole(const int32_t* sums, const float* row_scales, int64_t row, int count, int64_t block,
-                         const Int8Weight& w, const uint16_t* residual, uint16_t* y, Layout layout) {
-  alignas(64) float numbers[16 * 32];
+// The sums of `count` rows from `row` on and 32 outputs times their scales: numbers [16][32].
+inline void to_numbers(const int32_t* sums, const float* row_scales, int64_t row, int count, int64_t block,
+                       const Int8Weight& w, float* numbers) {
   const __m512 byte = _mm512_set1_ps(256.0f);
-  for (int half = 0; half < 2; ++half) {
-    const __m512 scales = _mm512_loadu_ps(w.scales + 32 * block + 16 * half);
+  for (int half = 0; half < 32; half += 16) {
+    const __m512 scales = _mm512_loadu_ps(w.scales + 32 * block + half);
+    const __m512i totals = _mm512_loadu_si512(w.totals + 32 * block + half);
+    const __m512i raised = _mm512_mullo_epi32(totals, _mm512_set1_epi32(Bytes::BIAS));
     for (int r = 0; r < count; ++r) {
-      const __m512 high = _mm512_cvtepi32_ps(_mm512_load_si512(sums + 32 * r + 16 * half));
-      const __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(sums + 512 + 32 * r + 16 * half));
+      const int32_t* at = sums + 32 * Bytes::HIGH * r + half;
+      const __m512 high = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(at), raised));
+      const __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(at + 32 * Bytes::LOW));
       const __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(row_scales[row + r]));
-      _mm512_store_ps(numbers + 32 * r + 16 * half, _mm512_mul_ps(_mm512_fmadd_ps(high, byte, low), scale));
+      _mm512_store_ps(numbers + 32 * r + half, _mm512_mul_ps(_mm512_fmadd_ps(high, byte, low), scale));
     }
   }
-  finish<THEN>(numbers, row, count, block, w.outputs, w.bias, residual, y, layout);
 }
 
-// x W^T + bias, cut by outputs, by threads that have configured their tiles and waited for each other's rows of x; they
-// wait for none at the end.
-template <Then THEN>
-void of_whole(Team team, int64_t rows, WholeRows x, const Int8Weight& w, const uint16_t* residual, uint16_t* y,
-              Layout layout) {
+// x W^T, cut by outputs, by threads that have a `Unit` and waited for each other's rows of x; they wait for none at the
+// end. `finish` is called with the numbers of some rows and 32 outputs: (numbers, first row, rows, block of outputs).
+template <typename Finish>
+void multiply_int8(Team team, int64_t rows, WholeRows x, const Int8Weight& w, Finish finish) {
   const int64_t steps = w.steps(), blocks = (w.outputs + 31) / 32, groups = (rows + 15) / 16;
   const int64_t fit = GROUPS_BYTES / (steps * LINES), at_once = fit > GROUPS ? GROUPS : fit < 1 ? 1 : fit;
   constexpr int64_t DEEP_STEPS = 8;  // their weights, 16 KiB, stay in the L1 cache while the rows go by
@@ -124,26 +103,36 @@ void of_whole(Team team, int64_t rows, WholeRows x, const Int8Weight& w, const u
   int32_t* sums = kept.room(GROUPS * 1024);
   for (int64_t from = 0; from < groups; from += at_once) {
     const int64_t to = from + at_once < groups ? from + at_once : groups;
-    const int64_t lines = (32 + to - from - 1) / (to - from);  // each group fetches a part of the next weights
     team.share(blocks, [&](int64_t block) {
       for (int64_t k = 0; k < steps; k += DEEP_STEPS) {
         const int64_t deep = steps - k < DEEP_STEPS ? steps - k : DEEP_STEPS;
         const int8_t* weights = w.tiles + (block * steps + k) * LINES;
+        const int64_t lines = (deep * 32 + to - from - 1) / (to - from);  // each group fetches a part of the next weights
         const char* next = reinterpret_cast<const char*>(weights + deep * LINES);  // behind the last one too
         for (int64_t group = from; group < to; ++group) {
           int32_t* group_sums = sums + (group - from) * 1024;
           const int64_t row = 16 * group;
           const int count = rows - row < 16 ? int(rows - row) : 16;
-          const bool is_last = k + deep == steps;
-          if (is_last)
-            for (int r = 0; r < count; ++r) __builtin_prefetch(y + layout.at(row + r, block), 1, 2);
-          multiply_whole(x.tiles + (group * steps + k) * LINES, weights, deep, group_sums, k == 0,
-                         next + (group - from) * deep * lines * 64, lines);
-          if (is_last) finish_whole<THEN>(group_sums, x.scales, row, count, block, w, residual, y, layout);
+          multiply_whole(x.tiles + (group * steps + k) * LINES, count, weights, deep, group_sums, k == 0,
+                         next + (group - from) * lines * 64, lines);
+          if (k + deep == steps) {
+            alignas(64) float numbers[16 * 32];
+            to_numbers(group_sums, x.scales, row, count, block, w, numbers);
+            finish(numbers, row, count, block);
+          }
         }
       }
     });
   }
+}
+
+// With a bias, and what follows.
+template <Then THEN>
+void of_whole(Team team, int64_t rows, WholeRows x, const Int8Weight& w, const bfloat16* residual, bfloat16* y,
+              Layout layout) {
+  multiply_int8(team, rows, x, w, [&](const float* numbers, int64_t row, int count, int64_t block) {
+    finish<THEN>(numbers, row, count, block, w.outputs, w.bias, residual, y, layout);
+  });
 }
 
 }  // namespace cpu

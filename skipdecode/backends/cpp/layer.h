@@ -3,28 +3,32 @@
 #pragma once
 
 #include "attention.h"
+#include "gemm.h"
 #include "int8.h"
-#include "tiles.h"
-
-#ifdef HAS_TILES
 
 namespace cpu {
 
+// T: float or bfloat16, which all numbers but int8 weights are.
 struct Norm {
-  const bfloat16 *weight, *bias;  // null: 1 and 0
+  const void *weight, *bias;  // null: 1 and 0
 };
 
 struct Product {
   int64_t outputs, inputs;
-  const void* weight;    // packed
-  const float* scales;   // of int8; null: the weight is bfloat16
-  const uint16_t* bias;  // null: none
+  const void* weight;     // packed
+  const float* scales;    // of int8; null: the weight is of T
+  const int32_t* totals;  // of int8
+  const void* bias;       // null: none
 
-  Int8Weight int8() const { return {outputs, inputs, static_cast<const int8_t*>(weight), scales, bias}; }
+#ifdef HAS_INT8
+  Int8Weight int8() const {
+    return {outputs, inputs, static_cast<const int8_t*>(weight), scales, totals, static_cast<const bfloat16*>(bias)};
+  }
+#endif
 };
 
 struct Block {
-  int64_t heads;
+  int64_t heads, is_pre_norm;  // else the norms are behind the residuals (OPT-350m)
   double epsilon;
   Norm attn_norm;
   Product qkv, out;
@@ -32,23 +36,67 @@ struct Block {
   Product fc1, fc2;
 };
 
+#ifndef HAS_INT8
+struct WholeRows {
+  uint8_t* tiles;
+  float* scales;
+};
+#endif
+
+// Row `row` of x as whole numbers, for a product with `p`, whose weight is int8.
+template <typename T>
+void to_int8(int64_t row, const Product& p, const T* x, WholeRows to) {
+#ifdef HAS_INT8
+  if constexpr (std::is_same<T, bfloat16>::value) to_whole(row, p.inputs, x, to);
+#endif
+}
+
+// Rows of x, or `whole` ones where the weight is int8, times `p`; few: as `few_rows` lays them.
+template <Then THEN, typename T>
+void of_product(Team team, bool few, int64_t rows, const Product& p, const T* x, WholeRows whole, const T* residual, T* y,
+                Layout layout) {
+#ifdef HAS_INT8
+  if constexpr (std::is_same<T, bfloat16>::value)
+    if (p.scales) return of_whole<THEN>(team, rows, whole, p.int8(), residual, y, layout);
+#endif
+  const T *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
+  if (few)
+    of_few<THEN>(rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
+  else
+    of_tiles<THEN>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
+}
+
 // A row's layer norm over `width` numbers, in float32, rounded once. y: `apart` numbers from one 32 of them to the next.
 // Not inlined: sums may be reordered, and are to be in one order everywhere.
-[[gnu::noinline]] inline void normalise_row(int64_t width, const Norm& norm, float epsilon, const bfloat16* x, bfloat16* y, int64_t apart) {
+template <typename T>
+[[gnu::noinline]] void normalise_row(int64_t width, const Norm& norm, float epsilon, const T* x, T* y, int64_t apart) {
+  const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
   float sum = 0.0f, squares = 0.0f;
   for (int64_t i = 0; i < width; ++i) sum += load(x[i]);
   const float mean = sum / width;
   for (int64_t i = 0; i < width; ++i) squares += (load(x[i]) - mean) * (load(x[i]) - mean);
   const float scale = 1.0f / std::sqrt(squares / width + epsilon);
   for (int64_t from = 0; from < width; from += 32, y += apart) {
-    if (norm.weight && norm.bias)
+    if (weight && bias)
       for (int64_t i = 0; i < 32; ++i)
-        store(y[i], (load(x[from + i]) - mean) * scale * load(norm.weight[from + i]) + load(norm.bias[from + i]));
+        store(y[i], (load(x[from + i]) - mean) * scale * load(weight[from + i]) + load(bias[from + i]));
     else
       for (int64_t i = 0; i < 32; ++i) store(y[i], (load(x[from + i]) - mean) * scale);
   }
 }
 
+// A row of x as a product takes it, through a layer norm if there is one. y: as in `normalise_row`.
+template <typename T>
+void prepare_row(int64_t width, const Norm* norm, float epsilon, const T* x, T* y, int64_t apart) {
+  if (norm) return normalise_row(width, *norm, epsilon, x, y, apart);
+  for (int64_t from = 0; from < width; from += 32) std::memcpy(y + from / 32 * apart, x + from, 32 * sizeof(T));
+}
+
 }  // namespace cpu
 
+// extern "C" functions NAME_float32 and, where products of bfloat16 are had, NAME_bfloat16.
+#ifdef HAS_BFLOAT16
+#define FOR_EACH_TYPE(EXPORT) EXPORT(float32, float) EXPORT(bfloat16, cpu::bfloat16)
+#else
+#define FOR_EACH_TYPE(EXPORT) EXPORT(float32, float)
 #endif

@@ -1,118 +1,89 @@
-// A linear layer in bfloat16 on a CPU's matrix tiles, its weights, bfloat16 or int8, packed for them; and its largest output.
+// A linear layer, its weights packed, of float32, bfloat16 or int8; and its largest output.
 
-#include "int8.h"
-#include "tiles.h"
-
-#ifdef HAS_TILES
+#include "layer.h"
 
 #include <cfloat>
-#include <cstring>
+
+#ifdef BACKEND_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
-#include <vector>
+#endif
 
 namespace {
 
 using namespace cpu;
 
-template <Then THEN>
-void linear(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride, const uint16_t* w,
-            const uint16_t* bias, const uint16_t* residual, uint16_t* y, int num_threads) {
+// x [rows, inputs] of `stride` as `few_rows` lays them, by all threads of a parallel region, which wait for each other.
+template <typename T>
+void to_few(int64_t rows, int64_t inputs, const T* x, int64_t stride, T* to) {
+  const Layout layout = few_rows<T>(inputs, rows);
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t k = 0; k < inputs / 32; ++k)
+      std::memcpy(to + layout.at(row, k), x + row * stride + 32 * k, 32 * sizeof(T));
+}
+
+template <Then THEN, typename T>
+void linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w, const T* bias,
+            const T* residual, T* y, int num_threads) {
   const bool is_many = rows >= MANY * num_threads;
-  const int64_t left = is_many ? 0 : rows % 32;
-  std::vector<uint16_t> last(left ? 32 * inputs : 0);
-  for (int64_t r = 0; r < left; ++r) std::memcpy(&last[r * inputs], x + (rows - left + r) * stride, inputs * 2);
+  thread_local Buffer<T> kept;
+  T* few = is_many ? nullptr : kept.room((rows + 31) / 32 * 32 * inputs);
 #pragma omp parallel num_threads(num_threads)
   {
-    configure_tiles();
+    const Unit unit;
     if (is_many) {
-      thread_local Buffer<uint16_t> kept;
-      uint16_t* tiles = kept.room(ROWS * inputs);
+      thread_local Buffer<T> own;
+      T* tiles = own.room(ROWS * inputs);
       const Cut cut(rows, ROWS, num_threads);
 #pragma omp for schedule(dynamic) nowait
       for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
         const int64_t from = cut.begin(chunk), count = cut.end(chunk) - from;
-        to_tiles(count, inputs / 32, x + from * stride, stride, tiles);
+        to_tiles(count, inputs / 32, x + from * stride, stride, tiles, in_tiles(inputs, count));
         of_tiles<THEN>({true}, count, outputs, inputs, tiles, w, bias, residual ? residual + from * outputs : nullptr,
                        y + from * outputs, in_lines(outputs));
       }
-    } else
-      by_outputs<THEN>(rows, outputs, inputs, x, stride, last.data(), w, bias, residual, y);
-    _tile_release();
-  }
-}
-
-constexpr int64_t WHOLE_BYTES = 1 << 25;  // of rows as whole numbers, at a time
-
-template <Then THEN>
-void linear_whole(int64_t rows, const uint16_t* x, int64_t stride, const Int8Weight& w, const uint16_t* residual,
-                  uint16_t* y, int num_threads) {
-  thread_local Buffer<uint8_t> tiles_kept;
-  thread_local Buffer<float> scales_kept;
-  const int64_t group_bytes = w.steps() * LINES, fit = (WHOLE_BYTES / group_bytes + 1) * 16;
-  for (int64_t from = 0; from < rows; from += fit) {
-    const int64_t count = rows - from < fit ? rows - from : fit;
-    const WholeRows whole = {tiles_kept.room((count + 15) / 16 * group_bytes), scales_kept.room(count)};
-#pragma omp parallel num_threads(num_threads)
-    {
-      configure_tiles();
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < count; ++row) to_whole(row, w.inputs, x + (from + row) * stride, whole);
-      of_whole<THEN>({false}, count, whole, w, residual ? residual + from * w.outputs : nullptr, y + from * w.outputs,
-                     in_lines(w.outputs));
-      _tile_release();
+    } else {
+      to_few(rows, inputs, x, stride, few);
+      of_few<THEN>(rows, outputs, inputs, few, w, bias, residual, y, in_lines(outputs));
     }
   }
 }
 
-}  // namespace
-
-// The system saves the state of tiles for processes that ask for it.
-extern "C" int is_allowed() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
-
-extern "C" void pack_tiles(int64_t outputs, int64_t inputs, const uint16_t* weight, uint16_t* packed) {
+// Of each 32 outputs and 32 inputs two tiles of 16 outputs; `together` inputs of an output lie side by side.
+template <typename T>
+void pack(int64_t outputs, int64_t inputs, const T* weight, T* packed) {
+  constexpr int64_t together = 4 / sizeof(T);
   const int64_t steps = inputs / 32, tiles = (outputs + 31) / 32 * 2;
 #pragma omp parallel for schedule(static)
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t k = 0; k < steps; ++k) {
-      uint16_t* to = packed + ((tile / 2 * steps + k) * 2 + tile % 2) * TILE;
-      for (int pair = 0; pair < 16; ++pair)
-        for (int column = 0; column < 16; ++column)
-          for (int i = 0; i < 2; ++i) {
+      T* to = packed + ((tile / 2 * steps + k) * 2 + tile % 2) * (BLOCK / 2);
+      for (int64_t line = 0; line < 32 / together; ++line)
+        for (int64_t column = 0; column < 16; ++column)
+          for (int64_t i = 0; i < together; ++i) {
             const int64_t output = tile * 16 + column;
-            to[pair * 32 + column * 2 + i] = output < outputs ? weight[output * inputs + k * 32 + pair * 2 + i] : 0;
+            *to++ = output < outputs ? weight[output * inputs + k * 32 + line * together + i] : T{};
           }
     }
 }
 
-extern "C" void linear_tiles(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
-                             const uint16_t* w, const uint16_t* bias, int then, const uint16_t* residual, uint16_t* y,
-                             int num_threads) {
-  const auto run = then == RELU ? linear<RELU> : then == ADD ? linear<ADD> : linear<NOTHING>;
-  run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);
-}
-
-// The output with the largest sum of each row, the lowest where several are equal as bfloat16: argmax of what `linear_tiles`
-// gives, which is never written.
-extern "C" void likeliest_tiles(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
-                                const uint16_t* w, int64_t* out, int num_threads) {
-  const int64_t left = rows % 32;
-  std::vector<uint16_t> last(left ? 32 * inputs : 0);
-  for (int64_t r = 0; r < left; ++r) std::memcpy(&last[r * inputs], x + (rows - left + r) * stride, inputs * 2);
+// The output with the largest number of each row, the lowest where several are equal as T: argmax of what `linear` gives,
+// which is never written. `multiply`, called by each thread, hands its numbers on to what it is given.
+template <typename T, typename Multiply>
+void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Multiply multiply) {
   std::vector<float> best(rows, -FLT_MAX);
   for (int64_t row = 0; row < rows; ++row) out[row] = 0;  // where there is nothing but NaN
 #pragma omp parallel num_threads(num_threads)
   {
-    configure_tiles();
+    const Unit unit;
     thread_local Buffer<Largest> kept;
     Largest* largest = kept.room(rows);
     for (int64_t row = 0; row < rows; ++row)
       for (int lane = 0; lane < 32; ++lane) largest[row].values[lane] = -FLT_MAX, largest[row].blocks[lane] = 0;
-    multiply_outputs(rows, outputs, inputs, x, stride, last.data(), w,
-                     [&](const float* sums, int64_t row, int count, int64_t block) {
-                       see_largest(sums, count, block, outputs, largest + row);
-                     });
-    _tile_release();
+    multiply([&](const float* sums, int64_t row, int count, int64_t block) {
+      see_largest<T>(sums, count, block, outputs, largest + row);
+    });
 #pragma omp critical
     for (int64_t row = 0; row < rows; ++row)
       for (int lane = 0; lane < 32; ++lane) {
@@ -123,15 +94,94 @@ extern "C" void likeliest_tiles(int64_t rows, int64_t outputs, int64_t inputs, c
   }
 }
 
-extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const uint16_t* x, int64_t stride,
-                            const int8_t* w, const float* scales, const uint16_t* bias, int then,
-                            const uint16_t* residual, uint16_t* y, int num_threads) {
-  const auto run = then == RELU ? linear_whole<RELU> : then == ADD ? linear_whole<ADD> : linear_whole<NOTHING>;
-  run(rows, x, stride, {outputs, inputs, w, scales, bias}, residual, y, num_threads);
+template <typename T>
+void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w, int64_t* out,
+                   int num_threads) {
+  thread_local Buffer<T> kept;
+  T* few = kept.room((rows + 31) / 32 * 32 * inputs);
+  argmax_of<T>(rows, outputs, out, num_threads, [&](auto see) {
+    to_few(rows, inputs, x, stride, few);
+#ifdef BACKEND_AMX
+    if constexpr (READS_LINES<T>)
+      return multiply_outputs(rows, outputs, inputs, few, inputs, few + rows / 32 * 32 * inputs, w, see);
+#endif
+    multiply_tiled(Team{false}, rows, outputs, inputs, few, w, in_tiles(inputs, rows), see);
+  });
 }
 
-#else
+}  // namespace
 
+#ifdef BACKEND_AMX
+// The system saves the state of tiles for processes that ask for it.
+extern "C" int is_allowed() {
+  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+}
+#else
 extern "C" int is_allowed() { return 1; }
+#endif
+
+#define EXPORT(NAME, T)                                                                                                  \
+  extern "C" void pack_##NAME(int64_t outputs, int64_t inputs, const T* weight, T* packed) {                            \
+    pack(outputs, inputs, weight, packed);                                                                               \
+  }                                                                                                                      \
+  extern "C" void linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w,  \
+                                const T* bias, int then, const T* residual, T* y, int num_threads) {                    \
+    const auto run = then == RELU ? linear<RELU, T> : then == ADD ? linear<ADD, T> : linear<NOTHING, T>;                \
+    run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);                                           \
+  }                                                                                                                      \
+  extern "C" void argmax_linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride,       \
+                                       const T* w, int64_t* out, int num_threads) {                                     \
+    argmax_linear<T>(rows, outputs, inputs, x, stride, w, out, num_threads);                                            \
+  }
+FOR_EACH_TYPE(EXPORT)
+
+#ifdef HAS_INT8
+
+namespace {
+
+constexpr int64_t WHOLE_BYTES = 1 << 25;  // of rows as whole numbers, at a time
+
+template <Then THEN>
+void linear_whole(int64_t rows, const bfloat16* x, int64_t stride, const Int8Weight& w, const bfloat16* residual,
+                  bfloat16* y, int num_threads) {
+  thread_local Buffer<uint8_t> tiles_kept;
+  thread_local Buffer<float> scales_kept;
+  const int64_t group_bytes = w.steps() * LINES, fit = (WHOLE_BYTES / group_bytes + 1) * 16;
+  for (int64_t from = 0; from < rows; from += fit) {
+    const int64_t count = rows - from < fit ? rows - from : fit;
+    const WholeRows whole = {tiles_kept.room((count + 15) / 16 * group_bytes), scales_kept.room(count)};
+#pragma omp parallel num_threads(num_threads)
+    {
+      const Unit unit;
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < count; ++row) to_whole(row, w.inputs, x + (from + row) * stride, whole);
+      of_whole<THEN>({false}, count, whole, w, residual ? residual + from * w.outputs : nullptr, y + from * w.outputs,
+                     in_lines(w.outputs));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const bfloat16* x, int64_t stride,
+                            const int8_t* w, const float* scales, const int32_t* totals, const bfloat16* bias, int then,
+                            const bfloat16* residual, bfloat16* y, int num_threads) {
+  const auto run = then == RELU ? linear_whole<RELU> : then == ADD ? linear_whole<ADD> : linear_whole<NOTHING>;
+  run(rows, x, stride, {outputs, inputs, w, scales, totals, bias}, residual, y, num_threads);
+}
+
+extern "C" void argmax_linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const bfloat16* x, int64_t stride,
+                                   const int8_t* w, const float* scales, const int32_t* totals, int64_t* out,
+                                   int num_threads) {
+  thread_local Buffer<uint8_t> tiles_kept;
+  thread_local Buffer<float> scales_kept;
+  const Int8Weight weight = {outputs, inputs, w, scales, totals, nullptr};
+  const WholeRows whole = {tiles_kept.room((rows + 15) / 16 * weight.steps() * LINES), scales_kept.room(rows)};
+  argmax_of<bfloat16>(rows, outputs, out, num_threads, [&](auto see) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) to_whole(row, inputs, x + row * stride, whole);
+    multiply_int8({false}, rows, whole, weight, see);
+  });
+}
 
 #endif

@@ -4,8 +4,6 @@
 
 #include "layer.h"
 
-#ifdef HAS_TILES
-
 #include <chrono>
 
 namespace {
@@ -14,50 +12,61 @@ using namespace cpu;
 
 enum Stage { NORMS, QKV, ATTENTION, OUT, FEED, NUM_STAGES };
 
-// A thread's rows of a layer norm.
-void normalise(int64_t rows, int64_t width, const Norm& norm, float epsilon, const bfloat16* x, bfloat16* y) {
-#pragma omp for schedule(static) nowait
-  for (int64_t row = 0; row < rows; ++row) normalise_row(width, norm, epsilon, x + row * width, y + row * width, 32);
+// How `p` reads its rows.
+template <typename T>
+Layout layout_for(const Product& p, int64_t rows) {
+  return p.scales ? in_lines(p.inputs) : few_rows<T>(p.inputs, rows);
 }
 
-// Rows of x for a product with `p`, each by the thread that `omp for` gives it.
-void prepare(int64_t rows, const Product& p, const uint16_t* x, WholeRows whole) {
+// A thread's rows of a layer norm, if there is one, and as whole numbers where the product that follows takes these.
+template <typename T>
+void normalise(int64_t rows, const Product& next, const Norm* norm, float epsilon, const T* x, T* y, WholeRows whole) {
+  const Layout layout = layout_for<T>(next, rows);
+#pragma omp for schedule(static) nowait
+  for (int64_t row = 0; row < rows; ++row) {
+    prepare_row(next.inputs, norm, epsilon, x + row * next.inputs, y + layout.at(row, 0), layout.block);
+    if (next.scales) to_int8(row, next, y + layout.at(row, 0), whole);
+  }
+}
+
+// A thread's rows of the norm behind a residual, in place, once all of them are there.
+template <typename T>
+void settle(int64_t rows, int64_t width, const Norm& norm, float epsilon, T* h) {
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+  for (int64_t row = 0; row < rows; ++row) normalise_row(width, norm, epsilon, h + row * width, h + row * width, 32);
+}
+
+// Rows of x as whole numbers, for a product with `p` that takes these.
+template <typename T>
+void prepare(int64_t rows, const Product& p, const T* x, WholeRows whole) {
   if (!p.scales) return;
-#pragma omp for schedule(static) nowait
-  for (int64_t row = 0; row < rows; ++row) to_whole(row, p.inputs, x + row * p.inputs, whole);
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; ++row) to_int8(row, p, x + row * p.inputs, whole);
 }
 
-// x, or `whole` where the weight is int8.
-template <Then THEN>
-void multiply_rows(int64_t rows, const Product& p, const uint16_t* x, WholeRows whole, const uint16_t* residual,
-                   uint16_t* y) {
-  if (p.scales)
-    of_whole<THEN>({false}, rows, whole, p.int8(), residual, y, in_lines(p.outputs));
-  else
-    by_outputs<THEN>(rows, p.outputs, p.inputs, x, p.inputs, x + rows / 32 * 32 * p.inputs,
-                     static_cast<const uint16_t*>(p.weight), p.bias, residual, y);
+template <Then THEN, typename T>
+void multiply(int64_t rows, const Product& p, const T* x, WholeRows whole, const T* residual, T* y, Layout layout) {
+  of_product<THEN>({false}, true, rows, p, x, whole, residual, y, layout);
 }
 
-}  // namespace
-
-// h [rows, width], in place. k, v: the cache of the layer [rows, heads, capacity, width / heads]. `seconds` by stage are
-// added to, where asked for.
-extern "C" void block_tiles(const Block* block, int64_t rows, uint16_t* h, int attends, int feeds, uint16_t* k,
-                            uint16_t* v, int64_t capacity, const int64_t* first, const int64_t* last, double* seconds,
-                            int num_threads) {
+template <typename T>
+void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
+              const int64_t* first, const int64_t* last, double* seconds, int num_threads) {
   const int64_t width = block->qkv.inputs, room = (rows + 31) / 32 * 32;  // a tile reads 32 rows
+  const bool is_pre = block->is_pre_norm;
+  const float epsilon = float(block->epsilon);
   const int64_t widest = 3 * width > block->fc1.outputs ? 3 * width : block->fc1.outputs;
   const int64_t deepest = width > block->fc2.inputs ? width : block->fc2.inputs;
-  thread_local Buffer<uint16_t> kept;
-  thread_local Buffer<uint8_t> tiles_kept;
+  thread_local Buffer<T> kept;
+  thread_local Buffer<uint8_t> bytes_kept;
   thread_local Buffer<float> scales_kept;
-  uint16_t *narrow = kept.room(room * (width + widest)), *wide = narrow + room * width;
-  const WholeRows whole = {block->qkv.scales ? tiles_kept.room(room * ((deepest + 63) / 64) * 128) : nullptr,
+  T *narrow = kept.room(room * (width + widest)), *wide = narrow + room * width;
+  const WholeRows whole = {block->qkv.scales ? bytes_kept.room(room * ((deepest + 63) / 64) * 128) : nullptr,
                            scales_kept.room(rows)};
-  bfloat16 *states = reinterpret_cast<bfloat16*>(h), *normed = reinterpret_cast<bfloat16*>(narrow);
 #pragma omp parallel num_threads(num_threads)
   {
-    configure_tiles();
+    const Unit unit;
     auto begun = std::chrono::steady_clock::now();
     auto end = [&](Stage stage) {
 #pragma omp barrier
@@ -71,38 +80,50 @@ extern "C" void block_tiles(const Block* block, int64_t rows, uint16_t* h, int a
       }
     };
     if (attends) {
-      normalise(rows, width, block->attn_norm, float(block->epsilon), states, normed);
-      prepare(rows, block->qkv, narrow, whole);  // the rows that this thread has made
+      normalise(rows, block->qkv, is_pre ? &block->attn_norm : nullptr, epsilon, h, narrow, whole);
       end(NORMS);
-      multiply_rows<NOTHING>(rows, block->qkv, narrow, whole, nullptr, wide);
-      end(QKV);
       const int64_t made = block->qkv.outputs;  // queries alone where keys and values are in the cache (SwiftKV)
-      const bfloat16 *q = reinterpret_cast<bfloat16*>(wide), *new_k = made > width ? q + width : nullptr;
-      attend_of<bfloat16>(width / block->heads, rows, block->heads, q, new_k, new_k ? new_k + width : nullptr, made,
-                          reinterpret_cast<bfloat16*>(k), reinterpret_cast<bfloat16*>(v), capacity, first, last, normed);
+      multiply<NOTHING>(rows, block->qkv, narrow, whole, static_cast<const T*>(nullptr), wide, in_lines(made));
+      end(QKV);
+      const T *q = wide, *new_k = made > width ? q + width : nullptr;
+      const int64_t dim = width / block->heads;
+      const Layout layout = layout_for<T>(block->out, rows);
+      attend_of<T>(dim, rows, block->heads, q, new_k, new_k ? new_k + width : nullptr, made, k, v, capacity, first, last,
+                   [=](int64_t row, int64_t head, const T* from) {
+                     for (int64_t d = 0, n; d < dim; d += n) {  // up to the end of a block of 32
+                       const int64_t column = head * dim + d;
+                       n = 32 - column % 32 < dim - d ? 32 - column % 32 : dim - d;
+                       std::memcpy(narrow + layout.at(row, column / 32) + column % 32, from + d, n * sizeof(T));
+                     }
+                   });
       end(ATTENTION);
-      if (block->out.scales) {
-        prepare(rows, block->out, narrow, whole);
-#pragma omp barrier
-      }
-      multiply_rows<ADD>(rows, block->out, narrow, whole, h, h);
+      prepare(rows, block->out, narrow, whole);
+      multiply<ADD>(rows, block->out, narrow, whole, static_cast<const T*>(h), h, in_lines(width));
+      if (!is_pre) settle(rows, width, block->attn_norm, epsilon, h);
       end(OUT);
     }
     if (feeds) {
-      normalise(rows, width, block->ffn_norm, float(block->epsilon), states, normed);
-      prepare(rows, block->fc1, narrow, whole);
+      normalise(rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, whole);
       end(NORMS);
-      multiply_rows<RELU>(rows, block->fc1, narrow, whole, nullptr, wide);
+      multiply<RELU>(rows, block->fc1, narrow, whole, static_cast<const T*>(nullptr), wide,
+                     layout_for<T>(block->fc2, rows));
 #pragma omp barrier
-      if (block->fc2.scales) {
-        prepare(rows, block->fc2, wide, whole);
-#pragma omp barrier
-      }
-      multiply_rows<ADD>(rows, block->fc2, wide, whole, h, h);
+      prepare(rows, block->fc2, wide, whole);
+      multiply<ADD>(rows, block->fc2, wide, whole, static_cast<const T*>(h), h, in_lines(width));
+      if (!is_pre) settle(rows, width, block->ffn_norm, epsilon, h);
       end(FEED);
     }
-    _tile_release();
   }
 }
 
-#endif
+}  // namespace
+
+// h [rows, width], in place. k, v: the cache of the layer [rows, heads, capacity, width / heads]. `seconds` by stage are
+// added to, where asked for.
+#define EXPORT(NAME, T)                                                                                                  \
+  extern "C" void step_##NAME(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v,               \
+                              int64_t capacity, const int64_t* first, const int64_t* last, double* seconds,             \
+                              int num_threads) {                                                                         \
+    run_step<T>(block, rows, h, attends, feeds, k, v, capacity, first, last, seconds, num_threads);                     \
+  }
+FOR_EACH_TYPE(EXPORT)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,23 @@ def test_it_says_all_that_is_wrong_at_once(tmp_path: Path, capsys: pytest.Captur
     assert "4 problems" in captured.err
 
 
+def test_it_names_the_kernels_of_this_cpu_and_why(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"model.source={tiny_checkpoint}", "sampling.max_new_tokens=8", "-o", str(tmp_path / "run")]
+    monkeypatch.setenv("SKIPDECODE_KERNELS", "torch")
+    assert main(keys) == 0
+    captured = capsys.readouterr()
+    backend = json.loads(captured.out.splitlines()[-1])["cpu_backend"]
+    assert (backend["name"], backend["reason"].partition(";")[0]) == ("torch", "forced by SKIPDECODE_KERNELS")
+    assert f"CPU kernels: torch ({backend['reason']})" in captured.err
+    monkeypatch.setenv("SKIPDECODE_KERNELS", "none-such")
+    assert main(keys) == 1
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["cpu_backend"], document["choice"]) == (None, None)
+    assert document["problems"][0].startswith("SKIPDECODE_KERNELS: none-such is unknown")
+
+
 def test_a_bad_key_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decode.spedup=3"]) == 2
     assert "did you mean 'speedup'?" in capsys.readouterr().err
@@ -77,6 +95,18 @@ def test_a_missing_or_old_dependency_is_named(
     assert "no-such-package is not installed" in captured.err
 
 
+def test_without_a_checkout_the_installed_package_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = ["numpy>=99", "no-such-package>=1", 'no-such-tool>=1; extra == "test"']
+    monkeypatch.setattr(versions, "PROJECT", tmp_path / "pyproject.toml")
+    monkeypatch.setattr("importlib.metadata.requires", {versions.NAME: needs}.get)
+    found = versions.check_versions()
+    assert len(found.wrong) == 1
+    assert found.missing == ["no-such-package is not installed; pip install 'no-such-package>=1'"]
+
+
+@pytest.mark.process
 def test_what_is_missing_is_found_without_importing_it() -> None:
     code = (
         "import pipeline.doctor.versions as v, sys; v.check_versions(); print(*{n.split('.')[0] for n in sys.modules})"
@@ -126,7 +156,8 @@ def test_the_device_is_that_of_the_workers(
 def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = doctor.choice(JobConfig(model=ModelConfig(source=str(tiny_checkpoint))), torch.device("cuda"), print)
+    config = JobConfig(model=ModelConfig(source=str(tiny_checkpoint)))
+    found = asdict(doctor.choice(config, torch.device("cuda"), (), print))
     assert (found["device"], found["dtype"], found["load_s"], found["batch_size"]) == ("cuda", "bfloat16", None, None)
     assert found["cache_bytes_per_row"]["32"] > 0
     machine = dict.fromkeys(("torch", "ray", "pyarrow", "numpy", "tokenizers", "device"), "x")
@@ -146,6 +177,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ray.shutdown()
 
 
+@pytest.mark.ray
 def test_a_pool_that_does_not_fit_the_cluster_is_a_problem(
     cluster: str, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,16 +195,3 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ray.init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
     with pytest.raises(doctor.ConfigError, match=r"RAY_ADDRESS: 127\.0\.0\.1:1 does not answer \(refused\)"):
         doctor.find_cluster()
-
-
-def test_the_list_of_verbs_names_every_one_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from jobs.__main__ import main as list_verbs
-    from jobs.__main__ import verbs
-
-    jobs = Path(__file__).parents[3] / "jobs"
-    assert set(verbs()) == {path.stem for path in jobs.glob("*.py")} - {"__init__", "__main__", "cli"}
-    assert list_verbs() == 0
-    lines = capsys.readouterr().out.splitlines()
-    for verb in verbs():
-        (line,) = [line for line in lines if line.startswith(f"  {verb} ")]
-        assert len(line.split(maxsplit=1)[1]) > 20

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
 from actors.calibrate import Sample, propose_layers, propose_rule, threshold_for
-from jobs.calibrate import main
+from jobs import calibrate
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig, build_config
 from skipdecode.ffn_skip import FFNSkip, SkipBand, SkipSaturated
@@ -24,6 +24,7 @@ from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, Unified
 from skipdecode.weights import load_opt, save_opt
 from tests.support.naive import FFNRule, NaiveRow, greedy, random_prompts, requests_for
+from tests.support.verbs import Call
 
 L = 6
 FULL = FullDepth(L)
@@ -182,16 +183,9 @@ def test_what_was_found_under_swiftkv_is_for_swiftkv(
 
 
 @pytest.fixture
-def verb(capsys: pytest.CaptureFixture[str]) -> Verb:
+def verb(call: Call) -> Verb:
     """`verb(*arguments)` runs `jobs.calibrate`: exit code, the JSON document, stderr."""
-
-    def call(*arguments: object) -> tuple[int, dict[str, Any], str]:
-        capsys.readouterr()
-        code = main([*map(str, arguments), "threads=1"])
-        captured = capsys.readouterr()
-        return code, json.loads(captured.out.splitlines()[-1]) if captured.out else {}, captured.err
-
-    return call
+    return lambda *arguments: call(calibrate, *arguments, "threads=1")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from sacrebleu.metrics.bleu import BLEU
 from transformers import OPTForCausalLM
 
 from actors.tokenizer import OPTTokenizer
-from jobs.evaluate import main
+from jobs import evaluate
 from jobs.generate import main as generate_main
 from pipeline.evaluation.hypotheses import choose_texts
 from pipeline.evaluation.score import draw_pairs
@@ -27,6 +27,7 @@ from skipdecode.model import OPT
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.train import response_loss, teacher_batch
+from tests.support.verbs import Call
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models/opt-e2e"  # its texts are texts: scores of random tokens say nothing
@@ -42,16 +43,9 @@ Job = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def job(capsys: pytest.CaptureFixture[str]) -> Job:
+def job(call: Call) -> Job:
     """`job(*arguments)` runs `jobs.evaluate`: exit code, the JSON document, stderr."""
-
-    def call(*arguments: object) -> tuple[int, dict[str, Any], str]:
-        capsys.readouterr()
-        code = main([*map(str, arguments), "threads=1"])  # as all tests: the machine is shared
-        captured = capsys.readouterr()
-        return code, json.loads(captured.out.splitlines()[-1]) if captured.out else {}, captured.err
-
-    return call
+    return lambda *arguments: call(evaluate, *arguments, "threads=1")  # as all tests: the machine is shared
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +82,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.ray
 def test_a_run_is_scored_as_the_libraries_score_its_rows(
     job: Job, finished_run: Path, references: Path, texts: dict[str, str], tmp_path: Path
 ) -> None:
@@ -114,6 +109,7 @@ def test_a_run_is_scored_as_the_libraries_score_its_rows(
     assert (document["model"], document["decode"]) == (str(MODEL), {"method": "full"})
 
 
+@pytest.mark.ray
 def test_the_perplexity_is_that_of_hugging_face(
     job: Job, finished_run: Path, references: Path, hf: Callable[[Path], OPTForCausalLM],
     ours: Callable[[Path], OPT],
@@ -135,6 +131,7 @@ def test_the_perplexity_is_that_of_hugging_face(
     assert document["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
+@pytest.mark.ray
 def test_the_perplexity_is_under_the_schedule_of_the_run(
     job: Job, finished_run: Path, references: Path, ours: Callable[[Path], OPT], tmp_path: Path
 ) -> None:
@@ -157,6 +154,7 @@ def test_the_perplexity_is_under_the_schedule_of_the_run(
     assert document["decode"] == state["decode"]
 
 
+@pytest.mark.ray
 def test_plain_parquet_has_scores_and_no_perplexity(job: Job, finished_run: Path, references: Path) -> None:
     _, whole, _ = job(finished_run, "--references", references, "--no-perplexity")
     code, document, err = job(finished_run / "data", "--references", references)
@@ -168,6 +166,7 @@ def test_plain_parquet_has_scores_and_no_perplexity(job: Job, finished_run: Path
     }
 
 
+@pytest.mark.ray
 def test_a_checkpoint_that_changed_since_the_run_is_refused(
     job: Job, finished_run: Path, references: Path, tmp_path: Path
 ) -> None:
@@ -181,6 +180,7 @@ def test_a_checkpoint_that_changed_since_the_run_is_refused(
     assert job(copy, "--references", references, "--no-perplexity")[0] == 0
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,7 +1,6 @@
 """How far the stages of a run may be ahead of each other, on a real Ray Data pipeline."""
 
 import time
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -14,17 +13,11 @@ from ray.data._internal.execution.backpressure_policy import (
     BackpressurePolicy,
 )
 
-from pipeline.cluster import start_ray
 from pipeline.generate.execution import BLOCKS_PER_TASK, FewBlocksAhead
 
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_is_up")]
+
 NUM_BLOCKS = 300
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    start_ray()
-    yield
-    ray.shutdown()
 
 
 class Watching(BackpressurePolicy):  # type: ignore[misc]

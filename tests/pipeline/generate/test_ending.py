@@ -23,7 +23,7 @@ from tests.support.processes import (
     write_prompts,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 NUM_ROWS = 480
 
 

@@ -10,10 +10,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import pipeline.generate.fingerprint
-from pipeline.checkpoint import resolve_decode, resolve_dtype
+from pipeline.checkpoint import resolve_decode
 from pipeline.config import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import compare_files, compare_fingerprints, fingerprint, list_files
 from pipeline.store.digest import digest_files
+from pipeline.worker_backends import look, settle_dtype
 from skipdecode.config import OPTConfig
 from tests.support.input_helpers import make_plan, write_jsonl
 
@@ -35,7 +36,7 @@ def take(place: Path, **overrides: Any) -> tuple[dict[str, Any], Any]:
     config = build_config(JobConfig, tree)
     decode = resolve_decode(config, OPTConfig.from_folder(place / "model"), print)
     plan = make_plan(config.input)
-    return fingerprint(config, decode, place / "model", resolve_dtype(config.model.dtype, "cpu"), plan), plan
+    return fingerprint(config, decode, place / "model", settle_dtype(config.model.dtype, "cpu", (look(),)), plan), plan
 
 
 def refused(place: Path, state: dict[str, Any], *keys: str, **overrides: Any) -> str:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ import torch
 from transformers import OPTForCausalLM
 
 from actors.tokenizer import OPTTokenizer
-from jobs.generate import main
-from pipeline.evaluation.score import EvaluateConfig, _load_policy
+from jobs import generate as verb
+from pipeline.evaluation.score import EvaluateConfig, RunPolicy, _load_policy
 from pipeline.schema import OUTPUT_SCHEMA
 from skipdecode.config import OPTConfig
 from skipdecode.generate import Request, generate
@@ -30,16 +30,12 @@ from skipdecode.plan import FullDepth, SwiftPrefill
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.weights import save_opt
+from tests.support.verbs import Call
+
+pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[3]
 WORDS = ("The Golden Otter is a cheap pub near Willow Station serves Italian food riverside 東京 Köln 🙂 £20").split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    """`jobs.generate` starts Ray when there is none; one for all tests here."""
-    yield
-    ray.shutdown()
 
 
 def prompts(count: int, seed: int = 0) -> list[str]:
@@ -64,10 +60,10 @@ Job = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def job(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Job:
+def job(call: Call, tiny_checkpoint: Path, tmp_path: Path) -> Job:
     """`job(*arguments)` runs `jobs.generate` into tmp_path/run: exit code, the JSON document, stderr."""
 
-    def call(*arguments: str, model: Path = tiny_checkpoint) -> tuple[int, dict[str, Any], str]:
+    def run(*arguments: str, model: Path = tiny_checkpoint) -> tuple[int, dict[str, Any], str]:
         fixed = [
             f"model.source={model}",
             "model.dtype=float32",
@@ -76,12 +72,9 @@ def job(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
             str(tmp_path / "run"),
         ]
         own = {argument.split("=")[0] for argument in arguments}
-        code = main([*(a for a in fixed if a.split("=")[0] not in own), *arguments])
-        captured = capsys.readouterr()
-        lines = captured.out.splitlines()
-        return code, json.loads(lines[-1]) if lines else {}, captured.err
+        return call(verb, *(a for a in fixed if a.split("=")[0] not in own), *arguments)
 
-    return call
+    return run
 
 
 def hf_tokens(model: OPTForCausalLM, prompt: list[int], count: int) -> list[int]:
@@ -203,7 +196,7 @@ def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
         request = Request("", tokenizer.encode([row["prompt"]])[0], Sampling(max_new_tokens=12))
         assert got[f"in.jsonl:{i}"]["generated_tokens"] == generate(model, [request], schedule).completions[0].tokens
     state = json.loads((tmp_path / "run/run.json").read_text())
-    policy = _load_policy(EvaluateConfig(generated=str(tmp_path / "run")), state, torch.device("cpu"))
+    policy = _load_policy(EvaluateConfig(generated=str(tmp_path / "run")), RunPolicy.of(state), torch.device("cpu"))
     assert policy.schedule == SwiftPrefill(FullDepth(6), 3)
 
 
@@ -480,3 +473,4 @@ def test_a_file_left_behind_by_another_cluster_does_not_matter(
     command = [sys.executable, "-m", "jobs.generate", f"model.source={tiny_checkpoint}", "-i", str(source), "-o"]
     done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert "core_worker.cc" not in done.stderr, "a line that looks like an error: pipeline.ray_noise"

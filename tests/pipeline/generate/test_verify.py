@@ -2,17 +2,18 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from jobs import generate, retry, verify
 from pipeline.schema import OUTPUT_SCHEMA, list_columns
+from tests.support.verbs import Call
+
+pytestmark = pytest.mark.ray
 
 ROWS = [{"id": f"r{i}", "prompt": f"row {i}", "n": i} for i in range(40)]
 BAD = [
@@ -24,7 +25,7 @@ BAD = [
 
 
 @pytest.fixture(scope="module")
-def made(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def made(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `in/` (two files) and `run/`: 40 rows good, one too long, one null, two duplicates."""
     root = tmp_path_factory.mktemp("verify")
     (root / "in").mkdir()
@@ -36,8 +37,7 @@ def made(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "-o", str(root / "run"), "actors.batch_size=4", "actors.window_batches=1", "limits.max_failed_rows=10",
     ]  # fmt: skip
     assert generate.main(arguments) == 0
-    yield root
-    ray.shutdown()
+    return root
 
 
 @pytest.fixture
@@ -45,25 +45,6 @@ def run(made: Path, tmp_path: Path) -> Path:
     """A copy of the run to damage."""
     shutil.copytree(made / "run", tmp_path / "run")
     return tmp_path / "run"
-
-
-class Call:
-    """A verb called in this process: exit code, JSON document, stderr."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, verb: Any, *arguments: Any) -> tuple[int, dict[str, Any], str]:
-        self._capsys.readouterr()
-        code = verb.main([str(argument) for argument in arguments])
-        captured = self._capsys.readouterr()
-        lines = captured.out.splitlines()
-        return code, json.loads(lines[-1]) if lines else {}, captured.err
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    return Call(capsys)
 
 
 def files(run: Path, status: str = "ok") -> list[Path]:

@@ -1,7 +1,6 @@
 """How the driver waits: rarely when nothing happens, not a moment longer when something does. On a real Ray."""
 
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,17 +10,11 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 
-from pipeline.cluster import start_ray
 from pipeline.generate.execution import QUIET_S, WaitForTasks
 
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_is_up")]
+
 BLOCK_S, NUM_BLOCKS = 2.0, 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    start_ray()
-    yield
-    ray.shutdown()
 
 
 class Counting(ExecutionCallback):  # type: ignore[misc]

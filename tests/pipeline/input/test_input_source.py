@@ -18,8 +18,7 @@ def ray_data() -> Any:
     import ray.data
 
     ray.init("local", num_cpus=4, include_dashboard=False, ignore_reinit_error=True, log_to_driver=False)
-    yield ray.data
-    ray.shutdown()
+    return ray.data
 
 
 def ray_corpus(root: Path) -> Path:
@@ -41,6 +40,7 @@ def done_rows(config: Any, plan: InputPlan, outputs: pa.Table) -> DoneRows:
     return done
 
 
+@pytest.mark.ray
 def test_ray_reads_every_row_once_and_skips_what_is_done(tmp_path: Path, ray_data: Any) -> None:
     from pipeline.input.source import CorpusDatasource
 
@@ -64,6 +64,7 @@ def test_ray_reads_every_row_once_and_skips_what_is_done(tmp_path: Path, ray_dat
     assert sum(row["id"] == "0-0" for row in rest) == 2 + (2 - sum(row["id"] == "0-0" for row in expected[1000:5000]))
 
 
+@pytest.mark.ray
 def test_ray_tasks_are_small_and_tell_the_truth(tmp_path: Path, ray_data: Any) -> None:
     from pipeline.input.source import CorpusDatasource
 
@@ -80,6 +81,7 @@ def test_ray_tasks_are_small_and_tell_the_truth(tmp_path: Path, ray_data: Any) -
     assert [task.metadata.num_rows for task in rest] == [2401, 2501, 1]
 
 
+@pytest.mark.ray
 def test_ray_honours_limit_and_block_splits(tmp_path: Path, ray_data: Any) -> None:
     from pipeline.input.source import CorpusDatasource
 

@@ -25,7 +25,9 @@ from jobs.generate import main as generate
 from jobs.report import main as report_main
 from pipeline.report.prometheus import METRICS, LiveMetrics
 from skipdecode.backends import choice
-from tests.support.processes import wait_for
+from tests.support.processes import row_list, wait_for
+
+pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[3]
 NUM_ROWS, NEW, LAYERS = 90, 12, 6
@@ -46,7 +48,7 @@ class Finished:
         return [row for path in paths for row in ds.dataset(path).to_table().to_pylist()]
 
     def rows(self, status: str) -> list[dict[str, Any]]:
-        return ds.dataset(self.output / f"data/status={status}").to_table().to_pylist()
+        return row_list(self.output, status)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,6 @@ def finished(ending_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -
         assert generate([*arguments, "-o", str(folder / "run")]) == 0
         read = [json.loads((folder / f"run/{name}.json").read_text()) for name in ("report", "run")]
         yield Finished(folder / "run", arguments, *read, kept[0])
-    ray.shutdown()
 
 
 def test_every_figure_agrees_with_the_parquet_files(finished: Finished) -> None:

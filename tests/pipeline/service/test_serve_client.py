@@ -21,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline.demo_corpus import make_prompts
 from tests.support.service_helpers import Offline, Served, served
 
+pytestmark = pytest.mark.ray
+
 PROMPTS = [row["prompt"] for row in make_prompts(24, seed=5)]
 POUND = "name[The Mill], eatType[pub], priceRange[£20-25], area[riverside]"
 

@@ -21,7 +21,7 @@ from tests.support.service_clients import (
 )
 from tests.support.service_helpers import Offline, Served, replica_pids, served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 def test_work_is_poisson_and_the_same_for_a_seed() -> None:
@@ -39,13 +39,13 @@ def test_figures_of_known_outcomes() -> None:
 
     made = [one(0.0, 0.1, 0.5, 5), one(1.0, 1.3, 2.0, 8), one(1.5, 1.5, 1.5, 0, status=429)]
     row = figures(made, slo_ttft_s=0.2, slo_tpot_s=0.2)
-    assert row["statuses"] == {"200": 2, "429": 1}
-    assert row["request_throughput"] == pytest.approx(1.0)
-    assert row["output_throughput"] == pytest.approx(6.5)
-    assert row["goodput"] == pytest.approx(0.5)
-    assert row["p50_ttft_ms"] == pytest.approx(200)
-    assert row["p50_tpot_ms"] == pytest.approx(100)
-    assert row["p99_e2el_ms"] == pytest.approx(995)
+    assert row.statuses == {"200": 2, "429": 1}
+    assert row.request_throughput == pytest.approx(1.0)
+    assert row.output_throughput == pytest.approx(6.5)
+    assert row.goodput == pytest.approx(0.5)
+    assert row.p50_ttft_ms == pytest.approx(200)
+    assert row.p50_tpot_ms == pytest.approx(100)
+    assert row.p99_e2el_ms == pytest.approx(995)
 
 
 def resident_bytes(pid: int) -> int:
@@ -131,7 +131,7 @@ def test_the_first_token_does_not_wait_for_the_longest_answer(tmp_path: Path, sc
             assert all(one.is_good for one in made)
             long_s = min(one.e2el_s for one in made[:2])
             row = figures(made[2:], slo_ttft_s=1, slo_tpot_s=1)
-            p50[longest], p99[longest] = row["p50_ttft_ms"], row["p99_ttft_ms"]
+            p50[longest], p99[longest] = row.p50_ttft_ms, row.p99_ttft_ms
         print(f"{scheduler}: {half:.1f} requests/s, ttft p50 {p50}, p99 {p99} ms, long answers {long_s:.0f} s")
         assert p50[1000] < (1 + 0.5 * ratio) * p50[32] + 30 * ratio
         assert p99[1000] < (1 + ratio) * p99[32] + 100 * ratio

@@ -34,7 +34,7 @@ from tests.support.service_clients import (
 from tests.support.service_helpers import DECODE, DEMO, ROOT, Offline, Served, free_port, replica_pids, served
 
 BIN = Path(sys.executable).parent
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 @pytest.mark.slow

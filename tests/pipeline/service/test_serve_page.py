@@ -20,7 +20,10 @@ from tests.support.service_helpers import Offline, local, make_endpoint, scripte
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium and chromedriver on PATH")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium and chromedriver on PATH"),
+]
 
 SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
 PROMPT = "name[The Copper Kettle], eatType[coffee shop], priceRange[less than £20], area[city centre]"

@@ -394,9 +394,9 @@ def test_the_file_is_a_serve_configuration() -> None:
 
 def test_overrides_and_options() -> None:
     file = load(CONFIG, ["engine.batch_size=7", "decode.speedup=3"], None, 1234)
-    assert (file.args.engine.batch_size, file.args.decode.speedup, file.http["port"]) == (7, 3, 1234)
+    assert (file.args.engine.batch_size, file.args.decode.speedup, file.http.port) == (7, 3, 1234)
     assert file.deployment["max_ongoing_requests"] == 4096
-    assert load(None, [], None, None).http == {"host": "127.0.0.1", "port": 8000}
+    assert load(None, [], None, None).http.model_dump() == {"host": "127.0.0.1", "port": 8000}
 
 
 @pytest.mark.parametrize(

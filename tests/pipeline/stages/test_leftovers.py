@@ -162,6 +162,7 @@ def skewed(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_skewed_corpus_gives_the_same_rows_and_less_idle_time(tmp_path: Path) -> None:
@@ -202,6 +203,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     return {row: r["generated_tokens"] for row, r in rows(folder / "run").items()}
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("point", ["help", "sharing"])
@@ -219,6 +221,7 @@ def test_a_worker_that_dies_while_parts_are_lent_costs_no_row(
     assert {row: r["generated_tokens"] for row, r in rows(tmp_path / "run").items()} == calm
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_without_its_leftovers(calm: dict[str, list[int]], tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ NUM_STEPS = 6  # run.json, three moves, two deletions
 # Commits in a process of its own and dies before step `at`; steps are what changes the folder.
 CHILD = """
 import os, signal, sys
-from pipeline.commit import finish_commit, start_commit
-from pipeline.run_folder import RunFolder
+from pipeline.store.commit import finish_commit, start_commit
+from pipeline.store.run_folder import RunFolder
 
 root, at, count = sys.argv[1], int(sys.argv[2]), 0
 
@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows(run: Path) -> dict[str, list[str]]:
+def ids_by_status(run: Path) -> dict[str, list[str]]:
     return {
         status: sorted(id for path in (run / f"data/status={status}").iterdir() for id in read_ids(path))
         for status in ("ok", "failed")
@@ -86,17 +86,19 @@ def commit(run: Path, at: int) -> subprocess.CompletedProcess[str]:
 BEFORE, AFTER = {"ok": ["a", "b"], "failed": list("cdef")}, {"ok": ["a", "b", "c"], "failed": list("def")}
 
 
+@pytest.mark.process
 def test_a_commit_exchanges_the_rows(run: Path) -> None:
     done = commit(run, 0)
     assert done.stdout == f"{NUM_STEPS}\n", done.stderr
-    assert rows(run) == AFTER
+    assert ids_by_status(run) == AFTER
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("at", range(1, NUM_STEPS + 1))
 def test_a_commit_that_is_killed_is_finished_by_the_next(run: Path, at: int) -> None:
     assert commit(run, at).returncode == -signal.SIGKILL
     state = json.loads((run / "run.json").read_text())
-    seen = rows(run)
+    seen = ids_by_status(run)
     assert set("abcdef") == {*seen["ok"], *seen["failed"]}, "at no moment is a row lost"
     if at == 1:
         assert (state, seen) == ({"state": "retrying"}, BEFORE)
@@ -104,12 +106,13 @@ def test_a_commit_that_is_killed_is_finished_by_the_next(run: Path, at: int) -> 
     assert state["state"] == "committing"
     for _ in range(2):  # doing it again changes nothing
         finish_commit(RunFolder.open(str(run)), dict(state), print)
-        assert rows(run) == AFTER
+        assert ids_by_status(run) == AFTER
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("at", "expected"), [(2, BEFORE), (3, BEFORE), (4, BEFORE), (5, AFTER), (6, AFTER)])
 def test_a_commit_whose_new_files_are_gone_is_taken_back(run: Path, at: int, expected: dict[str, list[str]]) -> None:
     assert commit(run, at).returncode == -signal.SIGKILL
     os.rename(run / "checkpoint", run / "lost")
     finish_commit(RunFolder.open(str(run)), json.loads((run / "run.json").read_text()), print)
-    assert rows(run) == expected
+    assert ids_by_status(run) == expected

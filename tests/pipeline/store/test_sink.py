@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ray.data import TaskPoolStrategy
 from ray.data._internal.execution.interfaces.task_context import TaskContext
 
-from pipeline.cluster import STAGE_CPUS, start_ray
+from pipeline.cluster import STAGE_CPUS
 from pipeline.generate.ending import RunStopped, reason_to_stop
 from pipeline.generate.spec import MAX_FILES, rows_per_file
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
@@ -26,14 +26,9 @@ from pipeline.store import write as sink_module
 from pipeline.store.run_folder import KNOWN_NAMES, RunFolder
 from pipeline.store.write import RunSink
 
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_is_up")]
+
 SESSION = "0" * 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    start_ray()
-    yield
-    ray.shutdown()
 
 
 def sink_into(folder: Path, rows_per_file: int | None = None) -> RunSink:

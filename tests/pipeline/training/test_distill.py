@@ -1,11 +1,9 @@
 """`jobs.distill` on Ray Train and a toy task: the model teaches what SwiftKV adds to it, and stays as it was."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
@@ -24,12 +22,6 @@ from tests.support.finetune_helpers import arguments, curve, log, validations, w
 SHAPE = ["model.swiftkv={kv_layers: 1, group_size: 5}"]
 DEMO = Path(__file__).parents[3] / "models/opt-e2e"
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +46,7 @@ def given(pairs: Path, teacher: Path, output: Path, *more: str) -> list[str]:
     return [f"model.source={teacher}", data, recipe, "workers.threads=1", *SHAPE, "-o", str(output), *more]
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_it_recovers_the_teacher_and_leaves_it_as_it_was(tmp_path: Path, capsys: Capture) -> None:
     """The demo model, on texts of its own: their loss with the prompt under SwiftKV, before and after."""
@@ -86,6 +79,7 @@ def test_it_recovers_the_teacher_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     assert config["skip_decode"] == own["skip_decode"], "the model is what it was, and so is what it carries"
 
 
+@pytest.mark.ray
 @pytest.mark.slow  # test_train_distributed resumes the same loop, test_finetune the same job
 def test_resume_goes_on_from_the_last_checkpoint(pairs: Path, teacher: Path, tmp_path: Path) -> None:
     whole, halved = tmp_path / "whole", tmp_path / "halved"
@@ -103,6 +97,7 @@ def test_resume_goes_on_from_the_last_checkpoint(pairs: Path, teacher: Path, tmp
     assert validations(halved)[40] == pytest.approx(validations(whole)[40], abs=1e-6)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, teacher: Path, tmp_path: Path) -> None:
     """All weights, both ways for the prompt, under skipping, taught by the frozen model; old SwiftKV weights go."""
@@ -116,6 +111,7 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
     assert (config["swiftkv"], config["skip_decode"]) == ({"kv_layers": 1, "group_size": 5}, {"method": "full"})
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

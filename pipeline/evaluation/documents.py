@@ -1,0 +1,219 @@
+"""What evaluation writes down: the document of one corpus, of a sweep with its rows, of a calibration.
+
+Types alone. A `quality.json` of an earlier version may lack what readers take with `get`.
+"""
+
+from typing import TypeAlias, TypedDict
+
+from pipeline.units import Json
+
+Decode: TypeAlias = dict[str, Json]
+"""A `decode:` mapping."""
+
+
+Versions = TypedDict("Versions", {"torch": str, "sacrebleu": str, "rouge-score": str})
+
+
+class Measured(Versions):
+    """The day, the device and the versions that figures were measured with."""
+
+    date: str
+    device: str
+    cores: int | None
+    """torch threads, of a CPU."""
+
+
+class Scores(TypedDict):
+    """Against references, times 100."""
+
+    bleu: float
+    chrf: float
+    rouge1: float
+    rouge2: float
+    rougeL: float
+
+
+class SlotFigures(TypedDict):
+    slot_share: float | None
+    """Per cent of the slot values that stand in the texts."""
+    slots: dict[str, float]
+    num_slots: int
+
+
+class LossFigures(TypedDict):
+    """Of the references, teacher-forced."""
+
+    loss: float | None
+    """Nats per response token, EOS included."""
+    perplexity: float | None
+
+
+class Counts(TypedDict):
+    """Prompts that are scored, and what has no counterpart."""
+
+    prompts: int
+    failed: int
+    repeated_rows: int
+    rows_without_prompt: int
+    prompts_without_reference: int
+    references_without_row: int
+
+
+class PolicyKeys(TypedDict, total=False):
+    """Not there where no policy was loaded."""
+
+    prefill: str
+    quantization: str | None
+
+
+class PolicyFigures(LossFigures, PolicyKeys, Measured):
+    """The references under the policy of a run; None where it was left out."""
+
+    model: str | None
+    decode: Decode | None
+    perplexity_pairs: int
+
+
+class EvaluationDocument(Counts, Scores, SlotFigures, PolicyFigures):
+    """Of `jobs.evaluate RUN`."""
+
+    generated: str
+    references: str
+    rows: int
+    layers_per_token: float | None
+
+
+class Speedup(TypedDict):
+    """Time per output token at full depth over that of the setting (`pipeline.report.batches.speedup`)."""
+
+    measured: float | None
+    ci95: list[float] | None
+    measured_decode: float | None
+    layers: float | None
+    predicted: float | None
+    batches: int
+
+
+class Agreement(TypedDict):
+    """Shares that equal full depth."""
+
+    exact_rows: float | None
+    token_match: float | None
+    rows: float
+
+
+class PrefillSpeedup(TypedDict):
+    measured: float | None
+    predicted: float | None
+
+
+class SpeedFigures(TypedDict):
+    rows_per_s: float | None
+    prefill_ms_per_row: float | None
+    decode_ms_per_row: float | None
+    cache_bytes_per_row: float | None
+    speedup_prefill: PrefillSpeedup
+    layers_per_token: float | None
+    ffn_skip_share: float | None
+    output_tokens_per_s: float | None
+    speedup: Speedup
+    agreement: Agreement
+
+
+class ReferenceScores(TypedDict, total=False):
+    """As `Scores`; not there without references."""
+
+    bleu: float
+    chrf: float
+    rouge1: float
+    rouge2: float
+    rougeL: float
+    rougeL_rows: list[float]
+    """Of each prompt."""
+
+
+class SettingFigures(SpeedFigures, ReferenceScores, LossFigures, SlotFigures):
+    """What one setting of a sweep came to."""
+
+    failed: int
+    rougeL_to_full: float
+    """Mean ROUGE-L against the texts of the same model at full depth, not quantized."""
+    equal_to_full: float
+    """Share of texts that equal those."""
+
+
+class SweepRow(SettingFigures):
+    """One line of a sweep's table."""
+
+    label: str
+    name: str
+    model: str
+    quantization: str | None
+    decode: Decode
+    prefill: str
+    speed_at: dict[str, Speedup]
+    """By batch size."""
+    elapsed_s: float
+
+
+class SweepDocument(Measured):
+    """`quality.json`"""
+
+    dtype: str
+    command: str
+    config: dict[str, Json]
+    prompts: int
+    references: int
+    slot_share_of_references: float | None
+    rows: list[SweepRow]
+
+
+class FFNSkip(TypedDict, total=False):
+    """As `decode.ffn_skip` takes it."""
+
+    warmup_tokens: int
+    mode: str
+    threshold: float
+    cold_start: int
+    cold_end: int
+    layers: list[int]
+
+
+class Proposal(TypedDict):
+    """What could be skipped, and what that did to the sample."""
+
+    ffn_skip: FFNSkip
+    skip_share: float
+    divergence: float
+    """Nats per token."""
+    token_match: float
+
+
+class CalibrationDocument(TypedDict):
+    """`calibration/calibration.json`"""
+
+    date: str
+    device: str
+    cores: int | None
+    torch: str
+    model: str
+    decode: Decode
+    prefill: str
+    prompts: int
+    tokens: int
+    calibrated: Proposal
+    row: Proposal
+    config: dict[str, Json]
+    elapsed_s: float
+
+
+class SimilarityLine(TypedDict):
+    """How far a block moves the state (cosine) at one layer and decode step; a row of `similarity.parquet`."""
+
+    layer: int
+    step: int
+    tokens: int
+    mean: float
+    p05: float
+    p50: float
+    p95: float

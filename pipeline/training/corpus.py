@@ -1,0 +1,103 @@
+"""The pairs of a fine-tuning as tokens, and the tokenizer that makes them. All errors: `ConfigError`.
+
+How files become pairs is `pipeline.input.pairs`. Nothing is written here.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.tokenizer import OPTTokenizer, train_tokenizer
+from actors.train_workers import Pair
+from pipeline.config import ConfigError
+from pipeline.input.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
+from pipeline.training.config import FinetuneData
+from pipeline.training.folder import TOKENIZER_FILES, TrainingFolder
+from skipdecode.config import OPTConfig
+
+TOKENS_COMPARED = 256  # pairs
+
+Texts = list[tuple[str, str]]
+Files = dict[str, bytes]
+"""Name -> contents."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The pairs that will be used, and what is wrong with the other rows."""
+
+    texts: Texts
+    tokens: list[Pair]
+    problems: list[str]
+
+
+@contextmanager
+def blame(prefix: str) -> Iterator[None]:
+    """A ValueError of a package below becomes a ConfigError that begins with `prefix`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError.parse(f"{prefix}{error}") from error
+
+
+def scan(data: FinetuneData, name: str) -> Pairs:
+    """The pairs of `data.path` or `data.validation`."""
+    keys = (f"data.{name}", "data.prompt_column", "data.response_column")
+    return scan_pairs(getattr(data, name), data.prompt_column, data.response_column, keys)
+
+
+def make_tokenizer(
+    source: Path | None, opt: OPTConfig, texts: Texts, earlier: TrainingFolder | None
+) -> tuple[Files, OPTTokenizer]:
+    """The tokenizer and its files: of `source`, of the run to resume, or trained on `texts`."""
+    with tempfile.TemporaryDirectory() as scratch, blame(""):
+        folder = source or (earlier.root if earlier and (earlier.root / "tokenizer.json").is_file() else None)
+        if folder is None:
+            folder = Path(scratch)
+            train_tokenizer((text for pair in texts for text in pair), opt.vocab_size, folder)
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+        return files, OPTTokenizer(folder, opt)
+
+
+def check_same_tokens(teacher: Path, tokenizer: OPTTokenizer, opt: OPTConfig, texts: Texts) -> None:
+    """ConfigError when the teacher would read the first pairs as other tokens."""
+    with blame("model.teacher: "):
+        sample = [text for pair in texts[:TOKENS_COMPARED] for text in pair]
+        if OPTTokenizer(teacher, opt).encode(sample) != tokenizer.encode(sample):
+            raise ValueError(f"{teacher} has another tokenizer than the model")
+
+
+def encode(pairs: Pairs, tokenizer: OPTTokenizer, opt: OPTConfig) -> Corpus:
+    """Pairs that fit the model's context; the others become problems."""
+    corpus = Corpus([], [], list(pairs.problems))
+    tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_id)
+    for texts, where, (prompt, response) in zip(pairs.texts, pairs.where, tokens, strict=True):
+        if len(prompt) + len(response) <= opt.max_position_embeddings:
+            corpus.texts.append(texts)
+            corpus.tokens.append((prompt, response))
+        else:
+            corpus.problems.append(
+                f"{where}: {len(prompt)} prompt and {len(response)} response tokens, "
+                f"the model has {opt.max_position_embeddings} positions"
+            )
+    return corpus
+
+
+def refuse_bad_rows(corpus: Corpus, key: str, data: FinetuneData) -> None:
+    """ConfigError for bad rows that are not to be left out, and where no good one is left."""
+    if data.bad_rows == "fail":
+        refuse_problems(corpus.problems, key, "repair them, or leave them out with data.bad_rows=skip")
+    if not corpus.tokens:
+        refuse_problems(corpus.problems, key, "no good row is left")
+
+
+def digest_texts(texts: Sequence[tuple[str, str]]) -> str:
+    total = hashlib.sha256()
+    for prompt, response in texts:
+        total.update(f"{len(prompt)} {prompt}{len(response)} {response}".encode())
+    return total.hexdigest()

@@ -1,0 +1,86 @@
+"""What a training writes down: lines of `training/log.jsonl`, `training/run.json`, `training.json`.
+
+Types, and no more; who writes them is `worker` (the log) and `finetune` (the rest). A folder of an earlier version may
+lack what is `NotRequired`.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, NotRequired, TypeAlias, TypedDict, final
+
+from pipeline.units import Json
+
+Fingerprint: TypeAlias = dict[str, Json]
+"""Everything that decides the weights, flat: a resumed run must agree in every entry."""
+
+
+@final
+class StartLine(TypedDict):
+    """A session begins, at `step`."""
+
+    step: int
+    start: dict[str, Json]
+    """Time, host, process, device and versions (`worker.describe`)."""
+
+
+@final
+class LossLine(TypedDict):
+    """The mean training loss since the last such line."""
+
+    step: int
+    steps: int
+    """Of the whole training."""
+    epoch: float
+    elapsed_s: float
+    train_loss: float
+    """Nats per response token."""
+    pairs_per_s: float
+
+
+@final
+class ValidationLine(TypedDict):
+    step: int
+    steps: int
+    epoch: float
+    elapsed_s: float
+    validation_loss: dict[str, float]
+    """By schedule, in nats per response token."""
+    mean: float
+
+
+LogLine: TypeAlias = StartLine | LossLine | ValidationLine
+"""Told apart by their keys: `start`, `train_loss`, `validation_loss`."""
+
+
+def losses_in(lines: Iterable[LogLine]) -> list[LossLine]:
+    return [line for line in lines if "train_loss" in line]
+
+
+class TrainingRecord(TypedDict):
+    """`training.json`: what was made, how, from what, on what."""
+
+    best: ValidationLine
+    steps: int
+    warmup_steps: NotRequired[int]
+    """As it held; `config` has what was asked for."""
+    duration_s: float
+    pairs: int
+    validation_pairs: int
+    skipped_rows: int
+    response_tokens: int
+    skip_decode: dict[str, Json] | None
+    sessions: list[dict[str, Json]]
+    """`StartLine.start` of each, and `from_step`."""
+    finished_at: str
+    config: dict[str, Json]
+
+
+class TrainingState(TypedDict):
+    """`training/run.json`: whose folder this is, and how far it came."""
+
+    state: Literal["running", "interrupted", "finished"]
+    fingerprint: Fingerprint
+    warmup_steps: NotRequired[int]
+    """As it held. A run of an earlier version has none: it took the configuration's word."""
+    config: dict[str, Json]
+    record: NotRequired[TrainingRecord]
+    """Of a finished run."""

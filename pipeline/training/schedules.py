@@ -1,0 +1,60 @@
+"""The schedules that a training draws from, and the one that its checkpoint will carry. All errors: `ConfigError`."""
+
+from typing import TypeAlias
+
+from pipeline.config import ConfigError
+from pipeline.training.config import TrainSection
+from pipeline.units import Json
+from skipdecode.config import OPTConfig
+from skipdecode.schedule import listed_schedule
+
+Decode: TypeAlias = dict[str, Json]
+"""A `decode:` mapping."""
+
+
+def check_schedules(train: TrainSection, opt: OPTConfig) -> Decode:
+    """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
+    found: list[Decode] = []
+    for index, decode in enumerate(train.schedules):
+        key, is_swift = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
+        _check_schedule(key, decode, train.horizon, opt)
+        defaults: Decode = {"method": "skipdecode", "prefill": "full"}
+        found.append(defaults | {name: value for name, value in decode.items() if value is not None})
+        if found[-1] in found[:-1]:  # of a shallow model two different ones may come to the same layers
+            raise ConfigError(key, f"{decode} is there twice")
+        if train.trainable == "swiftkv" and not is_swift:
+            raise ConfigError(key, "without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
+    if opt.swiftkv is not None and not any(decode.get("prefill") == "swiftkv" for decode in train.schedules):
+        raise ConfigError("train.schedules", "none has prefill: swiftkv, which model.swiftkv is for")
+    default = _default_of(train)
+    if "prefill" in default:
+        raise ConfigError("train.default_schedule.prefill", "a checkpoint carries no prefill; jobs.generate is told it")
+    _check_schedule("train.default_schedule", default, train.horizon, opt)
+    carried: Decode = {"method": "skipdecode"}
+    carried |= {key: value for key, value in default.items() if value is not None}
+    if carried["method"] in ("skipdecode", "early_exit"):
+        carried["horizon"] = carried.get("horizon", train.horizon)
+    return carried
+
+
+def _default_of(train: TrainSection) -> Decode:
+    """`train.default_schedule`, or what stands in for it."""
+    if train.default_schedule is not None:
+        return train.default_schedule
+    whole = [given for given in train.schedules if given.get("prefill") != "swiftkv"] or train.schedules
+    plain: list[Decode] = [{key: value for key, value in given.items() if key != "prefill"} for given in whole]
+    skipping = [decode for decode in plain if decode.get("method", "skipdecode") != "full"]
+    wanted: Decode = {"method": "skipdecode", "speedup": 2}
+    return wanted if wanted in skipping else skipping[0] if skipping else {"method": "full"}
+
+
+def _check_schedule(key: str, decode: Decode, horizon: int, opt: OPTConfig) -> None:
+    if decode.get("ffn_skip") is not None:
+        raise ConfigError(
+            f"{key}.ffn_skip", "FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate"
+        )
+    try:
+        listed_schedule(opt, decode, horizon + 1)
+    except ValueError as error:
+        found = ConfigError.parse(error).renamed("decode", key)
+        raise ConfigError(found.key, found.message.replace("decode.", f"{key}.")) from error  # remedies name keys too

@@ -1,0 +1,34 @@
+// The products behind the seam of micro.h, compiled once.
+
+#include "micro.h"
+
+namespace cpu {
+
+void multiply_tiles(const float* x, int64_t block, int count, const float* w, int64_t steps, float* sums, bool fresh,
+                    const char* next, int64_t lines) {
+  multiply_any<float, 32>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
+}
+
+#ifdef HAS_BFLOAT16
+void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
+                    const char* next, int64_t lines) {
+#ifdef BACKEND_AMX
+  multiply_matrix(x, w, steps, sums, fresh, next, lines);
+#else
+  multiply_any<bfloat16, 16>(x, 2 * block, count, w, steps, sums, fresh, next, lines);
+#endif
+}
+#endif
+
+#ifdef HAS_INT8
+void multiply_whole(const uint8_t* x, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
+                    int64_t lines) {
+#ifdef BACKEND_AMX
+  multiply_bytes(x, w, steps, sums, fresh, next, lines);
+#else
+  multiply_any<uint8_t, 16>(x, 2048, 2 * count, w, steps, sums, fresh, next, lines);
+#endif
+}
+#endif
+
+}  // namespace cpu

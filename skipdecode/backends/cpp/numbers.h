@@ -1,0 +1,163 @@
+// The types of numbers that kernels take, and vectors of 16 float32 as one AVX-512 register or two of AVX2.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#if defined(__AVX512F__) && defined(__AVX512BF16__)
+#define HAS_BFLOAT16  // products of bfloat16; attention takes it everywhere
+#endif
+
+namespace cpu {
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+inline float as_float(uint32_t bits) {
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline float load(float x) { return x; }
+inline float load(bfloat16 x) { return as_float(uint32_t(x.bits) << 16); }
+inline void store(float& to, float x) { to = x; }
+inline void store(bfloat16& to, float x) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  to.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#ifdef __AVX512F__
+
+struct Floats {
+  __m512 v;
+};
+
+inline __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1); }
+inline Floats all(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats load16(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline void store16(float* to, Floats x) { _mm512_storeu_ps(to, x.v); }
+inline Floats operator+(Floats x, Floats y) { return {_mm512_add_ps(x.v, y.v)}; }
+inline Floats operator-(Floats x, Floats y) { return {_mm512_sub_ps(x.v, y.v)}; }
+inline Floats operator*(Floats x, Floats y) { return {_mm512_mul_ps(x.v, y.v)}; }
+inline Floats fma(Floats x, Floats y, Floats z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
+inline Floats max(Floats x, Floats y) { return {_mm512_max_ps(x.v, y.v)}; }  // y where one is NaN
+inline Floats nearest(Floats x) { return {_mm512_roundscale_ps(x.v, 0)}; }
+inline Floats times_power(Floats x, Floats n) { return {_mm512_scalef_ps(x.v, n.v)}; }  // x 2^n
+inline Floats first_of(int64_t count, Floats x, Floats y) { return {_mm512_mask_blend_ps(first(count), y.v, x.v)}; }
+inline float largest(Floats x) { return _mm512_reduce_max_ps(x.v); }
+inline float sum(Floats x) { return _mm512_reduce_add_ps(x.v); }
+
+// The first `count` of 16 numbers, zeros behind them; nothing is read or written there.
+inline Floats load_first(const float* from, int64_t count) { return {_mm512_maskz_loadu_ps(first(count), from)}; }
+inline void store_first(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(to, first(count), x.v); }
+
+inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline Floats load_first(const bfloat16* from, int64_t count) {
+  return {widen(_mm256_maskz_loadu_epi16(first(count), from))};
+}
+#ifdef HAS_BFLOAT16
+inline __m256i narrow(Floats x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)); }
+inline void store_first(bfloat16* to, Floats x, int64_t count) {
+  _mm256_mask_storeu_epi16(to, first(count), narrow(x));
+}
+inline Floats rounded(Floats x, bfloat16) { return {widen(narrow(x))}; }
+#endif
+
+// Lanes < `count` of x that are larger than `values` go there, and `number` to `numbers`.
+inline void keep_larger(Floats x, int64_t count, int32_t number, float* values, int32_t* numbers) {
+  const __mmask16 larger = _mm512_mask_cmp_ps_mask(first(count), x.v, _mm512_loadu_ps(values), _CMP_GT_OQ);
+  _mm512_mask_storeu_ps(values, larger, x.v);
+  _mm512_mask_storeu_epi32(numbers, larger, _mm512_set1_epi32(number));
+}
+
+#else
+
+struct Floats {
+  __m256 a, b;
+};
+
+inline __m256i first8(int64_t count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(int32_t(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats load16(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline void store16(float* to, Floats x) { _mm256_storeu_ps(to, x.a), _mm256_storeu_ps(to + 8, x.b); }
+inline Floats operator+(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Floats operator-(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Floats operator*(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Floats fma(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Floats nearest(Floats x) { return {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; }
+inline __m256 power8(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline Floats times_power(Floats x, Floats n) {  // x 2^n, n > -127
+  return {_mm256_mul_ps(x.a, power8(n.a)), _mm256_mul_ps(x.b, power8(n.b))};
+}
+inline Floats first_of(int64_t count, Floats x, Floats y) {
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(first8(count))),
+          _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(first8(count - 8)))};
+}
+inline float largest(Floats x) {
+  alignas(32) float lanes[8];
+  _mm256_store_ps(lanes, _mm256_max_ps(x.a, x.b));
+  float top = lanes[0];
+  for (int i = 1; i < 8; ++i) top = lanes[i] > top ? lanes[i] : top;
+  return top;
+}
+inline float sum(Floats x) {
+  alignas(32) float lanes[8];
+  _mm256_store_ps(lanes, _mm256_add_ps(x.a, x.b));
+  float total = 0.0f;
+  for (int i = 0; i < 8; ++i) total += lanes[i];
+  return total;
+}
+inline Floats load_first(const float* from, int64_t count) {
+  return count >= 16 ? load16(from)
+                     : Floats{_mm256_maskload_ps(from, first8(count)), _mm256_maskload_ps(from + 8, first8(count - 8))};
+}
+inline void store_first(float* to, Floats x, int64_t count) {
+  if (count >= 16) return store16(to, x);
+  _mm256_maskstore_ps(to, first8(count), x.a);
+  _mm256_maskstore_ps(to + 8, first8(count - 8), x.b);
+}
+
+inline void keep_larger8(__m256 x, __m256i own, int32_t number, float* values, int32_t* numbers) {
+  const __m256 before = _mm256_loadu_ps(values);
+  const __m256i at = _mm256_loadu_si256(reinterpret_cast<__m256i*>(numbers));
+  const __m256 larger = _mm256_and_ps(_mm256_cmp_ps(x, before, _CMP_GT_OQ), _mm256_castsi256_ps(own));
+  _mm256_storeu_ps(values, _mm256_blendv_ps(before, x, larger));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers),
+                      _mm256_blendv_epi8(at, _mm256_set1_epi32(number), _mm256_castps_si256(larger)));
+}
+inline void keep_larger(Floats x, int64_t count, int32_t number, float* values, int32_t* numbers) {
+  keep_larger8(x.a, first8(count), number, values, numbers);
+  keep_larger8(x.b, first8(count - 8), number, values + 8, numbers + 8);
+}
+
+#endif
+
+inline Floats rounded(Floats x, float) { return x; }
+
+// e^x for x <= 0, relative error below 4e-7: 2^n e^r, |r| <= ln(2) / 2, the polynomial of Cephes.
+inline Floats exp_of_negatives(Floats x) {
+  x = max(x, all(-87.0f));
+  const Floats n = nearest(x * all(1.44269504f));
+  Floats r = fma(n, all(-0.693359375f), x);
+  r = fma(n, all(2.12194440e-4f), r);
+  Floats p = all(1.9875691500e-4f);
+  for (const float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fma(p, r, all(term));
+  return times_power(fma(p, r * r, r) + all(1.0f), n);
+}
+
+}  // namespace cpu

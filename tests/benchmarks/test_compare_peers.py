@@ -1,0 +1,127 @@
+"""The comparison with peers: arguments, the worker's protocol on our own engine, peers that are missing or that fail.
+
+The peers themselves are not installed here; Hugging Face is.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import OPTForCausalLM
+
+from benchmarks.compare_peers import CPU, CUDA, KNOWN, arguments, check, compare, make_prompts, run
+from benchmarks.peer_engines import Spec
+from benchmarks.peer_worker import Contestant, PeerError
+from skipdecode.backends.choice import NAMES
+
+VOCABULARY = 320
+
+
+@pytest.fixture
+def spec(tiny_checkpoint: Path, tmp_path: Path) -> Callable[[str], Spec]:
+    return lambda name: Spec(name, str(tiny_checkpoint), str(tmp_path), "float32", "cpu", 1, 3)
+
+
+def wait_for_state(pid: int, wanted: str) -> None:
+    """A signal takes a moment. pytest's own timeout ends what waits in vain."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != wanted:
+        time.sleep(0.01)
+
+
+def test_every_dtype_has_its_engines() -> None:
+    assert arguments([]).engines == CPU["bfloat16"]
+    assert arguments(["--dtype", "float32"]).engines == CPU["float32"]
+    assert arguments(["--device", "cuda"]).engines == CUDA
+    for engines in (*CPU.values(), CUDA):
+        assert {"full", "vllm"} <= set(engines) <= set(KNOWN)
+    assert not any("int8" in name or "bfloat16" in name for name in CPU["float32"])
+
+
+def test_a_check_is_in_float32_and_skips_no_layers() -> None:
+    args = arguments(["--check", "--dtype", "bfloat16"])
+    assert args.dtype == "float32"
+    assert set(args.engines) == {n for n in CPU["float32"] if not n.startswith("skipdecode")}
+
+
+@pytest.mark.parametrize("wrong", [["--engines", "openvino"], ["--engines", "full", "vlm"], ["--dtype", "int8"]])
+def test_wrong_arguments_are_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        arguments(wrong)
+    assert error.value.code == 2
+
+
+def test_vllm_may_have_its_own_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEERS_VLLM_PYTHON", "venv/bin/python")
+    assert arguments([]).vllm_python == os.path.abspath("venv/bin/python")
+    assert arguments(["--vllm-python", "/other/python"]).vllm_python == "/other/python"
+
+
+def test_a_worker_decodes_and_rests(spec: Callable[[str], Spec], hf: Callable[[Path], OPTForCausalLM]) -> None:
+    prompts = make_prompts(3, 8, VOCABULARY)
+    model = hf(Path(spec("full").model))
+    model.generation_config.eos_token_id = None
+    expected = model.generate(torch.tensor(prompts), max_new_tokens=5, do_sample=False)[:, 8:].tolist()
+    with Contestant(spec("full")) as contestant:
+        assert contestant.facts["backend"]["name"] in NAMES
+        assert contestant.facts["backend"]["reason"]
+        assert contestant.facts["torch_threads"] == 1
+        assert contestant.facts["packages"]["torch"] == torch.__version__
+        for _ in range(2):
+            seconds, tokens = contestant.run(prompts, 5)
+            assert seconds > 0
+            assert tokens == expected
+            wait_for_state(contestant.pid, "T")
+        with pytest.raises(PeerError, match=r"ValueError: .*128"):
+            contestant.run(make_prompts(1, 200, VOCABULARY), 5)  # more than the model has positions
+    assert not Path(f"/proc/{contestant.pid}").exists()
+
+
+def test_an_interpreter_that_is_not_there_is_said(spec: Callable[[str], Spec]) -> None:
+    with pytest.raises(PeerError, match="cannot start its interpreter"):
+        Contestant(spec("vllm"), "/no/such/python")
+
+
+def test_missing_peers_are_named_and_the_others_compared(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    args = arguments(
+        f"--model {tiny_checkpoint} --engines full vllm openvino ctranslate2-int8 --batch-sizes 2 3 --rounds 2"
+        f" --prompt-tokens 8 --new-tokens 4 --threads 1 --output-json {output} --vllm-python /no/such/python".split()
+    )
+    document = run(args, tmp_path)
+    assert json.loads(output.read_text()) == document
+    assert document["left_out"].keys() == {"vllm", "openvino", "ctranslate2-int8"}
+    assert document["left_out"]["openvino"] == "not installed here: No module named 'openvino'"
+    assert document["backend"]["name"] in NAMES
+    assert document["engines"].keys() == {"full"}
+    assert [(row["batch_size"], row["engine"], len(row["seconds"])) for row in document["rows"]] == [
+        (2, "full", 2), (3, "full", 2),
+    ]  # fmt: skip
+    for row in document["rows"]:
+        assert row["output_tokens_per_s"] == pytest.approx(row["batch_size"] * 4 / (sum(row["seconds"]) / 2))
+
+
+def test_a_peer_that_dies_loses_nothing_but_itself(spec: Callable[[str], Spec]) -> None:
+    args = arguments("--batch-sizes 1 2 3 --rounds 1 --prompt-tokens 8 --new-tokens 4".split())
+    kept: list[tuple[int, str]] = []
+    errors: dict[str, str] = {}
+    with Contestant(spec("full")) as full, Contestant(spec("hf-dynamic")) as other:
+        checked = check([full, other], make_prompts(3, 8, VOCABULARY), 5, errors)
+        assert [(row["engine"], row["equal_rows"]) for row in checked] == [("full", 3), ("hf-dynamic", 3)]
+
+        def keep(rows: list[dict[str, Any]]) -> None:
+            kept[:] = [(row["batch_size"], row["engine"]) for row in rows]
+            if len(kept) == 2:
+                os.kill(other.pid, signal.SIGKILL)
+
+        compare(args, [full, other], VOCABULARY, errors, keep)
+        assert kept == [(1, "full"), (1, "hf-dynamic"), (2, "full"), (3, "full")]
+        assert errors == {"hf-dynamic": "batch 2: its process died"}
+        os.kill(full.pid, signal.SIGKILL)
+        with pytest.raises(SystemExit, match="full: batch 1: its process died"):
+            compare(args, [full, other], VOCABULARY, errors, keep)

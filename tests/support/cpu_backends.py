@@ -1,0 +1,77 @@
+"""Every CPU back end that this machine can run, one after the other, by force; for the tests of the kernels."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from skipdecode.backends import choice
+from skipdecode.config import Quantization
+
+NAMES = [name for name in choice.possible() if name != "torch"]
+HAS_BFLOAT16 = "avx512_bf16" in choice.cpu_flags()
+PRODUCTS = [
+    (name, dtype)
+    for name in NAMES
+    for dtype in (torch.bfloat16, torch.float32)
+    if dtype == torch.float32 or (HAS_BFLOAT16 and name != "avx2")
+]
+HAS_INT8 = HAS_BFLOAT16 and "avx512_vnni" in choice.cpu_flags()
+INT8 = [name for name in NAMES if name == "amx" or (name == "avx512" and HAS_INT8)]
+KINDS = [(name, dtype, None) for name, dtype in PRODUCTS] + [(name, torch.bfloat16, "int8") for name in INT8]
+DTYPES = [torch.float32, torch.bfloat16]
+# Of the largest output: float32 sums in another order; bfloat16's last bit is 2^-8, and torch rounds its weights too.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+@contextmanager
+def forced(name: str) -> Iterator[choice.Backend]:
+    """The process decodes by this back end; skips where there is no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(choice.VARIABLE, name)
+        try:
+            chosen = choice.choose()
+        except choice.BackendError as error:
+            pytest.skip(str(error))
+        assert chosen.name == name
+        yield chosen
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each back end with kernels."""
+    with forced(request.param):
+        yield request.param
+
+
+@pytest.fixture(scope="module", params=INT8)
+def int8_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each back end with int8 weights."""
+    with forced(request.param) as chosen:
+        assert chosen.no_int8 is None
+        yield request.param
+
+
+@pytest.fixture(scope="module", params=PRODUCTS, ids=lambda p: f"{p[0]}-{str(p[1]).removeprefix('torch.')}")
+def product_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Each type that some back end multiplies, by that back end."""
+    with forced(request.param[0]):
+        yield request.param[1]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda k: f"{k[0]}-{k[2] or str(k[1]).removeprefix('torch.')}")
+def kind(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Quantization | None]]:
+    """Each type and quantization that some back end has kernels for, by that back end."""
+    with forced(request.param[0]):
+        yield request.param[1:]

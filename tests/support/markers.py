@@ -1,0 +1,80 @@
+"""What a test starts must be what its markers say: `ray` for Ray, `process` for any other process.
+
+`make test-fast` leaves out both; so a test that starts something and does not say so fails, wherever it runs. Imported
+by `conftest.py`, where pytest finds the hooks. Not seen: what a library starts without `subprocess` and
+`multiprocessing`, and a test that uses the Ray of another (it runs after those without the marker, so that it cannot
+lean on one unseen).
+"""
+
+import multiprocessing.process
+import sys
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RAY = ("gcs_server", "raylet")
+TOOLS = {"ldconfig", "git", "c++", "g++", "gcc", "cc", "clang", "clang++"}
+"""Asked by libraries, the decoder's compilation, and the list of the tracked files: over at once."""
+
+started: list[str] = []
+"""Command lines since the test began."""
+
+
+def _heard(event: str, arguments: Sequence[Any]) -> None:
+    if event == "subprocess.Popen":
+        line = arguments[1]
+        started.append(line if isinstance(line, str) else " ".join(str(word) for word in line))
+
+
+sys.addaudithook(_heard)
+_start = multiprocessing.process.BaseProcess.start
+
+
+def _start_heard(process: multiprocessing.process.BaseProcess) -> None:
+    started.append(f"multiprocessing {process.name}")
+    _start(process)
+
+
+multiprocessing.process.BaseProcess.start = _start_heard  # type: ignore[method-assign]
+
+
+def missing_marker(lines: Iterable[str], markers: set[str]) -> str | None:
+    """What to say of a test with these markers that started these command lines; None: all is well."""
+    own = [line for line in lines if Path(line.partition(" ")[0]).name not in TOOLS]
+    rays = [line for line in own if any(name in line for name in RAY)]
+    if rays and "ray" not in markers:
+        return f"it starts Ray, so mark it `ray` (pyproject.toml): {rays[0][:200]}"
+    if own and not markers & {"ray", "process"}:
+        return (
+            f"it starts a process, so mark it `process`, or `ray` if that starts Ray (pyproject.toml): {own[0][:200]}"
+        )
+    return None
+
+
+def _markers(item: pytest.Item) -> set[str]:
+    return {mark.name for mark in item.iter_markers()}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    started.clear()
+    outcome = yield
+    if message := missing_marker(started, _markers(item)):
+        pytest.fail(message, pytrace=False)
+    return outcome
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    outcome = yield
+    if message := missing_marker(started, _markers(item)):
+        pytest.fail(message, pytrace=False)
+    return outcome
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Within a file, tests with the marker `ray` come last."""
+    files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (files[item.path], "ray" in _markers(item)))

@@ -1,0 +1,31 @@
+"""A verb called in the process of the test, as its users call it in one of its own."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+
+class Verb(Protocol):
+    def main(self, argv: list[str], /) -> int: ...
+
+
+class Call:
+    """`call(verb, *arguments)`: exit code, JSON document ({}: none) with the report that it names, stderr.
+
+    The fixture `call` is one.
+    """
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, verb: Verb, *arguments: object) -> tuple[int, dict[str, Any], str]:
+        self._capsys.readouterr()
+        code = verb.main([str(argument) for argument in arguments])
+        captured = self._capsys.readouterr()
+        lines = captured.out.splitlines()
+        document = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}  # Ray prints to stdout too
+        if "report" in document:  # its key figures; the whole is report.json
+            document |= json.loads(Path(document["report"]).read_text(encoding="utf-8"))
+        return code, document, captured.err
