@@ -231,12 +231,26 @@ def test_workers_and_speed_may_change_on_resume(pairs: Path, undisturbed: Path, 
         ("data.response_column=answer", "data.response_column: "),
         ("data.prompt_column=question", "data.prompt_column: "),
         ("data.prompt_column=response", "data.response_column: is the prompt column too ('response')"),
+    ],
+)
+def test_a_bad_key_is_named_and_nothing_is_started(
+    pairs: Path, tmp_path: Path, capsys: Capture, override: str, message: str
+) -> None:
+    assert main(arguments(pairs, tmp_path / "model", override)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
         ("workers.num_workers=1000", "workers.num_workers: 1000 workers need a core each, the cluster has"),
         ("workers.num_cpus=1000", "workers.num_workers: 1 workers with 1000 CPUs each need 1000 CPUs"),
         ("workers.use_gpu=true", "workers.use_gpu: true, but the cluster has no GPU"),
     ],
 )
-def test_a_bad_key_is_named_and_nothing_is_started(
+def test_workers_that_the_cluster_has_no_room_for_are_not_waited_for(
     pairs: Path, tmp_path: Path, capsys: Capture, override: str, message: str
 ) -> None:
     assert main(arguments(pairs, tmp_path / "model", override)) == 2
