@@ -62,6 +62,7 @@ def test_vllm_may_have_its_own_interpreter(monkeypatch: pytest.MonkeyPatch) -> N
     assert arguments(["--vllm-python", "/other/python"]).vllm_python == "/other/python"
 
 
+@pytest.mark.process
 def test_a_worker_decodes_and_rests(spec: Callable[[str], Spec], hf: Callable[[Path], OPTForCausalLM]) -> None:
     prompts = make_prompts(3, 8, VOCABULARY)
     model = hf(Path(spec("full").model))
@@ -82,11 +83,13 @@ def test_a_worker_decodes_and_rests(spec: Callable[[str], Spec], hf: Callable[[P
     assert not Path(f"/proc/{contestant.pid}").exists()
 
 
+@pytest.mark.process
 def test_an_interpreter_that_is_not_there_is_said(spec: Callable[[str], Spec]) -> None:
     with pytest.raises(PeerError, match="cannot start its interpreter"):
         Contestant(spec("vllm"), "/no/such/python")
 
 
+@pytest.mark.process
 def test_missing_peers_are_named_and_the_others_compared(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     args = arguments(
@@ -106,6 +109,7 @@ def test_missing_peers_are_named_and_the_others_compared(tiny_checkpoint: Path, 
         assert row["output_tokens_per_s"] == pytest.approx(row["batch_size"] * 4 / (sum(row["seconds"]) / 2))
 
 
+@pytest.mark.process
 def test_a_peer_that_dies_loses_nothing_but_itself(spec: Callable[[str], Spec]) -> None:
     args = arguments("--batch-sizes 1 2 3 --rounds 1 --prompt-tokens 8 --new-tokens 4".split())
     kept: list[tuple[int, str]] = []

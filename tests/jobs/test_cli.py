@@ -38,6 +38,7 @@ def test_help_is_on_stdout(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--config" in out
 
 
+@pytest.mark.process
 def test_help_of_a_process() -> None:
     done = program("-m", "jobs.verify", "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -63,6 +64,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.process
 def test_the_console_script_is_the_verbs(script: str) -> None:
     ours, module = (program(*words, "verify", "no", "folder") for words in ([script], ["-m", "jobs"]))
     assert (ours.returncode, ours.stdout, ours.stderr) == (2, module.stdout, module.stderr)
@@ -70,6 +72,7 @@ def test_the_console_script_is_the_verbs(script: str) -> None:
     assert program(script, "verify", "--help").stdout.startswith("usage: skipdecode verify ")
 
 
+@pytest.mark.process
 def test_the_console_script_lists_the_verbs_without_torch_or_ray(script: str) -> None:
     done = program("-X", "importtime", script)
     assert done.returncode == 0

@@ -163,6 +163,7 @@ def process(code: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.process
 def test_a_process_that_crashes() -> None:
     crashed = process("raise RuntimeError('the ceiling came down')")
     out, err = crashed.communicate(timeout=60)
@@ -172,6 +173,7 @@ def test_a_process_that_crashes() -> None:
     assert "Traceback" in err
 
 
+@pytest.mark.process
 def test_a_process_that_hears_ctrl_c() -> None:
     interrupted = process("time.sleep(60)")
     assert interrupted.stderr is not None
@@ -183,6 +185,7 @@ def test_a_process_that_hears_ctrl_c() -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.process
 def test_a_process_with_a_wrong_key() -> None:
     command = [sys.executable, "-m", "jobs", "generate", "decode.spedup=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
