@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen tree. How it is read and checked is `pipeline.config_tree`, offered here too.
 
 Nothing is resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until
-`pipeline.generate.run.plan_run`.
+`pipeline.generate.plan.plan_run`.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,6 @@ When this fails after a new Ray, `pipeline/ray_internals.py` is the one place to
 import inspect
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,10 +17,10 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.data._internal.execution.backpressure_policy import BackpressurePolicy
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.interfaces import PhysicalOperator
+from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 from ray.util.metrics import Counter
 
 from pipeline import ray_internals
-from pipeline.cluster import start_ray
 from pipeline.ray_internals import (
     JOB_CONFIG,
     JOB_NAMESPACE,
@@ -69,6 +68,13 @@ def test_operators_have_what_we_ask_them_for() -> None:
     assert isinstance(inspect.getattr_static(PhysicalOperator, "output_dependencies"), property)
 
 
+def test_starting_a_worker_can_be_wrapped() -> None:
+    """By a function on the class that is called as a method (`hide_restart_warnings`)."""
+    start = inspect.unwrap(inspect.getattr_static(ActorPoolMapOperator, "_start_actor"))
+    assert inspect.isfunction(start)
+    assert next(iter(inspect.signature(start).parameters)) == "self"
+
+
 def test_the_loggers_that_are_silenced_are_those_that_warn() -> None:
     for name in NOISY_LOGGERS:
         parts = Path(ray.__file__).parent.joinpath(*name.split(".")[1:])
@@ -80,13 +86,6 @@ def test_the_loggers_that_are_silenced_are_those_that_warn() -> None:
 def test_where_a_job_and_its_record_are() -> None:
     assert JOB_CONFIG == constants.RAY_JOB_CONFIG_JSON_ENV_VAR
     assert JOB_RECORD.format("x") == JobInfoStorageClient.JOB_DATA_KEY.format(job_id="x")
-
-
-@pytest.fixture(scope="module")
-def ray_stays_up() -> Iterator[None]:
-    start_ray()
-    yield
-    ray.shutdown()
 
 
 class Watching(StepCallback):
@@ -135,7 +134,8 @@ class Passing:
         return table
 
 
-@pytest.mark.usefixtures("ray_stays_up")
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_is_up")
 def test_a_pipeline_is_heard_asked_numbered_and_its_actors_held() -> None:
     Watching.stages, Watching.waitables, Watching.held, Watching.num_ends = set(), [], set(), 0
     Asked.waiting, Asked.limits, Asked.following = [], [], []
@@ -167,14 +167,16 @@ def test_a_pipeline_is_heard_asked_numbered_and_its_actors_held() -> None:
     assert any("Passing" in name for name in Asked.following)
 
 
-@pytest.mark.usefixtures("ray_stays_up")
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_is_up")
 def test_cpus_of_a_stage_reach_the_operator_that_runs_it() -> None:
     rows = ray.data.range(4).repartition(target_num_rows_per_block=2, strict=True)
     set_last_stage_cpus(rows, 0.25)
     assert rows._logical_plan.dag.ray_remote_args == {"num_cpus": 0.25}
 
 
-@pytest.mark.usefixtures("ray_stays_up")
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_is_up")
 def test_a_job_record_is_read_changed_and_left_alone() -> None:
     seen: list[dict[str, object]] = []
 
@@ -197,7 +199,8 @@ def test_a_job_record_is_read_changed_and_left_alone() -> None:
     assert json.loads(raw) == {"status": "RUNNING"}
 
 
-@pytest.mark.usefixtures("ray_stays_up")
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_is_up")
 def test_a_counter_can_be_told_zero() -> None:
     counter = Counter("skipdecode_contract", "of this test", tag_keys=("status",))
     with pytest.raises(ValueError, match="must be >0"):
