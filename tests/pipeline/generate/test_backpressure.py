@@ -48,7 +48,8 @@ def most_waiting(policies: list[Any]) -> int:
     context.enable_progress_bars = False
     Watching.most.clear()
     before = context.get_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, ENABLED_BACKPRESSURE_POLICIES)
-    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*before, *policies, Watching])
+    # not those of `before`: a run in this process may have left its own
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*ENABLED_BACKPRESSURE_POLICIES, *policies, Watching])
     try:
         rows = ray.data.range(10 * NUM_BLOCKS, override_num_blocks=2, concurrency=1)
         rows = rows.repartition(target_num_rows_per_block=10, strict=True)
