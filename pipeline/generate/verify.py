@@ -29,7 +29,7 @@ from pipeline.input.read import read_file
 from pipeline.store.lease import may_live, read_lease
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import Books, RunState
-from pipeline.units import Json, Note
+from pipeline.units import Json, Note, count
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFo
     total = FilesFound()
     for found in gather([ref for ref, _ in refs], "data: checked", note):
         total.join(found)
-    note(f"data: {total.num_rows['ok']} good and {total.num_rows['failed']} failed rows in {len(paths)} files")
+    note(f"data: {total.num_rows['ok']} good and {total.num_rows['failed']} failed rows in {count(len(paths), 'file')}")
     return total, paths, [entries for _, entries in refs]
 
 
@@ -121,7 +121,7 @@ def _read_input(
     if differing := compare_files(before, now):
         verdict.input = "changed"
         verdict.problems.add("input", differing)
-    note(f"input: {plan.num_rows} rows in {len(listing.files)} files, {verdict.input}")
+    note(f"input: {plan.num_rows} rows in {count(len(listing.files), 'file')}, {verdict.input}")
     return plan, entries
 
 
