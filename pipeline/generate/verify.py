@@ -131,11 +131,11 @@ def _check_ids(folder: RunFolder, paths: list[str], matches: Iterator[Match], ve
     for part in matches:
         verdict.problems.add("missing", [""] * len(part.missing), part.num_missing)
         missing += part.missing.tolist()
-        for kind, rows, count in (
+        for kind, rows, num_rows in (
             ("doubled", part.doubled, part.num_doubled), ("unknown", part.unknown, part.num_unknown)
         ):  # fmt: skip
             left = NUM_SHOWN - len(verdict.problems.first.get(kind, []))
-            verdict.problems.add(kind, [_name_output(folder, paths, place) for place in rows[:left]], count)
+            verdict.problems.add(kind, [_name_output(folder, paths, place) for place in rows[:left]], num_rows)
     return sorted(missing)[:NUM_SHOWN]
 
 
@@ -181,9 +181,9 @@ def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict
         }
         verdict.problems.add("count", _miscounts("report.json:", json.loads(report) if report else {}, totals))
     if state["input"]["format"] == "openai_batch" and state["state"] == "finished":
-        for name, count in (("batch_output.jsonl", counted["ok"]), ("batch_errors.jsonl", counted["failed"])):
+        for name, num_rows in (("batch_output.jsonl", counted["ok"]), ("batch_errors.jsonl", counted["failed"])):
             lines = _count_lines(folder, name)
-            verdict.problems.add("count", [f"{name}: {lines} lines for {count} rows"] if lines != count else [])
+            verdict.problems.add("count", [f"{name}: {lines} lines for {num_rows} rows"] if lines != num_rows else [])
 
 
 def _miscounts(where: str, said: Mapping[str, T], is_so: Mapping[str, T]) -> list[str]:
