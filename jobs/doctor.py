@@ -42,6 +42,8 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def show(document: dict[str, Any]) -> None:
     """For a human, on stderr."""
+    from pipeline.units import count
+
     machine, choice, ray = document["machine"], document["choice"], document["ray"]
     note(", ".join(f"{name} {machine[name]}" for name in ("torch", "ray", "pyarrow", "numpy", "tokenizers")))
     note(
@@ -55,7 +57,7 @@ def show(document: dict[str, Any]) -> None:
         note("GPU: none")
     if ray:
         where = f"cluster {ray['address']}" if ray["address"] else "would be started in the run's own process"
-        note(f"Ray: {where}, {ray['num_cpus']:g} CPUs, {ray['num_gpus']:g} GPUs, {ray['nodes']} nodes")
+        note(f"Ray: {where}, {ray['num_cpus']:g} CPUs, {ray['num_gpus']:g} GPUs, {count(ray['nodes'], 'node')}")
     if choice:
         loaded = "not loaded here" if choice["load_s"] is None else f"loaded in {choice['load_s']:.1f} s"
         note(f"model: {choice['model']}, {choice['layers']} layers, {loaded}")
@@ -68,7 +70,7 @@ def show(document: dict[str, Any]) -> None:
             note(f"batch size by prompt length: {sizes}")
     for problem in document["problems"]:
         note(f"WRONG: {problem}")
-    note(f"{len(document['problems'])} problems" if document["problems"] else "nothing is wrong")
+    note(count(len(document["problems"]), "problem") if document["problems"] else "nothing is wrong")
 
 
 def gib(count: int) -> str:

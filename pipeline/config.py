@@ -28,7 +28,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
     quantization: Quantization | None = None
-    """int8: weights of 8 bits, half of their bytes and other tokens; for bfloat16 on CPUs with AMX."""
+    """int8: weights of 8 bits, half of their bytes and other tokens; for bfloat16 on CPUs with AMX, or AVX-512 with
+    BF16 and VNNI."""
 
 
 class FFNSkipConfig(Section):

@@ -5,6 +5,7 @@ are is said elsewhere: of a run in `pipeline.config`, of other verbs in their ro
 """
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.units import Json
+from skipdecode.schedule import METHOD_KEYS
 
-SCHEDULE_KEYS = ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon", "layers")
+SCHEDULE_KEYS = frozenset(itertools.chain(*METHOD_KEYS.values()))
 """Of `decode`: what belongs to its `method`, and goes when the command line gives another."""
 
 

@@ -1,12 +1,12 @@
 """A schedule from a `decode:` mapping: presets, defaults, and errors that name the key. No torch."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from skipdecode.config import OPTConfig
 from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
-
-METHODS = ("full", "skipdecode", "early_exit", "unified")
 
 # Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
 PRESETS = {
@@ -66,30 +66,36 @@ def listed_schedule(config: OPTConfig, entry: dict[str, Any], max_new_tokens: in
 
 def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
     method = given.pop("method", "skipdecode")
-    if method not in METHODS:
-        raise ValueError(f"decode.method: {method!r} is not one of {', '.join(METHODS)}")
-    allowed = {
-        "full": (),
-        "unified": ("layers",),
-    }.get(method, ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon"))
+    if method not in _METHODS:
+        raise ValueError(f"decode.method: {method!r} is not one of {', '.join(METHOD_KEYS)}")
+    allowed, make = _METHODS[method]
     for key in given:
         if key not in allowed and not (method == "full" and key == "speedup" and given[key] == 1):
-            raise ValueError(
-                f"decode.{key}: has no meaning with method {method!r}; it takes: {', '.join(allowed) or 'nothing'}; "
-                f"set decode.{key}=null where a configuration file gives it"
-            )
-    if not isinstance(given.get("speedup", 0), int | float):
-        raise ValueError(f"decode.speedup: expected a number, got {given['speedup']!r}")
-    for key in ("max_layers", "min_layers", "warmup_layers", "horizon", "layers"):
-        if not isinstance(given.get(key, 0), int):
-            raise ValueError(f"decode.{key}: expected a whole number, got {given[key]!r}")
-    if method == "full":
-        return FullDepth(num_layers)
-    if method == "unified":
-        if "layers" not in given:
-            raise ValueError("decode.layers: method 'unified' needs the number of layers to run")
-        return Unified(num_layers, given["layers"])
-    return _falling(SkipDecode if method == "skipdecode" else EarlyExit, given, num_layers, max_new_tokens)
+            raise ValueError(f"decode.{key}: has no meaning with method {method!r}; {_remedy(key, allowed)}")
+    for key, value in given.items():
+        if key == "speedup" and not isinstance(value, int | float):
+            raise ValueError(f"decode.speedup: expected a number, got {value!r}")
+        if key != "speedup" and not isinstance(value, int):
+            raise ValueError(f"decode.{key}: expected a whole number, got {value!r}")
+    return make(given, num_layers, max_new_tokens)
+
+
+def _remedy(key: str, allowed: Sequence[str]) -> str:
+    """For a key that the method does not have: a method that has it, or the keys that this one has."""
+    methods = [name for name, keys in METHOD_KEYS.items() if key in keys]
+    if methods:
+        return f"give decode.method={methods[0]} for it, or leave it out"
+    return f"it takes: {', '.join(allowed) or 'nothing'}"
+
+
+def _full(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    return FullDepth(num_layers)
+
+
+def _unified(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    if "layers" not in given:
+        raise ValueError("decode.layers: method 'unified' needs the number of layers to run")
+    return Unified(num_layers, given["layers"])
 
 
 def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
@@ -112,6 +118,18 @@ def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_
         big_m, m = preset(num_layers, speedup, warmup)
     horizon = given.get("horizon", max(max_new_tokens - 1, 1))
     return cls(num_layers, big_m, m, warmup, horizon)
+
+
+_FALLING_KEYS = ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon")
+# decode.method -> (keys it takes, what makes the schedule of keys that were checked, layers and max_new_tokens)
+_METHODS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], int, int], Schedule]]] = {
+    "full": ((), _full),
+    "skipdecode": (_FALLING_KEYS, partial(_falling, SkipDecode)),
+    "early_exit": (_FALLING_KEYS, partial(_falling, EarlyExit)),
+    "unified": (("layers",), _unified),
+}
+METHOD_KEYS = {name: keys for name, (keys, _) in _METHODS.items()}
+"""The keys of a `decode:` mapping beside its `method`, by method."""
 
 
 # decode.ffn_skip.mode -> (keys it needs, keys with a default). With 25 warm-up tokens the paper's quality levels off

@@ -1,6 +1,7 @@
 """The rooms of `pipeline/` and the arrows between them: who may import whom, and what may lie outside a room."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,14 @@ def test_no_arrow_points_back_up(path: Path) -> None:
     room = path.relative_to(PIPELINE).parts[0]
     allowed = COMMON | {room} | ARROWS[room] if room in ARROWS else COMMON
     assert imported(path) <= allowed, f"{room} must not import {sorted(imported(path) - allowed)}"
+
+
+def test_the_page_on_architecture_has_these_arrows() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^(\w+) +-> (\(none\)|[\w, ]+)$", page, re.MULTILINE)
+    listed = {room: set() if used == "(none)" else set(used.split(", ")) for room, used in lines}
+    assert len(lines) == len(listed), "a room is listed twice"
+    assert listed == ARROWS
 
 
 def test_the_arrows_have_no_circle() -> None:

@@ -42,7 +42,7 @@ from skipdecode.backends.choice import choose
 from skipdecode.config import Quantization
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
-from skipdecode.schedule import listed_schedule
+from skipdecode.schedule import METHOD_KEYS, listed_schedule
 
 SPEED_BATCHES = 4  # for each of `speed_at`, both ways
 
@@ -187,7 +187,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: No
 
 
 def schedule_name(decode: Decode) -> str:
-    """`full depth`, `3x`, `10/6` (most and fewest layers), or the constant number of layers."""
+    """`full depth`, `3x`, `10/6` (most and fewest layers), the constant number of layers, or else the method."""
     skip = decode.get("ffn_skip")
     if isinstance(skip, dict):
         found = next((f" {skip[key]}" for key in ("threshold", "share") if key in skip), "")
@@ -196,7 +196,11 @@ def schedule_name(decode: Decode) -> str:
         return "full depth"
     if "max_layers" in decode:
         return f"{decode['max_layers']}/{decode['min_layers']}"
-    return str(decode["layers"]) if "layers" in decode else f"{decode.get('speedup', 2):g}x"
+    if "layers" in decode:
+        return str(decode["layers"])
+    return (
+        f"{decode.get('speedup', 2):g}x" if "speedup" in METHOD_KEYS[str(decode["method"])] else str(decode["method"])
+    )
 
 
 def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False) -> GeneratorConfig:

@@ -19,7 +19,7 @@ from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
-from pipeline.units import Note
+from pipeline.units import Note, count
 from pipeline.worker_backends import find_backends, settle_dtype, why_no_int8
 from skipdecode.backends.choice import VARIABLE
 
@@ -64,7 +64,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, note)
     plan = plan_input(listing, scans, config.input)
-    note(f"input: {plan.num_rows} rows in {len(listing.files)} {listing.format} files")
+    note(f"input: {plan.num_rows} rows in {count(len(listing.files), f'{listing.format} file')}")
     prints = fingerprint(config, model.decode, model.folder, dtype, plan)
     return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, is_finished)
 

@@ -24,7 +24,7 @@ from pipeline.store.lease import Lease
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 from pipeline.store.write import RunSink
-from pipeline.units import Note
+from pipeline.units import Note, count
 
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
@@ -63,8 +63,9 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
 
 def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, note: Note) -> None:
     low, high = planned.pool.min_size, planned.pool.max_size
+    pool = count(low, "actor") if low == high else f"{low}..{high} actors"
     note(
-        f"decode: {low if low == high else f'{low}..{high}'} actors, {spec.window_rows} rows at a time, "
+        f"decode: {pool}, {spec.window_rows} rows at a time, "
         f"{planned.model.decode}; {work.num_left} rows to do" + (f", {work.num_done} done" if work.num_done else "")
     )
 

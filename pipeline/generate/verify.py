@@ -29,7 +29,7 @@ from pipeline.input.read import read_file
 from pipeline.store.lease import may_live, read_lease
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import Books, RunState
-from pipeline.units import Json, Note
+from pipeline.units import Json, Note, count
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFo
     total = FilesFound()
     for found in gather([ref for ref, _ in refs], "data: checked", note):
         total.join(found)
-    note(f"data: {total.num_rows['ok']} good and {total.num_rows['failed']} failed rows in {len(paths)} files")
+    note(f"data: {total.num_rows['ok']} good and {total.num_rows['failed']} failed rows in {count(len(paths), 'file')}")
     return total, paths, [entries for _, entries in refs]
 
 
@@ -121,7 +121,7 @@ def _read_input(
     if differing := compare_files(before, now):
         verdict.input = "changed"
         verdict.problems.add("input", differing)
-    note(f"input: {plan.num_rows} rows in {len(listing.files)} files, {verdict.input}")
+    note(f"input: {plan.num_rows} rows in {count(len(listing.files), 'file')}, {verdict.input}")
     return plan, entries
 
 
@@ -131,11 +131,11 @@ def _check_ids(folder: RunFolder, paths: list[str], matches: Iterator[Match], ve
     for part in matches:
         verdict.problems.add("missing", [""] * len(part.missing), part.num_missing)
         missing += part.missing.tolist()
-        for kind, rows, count in (
+        for kind, rows, num_rows in (
             ("doubled", part.doubled, part.num_doubled), ("unknown", part.unknown, part.num_unknown)
         ):  # fmt: skip
             left = NUM_SHOWN - len(verdict.problems.first.get(kind, []))
-            verdict.problems.add(kind, [_name_output(folder, paths, place) for place in rows[:left]], count)
+            verdict.problems.add(kind, [_name_output(folder, paths, place) for place in rows[:left]], num_rows)
     return sorted(missing)[:NUM_SHOWN]
 
 
@@ -181,9 +181,9 @@ def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict
         }
         verdict.problems.add("count", _miscounts("report.json:", json.loads(report) if report else {}, totals))
     if state["input"]["format"] == "openai_batch" and state["state"] == "finished":
-        for name, count in (("batch_output.jsonl", counted["ok"]), ("batch_errors.jsonl", counted["failed"])):
+        for name, num_rows in (("batch_output.jsonl", counted["ok"]), ("batch_errors.jsonl", counted["failed"])):
             lines = _count_lines(folder, name)
-            verdict.problems.add("count", [f"{name}: {lines} lines for {count} rows"] if lines != count else [])
+            verdict.problems.add("count", [f"{name}: {lines} lines for {num_rows} rows"] if lines != num_rows else [])
 
 
 def _miscounts(where: str, said: Mapping[str, T], is_so: Mapping[str, T]) -> list[str]:

@@ -39,7 +39,7 @@ def compare_runs(paths: Sequence[str], target: str, price_per_hour: float | None
         note("  ".join([f"{name:28}", *(f"{cell:>24}" for cell in cells)]))
     Path(target).write_text(_page(runs, rows, differing), encoding="utf-8")
     return {
-        "runs": [{"output": path, **run.report} for path, run in zip(paths, runs, strict=True)],
+        "runs": [{"output": run.name, **run.report} for run in runs],
         "differing": differing,
     }
 
@@ -73,15 +73,22 @@ def figures(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Json]]:
-    """Keys of the configuration in which the runs differ, dotted, with the value of each run."""
+    """Keys of the configuration in which the runs differ, dotted, with the value of each run, without credentials."""
     flat = [_flat(run.state["config"]) for run in runs]
     keys = sorted({key for config in flat for key in config})
     return {
-        key: values
+        key: [_masked(value) for value in values]
         for key in keys
         for values in [[config.get(key) for config in flat]]
         if any(value != values[0] for value in values)
     }
+
+
+def _masked(value: Json) -> Json:
+    """Without the credentials of URIs, in lists too; `value` is no mapping, since those are flat here."""
+    if isinstance(value, list):
+        return [_masked(each) for each in value]
+    return mask(value) if isinstance(value, str) else value
 
 
 def _flat(tree: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:

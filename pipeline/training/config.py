@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
 from pipeline.config import Auto, OutputConfig, Section, SwiftKVSection, build_config, read_tree
 
@@ -76,15 +76,15 @@ class TrainSection(Section):
     """What `jobs.generate` takes when it is told nothing; null: skipdecode at speedup 2 if that is in `schedules`,
     else the first of them that skips, else full depth; of those without `prefill: swiftkv`, if there are any."""
     horizon: Annotated[int, Field(ge=1)] = 63
-    """Decode steps over which the depth falls."""
+    """Decode steps over which the depth falls: `sampling.max_new_tokens` of later jobs, less one."""
     epochs: Annotated[float, Field(gt=0)] = 3
     """Passes over the pairs; fractions are allowed."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Pairs per optimiser step, over all workers."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """The peak, reached at the end of the warm-up."""
-    final_learning_rate: Annotated[float, Field(ge=0)] = 2e-5
-    """What it falls to, linearly, at the last step."""
+    final_learning_rate: Annotated[float, Field(ge=0, validate_default=True)] = 2e-5
+    """What it falls to, linearly, at the last step; not above `learning_rate`."""
     warmup_steps: Annotated[int, Field(ge=1)] = 300
     """Steps in which the learning rate rises to its peak; a training of no more steps than that takes a tenth of its
     own."""
@@ -121,6 +121,17 @@ class TrainSection(Section):
     """Steps between two lines of the log."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 200
     """At least so often: every best validation is a checkpoint too."""
+
+    @field_validator("final_learning_rate")
+    @classmethod
+    def _it_falls(cls, value: float, info: ValidationInfo) -> float:
+        peak = info.data.get("learning_rate", value)
+        if value > peak:
+            raise ValueError(
+                f"above train.learning_rate={peak:g}, so the rate would rise; give both, e.g. "
+                f"train.final_learning_rate={peak / 10:g}"
+            )
+        return value
 
 
 HOW = ("accumulate", "recompute", "parallel", "log_every", "checkpoint_every")  # of `train`: change no result

@@ -29,7 +29,7 @@ from pipeline.training.plan import PlannedTraining, plan_training, stored_dtype
 from pipeline.training.pool import TrainPool, plan_workers
 from pipeline.training.records import TrainingRecord, TrainingState, ValidationLine, losses_in
 from pipeline.training.worker import Failed, Trained, TrainingJob, run_worker
-from pipeline.units import Note
+from pipeline.units import Note, count
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
     device = "a GPU" if pool.use_gpu else f"{pool.threads} threads"
     found = folder.checkpoints()
     note(
-        f"train: {pool.num_workers} workers with {device} each, schedules {list(planned.train.schedules)}"
+        f"train: {count(pool.num_workers, 'worker')} with {device} each, schedules {list(planned.train.schedules)}"
         + (f"; from the checkpoint of step {found[0][0]}" if found else "")
     )
     record = _execute(planned, pool)
@@ -168,7 +168,7 @@ def describe(folder: TrainingFolder) -> str | None:
     started = max((i for i, record in enumerate(records) if "start" in record), default=0)
     recent = losses_in(records[started:])[-10:]
     steps = recent[-1]["step"] - recent[0]["step"] if recent else 0
-    eta = "?"
+    eta = "0 s" if last["step"] >= last["steps"] else "?"
     if steps:
         per_step = (recent[-1]["elapsed_s"] - recent[0]["elapsed_s"]) / steps
         eta = f"{per_step * (last['steps'] - last['step']):.0f} s"

@@ -6,7 +6,7 @@ from pipeline.config import ConfigError
 from pipeline.training.config import TrainSection
 from pipeline.units import Json
 from skipdecode.config import OPTConfig
-from skipdecode.schedule import listed_schedule
+from skipdecode.schedule import METHOD_KEYS, listed_schedule
 
 Decode: TypeAlias = dict[str, Json]
 """A `decode:` mapping."""
@@ -32,7 +32,7 @@ def check_schedules(train: TrainSection, opt: OPTConfig) -> Decode:
     _check_schedule("train.default_schedule", default, train.horizon, opt)
     carried: Decode = {"method": "skipdecode"}
     carried |= {key: value for key, value in default.items() if value is not None}
-    if carried["method"] in ("skipdecode", "early_exit"):
+    if "horizon" in METHOD_KEYS[str(carried["method"])]:
         carried["horizon"] = carried.get("horizon", train.horizon)
     return carried
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -13,14 +14,15 @@ from pydantic import ValidationError
 from pipeline.bench.decoder import load_bench_config
 from pipeline.bench.service import load_serve_bench_config
 from pipeline.checkpoint import check_quantization
-from pipeline.config import ConfigError, JobConfig, build_config, load_config, read_tree
-from pipeline.config_tree import section_of
+from pipeline.config import ConfigError, DecodeConfig, JobConfig, build_config, load_config, read_tree
+from pipeline.config_tree import SCHEDULE_KEYS, section_of
 from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 from pipeline.evaluation.sweep import SweepConfig, run_sweep
 from pipeline.service.run import load as load_serve_config
 from pipeline.training.config import FinetuneConfig, load_finetune_config
 from pipeline.training.distill import with_defaults
 from skipdecode.config import OPTConfig
+from skipdecode.schedule import METHOD_KEYS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -58,6 +60,25 @@ def test_every_config_file_has_a_comment_of_its_own_and_a_place_in_the_docs() ->
     assert len({opening_comment(path) for path in CONFIGS}) == len(CONFIGS)
     page = (CONFIGS[0].parent.parent / "docs" / "configs.md").read_text(encoding="utf-8")
     assert [path.name for path in CONFIGS if f"`configs/{path.name}`" not in page] == []
+
+
+def tuned_files() -> list[Path]:
+    """Those that generate with a model that another file trains."""
+    return [path for path in CONFIGS if loader(path) is load_config and "-tuned" in load_config(path).model.source]
+
+
+@pytest.mark.parametrize("path", tuned_files(), ids=lambda path: path.name)
+def test_a_tuned_model_is_one_that_another_file_makes_for_answers_as_long(path: Path) -> None:
+    config = load_config(path)
+    trained = [load_finetune_config(other) for other in CONFIGS if other.stem.startswith("finetune-")]
+    (made,) = [each for each in trained if Path(each.output.path).name == Path(config.model.source).name]
+    assert config.model.source.startswith("/shared/") or config.model.source == made.output.path
+    assert config.sampling.max_new_tokens == made.train.horizon + 1
+
+
+def test_the_files_for_gpus_take_tuned_models() -> None:
+    names = {path.stem for path in tuned_files()}
+    assert names == {"generate-one-gpu", "generate-8-gpus", "generate-autoscaling", "generate-spot"}
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
@@ -127,6 +148,23 @@ def test_an_overridden_method_drops_the_schedule_of_every_verb_that_has_one(tmp_
     assert load_serve_config(str(serve), ["decode.method=full"], None, None).args.decode == full
     assert build_config(CalibrateConfig, read_tree(other, ["decode.method=full"])).decode == full
     assert load_config(other, ["decode.method=full"]).decode == full
+
+
+def test_a_learning_rate_that_would_rise_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"above train\.learning_rate=1e-05.*train\.final_learning_rate=1e-06"
+    ) as refused:
+        load_finetune_config(None, ["train.learning_rate=1e-5"])
+    assert refused.value.key == "train.final_learning_rate"
+    falling = load_finetune_config(None, ["train.learning_rate=1e-5", "train.final_learning_rate=1e-6"])
+    assert falling.train.final_learning_rate == 1e-6
+    assert load_finetune_config(None, ["train.learning_rate=2e-5"]).train.final_learning_rate == 2e-5, "as high is fine"
+
+
+def test_a_run_can_be_told_every_method_and_every_key_of_it() -> None:
+    names = get_args(get_args(DecodeConfig.model_fields["method"].annotation)[0])
+    assert names == tuple(METHOD_KEYS)
+    assert SCHEDULE_KEYS | {"method", "ffn_skip"} == DecodeConfig.model_fields.keys()
 
 
 def test_the_tree_is_frozen() -> None:

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, SkipDecode, Unified, has_no_kv_holes, steps_per_layer
-from skipdecode.schedule import make_schedule, preset
+from skipdecode.schedule import METHOD_KEYS, make_schedule, preset
 
 HALF = Fraction(1, 2)
 
@@ -175,6 +175,39 @@ def test_full_depth_and_speedup_one() -> None:
 
 def test_defaults_are_skipdecode_at_two() -> None:
     assert make_schedule({}, num_layers=24, max_new_tokens=5) == SkipDecode(24, 16, 8, 1, 4)
+
+
+EXAMPLES: dict[str, dict[str, object]] = {
+    "full": {},
+    "skipdecode": {"speedup": 3},
+    "early_exit": {"speedup": 3},
+    "unified": {"layers": 5},
+}
+
+
+def test_every_method_is_a_schedule_of_its_own() -> None:
+    """Of a new method too: an example of it here, its own class, and layer sets that are nested over positions."""
+    assert EXAMPLES.keys() == METHOD_KEYS.keys()
+    made = [
+        make_schedule({"method": name, **keys}, num_layers=24, max_new_tokens=16) for name, keys in EXAMPLES.items()
+    ]
+    assert len({type(schedule) for schedule in made}) == len(METHOD_KEYS)
+    for schedule in made:
+        assert has_no_kv_holes([schedule.prefill(), *map(schedule.step, range(20))])
+
+
+@pytest.mark.parametrize(
+    ("decode", "remedy"),
+    [
+        ({"method": "full", "speedup": 2}, "give decode.method=skipdecode for it, or leave it out"),
+        ({"method": "skipdecode", "layers": 3}, "give decode.method=unified for it, or leave it out"),
+        ({"method": "unified", "spedup": 3}, "it takes: layers"),
+        ({"method": "full", "spedup": 3}, "it takes: nothing"),
+    ],
+)
+def test_a_key_of_another_method_is_refused_with_the_remedy(decode: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"has no meaning with method '{decode['method']}'; {remedy}$"):
+        make_schedule(decode, num_layers=6, max_new_tokens=8)
 
 
 def test_schedules_are_values() -> None:

@@ -95,6 +95,17 @@ def test_credentials_are_not_shown(report: dict[str, Any]) -> None:
     assert "secret" not in text
 
 
+def test_what_differs_is_said_without_credentials(report: dict[str, Any]) -> None:
+    states = [copy.deepcopy(STATE) for _ in range(2)]
+    for name, state in zip("ab", states, strict=True):
+        state["config"]["input"] = {"path": [f"s3://{name}:secret@bucket/prompts"]}
+        state["config"]["output"] = {"path": f"s3://key:secret@bucket/{name}"}
+    assert differences([ComparedRun("run", report, state) for state in states]) == {
+        "input.path": [["s3://***@bucket/prompts"]] * 2,
+        "output.path": ["s3://***@bucket/a", "s3://***@bucket/b"],
+    }
+
+
 def test_the_page_names_each_back_end_once(report: dict[str, Any]) -> None:
     wide: BackendRecord = {"name": "avx512", "reason": "AVX-512 with BF16; no AMX"}
     slow: BackendRecord = {"name": "torch", "reason": "no compiler"}
