@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Final, TextIO
 
 SERVE_END: Final = re.compile(r"Task ServeController\.\w+ failed\. There are infinite retries remaining")
@@ -79,8 +79,12 @@ def _without_stderr_lines(noise: re.Pattern[bytes]) -> Iterator[None]:
     if sys.__stderr__ is None:  # the descriptor is closed
         yield
         return
-    with tempfile.TemporaryFile() as held:
-        terminal = os.dup(2)
+    try:
+        held, terminal = tempfile.TemporaryFile(), os.dup(2)  # noqa: SIM115 (closed below)
+    except OSError:  # no room for a file: a line too much is better than no run
+        yield
+        return
+    with held:
         os.dup2(held.fileno(), 2)
         try:
             yield
@@ -88,6 +92,7 @@ def _without_stderr_lines(noise: re.Pattern[bytes]) -> Iterator[None]:
             os.dup2(terminal, 2)
             os.close(terminal)
             held.seek(0)
-            for line in held:
-                if not noise.search(line):
-                    os.write(2, line)
+            with suppress(OSError):  # nobody reads any more
+                for line in held:
+                    if not noise.search(line):
+                        os.write(2, line)

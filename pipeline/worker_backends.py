@@ -6,6 +6,7 @@ back ends there are (`skipdecode.backends.choice`).
 """
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,13 +69,25 @@ def look() -> NodeBackend:
 
 
 def _ask_nodes(num_cpus: float) -> tuple[NodeBackend, ...]:
+    """Nodes that go while they are asked are left out, as they decode nothing."""
     remote_look = ray.remote(num_cpus=0, max_retries=2)(look)
+    deadline, found = time.monotonic() + TIMEOUT_S, list[NodeBackend]()
     refs = [
         remote_look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get("CPU", 0.0) >= num_cpus
     ]
-    try:
-        return tuple(sorted(ray.get(refs, timeout=TIMEOUT_S), key=lambda one: one.node))
-    except ray.exceptions.GetTimeoutError as error:
-        raise ConfigError("", f"a node did not say within {TIMEOUT_S} s what it decodes with; start again") from error
+    for ref in refs:
+        try:
+            found.append(ray.get(ref, timeout=max(deadline - time.monotonic(), 0.1)))
+        except ray.exceptions.GetTimeoutError as error:
+            raise ConfigError(
+                "", f"a node did not say within {TIMEOUT_S} s what it decodes with; start again"
+            ) from error
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.RayError:  # its node is gone
+            continue
+    if not found:
+        raise ConfigError("", "no node that could decode says with what; is the cluster still there? start again")
+    return tuple(sorted(found, key=lambda one: one.node))

@@ -207,6 +207,8 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
     """
     import torch
 
+    from skipdecode.linear import onednn_lays_out
+
     kind = getattr(torch, dtype)
     is_cuda = device.startswith("cuda")
     n = 8192 if is_cuda else 1024
@@ -226,7 +228,7 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
     with torch.inference_mode():
         x, weight = (torch.randn(rows, n, device=device).to(kind) for rows in (2 * n, n))
         matmul_s = timed(lambda: x @ weight.T, 6)
-        if not is_cuda and kind != torch.float16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        if not is_cuda and onednn_lays_out(kind):
             laid_out = torch.ops.mkldnn._reorder_linear_weight(weight)
             product = torch.ops.mkldnn._linear_pointwise.default
             matmul_s = min(matmul_s, timed(lambda: product(x, laid_out, None, "none", [], ""), 6))

@@ -72,9 +72,7 @@ def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | N
         return None
     if _fits_kernels(weight):
         return _Kernel(cpu.pack(weight), len(weight))
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return None
-    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _has_bfloat16()):
+    if onednn_lays_out(weight.dtype):
         return _OneDNN(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous()))
     return None
 
@@ -127,5 +125,9 @@ class _OneDNN:
         return likeliest(self(x, None))
 
 
-def _has_bfloat16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def onednn_lays_out(dtype: torch.dtype) -> bool:
+    """Whether oneDNN lays weights of this type out once on this CPU; it raises where it cannot."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    has_bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16)

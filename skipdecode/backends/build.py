@@ -45,7 +45,8 @@ def compile_flags(name: str, flags: Set[str]) -> tuple[str, ...]:
     wide = () if name == "avx2" else AVX512
     tiles = AMX if name == "amx" else ()
     extras = [option for flag, option in EXTRAS[name].items() if flag in flags]
-    return (*FLAGS, *AVX2, *wide, *extras, *tiles, f"-DBACKEND_{name.upper()}")
+    # a namespace of its own: where a process loads two back ends, the second must not find the first one's templates
+    return (*FLAGS, *AVX2, *wide, *extras, *tiles, f"-DBACKEND_{name.upper()}", f"-Dcpu=cpu_{name}")
 
 
 @cache
@@ -60,7 +61,8 @@ def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
     try:
         kept = _cache_folder() / f"cpu-{name}-{_digest(options, torch.__version__)}.so"
         if _is_whole(kept):
-            return ctypes.CDLL(str(kept))
+            with contextlib.suppress(OSError):  # made on another kind of machine, or in a folder that runs nothing
+                return ctypes.CDLL(str(kept))
         command = find_compiler()
         if not command:
             raise BuildError("no C++ compiler: install g++ for a faster decode step")
@@ -74,7 +76,7 @@ def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
             return ctypes.CDLL(str(made))
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{compiler} failed: {error.stderr.strip()[-500:]}") from error
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: of a CXX cut short
         if isinstance(error, BuildError):
             raise
         raise BuildError(f"{compiler}: {error}") from error

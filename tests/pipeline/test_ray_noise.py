@@ -67,6 +67,7 @@ def test_the_warning_is_hidden_where_ray_data_starts_a_worker(
     assert capfd.readouterr().err == "started\n"
 
 
+@pytest.mark.ray
 def test_a_healthy_run_prints_no_line_that_looks_like_an_error(tiny_checkpoint: Path, tmp_path: Path) -> None:
     source = write_prompts(tmp_path / "in.jsonl", 20)
     done = run(command(tiny_checkpoint, source, tmp_path / "run"), environment(None, tmp_path))
@@ -75,6 +76,7 @@ def test_a_healthy_run_prints_no_line_that_looks_like_an_error(tiny_checkpoint: 
     assert "20/20 rows" in done.stderr
 
 
+@pytest.mark.ray
 def test_a_healthy_endpoint_and_its_end_print_no_line_that_looks_like_an_error(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         assert server.post({"prompt": "a pub", "max_tokens": 4}).status_code == 200
