@@ -210,7 +210,9 @@ def test_many_rows_go_through_in_parts(
         made = cpu.linear(x, packed, 40, bias, relu=then == "relu", residual=residual)
     wanted = F.linear(x.float(), weight.float(), bias.float())
     wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
-    assert (made.float() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+    # of float32: 3,072 numbers in one order, each sum rounded to 6e-8 of itself; torch adds them in several parts
+    limit = max(TOLERANCE[dtype], 5e-6)
+    assert (made.float() - wanted).abs().max() <= limit * wanted.abs().max()
     for row in (0, 255, 256, 600, rows - 1):
         own = None if residual is None else residual[row : row + 1]
         alone = cpu.linear(x[row : row + 1], packed, 40, bias, relu=then == "relu", residual=own)
