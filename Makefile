@@ -38,7 +38,7 @@ test: .venv/installed-test check  ## what CI runs: lint, types, tests; about twe
 	$(BIN)/python -m pytest -m "not slow"
 
 test-fast: .venv/installed-test  ## what starts no Ray and no process; under three minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not ray and not process"
+	$(BIN)/python -m pytest -n auto -m "not slow and not ray and not process"
 
 test-all: .venv/installed-test  ## the slow tests, too
 	$(BIN)/python -m pytest
