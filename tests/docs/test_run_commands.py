@@ -23,7 +23,7 @@ from tests.docs.pages import FENCE, README, ROOT, Command, block_commands, name
 from tests.support.processes import wait_for
 from tests.support.service_helpers import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 BIN = Path(sys.executable).parent
 PROMPTS = [
     {"id": "mill", "prompt": "name[The Mill], eatType[pub], food[Italian], area[riverside]", "city": "Leeds"},
