@@ -72,7 +72,7 @@ def refused(done: Done, message: str) -> None:
         (["model.source=/nowhere"], "model.source: '/nowhere' is not a folder"),
         (["model.source=nobody/no-such-model"], "model.source: 'nobody/no-such-model' is no folder here"),
         (["input.path=/nowhere/x.jsonl"], "input.path"),
-        (["decode.method=full", "decode.speedup=2"], "set decode.speedup=null"),
+        (["decode.method=full", "decode.speedup=2"], "give decode.method=skipdecode"),
         (["input=foo", "input.limit=3"], "input.limit: input is a value, not a section"),
         (["output.path=/proc/nowhere"], "output.path: /proc/nowhere cannot be created"),
     ],
