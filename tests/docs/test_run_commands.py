@@ -47,6 +47,7 @@ NOT_RUN = ("make ", "head ", "ls ", "ray ", "serve ", "curl ")  # and the endpoi
 
 def write_jsonl(path: Path, rows: list[dict[str, str | None]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.utime(path, (1.7e9, 1.7e9))  # the same prompts are the same input, for the runs that pages go on with
 
 
 @pytest.fixture(scope="module")
