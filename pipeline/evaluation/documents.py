@@ -5,6 +5,7 @@ Types alone. A `quality.json` of an earlier version may lack what readers take w
 
 from typing import TypeAlias, TypedDict
 
+from pipeline.report.document import Agreement, Speedup
 from pipeline.units import Json
 
 Decode: TypeAlias = dict[str, Json]
@@ -81,25 +82,6 @@ class EvaluationDocument(Counts, Scores, SlotFigures, PolicyFigures):
     references: str
     rows: int
     layers_per_token: float | None
-
-
-class Speedup(TypedDict):
-    """Time per output token at full depth over that of the setting (`pipeline.report.batches.speedup`)."""
-
-    measured: float | None
-    ci95: list[float] | None
-    measured_decode: float | None
-    layers: float | None
-    predicted: float | None
-    batches: int
-
-
-class Agreement(TypedDict):
-    """Shares that equal full depth."""
-
-    exact_rows: float | None
-    token_match: float | None
-    rows: float
 
 
 class PrefillSpeedup(TypedDict):

@@ -4,8 +4,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actors.generator import WindowResult
-from pipeline.evaluation.documents import Agreement, PrefillSpeedup, SpeedFigures, Speedup
+from pipeline.evaluation.documents import PrefillSpeedup, SpeedFigures
 from pipeline.report.batches import BatchTotals, agreement, speedup
+from pipeline.report.document import Agreement, Speedup
 from pipeline.report.records import BATCH_SCHEMA
 
 

@@ -27,7 +27,6 @@ from pipeline.evaluation.documents import (
     Decode,
     ReferenceScores,
     SettingFigures,
-    Speedup,
     SweepDocument,
     SweepRow,
 )
@@ -37,6 +36,7 @@ from pipeline.evaluation.speed import speed_figures
 from pipeline.evaluation.sweep_corpus import Corpus, SweepData, load_corpus
 from pipeline.evaluation.sweep_report import headline, write_json, write_report
 from pipeline.input.pairs import encode_pairs
+from pipeline.report.document import Speedup
 from pipeline.units import Note
 from skipdecode.backends.choice import choose
 from skipdecode.config import Quantization
