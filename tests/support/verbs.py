@@ -27,5 +27,9 @@ class Call:
         lines = captured.out.splitlines()
         document = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}  # Ray prints to stdout too
         if "report" in document:  # its key figures; the whole is report.json
-            document |= json.loads(Path(document["report"]).read_text(encoding="utf-8"))
+            report = json.loads(Path(document["report"]).read_text(encoding="utf-8"))
+            for name in document.keys() & report.keys():  # a figure may be shown in part, and never otherwise
+                shown, whole = document[name], report[name]
+                assert shown == ({key: whole[key] for key in shown} if isinstance(shown, dict) else whole), name
+            document |= report
         return code, document, captured.err
