@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from actors.batching import bucket_of
 from actors.generator import Generator, free_bytes
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.plan import Schedule
 from skipdecode.request import Request, Row, TokenLogprobs
@@ -141,5 +141,5 @@ def _line(ticket: Ticket) -> tuple[int, bool, Schedule]:
 
 
 @lru_cache(maxsize=4096)
-def _row_bytes(config: OPTConfig, schedule: Schedule, columns: int, num_new: int, itemsize: int) -> int:
+def _row_bytes(config: DecoderConfig, schedule: Schedule, columns: int, num_new: int, itemsize: int) -> int:
     return cache_bytes_per_row(config, schedule, prompt_columns=columns, num_new=num_new, itemsize=itemsize)

@@ -12,15 +12,16 @@ import torch
 
 from actors.generator import free_bytes
 from actors.profile import profile_step
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row, measure_ceilings, predict_s, training_flops
+from skipdecode.decoder import Decoder
+from skipdecode.forced import teacher_batch
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import listed_schedule
 from skipdecode.step_graphs import step_graphs
-from skipdecode.train import ResponseLoss, teacher_batch
+from skipdecode.train import ResponseLoss
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,17 @@ class BenchCase:
     new_tokens: int
 
 
-def random_model(config: OPTConfig, *, device: str, dtype: torch.dtype, seed: int = 0) -> OPT:
+def random_model(config: DecoderConfig, *, device: str, dtype: torch.dtype, seed: int = 0) -> Decoder:
     """Random weights: speed does not depend on their values, and EOS is ignored."""
     torch.manual_seed(seed)
     with torch.device(device):
-        model = OPT(config).to(dtype)
+        model = Decoder(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02)
     return model.eval().requires_grad_(False)
 
 
-def largest_batch(model: OPT, prompt_tokens: int, new_tokens: int) -> int:
+def largest_batch(model: Decoder, prompt_tokens: int, new_tokens: int) -> int:
     """Rows whose K/V at full depth and logits take 0.8 of the free memory."""
     full = FullDepth(model.config.num_hidden_layers)
     shape = {"prompt_columns": prompt_tokens, "num_new": new_tokens, "itemsize": model.dtype.itemsize}
@@ -51,7 +52,7 @@ def largest_batch(model: OPT, prompt_tokens: int, new_tokens: int) -> int:
     return max(1, rows - rows % 8)
 
 
-def profile_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def profile_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The stages of a decode step under every schedule (`actors.profile`)."""
     shape = {"batch_size": case.batch_size, "prompt_tokens": case.prompt_tokens}
     requests, rows = _requests(model.config, case), []
@@ -61,7 +62,7 @@ def profile_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]]) -
     return rows
 
 
-def _requests(config: OPTConfig, case: BenchCase) -> list[Request]:
+def _requests(config: DecoderConfig, case: BenchCase) -> list[Request]:
     rng = random.Random(0)
     sampling = Sampling(max_new_tokens=case.new_tokens, ignore_eos=True)
     return [
@@ -70,7 +71,7 @@ def _requests(config: OPTConfig, case: BenchCase) -> list[Request]:
     ]
 
 
-def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
+def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
     """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat."""
     config = model.config
     named = _named_schedules(config, case, schedules)
@@ -126,7 +127,7 @@ def bench_case(model: OPT, case: BenchCase, schedules: list[dict[str, Any]], rep
 
 
 def bench_training(
-    model: OPT, case: BenchCase, schedules: list[dict[str, Any]], repeats: int, precision: str
+    model: Decoder, case: BenchCase, schedules: list[dict[str, Any]], repeats: int, precision: str
 ) -> list[dict[str, Any]]:
     """One row per schedule, full depth first: optimiser steps on the same pairs, ratios taken within each repeat.
 
@@ -140,7 +141,7 @@ def bench_training(
         for _ in range(case.batch_size)
     ]
     pairs = [(row[: case.prompt_tokens], row[case.prompt_tokens :]) for row in rows]
-    batch = teacher_batch(pairs, config.pad_token_id, model.device)
+    batch = teacher_batch(pairs, config.filler_token_id, model.device)
     loss = ResponseLoss(model.train().requires_grad_(True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
@@ -177,7 +178,9 @@ def bench_training(
     ]
 
 
-def _named_schedules(config: OPTConfig, case: BenchCase, schedules: list[dict[str, Any]]) -> list[tuple[str, Schedule]]:
+def _named_schedules(
+    config: DecoderConfig, case: BenchCase, schedules: list[dict[str, Any]]
+) -> list[tuple[str, Schedule]]:
     named: list[tuple[str, Schedule]] = [("full", FullDepth(config.num_hidden_layers))]
     for decode in schedules:
         schedule = listed_schedule(config, decode, case.new_tokens)

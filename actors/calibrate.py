@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from skipdecode.decoder import Decoder
 from skipdecode.ffn_rows import SimilarityRecorder, row_ffns
 from skipdecode.ffn_skip import FFNSkip, SkipBand, SkipSaturated
-from skipdecode.model import OPT
+from skipdecode.forced import IGNORE, TeacherBatch, teacher_batch, teacher_forced_logits
 from skipdecode.plan import Schedule
-from skipdecode.train import IGNORE, TeacherBatch, teacher_batch, teacher_forced_logits
 
 Pair = tuple[list[int], list[int]]
 """Prompt tokens and the tokens that the model wrote."""
@@ -45,10 +45,10 @@ class Candidate:
 class Sample:
     """The text that `model` wrote under `base`, in batches for teacher-forced passes."""
 
-    def __init__(self, model: OPT, base: Schedule, pairs: Sequence[Pair], batch_rows: int) -> None:
+    def __init__(self, model: Decoder, base: Schedule, pairs: Sequence[Pair], batch_rows: int) -> None:
         self.model, self.base = model, base
         ordered = sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1])))
-        pad = model.config.pad_token_id
+        pad = model.config.filler_token_id
         self.batches = [
             teacher_batch(ordered[start : start + batch_rows], pad, model.device)
             for start in range(0, len(ordered), batch_rows)

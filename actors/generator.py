@@ -25,7 +25,7 @@ from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.step_graphs import step_graphs
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Generator:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        self.model = load_opt(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
+        self.model = load_model(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
         if self.device.type == "cpu" and choice.choose().name == "torch":
             logger.warning("the CPU kernels are not used, decoding is slower: %s", choice.choose().reason)
         # a graph attends over padded columns behind a mask, the engine over exact ones: other bits for the same row
@@ -272,7 +272,9 @@ class Generator:
 
     def _warm_up(self) -> None:
         """First calls are slow (thread pools, kernel choice); they belong to loading, not to the first batch."""
-        request = Request("warm-up", [self.model.config.bos_token_id] * 8, Sampling(max_new_tokens=4, ignore_eos=True))
+        request = Request(
+            "warm-up", [self.model.config.filler_token_id] * 8, Sampling(max_new_tokens=4, ignore_eos=True)
+        )
         for _ in range(2):
             generate(self.model, [request] * 4, self.schedule(4), graphs=self._graphs)
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-import skipdecode.model
+import skipdecode.decoder
 from skipdecode.backends import cpu
 from skipdecode.backends.layer import LayerKernel
-from skipdecode.cache import KVCache
 from skipdecode.cohort import Cohort
+from skipdecode.decoder import Decoder
 from skipdecode.generate import Request
-from skipdecode.model import OPT
+from skipdecode.kv.padded import KVCache
 from skipdecode.plan import Schedule
 from skipdecode.sampler import Sampler
 
 REST = "rest (host, views, adds)"
 
 
-def profile_step(model: OPT, requests: list[Request], schedule: Schedule) -> list[dict[str, Any]]:
+def profile_step(model: Decoder, requests: list[Request], schedule: Schedule) -> list[dict[str, Any]]:
     """One row per stage of an average decode step, the longest first: `stage`, `ms_per_step`, `share`."""
     cohort = Cohort(model, requests, schedule, compact_at=0.0)
     cohort.prefill()
@@ -41,7 +41,7 @@ def profile_step(model: OPT, requests: list[Request], schedule: Schedule) -> lis
 
 
 @contextmanager
-def _timed(model: OPT) -> Iterator[dict[str, float]]:
+def _timed(model: Decoder) -> Iterator[dict[str, float]]:
     """Seconds by stage of all that `model` does in the block; a stage inside another counts once, inside."""
     seconds: dict[str, float] = {}
     inside: list[float] = []  # of the stages that are open: the time of stages within them
@@ -69,7 +69,7 @@ def _timed(model: OPT) -> Iterator[dict[str, float]]:
         (Sampler, "__call__", "choice of tokens"),
         (cpu, "attend", "attention"),
         (KVCache, "append", "cache write"),
-        (skipdecode.model, "attention", "attention"),
+        (skipdecode.decoder, "attention", "attention"),
     ]
     for block in model.layers:
         places += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]

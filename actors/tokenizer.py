@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.hub import resolve_source
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0..3 in every OPT vocabulary
@@ -20,7 +20,7 @@ SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0..3 in every OPT voca
 class OPTTokenizer:
     """`encode` and `decode` in batches; safe to build once per worker."""
 
-    def __init__(self, source: str | Path, config: OPTConfig) -> None:
+    def __init__(self, source: str | Path, config: DecoderConfig) -> None:
         folder = resolve_source(str(source))
         try:
             self._tokenizer = _load(folder)

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from actors.train_workers import rank_and_size
-from skipdecode.config import OPTConfig
-from skipdecode.model import OPT
+from skipdecode.config import DecoderConfig
+from skipdecode.decoder import Decoder
 from skipdecode.train import ResponseLoss
 
 Weights = dict[str, torch.Tensor]
@@ -44,10 +44,10 @@ def load_state(path: str | Path) -> dict[str, Any]:
     return state
 
 
-def model_of(weights: Weights, config: OPTConfig) -> OPT:
+def model_of(weights: Weights, config: DecoderConfig) -> Decoder:
     """The weights that `Hooks.keep_best` was given, as a model on the CPU."""
     with torch.device("meta"):
-        model = OPT(config)
+        model = Decoder(config)
     model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()}, assign=True)
     return model
 

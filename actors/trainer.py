@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from actors.train_state import Weights, collect_state, full_state, restore_state
 from actors.train_workers import Pair, inner, no_sync, parts_of, rank_and_size, wrap
-from skipdecode.model import OPT
+from skipdecode.decoder import Decoder
+from skipdecode.forced import teacher_batch
 from skipdecode.plan import Schedule
 from skipdecode.schedule import listed_schedule
-from skipdecode.train import ResponseLoss, teacher_batch
+from skipdecode.train import ResponseLoss
 
 SORTED_BATCHES = 50  # rows are sorted by length within chunks of so many batches: little padding, still shuffled
 
@@ -81,7 +82,7 @@ class Hooks:
     """What `train(resume=)` takes (empty but on rank 0), and the record of the step; `save_state` writes it."""
 
 
-def init_weights(model: OPT, seed: int) -> None:
+def init_weights(model: Decoder, seed: int) -> None:
     """Hugging Face OPT's initialisation, residual outputs scaled down by 1/sqrt(2 L) as in GPT-2."""
     generator = torch.Generator().manual_seed(seed)
     std = model.config.init_std
@@ -114,13 +115,13 @@ def num_steps(num_pairs: int, config: TrainConfig) -> int:
 
 
 def train(
-    model: OPT,
+    model: Decoder,
     pairs: Sequence[Pair],
     validation: Sequence[Pair],
     config: TrainConfig,
     hooks: Hooks,
     resume: dict[str, Any] | None = None,
-    teacher: OPT | None = None,
+    teacher: Decoder | None = None,
 ) -> dict[str, Any]:
     """Trains in place and gives back the record of the best validation. `resume`: from `load_state`.
 
@@ -188,7 +189,7 @@ def train(
     return best
 
 
-def mean_loss(model: OPT, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:
+def mean_loss(model: Decoder, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:
     """Nats per response token under `schedule`, teacher-forced, over all pairs; perplexity is its exp."""
     return _mean_loss(ResponseLoss(model).eval(), pairs, schedule, batch_rows, model.device)
 
@@ -241,7 +242,7 @@ def _step(
 def _loss(
     module: nn.Module, part: Sequence[Pair], schedule: Schedule, config: TrainConfig, device: torch.device
 ) -> torch.Tensor:
-    batch = teacher_batch(part, inner(module).model.config.pad_token_id, device)
+    batch = teacher_batch(part, inner(module).model.config.filler_token_id, device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
         loss: torch.Tensor = module(batch, schedule)
     return loss
@@ -252,7 +253,7 @@ def _mean_loss(
     module: nn.Module, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int, device: torch.device
 ) -> float:
     rank, world = rank_and_size()
-    pad = inner(module).model.config.pad_token_id
+    pad = inner(module).model.config.filler_token_id
     total = torch.zeros((), device=device, dtype=torch.float64)
     for batch in length_sorted_batches(pairs, batch_rows * world, "validation"):
         part, weight = parts_of(batch, world)[rank]
@@ -294,7 +295,7 @@ def _learning_rate(step: int, total: int, config: TrainConfig) -> float:
     return config.final_learning_rate + left * (config.learning_rate - config.final_learning_rate)
 
 
-def _decay_groups(model: OPT, weight_decay: float) -> list[dict[str, Any]]:
+def _decay_groups(model: Decoder, weight_decay: float) -> list[dict[str, Any]]:
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() > 1]
     others = [p for p in trained if p.dim() == 1]

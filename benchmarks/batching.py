@@ -24,11 +24,11 @@ from actors.bench import random_model
 from actors.generator import choose_dtype
 from pipeline.cluster import num_cores
 from pipeline.machine import provenance
-from skipdecode.config import OPTConfig
 from skipdecode.continuous import generate_continuous
 from skipdecode.cost import cache_bytes_per_row
+from skipdecode.decoder import Decoder
+from skipdecode.families import released
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
@@ -51,7 +51,7 @@ def requests_of(kind: str, vocabulary: int) -> list[Request]:
 
 
 def in_batches(
-    model: OPT, requests: list[Request], schedule: Schedule, *, is_sorted: bool = True, compact: bool = True
+    model: Decoder, requests: list[Request], schedule: Schedule, *, is_sorted: bool = True, compact: bool = True
 ) -> int:
     """Fixed batches, by prompt length as the offline job cuts a window; new tokens made."""
     if is_sorted:
@@ -60,13 +60,13 @@ def in_batches(
     return sum(generate(model, part, schedule, compact=compact).stats.output_tokens for part in parts)
 
 
-def continuously(model: OPT, requests: list[Request], schedule: Schedule) -> int:
+def continuously(model: Decoder, requests: list[Request], schedule: Schedule) -> int:
     requests = sorted(requests, key=lambda request: len(request.prompt_tokens))
     rows, _ = generate_continuous(model, requests, schedule, max_rows=BATCH)
     return sum(len(row.tokens) for row in rows)
 
 
-WAYS: dict[str, Callable[[OPT, list[Request], Schedule], int]] = {
+WAYS: dict[str, Callable[[Decoder, list[Request], Schedule], int]] = {
     "job": in_batches,
     "not sorted": lambda *args: in_batches(*args, is_sorted=False),
     "ended rows kept": lambda *args: in_batches(*args, compact=False),
@@ -74,7 +74,7 @@ WAYS: dict[str, Callable[[OPT, list[Request], Schedule], int]] = {
 }
 
 
-def compare(model: OPT, kind: str, name: str, schedule: Schedule, repeats: int) -> dict[str, Any]:
+def compare(model: Decoder, kind: str, name: str, schedule: Schedule, repeats: int) -> dict[str, Any]:
     requests = requests_of(kind, model.config.vocab_size)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     made: dict[str, int] = {}
@@ -110,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(num_cores())
     device = torch.device("cpu")
     dtype = choose_dtype("auto", device)
-    model = random_model(OPTConfig.released(SHAPE), device="cpu", dtype=dtype).pack()
+    model = random_model(released(SHAPE), device="cpu", dtype=dtype).pack()
     layers = model.config.num_hidden_layers
     schedules: dict[str, Schedule] = {"full": FullDepth(layers)}
     decode = {"method": "skipdecode", "speedup": 2, "horizon": HORIZON}

@@ -203,13 +203,13 @@ def checkpoint(source: str, work: Path, dtype: str) -> Path:
     import torch
 
     from actors.bench import random_model
-    from skipdecode.config import OPTConfig
-    from skipdecode.weights import save_opt
+    from skipdecode.families import released
+    from skipdecode.weights import save_model
 
     target = work / f"{source}-{dtype}"
     if not (target / "merges.txt").is_file():  # written last
-        config = OPTConfig.released(source)
-        save_opt(random_model(config, device="cpu", dtype=getattr(torch, dtype)), target)
+        config = released(source)
+        save_model(random_model(config, device="cpu", dtype=getattr(torch, dtype)), target)
         words = {f"w{i}": i for i in range(config.vocab_size)} | {"</s>": 2, "<pad>": 1}
         names = {i: w for w, i in words.items()}
         (target / "vocab.json").write_text(json.dumps({names[i]: i for i in sorted(names)}))

@@ -38,10 +38,11 @@ from actors.generator import Generator, GeneratorConfig
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
+from skipdecode.families import OPTConfig, read_config, released
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
-from skipdecode.weights import save_opt
+from skipdecode.weights import save_model
 
 MODEL = "models/opt-e2e"
 SETTLE_S = 10.0  # until an idle Ray has started all that it starts
@@ -96,9 +97,9 @@ def pipeline_rate(run: Path) -> float:
     return float(per_row * sum(row["rows"] for row in later) / (later[-1]["ended_at"] - first["ended_at"]))
 
 
-def save_random(config: OPTConfig, folder: Path) -> None:
+def save_random(config: DecoderConfig, folder: Path) -> None:
     """A checkpoint with the demo model's tokenizer."""
-    save_opt(random_model(config, device="cpu", dtype=torch.float32), folder)
+    save_model(random_model(config, device="cpu", dtype=torch.float32), folder)
     shutil.copy(Path(MODEL) / "tokenizer.json", folder / "tokenizer.json")
 
 
@@ -111,7 +112,7 @@ def steady(rounds: int, num_rows: int, shape: str | None, batch_size: int, threa
     own = [f"model.source={source}", f"actors.num_cpus={threads}", f"actors.batch_size={batch_size}"]
     try:
         if shape:
-            save_random(OPTConfig.released(shape), root / "model")
+            save_random(released(shape), root / "model")
         (root / "in").mkdir()
         pq.write_table(pa.Table.from_pylist(rows), root / "in/rows.parquet")
         for turn in range(rounds):
@@ -173,7 +174,7 @@ def corpus(num_rows: int) -> dict[str, Any]:
             numbers = range(first, min(first + 100_000, num_rows))
             columns = {"id": [f"row-{n:09d}" for n in numbers], "prompt": [f"name[{n}]" for n in numbers]}
             pq.write_table(pa.table(columns), root / f"in/{first:09d}.parquet")
-        config = OPTConfig.from_folder(Path(MODEL))
+        config = read_config(Path(MODEL))
         small = {"hidden_size": 16, "num_hidden_layers": 1, "ffn_dim": 16, "num_attention_heads": 1}
         shape = {key: value for key, value in config.to_dict().items() if key in ("vocab_size", "bos_token_id")}
         tiny = OPTConfig(**(shape | small))

@@ -88,11 +88,11 @@ def ours(spec: Spec) -> Engine:
     from skipdecode.sampling import Sampling
     from skipdecode.schedule import make_schedule
     from skipdecode.step_graphs import step_graphs
-    from skipdecode.weights import load_opt
+    from skipdecode.weights import load_model
 
     torch.set_num_threads(spec.threads)
     plain = spec.name.removesuffix("-int8")
-    loaded = load_opt(Path(spec.model), device=spec.device, dtype=getattr(torch, spec.dtype))
+    loaded = load_model(Path(spec.model), device=spec.device, dtype=getattr(torch, spec.dtype))
     model = loaded.pack("int8" if plain != spec.name else None)
     graphs = step_graphs(model)
     layers = model.config.num_hidden_layers

@@ -10,7 +10,8 @@ from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
 from skipdecode.backends.cpu import MAX_INT8_INPUTS
-from skipdecode.config import OPTConfig, Quantization
+from skipdecode.config import DecoderConfig, Quantization
+from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.weights import check_folder
@@ -23,7 +24,7 @@ class ResolvedModel:
     folder: Path
     source: str
     """As the configuration names it."""
-    config: OPTConfig
+    config: DecoderConfig
     decode: dict[str, Json]
 
 
@@ -31,7 +32,7 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
     """Finds the checkpoint, checks its files against its config, and settles the schedule; ConfigError otherwise."""
     try:
         folder = resolve_source(config.model.source)
-        opt = OPTConfig.from_folder(folder)
+        opt = read_config(folder)
         check_folder(folder)
         tokenizer = config.model.tokenizer
         OPTTokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
@@ -54,7 +55,7 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
     return ResolvedModel(folder, config.model.source, opt, decode)
 
 
-def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, Json]:
+def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[str, Json]:
     """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2.
 
     `ffn_skip` is apart from that: it is the job's own, on top of whatever schedule holds.
@@ -68,7 +69,7 @@ def resolve_decode(config: JobConfig, opt: OPTConfig, note: Note) -> dict[str, J
 
 
 def resolve_ffn_skip(
-    skip: dict[str, Json], decode: dict[str, Json], prefill: str, opt: OPTConfig, note: Note
+    skip: dict[str, Json], decode: dict[str, Json], prefill: str, opt: DecoderConfig, note: Note
 ) -> dict[str, Json]:
     """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers where `calibrated` asks for them.
 
@@ -105,7 +106,7 @@ def resolve_ffn_skip(
     return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
 
 
-def default_decode(opt: OPTConfig, note: Note) -> dict[str, Json]:
+def default_decode(opt: DecoderConfig, note: Note) -> dict[str, Json]:
     """What holds where the job says nothing."""
     if opt.skip_decode is not None:
         return dict(opt.skip_decode)
@@ -118,7 +119,7 @@ def default_decode(opt: OPTConfig, note: Note) -> dict[str, Json]:
 
 
 def check_quantization(
-    quantization: Quantization | None, opt: OPTConfig, dtype: str, device: str, no_int8: str | None
+    quantization: Quantization | None, opt: DecoderConfig, dtype: str, device: str, no_int8: str | None
 ) -> None:
     """ConfigError where workers on `device` in `dtype`, as it is settled, could not load the model with it.
 

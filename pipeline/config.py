@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from pipeline.config_tree import ConfigError, Section, build_config, read_tree, set_key
-from skipdecode.config import OPTConfig, Quantization, SwiftKVConfig
+from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
 
 __all__ = [
     "ActorsConfig", "Auto", "BaselineConfig", "ConfigError", "DecodeConfig", "FFNSkipConfig", "InputConfig",
@@ -86,7 +86,7 @@ class SwiftKVSection(Section):
     group_size: Annotated[int, Field(ge=1)] = 1
     """Neighbouring layers above that share one K/V (AcrossKV); divides their number."""
 
-    def shape(self, opt: OPTConfig) -> SwiftKVConfig:
+    def shape(self, opt: DecoderConfig) -> SwiftKVConfig:
         """For a model of that shape; ValueError when it cannot have it."""
         shape = SwiftKVConfig(self.kv_layers or -(-opt.num_hidden_layers // 2), self.group_size)
         shape.check(opt)

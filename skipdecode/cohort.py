@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skipdecode.cache import KVCache
+from skipdecode.decoder import Decoder
 from skipdecode.ffn_rows import RowFFNs, row_ffns
+from skipdecode.kv.padded import KVCache
 from skipdecode.logprobs import LogprobRecorder
-from skipdecode.model import OPT
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
@@ -66,7 +66,7 @@ class Cohort:
     @torch.inference_mode()
     def __init__(
         self,
-        model: OPT,
+        model: Decoder,
         requests: Sequence[Request],
         schedule: Schedule,
         *,
@@ -168,7 +168,7 @@ class Cohort:
             row = rows[index]
             row.ffns += ran
             if row.is_running:
-                row.take(new, self.model.config.eos_token_id, self._decode_text)
+                row.take(new, self.model.config.eos_token_ids, self._decode_text)
         self._made = []
         running = [at for at, index in enumerate(live) if rows[index].is_running]
         size = len(self._newest)
@@ -196,23 +196,23 @@ def rounded_columns(longest: int) -> int:
 
 
 def pad_prompts(
-    model: OPT, requests: Sequence[Request], prompt_columns: int | None, batch_rows: int | None
+    model: Decoder, requests: Sequence[Request], prompt_columns: int | None, batch_rows: int | None
 ) -> tuple[Tensor, Tensor]:
     """Left-padded prompts [B, P] int64 and the padding of each row [B] int64, on the model's device."""
     columns = prompt_columns or max(len(r.prompt_tokens) for r in requests)
     config = model.config
     lines = [r.prompt_tokens for r in requests]
-    lines += [[config.bos_token_id]] * ((batch_rows or len(lines)) - len(lines))
+    lines += [[config.filler_token_id]] * ((batch_rows or len(lines)) - len(lines))
     longest = max(len(line) for line in lines)
     assert min(len(line) for line in lines) > 0, "a prompt without a token"
     assert longest <= columns, (longest, columns)
-    padded = [[config.pad_token_id] * (columns - len(line)) + line for line in lines]
+    padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
     num_pad = torch.tensor([columns - len(line) for line in lines])
     return torch.tensor(padded).to(model.device), num_pad.to(model.device)
 
 
 def feed_prompts(
-    model: OPT,
+    model: Decoder,
     tokens: Tensor,
     cache: KVCache,
     plan: LayerPlan,
@@ -239,7 +239,7 @@ def feed_prompts(
 
 
 def allocate_cache(
-    model: OPT,
+    model: Decoder,
     num_pad: Tensor,
     columns: int,
     schedule: Schedule,

@@ -1,41 +1,18 @@
-"""The shape of an OPT model, read from a Hugging Face `config.json`. No torch here: a head node can price a job.
+"""What the decoder asks of a model's configuration, whatever family it is of. No torch: a head node can price a job.
 
-Field names are those of `transformers.OPTConfig`. What OPT has and we do not run (other activations, untied heads) is
-refused by name instead of being ignored.
+A family (`skipdecode.families`) is a subclass: its fields are those of its Hugging Face `config.json`, its properties
+answer the questions below. What a file asks for and we do not have is refused by name, never ignored.
 """
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self
 
 Quantization = Literal["int8"]
 """Of a model that decodes: weights as whole numbers of 8 bits times a scale per output; the embedding stays."""
 
-POSITION_OFFSET = 2  # Hugging Face OPTLearnedPositionalEmbedding: the table has two rows more than positions
-
-# Released shapes (metaseq opt_job_constants.py): layers, hidden, heads; ffn = 4 x hidden.
-RELEASED = {
-    "opt-125m": (12, 768, 12),
-    "opt-350m": (24, 1024, 16),
-    "opt-1.3b": (24, 2048, 32),
-    "opt-2.7b": (32, 2560, 32),
-    "opt-6.7b": (32, 4096, 32),
-    "opt-13b": (40, 5120, 40),
-    "opt-30b": (48, 7168, 56),
-    "opt-66b": (64, 9216, 72),
-}
-
-# The fields of which every one is a size: config.json may come from anywhere.
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "ffn_dim",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "word_embed_proj_dim",
-)
+Parts = Mapping[str, tuple[str, ...]]
+"""Our module -> its Hugging Face names, in the order of its rows; several where we fuse what they keep apart."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +32,7 @@ class SwiftKVConfig:
                 raise ValueError(f"swiftkv.{key} is {value!r}, expected a positive integer")
         return cls(**raw)
 
-    def check(self, config: "OPTConfig") -> None:
+    def check(self, config: "DecoderConfig") -> None:
         """ValueError when a model of that shape cannot have it."""
         if self.kv_layers > config.num_hidden_layers:
             raise ValueError(
@@ -66,69 +43,182 @@ class SwiftKVConfig:
                 f"swiftkv.group_size is {self.group_size}, which does not divide the {self.num_shared(config)} layers "
                 f"from kv_layers={self.kv_layers} on"
             )
-        if not config.do_layer_norm_before:
+        if not config.is_pre_norm:
             raise ValueError(
                 "swiftkv needs norms before the blocks, and this model (as OPT-350m) has them behind: no norm of a "
                 "layer can stand for norm_swiftkv"
             )
 
-    def num_shared(self, config: "OPTConfig") -> int:
+    def num_shared(self, config: "DecoderConfig") -> int:
         """Layers whose K/V come from below."""
         return config.num_hidden_layers - self.kv_layers
 
-    def num_groups(self, config: "OPTConfig") -> int:
+    def num_groups(self, config: "DecoderConfig") -> int:
         return self.num_shared(config) // self.group_size
 
 
 @dataclass(frozen=True)
-class OPTConfig:
-    vocab_size: int = 50272
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    ffn_dim: int = 3072
-    num_attention_heads: int = 12
+class Rope:
+    """Rotary positions: which numbers of a head turn, and how fast."""
+
+    theta: float = 10_000.0
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    """With those below: of `llama3`."""
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    share: float = 1.0
+    """Of a head's numbers, the first ones (`partial_rotary_factor`)."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a model. Widths are numbers, not bytes."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    """The class of `transformers` that opens what we save."""
+    sizes: ClassVar[tuple[str, ...]] = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+    )  # fmt: skip
+    """Fields that must be positive integers: config.json may come from anywhere."""
+    prefix: ClassVar[str]
+    """Before the Hugging Face names of what follows."""
+    layer_parts: ClassVar[Parts]
+    """Names inside `layers.I.`."""
+    model_parts: ClassVar[Parts]
+    released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    """Keys of config.json by the name of a released model: what benchmarks give random weights to."""
+    ignored_tensors: ClassVar[tuple[str, ...]] = ()
+    """Ends of names that nobody reads."""
+
+    vocab_size: int = 0
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
     max_position_embeddings: int = 2048
-    word_embed_proj_dim: int | None = None
-    """Width of the embeddings; differs from hidden_size in 350m only. None: hidden_size."""
-    do_layer_norm_before: bool = True
-    """False in 350m: norms come after each residual, and there is no last norm."""
-    remove_final_layer_norm: bool = False
-    """`_remove_final_layer_norm` in old checkpoints."""
-    enable_bias: bool = True
-    layer_norm_elementwise_affine: bool = True
-    bos_token_id: int = 2
-    eos_token_id: int = 2
-    pad_token_id: int = 1
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] = 2
+    pad_token_id: int | None = None
     init_std: float = 0.02
     torch_dtype: str = "float32"
     """Type of the stored weights."""
     skip_decode: dict[str, Any] | None = field(default=None, hash=False)
     """The schedule that the checkpoint was tuned for (keys of `decode:` in a job's configuration)."""
-
     ffn_skip: dict[str, Any] | None = field(default=None, hash=False)
     """The feed-forward blocks that calibration found to matter least: `layers`, `warmup_tokens`, `num_layers`."""
     swiftkv: SwiftKVConfig | None = None
     """The extra projections that the checkpoint has; they run when the prefill asks for them."""
 
     def __post_init__(self) -> None:
-        for name in SIZES:
+        for name in self.sizes:
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and not (name == "word_embed_proj_dim" and value is None):
+            if not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
                 raise ValueError(f"{name} is {value!r}, expected a positive integer")
         if self.swiftkv is not None:
             self.swiftkv.check(self)
-        if self.hidden_size % self.num_attention_heads:
+        if self.num_attention_heads % self.num_kv_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_kv_heads}"
             )
+
+    # --- what a layer is made of
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values; several heads of queries may share one (GQA)."""
+        return self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def ffn_dim(self) -> int:
+        """Width between the products of a feed-forward block."""
+        raise NotImplementedError
+
+    @property
+    def mlp(self) -> Literal["relu", "swiglu"]:
+        raise NotImplementedError
+
+    @property
+    def norm(self) -> Literal["layer", "rms"]:
+        raise NotImplementedError
+
+    @property
+    def norm_epsilon(self) -> float:
+        return 1e-5
+
+    @property
+    def norm_affine(self) -> bool:
+        """Norms have weights."""
+        return True
+
+    @property
+    def is_pre_norm(self) -> bool:
+        """Norms stand before the blocks; else behind the residuals (OPT-350m)."""
+        return True
+
+    @property
+    def has_final_norm(self) -> bool:
+        return True
+
+    @property
+    def qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def out_bias(self) -> bool:
+        return False
+
+    @property
+    def mlp_bias(self) -> bool:
+        return False
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Queries and keys of each head go through a norm before they turn (Qwen3)."""
+        return False
+
+    @property
+    def rope(self) -> Rope | None:
+        """None: learned positions, which are added to the embedding."""
+        return None
+
+    # --- what is around the layers
+
+    @property
     def embed_dim(self) -> int:
-        return self.word_embed_proj_dim or self.hidden_size
+        """Width of the embedding."""
+        return self.hidden_size
+
+    @property
+    def has_tied_head(self) -> bool:
+        """The head is the embedding."""
+        return True
+
+    # --- what follows from it
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Any of them ends a row; training writes the first."""
+        return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
+
+    @property
+    def filler_token_id(self) -> int:
+        """What stands where no token is: a valid id that nobody reads."""
+        return self.eos_token_ids[0] if self.pad_token_id is None else self.pad_token_id
 
     def kv_layers(self, prefill: str) -> int | None:
         """Where a prompt stops under `prefill.method`; None: it runs all layers."""
@@ -139,78 +229,32 @@ class OPTConfig:
         """Neighbouring upper layers that share K/V where SwiftKV runs."""
         return 1 if self.swiftkv is None else self.swiftkv.group_size
 
-    @property
-    def has_final_norm(self) -> bool:
-        return self.do_layer_norm_before and not self.remove_final_layer_norm
+    # --- config.json
 
     @classmethod
-    def released(cls, name: str) -> "OPTConfig":
-        """The shape of a released model, e.g. `opt-1.3b`."""
-        if name not in RELEASED:
-            raise ValueError(f"unknown shape {name!r}; known: {', '.join(RELEASED)}")
-        layers, hidden, heads = RELEASED[name]
-        is_350m = name == "opt-350m"
-        return cls(
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            ffn_dim=4 * hidden,
-            word_embed_proj_dim=512 if is_350m else None,
-            do_layer_norm_before=not is_350m,
-        )
+    def from_dict(cls, raw: dict[str, Any]) -> Self:
+        """From the contents of a Hugging Face `config.json` of this family; ValueError names the key at fault."""
+        return cls(**cls.read_fields(raw))
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "OPTConfig":
-        """Reads `folder/config.json`; ValueError when it is absent or not an OPT we can run."""
-        path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file; expected a Hugging Face OPT folder") from None
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: cannot be read: {error}") from error
-        try:
-            return cls.from_dict(raw)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "OPTConfig":
-        """From the contents of a Hugging Face `config.json`."""
-        if not isinstance(raw, dict):
-            raise ValueError(f"expected a mapping, got {type(raw).__name__}")
-        if raw.get("model_type") != "opt":
-            raise ValueError(f"model_type is {raw.get('model_type')!r}, expected 'opt'")
-        _refuse(raw, "activation_function", "relu")
-        _refuse(raw, "tie_word_embeddings", True)
+    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """The fields of this class that `raw` gives: what all families have in common, checked."""
         if raw.get("quantization_config"):
             raise ValueError("quantization_config is set, and this version cannot run it")
-        if raw.get("swiftkv") is not None:
-            raw = raw | {"swiftkv": SwiftKVConfig.from_dict(raw["swiftkv"])}
-        renamed = {"remove_final_layer_norm": "_remove_final_layer_norm", "torch_dtype": "dtype"}
-        known = {
-            name: raw[renamed.get(name, name)] for name in cls.__dataclass_fields__ if renamed.get(name, name) in raw
-        }
-        known.setdefault("torch_dtype", raw.get("torch_dtype", "float32"))
-        eos = known.get("eos_token_id", 2)
-        if not isinstance(eos, int):
-            raise ValueError(f"eos_token_id is {eos!r}, expected one integer")
-        return cls(**{name: value for name, value in known.items() if value is not None})
+        known = {name: raw[name] for name in (one.name for one in fields(cls)) if raw.get(name) is not None}
+        if (dtype := raw.get("dtype") or raw.get("torch_dtype")) is not None:
+            known["torch_dtype"] = dtype
+        if "swiftkv" in known:
+            known["swiftkv"] = SwiftKVConfig.from_dict(known["swiftkv"])
+        if "eos_token_id" in raw:
+            known["eos_token_id"] = read_eos("eos_token_id", raw["eos_token_id"])
+        return known
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of a `config.json` that `transformers.OPTForCausalLM` opens."""
-        raw: dict[str, Any] = {
-            "architectures": ["OPTForCausalLM"],
-            "model_type": "opt",
-            "activation_function": "relu",
-            "tie_word_embeddings": True,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "layerdrop": 0.0,
-        }
-        raw |= {name: getattr(self, name) for name in self.__dataclass_fields__}
-        raw["word_embed_proj_dim"] = self.embed_dim
-        raw["_remove_final_layer_norm"] = raw.pop("remove_final_layer_norm")
+        """The contents of a `config.json` that `transformers` opens."""
+        raw: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        raw |= {name: getattr(self, name) for name in (one.name for one in fields(self))}
+        raw["eos_token_id"] = self.eos_token_id if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
         raw["swiftkv"] = None if self.swiftkv is None else vars(self.swiftkv)
         for key in ("skip_decode", "ffn_skip", "swiftkv"):
             if raw[key] is None:
@@ -218,6 +262,15 @@ class OPTConfig:
         return raw
 
 
-def _refuse(raw: dict[str, Any], key: str, only: Any) -> None:
+def read_eos(key: str, value: Any) -> int | tuple[int, ...]:
+    """One token id or a list of them; ValueError otherwise."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not ids or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise ValueError(f"{key} is {value!r}, expected one integer or a list of them")
+    return ids[0] if len(ids) == 1 else tuple(ids)
+
+
+def refuse(raw: Mapping[str, Any], key: str, only: Any) -> None:
+    """ValueError where a config.json asks for something else than `only`."""
     if raw.get(key, only) != only:
         raise ValueError(f"{key} is {raw[key]!r}; only {only!r} is supported")

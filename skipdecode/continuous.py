@@ -14,17 +14,16 @@ B rows, R rows with memory, C columns of a layer, S columns visible, H heads, K 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from skipdecode.arena import Arena
 from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts, rounded_columns
-from skipdecode.ffn_skip import SkipByRow
+from skipdecode.decoder import Decoder, Extents, Run, run_layers
+from skipdecode.kv.ragged import Arena
 from skipdecode.logprobs import LogprobRecorder
-from skipdecode.model import OPT
-from skipdecode.plan import LayerPlan, Schedule, has_no_kv_holes, kv_owners
+from skipdecode.plan import Schedule, has_no_kv_holes, kv_owners
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import likeliest, pick
 from skipdecode.sampling import row_uniforms
@@ -52,7 +51,7 @@ class ContinuousBatch:
     """`join` and `step` in any order; `rows` are those in the batch, oldest first."""
 
     @torch.inference_mode()
-    def __init__(self, model: OPT, schedule: Schedule, *, decode_text: DecodeText | None = None) -> None:
+    def __init__(self, model: Decoder, schedule: Schedule, *, decode_text: DecodeText | None = None) -> None:
         check_continuous(schedule)
         self.model, self.schedule = model, schedule
         self._decode_text = decode_text
@@ -106,7 +105,7 @@ class ContinuousBatch:
             recorder.see(made, first)
             recorder.give()
         for row, token in zip(rows, first.tolist(), strict=True):
-            row.take([token], self.model.config.eos_token_id, self._decode_text)
+            row.take([token], self.model.config.eos_token_ids, self._decode_text)
         stay = [at for at, row in enumerate(rows) if row.is_running]
         if stay:
             self._drop_ended(carry=0.0)
@@ -132,7 +131,8 @@ class ContinuousBatch:
                      for p, k, m in zip(self._arena.prompts, ages, members, strict=True)]  # fmt: skip
         self._arena.begin(positions)
         at = torch.tensor(positions, device=self.model.device)[:, None]
-        h = self._run_layers(self.model.embed(self._newest[:, None], at), [-k for k in ages])
+        embedded = self.model.embed(self._newest[:, None], at)
+        h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotations), self._extents(ages))
         self._num_steps += 1
         self.row_steps += len(members)
         if self._params is None and not self._logprobs.is_asked:
@@ -144,40 +144,17 @@ class ContinuousBatch:
             self._logprobs.give()
         for member, token in zip(members, self._newest.tolist(), strict=True):
             if member.row.is_running:
-                member.row.take([token], self.model.config.eos_token_id, self._decode_text)
+                member.row.take([token], self.model.config.eos_token_ids, self._decode_text)
 
-    def _run_layers(self, h: Tensor, minus_ages: list[int]) -> Tensor:
-        """[B, 1, D] through each layer, on the rows that run it. `minus_ages`: -k of each row, rising."""
-        first_kv, num_rows, arena = self._kv_layers, len(minus_ages), self._arena
-        entered = num_rows  # under SwiftKV: the first row whose K/V of the upper layers are written
-        for i, block in enumerate(self.model.layers):
-            # rows with k < end, i.e. -k > -end
-            start, feeds_from = (bisect_left(minus_ages, 1 - ends[i]) for ends in (self._attn_ends, self._ffn_ends))
-            feeds_too = False
-            if start < num_rows:
-                part, rows = h[start:], arena.slice(start)
-                if first_kv is not None and i >= first_kv:
-                    assert self.model.swift is not None, "a plan for SwiftKV, and a model without"
-                    if start < entered:
-                        youngest: LayerPlan = self.schedule.step(-minus_ages[entered - 1])
-                        self.model.swift.write(h[start:entered], arena.slice(start, entered), youngest.attn)
-                        entered = start
-                    query = self.model.swift.query(i)
-                    if rows.can_attend:
-                        feeds_too = start == feeds_from
-                        part = block.step(part, rows, i, feeds=feeds_too, query=query)
-                    else:
-                        part = block.attend_to(part, query, *rows.read(i, 1), arena.mask(start))
-                elif rows.can_attend:
-                    feeds_too = start == feeds_from
-                    part = block.step(part, rows, i, feeds=feeds_too)
-                else:
-                    part = block.attend(part, partial(rows.append, i), arena.mask(start))
-                h = _with_tail(h, part, start)
-            if feeds_from < num_rows and not feeds_too:
-                part, rows = h[feeds_from:], arena.slice(feeds_from)
-                h = _with_tail(h, block.step(part, rows, i, attends=False), feeds_from)
-        return h
+    def _extents(self, ages: list[int]) -> Extents:
+        """Rows that run each sublayer: the youngest ones, those of k < end. `ages`: k of each row, falling."""
+        minus_ages = [-k for k in ages]
+
+        def runs(ends: list[int]) -> tuple[Run, ...]:
+            starts = {end: bisect_left(minus_ages, 1 - end) for end in set(ends)}
+            return tuple(slice(starts[end], None) if starts[end] < len(ages) else None for end in ends)
+
+        return Extents(runs(self._attn_ends), runs(self._ffn_ends), kv_layers=self._kv_layers)
 
     def _drop_ended(self, carry: float) -> None:
         """Ended rows fall off at both ends, and from between when they are more than `carry` of the batch."""
@@ -206,7 +183,7 @@ class ContinuousBatch:
 
 def check_continuous(schedule: Schedule) -> None:
     """ValueError when rows of that schedule cannot share a step at different ages."""
-    if isinstance(schedule, SkipByRow):
+    if schedule.row_rule is not None:
         raise ValueError(
             "decode.ffn_skip.mode: the continuous scheduler runs modes calibrated and fixed, where the blocks left out "
             "are known in advance; use one of them, or scheduler cohort"
@@ -215,7 +192,7 @@ def check_continuous(schedule: Schedule) -> None:
 
 @torch.inference_mode()
 def generate_continuous(
-    model: OPT,
+    model: Decoder,
     requests: Sequence[Request],
     schedule: Schedule,
     *,
@@ -250,15 +227,6 @@ def _ends(runs: Sequence[Sequence[bool]]) -> list[int]:
         assert all(step[layer] == (k < count) for k, step in enumerate(runs)), f"layer {layer} is skipped and run again"
         ends.append(NEVER if count == len(runs) else count)
     return ends
-
-
-def _with_tail(h: Tensor, part: Tensor, start: int) -> Tensor:
-    """h with its rows from `start` on replaced, in place: h is ours from the second layer on."""
-    if start == 0:
-        return part
-    if part.data_ptr() != h[start:].data_ptr():  # not by a kernel that works in place
-        h[start:] = part
-    return h
 
 
 def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:

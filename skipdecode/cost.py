@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_per_layer
 
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
@@ -58,7 +58,7 @@ class Ceilings:
 
 
 def attention_cost(
-    config: OPTConfig,
+    config: DecoderConfig,
     *,
     rows: int,
     new_columns: int,
@@ -83,7 +83,7 @@ def attention_cost(
 
 
 def shared_kv_cost(
-    config: OPTConfig, plan: LayerPlan, *, tokens: int, itemsize: int, weight_itemsize: int | None = None
+    config: DecoderConfig, plan: LayerPlan, *, tokens: int, itemsize: int, weight_itemsize: int | None = None
 ) -> Cost:
     """Norm and one projection to the K and V of every group of which `plan` runs a layer (SwiftKV)."""
     assert config.swiftkv is not None
@@ -93,13 +93,13 @@ def shared_kv_cost(
     return Cost(4.0 * tokens * groups * d * d, moved, 4)
 
 
-def ffn_cost(config: OPTConfig, *, tokens: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
+def ffn_cost(config: DecoderConfig, *, tokens: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
     weights = 2 * config.hidden_size * config.ffn_dim
     moved = (weight_itemsize or itemsize) * weights + itemsize * tokens * (4 * config.hidden_size + 2 * config.ffn_dim)
     return Cost(2.0 * tokens * weights, moved, FFN_CALLS)
 
 
-def head_cost(config: OPTConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
+def head_cost(config: DecoderConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
     """Final projection to the vocabulary and the choice of a token, logits written and read (which a kernel for greedy
     tokens does without)."""
     weights = config.vocab_size * config.embed_dim
@@ -108,7 +108,7 @@ def head_cost(config: OPTConfig, *, rows: int, itemsize: int, weight_itemsize: i
 
 
 def plan_parts(
-    config: OPTConfig,
+    config: DecoderConfig,
     plan: LayerPlan,
     *,
     rows: int,
@@ -144,7 +144,7 @@ def plan_parts(
 
 
 def predict_s(
-    config: OPTConfig,
+    config: DecoderConfig,
     schedule: Schedule,
     ceilings: Ceilings,
     *,
@@ -177,7 +177,9 @@ def predict_s(
     return prefill, decode
 
 
-def training_flops(config: OPTConfig, schedule: Schedule, *, rows: int, prompt_tokens: int, new_tokens: int) -> float:
+def training_flops(
+    config: DecoderConfig, schedule: Schedule, *, rows: int, prompt_tokens: int, new_tokens: int
+) -> float:
     """Forward and backward (twice) of one teacher-forced pass with the prefix trick of `skipdecode.train`.
 
     Its ratio to full depth bounds what training under `schedule` can gain.
@@ -191,7 +193,7 @@ def training_flops(config: OPTConfig, schedule: Schedule, *, rows: int, prompt_t
 
 
 def cache_bytes_per_row(
-    config: OPTConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
+    config: DecoderConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
 ) -> int:
     """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
     columns = kv_columns(kv_owners(schedule, config.kv_group_size), schedule, prompt_columns, num_new)

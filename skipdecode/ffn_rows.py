@@ -15,16 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.ffn_skip import SkipAtRandom, SkipSaturated
-from skipdecode.plan import Schedule
+from skipdecode.plan import RandomRule, SaturationRule, Schedule
 from skipdecode.sampling import row_uniforms
 
 
 class FeedForward(Protocol):
-    """What this module needs to know of a decoder layer (`skipdecode.model.Block`)."""
+    """What this module needs to know of a decoder layer (`skipdecode.layers.Layer`)."""
 
     def add_feed(self, h: Tensor) -> Tensor: ...
-    def settle(self, h: Tensor) -> Tensor: ...
+    def post_norm(self, h: Tensor) -> Tensor: ...
 
 
 class RowFFNs:
@@ -65,9 +64,9 @@ class RowFFNs:
             before = h[rows]
             added = block.add_feed(before)
             self._look(layer, before, added, rows)
-            return h.index_copy(0, rows, block.settle(added))
+            return h.index_copy(0, rows, block.post_norm(added))
         added = block.add_feed(h)
-        fed = block.settle(added)
+        fed = block.post_norm(added)
         if not self.gather:
             fed = torch.where(needed[..., None], fed, h)  # before the look, which may change `needed` in place
         self._look(layer, h, added)
@@ -151,9 +150,10 @@ def row_ffns(
     schedule: Schedule, ids: Sequence[str], num_steps: int, device: torch.device, *, gather: bool
 ) -> RowFFNs | None:
     """What decides for the rows `ids` over `num_steps` decode steps of `schedule`; None when its plans say it all."""
-    if isinstance(schedule, SkipSaturated):
-        return SaturatedRows(len(ids), device, schedule.threshold, gather=gather)
-    if isinstance(schedule, SkipAtRandom):
-        share, seed, layers = schedule.share, schedule.seed, schedule.num_layers
-        return RandomRows(ids, max(num_steps, 1), layers, share, seed, device, gather=gather)
-    return None
+    match schedule.row_rule:
+        case SaturationRule(threshold):
+            return SaturatedRows(len(ids), device, threshold, gather=gather)
+        case RandomRule(share, seed):
+            return RandomRows(ids, max(num_steps, 1), schedule.num_layers, share, seed, device, gather=gather)
+        case None:
+            return None

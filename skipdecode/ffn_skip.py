@@ -8,7 +8,7 @@ and the first `warmup_tokens` decode steps skip nothing. No torch.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from skipdecode.plan import LayerPlan, Schedule
+from skipdecode.plan import LayerPlan, RandomRule, RowRule, SaturationRule, Schedule
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class FFNSkip:
     @property
     def num_layers(self) -> int:
         return self.base.num_layers
+
+    @property
+    def row_rule(self) -> RowRule | None:
+        return self.base.row_rule
 
     def prefill(self) -> LayerPlan:
         return self.base.prefill()
@@ -88,6 +92,10 @@ class SkipSaturated(SkipByRow):
         if not -1 <= self.threshold <= 1:
             raise ValueError(f"decode.ffn_skip.threshold: a cosine lies between -1 and 1, got {self.threshold}")
 
+    @property
+    def row_rule(self) -> RowRule:
+        return SaturationRule(self.threshold)
+
 
 @dataclass(frozen=True)
 class SkipAtRandom(SkipByRow):
@@ -100,6 +108,10 @@ class SkipAtRandom(SkipByRow):
         super().__post_init__()
         if not 0 <= self.share <= 1:
             raise ValueError(f"decode.ffn_skip.share: must lie between 0 and 1, got {self.share}")
+
+    @property
+    def row_rule(self) -> RowRule:
+        return RandomRule(self.share, self.seed)
 
 
 @lru_cache(maxsize=4096)

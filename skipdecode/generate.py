@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from skipdecode.cohort import CHECK_EVERY, COMPACT_AT, BatchStats, Cohort, allocate_cache, now, pad_prompts
-from skipdecode.model import OPT
+from skipdecode.decoder import Decoder
 from skipdecode.plan import Schedule
 from skipdecode.request import Completion, DecodeText, Request, complete
 from skipdecode.step_graphs import StepGraphs
@@ -34,7 +34,7 @@ class BatchResult:
 
 @torch.inference_mode()
 def generate(
-    model: OPT,
+    model: Decoder,
     requests: Sequence[Request],
     schedule: Schedule,
     *,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.model import OPT
+from skipdecode.decoder import Decoder
+from skipdecode.forced import teacher_batch, teacher_forced_states
 from skipdecode.plan import FullDepth
 from skipdecode.request import Row, TokenLogprobs
-from skipdecode.train import teacher_batch, teacher_forced_states
 
 SCORED_COLUMNS = 256  # at a time: logits of a whole long prompt would take hundreds of megabytes
 
@@ -62,11 +62,11 @@ def listed(own: Tensor, values: Tensor, tokens: Tensor) -> list[TokenLogprobs]:
 
 
 @torch.inference_mode()
-def score_prompt(model: OPT, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+def score_prompt(model: Decoder, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """What the model at full depth thinks of each of `tokens` but the first, given those before it."""
     if len(tokens) < 2:
         return []
-    batch = teacher_batch([(list(tokens[:1]), list(tokens[1:]))], model.config.pad_token_id, model.device)
+    batch = teacher_batch([(list(tokens[:1]), list(tokens[1:]))], model.config.filler_token_id, model.device)
     states = teacher_forced_states(model, batch, FullDepth(model.config.num_hidden_layers))[0]  # [P - 1, D]
     scored: list[TokenLogprobs] = []
     for start in range(0, len(states), SCORED_COLUMNS):

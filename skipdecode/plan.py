@@ -45,6 +45,24 @@ class LayerPlan:
         return len(self.layers)
 
 
+@dataclass(frozen=True)
+class SaturationRule:
+    """A token whose state a block leaves as it was, cos(h, h + FFN(h)) >= threshold, skips the blocks after it."""
+
+    threshold: float
+
+
+@dataclass(frozen=True)
+class RandomRule:
+    """Each block of each token is skipped with probability `share`, whatever the hidden state."""
+
+    share: float
+    seed: int
+
+
+RowRule = SaturationRule | RandomRule
+
+
 class Schedule(Protocol):
     """Decides on the host, before the loop, and equally for all rows."""
 
@@ -57,6 +75,10 @@ class Schedule(Protocol):
 
     def step(self, k: int) -> LayerPlan:
         """The plan of decode step `k` (0-based), which feeds y_k and yields y_(k+1)."""
+
+    @property
+    def row_rule(self) -> "RowRule | None":
+        """How rows decide on the blocks that plans leave to them (`by_row`); None: plans say it all."""
 
     def __hash__(self) -> int:
         """Schedules are values: rows with equal ones share batches."""
@@ -72,6 +94,10 @@ class FullDepth:
     """Every layer, always."""
 
     num_layers: int
+
+    @property
+    def row_rule(self) -> RowRule | None:
+        return None
 
     def prefill(self) -> LayerPlan:
         return _plan(tuple(range(self.num_layers)), self.num_layers)
@@ -147,6 +173,10 @@ class SwiftPrefill:
     @property
     def num_layers(self) -> int:
         return self.base.num_layers
+
+    @property
+    def row_rule(self) -> RowRule | None:
+        return self.base.row_rule
 
     def prefill(self) -> LayerPlan:
         return _with_swiftkv(self.base.prefill(), self.kv_layers)

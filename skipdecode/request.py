@@ -3,7 +3,7 @@
 Where a row ends is decided here and nowhere else: EOS, a stop string, `max_new_tokens`, or a caller that cancels it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from skipdecode.plan import Schedule
@@ -63,14 +63,15 @@ class Row:
     def is_running(self) -> bool:
         return self.finish_reason is None
 
-    def take(self, new: Sequence[int], eos: int, decode: DecodeText | None) -> None:
+    def take(self, new: Sequence[int], eos: Collection[int], decode: DecodeText | None) -> None:
         """Adds tokens that the device made, up to the one that ends the row."""
         sampling, checked = self.request.sampling, len(self.tokens)
         self.tokens += new[: sampling.max_new_tokens - checked]
         if len(self.tokens) == sampling.max_new_tokens:
             self.finish_reason = "length"
-        if not sampling.ignore_eos and eos in self.tokens[checked:]:
-            del self.tokens[self.tokens.index(eos, checked) + 1 :]
+        ends = (at for at in range(checked, len(self.tokens)) if self.tokens[at] in eos)
+        if not sampling.ignore_eos and (end := next(ends, None)) is not None:
+            del self.tokens[end + 1 :]
             self.finish_reason = "stop"
         if sampling.stop:
             assert decode is not None, "a request has stop strings, and there is no decoder of text"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 
@@ -48,7 +48,7 @@ def make_schedule(
     return base if skip is None else _with_ffn_skip(base, skip)
 
 
-def listed_schedule(config: OPTConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:
+def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:
     """One entry of a list of schedules for that model: a `decode:` mapping with `prefill` (full or swiftkv) beside its
     keys. ValueError names the key at fault."""
     decode = dict(entry)

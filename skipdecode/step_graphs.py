@@ -8,65 +8,28 @@ A graph is captured when its key comes the second time; the first time is its wa
 On a CPU the same code runs without a capture, which is how its logic is tested there. Steps in which rows decide on
 their own blocks (FFN-SkipLLM `row`, `random`) are not captured. One batch at a time.
 
-B rows, S columns visible, H heads, K head dim, V vocabulary.
+B rows, V vocabulary.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from skipdecode.cache import KVCache
-from skipdecode.model import OPT
+from skipdecode.decoder import Decoder, Extents, run_layers
+from skipdecode.kv.graphed import COLUMN_STEP, GraphedCache, GraphedView
+from skipdecode.kv.padded import KVCache
 from skipdecode.plan import LayerPlan
 
-COLUMN_STEP = 32  # a graph for every so many columns; also what a layer's memory is rounded up to
 MAX_GRAPHS = 256  # the least recently used goes first
 
 Key = tuple[LayerPlan, int, int, tuple[int, ...]]
 """Plan, rows, visible columns, columns of each layer."""
 
 
-class GraphedCache(KVCache):
-    """A `KVCache` in memory of `StepGraphs`; `keep` moves rows within it."""
-
-    def keep(self, rows: Tensor) -> Self:
-        for owner in set(self.owners):
-            for memory in (self.k[owner], self.v[owner]):
-                memory[: len(rows)] = memory[rows]  # indexing copies first
-        return self._of(slice(len(rows)), rows)  # leading rows: the same addresses and strides, however many
-
-
-class _Window(KVCache):
-    """What a captured step sees of a cache: `columns` of them, of which it writes the one that `at` [1] says."""
-
-    def __init__(self, cache: KVCache, num_pad: Tensor, at: Tensor, columns: int) -> None:
-        self.k, self.v, self.owners, self.num_pad = cache.k, cache.v, cache.owners, num_pad
-        self._at, self._columns, self.length = at, columns, 0
-
-    @property
-    def can_attend(self) -> bool:
-        return False
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.k[layer].index_copy_(2, self._at, k)
-        self.v[layer].index_copy_(2, self._at, v)
-        return self.read(layer, 1)
-
-    def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
-        return self.k[layer][:, :, : self._columns], self.v[layer][:, :, : self._columns]
-
-    def mask(self, num_new: int) -> Tensor:
-        columns = torch.arange(self._columns, device=self._at.device)
-        may = (columns >= self.num_pad[:, None]) & (columns <= self._at)
-        # additive, so that the attention of every layer need not make it so
-        bias = torch.zeros(may.shape, dtype=self.k[0].dtype, device=may.device).masked_fill_(~may, float("-inf"))
-        return bias[:, None, None]
-
-
-def step_graphs(model: OPT) -> "StepGraphs | None":
+def step_graphs(model: Decoder) -> "StepGraphs | None":
     """For a model on a GPU; elsewhere launches cost little, and kernels that read no masked column cost less."""
     return StepGraphs(model) if model.device.type == "cuda" else None
 
@@ -74,7 +37,7 @@ def step_graphs(model: OPT) -> "StepGraphs | None":
 class StepGraphs:
     """The graphs of one model, and the memory of the caches they run on."""
 
-    def __init__(self, model: OPT) -> None:
+    def __init__(self, model: Decoder) -> None:
         self.model = model
         self.num_captured = 0
         self._memory: dict[tuple[str, int], Tensor] = {}  # flat, of K and V by layer
@@ -102,7 +65,7 @@ class StepGraphs:
     ) -> KVCache:
         """As `KVCache.allocate`, in the memory of the batch before, which ends that batch."""
         config, rows = self.model.config, len(num_pad)
-        shape = {o: (rows, config.num_attention_heads, -(-capacities[o] // COLUMN_STEP) * COLUMN_STEP, config.head_dim)
+        shape = {o: (rows, config.num_kv_heads, -(-capacities[o] // COLUMN_STEP) * COLUMN_STEP, config.head_dim)
                  for o in set(owners)}  # fmt: skip
         sizes = {(name, owner): torch.Size(shape[owner]).numel() for owner in shape for name in "kv"}
         if any(key not in self._memory or self._memory[key].numel() < size for key, size in sizes.items()):
@@ -129,14 +92,15 @@ class StepGraphs:
         self._tokens[:rows].copy_(newest)
         self._num_pad[:rows].copy_(cache.num_pad)
         self._at.fill_(cache.length)
-        key = (plan, rows, columns, tuple(k.shape[2] for k in cache.k))
+        key, extents = (plan, rows, columns, tuple(k.shape[2] for k in cache.k)), Extents.of_plan(plan)
 
         def run() -> None:
             num_pad = self._num_pad[:rows]
             last = self.model.config.max_position_embeddings - 1
             positions = (self._at - num_pad)[:, None].clamp(max=last)
-            window = _Window(cache, num_pad, self._at, columns)
-            self._logits[:rows].copy_(self.model(self._tokens[:rows, None], positions, window, plan))
+            view = GraphedView(cache, num_pad, self._at, columns, positions, self.model.rotations)
+            h, _ = run_layers(self.model, self.model.embed(self._tokens[:rows, None], positions), view, extents)
+            self._logits[:rows].copy_(self.model.head(h[:, -1]))
 
         if key not in self._replays:
             self._replays[key] = None

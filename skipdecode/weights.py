@@ -1,4 +1,4 @@
-"""Weights: Hugging Face OPT folders (and hub ids) in, and folders that `OPTForCausalLM.from_pretrained` opens out.
+"""Weights: Hugging Face folders (and hub ids) in, and folders that `AutoModelForCausalLM.from_pretrained` opens out.
 
 Reads safetensors (single or sharded) and `pytorch_model.bin` (single or sharded). A missing, unexpected or misshapen
 tensor is an error that names it; nothing is initialised silently. No quantised formats.
@@ -8,6 +8,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,100 +17,99 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
+from skipdecode.decoder import Decoder
+from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
-from skipdecode.model import OPT
-
-# Ours -> Hugging Face, inside one decoder layer; `qkv` is handled apart.
-LAYER_NAMES = {
-    "attn_norm": "self_attn_layer_norm",
-    "out_proj": "self_attn.out_proj",
-    "ffn_norm": "final_layer_norm",
-    "fc1": "fc1",
-    "fc2": "fc2",
-}
-MODEL_NAMES = {
-    "embed_tokens": "embed_tokens",
-    "embed_positions": "embed_positions",
-    "project_in": "project_in",
-    "project_out": "project_out",
-    "final_norm": "final_layer_norm",
-}
-PREFIX = "model.decoder."
-# Read by nobody: the tied head, and buffers of old checkpoints.
-IGNORED = {"lm_head.weight", PREFIX + "version"}
 
 
-def hf_names(name: str, config: OPTConfig) -> list[str]:
-    """The Hugging Face names of the equal parts, along its rows, of our parameter `name`: one but for fused ones."""
+def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
+    """The parts, along its rows, of our parameter `name`: (Hugging Face name, rows). One but for fused ones."""
     module, _, kind = name.rpartition(".")
-    if module.startswith("blocks."):
-        _, index, part = module.split(".")
-        theirs = [f"self_attn.{x}_proj" for x in "qkv"] if part == "qkv" else [LAYER_NAMES[part]]
-        return [f"{PREFIX}layers.{index}.{one}.{kind}" for one in theirs]
+    if module == "lm_head":
+        return [(f"lm_head.{kind}", config.vocab_size)]
     if module.startswith("swift."):
-        return [f"{PREFIX}{one}.{kind}" for one in _swift_names(module.removeprefix("swift."), config)]
-    return [f"{PREFIX}{MODEL_NAMES[module]}.{kind}"]
+        return [(f"{config.prefix}{one}.{kind}", rows) for one, rows in _swift_parts(module[6:], config)]
+    if module.startswith("blocks."):
+        _, number, part = module.split(".")
+        rows = {"qkv": [config.q_dim, config.kv_dim, config.kv_dim], "fc1": [config.ffn_dim] * 2}.get(part, [0])
+        theirs = config.layer_parts[part]
+        rows = rows[: len(theirs)] if len(theirs) > 1 else [0]
+        return [(f"{config.prefix}layers.{number}.{one}.{kind}", n) for one, n in zip(theirs, rows, strict=True)]
+    (theirs_of,) = config.model_parts[module]
+    return [(f"{config.prefix}{theirs_of}.{kind}", 0)]
 
 
-def _swift_names(module: str, config: OPTConfig) -> list[str]:
+def _swift_parts(module: str, config: DecoderConfig) -> list[tuple[str, int]]:
     """As the released SwiftKV checkpoints have them: a `_swiftkv` behind the name of what it stands in for."""
     assert config.swiftkv is not None
     first, size = config.swiftkv.kv_layers, config.swiftkv.group_size
     if module == "norm":
-        return ["norm_swiftkv"]
+        return [("norm_swiftkv", 0)]
     if module == "kv":
         leaders = range(first, config.num_hidden_layers, size)
-        return [f"layers.{leader}.self_attn.{x}_proj_swiftkv" for leader in leaders for x in "kv"]
-    return [f"layers.{first + int(module.removeprefix('q.'))}.self_attn.q_proj_swiftkv"]
+        return [(f"layers.{leader}.self_attn.{x}_proj_swiftkv", config.kv_dim) for leader in leaders for x in "kv"]
+    return [(f"layers.{first + int(module.removeprefix('q.'))}.self_attn.q_proj_swiftkv", 0)]
 
 
-def load_opt(source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> OPT:
-    """The model of a Hugging Face OPT folder or hub id, in eval mode; ValueError names what does not fit."""
+def load_model(
+    source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """The model of a Hugging Face folder or hub id, in eval mode; ValueError names what does not fit."""
     folder = resolve_source(str(source))
-    config = OPTConfig.from_folder(folder)
+    config = read_config(folder)
     with torch.device("meta"):
-        model = OPT(config)
+        model = Decoder(config)
     state = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in model.named_parameters()}
-    missing = _expected(model)
+    missing = expected_tensors(model)
     for theirs, tensor in _tensors(folder):
-        found = _match(folder, _canonical(theirs), tuple(tensor.shape), missing)
+        found = _match(folder, theirs, tuple(tensor.shape), missing, config)
         if found:
-            name, row = found
-            state[name].chunk(len(hf_names(name, config)))[row].copy_(tensor)
+            state[found.name][found.rows].copy_(tensor)
     _refuse_missing(folder, missing)
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
 
 
-Expected = dict[str, tuple[str, int, tuple[int, ...]]]
-"""Their name -> (our name, part of a fused tensor, shape)."""
+@dataclass(frozen=True)
+class Part:
+    """What one tensor of the files is: some rows of our parameter `name`."""
+
+    name: str
+    rows: slice
+    shape: tuple[int, ...]
 
 
-def _expected(model: OPT) -> Expected:
+Expected = dict[str, Part]
+"""By their name."""
+
+
+def expected_tensors(model: Decoder) -> Expected:
+    """What the files of a model of that shape hold."""
     expected: Expected = {}
     for name, parameter in model.named_parameters():
-        rows, *rest = parameter.shape
-        theirs = hf_names(name, model.config)
-        expected |= {one: (name, part, (rows // len(theirs), *rest)) for part, one in enumerate(theirs)}
+        start = 0
+        for theirs, count in hf_parts(name, model.config):
+            count = count or parameter.shape[0]
+            expected[theirs] = Part(name, slice(start, start + count), (count, *parameter.shape[1:]))
+            start += count
+        assert start == parameter.shape[0], (name, start, parameter.shape)
     return expected
 
 
-def _canonical(theirs: str) -> str:
-    """Some old checkpoints leave the `model.` away."""
-    return theirs if theirs.startswith(("model.", "lm_head.")) else "model." + theirs
-
-
-def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected) -> tuple[str, int] | None:
-    """Ticks off one tensor of the files: (our name, part), or None when nobody reads it; ValueError when wrong."""
-    if theirs in IGNORED:
-        return None
+def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected, config: DecoderConfig) -> Part | None:
+    """Ticks off one tensor of the files; None when nobody reads it; ValueError when it is wrong."""
+    if not theirs.startswith(("model.", "lm_head.")):
+        theirs = "model." + theirs  # some old checkpoints leave it away
+    is_copy = config.has_tied_head and theirs == "lm_head.weight"
     if theirs not in missing:
+        if is_copy or theirs.endswith(config.ignored_tensors):
+            return None
         raise ValueError(f"{folder}: unexpected tensor {theirs!r}; config.json and weights are of different models")
-    name, part, wanted = missing.pop(theirs)
-    if shape != wanted:
-        raise ValueError(f"{folder}: tensor {theirs!r} is {list(shape)}, config.json asks for {list(wanted)}")
-    return name, part
+    part = missing.pop(theirs)
+    if shape != part.shape:
+        raise ValueError(f"{folder}: tensor {theirs!r} is {list(shape)}, config.json asks for {list(part.shape)}")
+    return part
 
 
 def _refuse_missing(folder: Path, missing: Expected) -> None:
@@ -130,12 +130,13 @@ def check_folder(folder: str | Path) -> None:
     Reads headers of safetensors, and maps `pytorch_model.bin` into memory: no weights are loaded.
     """
     folder = Path(folder)
+    config = read_config(folder)
     with torch.device("meta"):
-        model = OPT(OPTConfig.from_folder(folder))
-    missing = _expected(model)
+        model = Decoder(config)
+    missing = expected_tensors(model)
     for path in weight_files(folder):
         for theirs, shape in _shapes(path):
-            _match(folder, _canonical(theirs), shape, missing)
+            _match(folder, theirs, shape, missing, config)
     _refuse_missing(folder, missing)
 
 
@@ -187,7 +188,7 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder}: no model.safetensors, pytorch_model.bin or index of shards")
 
 
-def save_opt(model: OPT, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+def save_model(model: Decoder, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Writes config.json and model.safetensors in Hugging Face layout; the tokenizer's files are the caller's."""
     assert not model.is_packed, "a packed model cannot be saved"
     folder = Path(folder)
@@ -195,9 +196,10 @@ def save_opt(model: OPT, folder: str | Path, *, dtype: torch.dtype | None = None
     dtype = dtype or model.dtype
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.state_dict().items():
-        theirs = hf_names(name, model.config)
-        for one, part in zip(theirs, parameter.chunk(len(theirs)), strict=True):
-            tensors[one] = part.to(dtype=dtype, device="cpu").contiguous()
+        parts = hf_parts(name, model.config)
+        rows = [count or len(parameter) for _, count in parts]
+        for (theirs, _), part in zip(parts, parameter.split(rows), strict=True):
+            tensors[theirs] = part.to(dtype=dtype, device="cpu").contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     raw = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

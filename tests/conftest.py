@@ -28,8 +28,8 @@ from transformers import OPTForCausalLM
 from transformers.utils import logging as hf_logging
 
 from actors.tokenizer import train_tokenizer
-from skipdecode.model import OPT
-from skipdecode.weights import load_opt
+from skipdecode.decoder import Decoder
+from skipdecode.weights import load_model
 from tests.support.markers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_setup
 from tests.support.verbs import Call
 
@@ -153,18 +153,18 @@ def hf() -> Callable[[Path], OPTForCausalLM]:
 
 
 @pytest.fixture(scope="session")
-def ours() -> Callable[[Path], OPT]:
+def ours() -> Callable[[Path], Decoder]:
     """`ours(folder)`: our model, in float32; loaded once. Do not change it."""
 
     @cache
-    def load(folder: Path) -> OPT:
-        return load_opt(folder)
+    def load(folder: Path) -> Decoder:
+        return load_model(folder)
 
     return load
 
 
 @pytest.fixture(scope="session")
-def loaded(tiny_checkpoint: Path, ours: Callable[[Path], OPT]) -> OPT:
+def loaded(tiny_checkpoint: Path, ours: Callable[[Path], Decoder]) -> Decoder:
     return ours(tiny_checkpoint)
 
 

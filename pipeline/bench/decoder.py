@@ -11,11 +11,12 @@ from pipeline.config import ConfigError, Section, SwiftKVSection, build_config, 
 from pipeline.machine import provenance
 from pipeline.units import Json, Note
 from skipdecode.config import Quantization
+from skipdecode.families import released
 
 if TYPE_CHECKING:
     import torch
 
-    from skipdecode.model import OPT
+    from skipdecode.decoder import Decoder
 
 
 class BenchConfig(Section):
@@ -113,22 +114,21 @@ def _check_training(config: BenchConfig, precision: str, profile: bool) -> None:
             raise ConfigError("schedules", f"{key} is not timed with work=train; work=decode times it")
 
 
-def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> "OPT":
+def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> "Decoder":
     """Ready for `config.work`; ValueError where schedules, SwiftKV or quantization do not go with it."""
     import torch
 
     from actors.bench import random_model
-    from skipdecode.config import OPTConfig
     from skipdecode.schedule import listed_schedule
-    from skipdecode.weights import load_opt
+    from skipdecode.weights import load_model
 
     dtype = torch.float32 if config.work == "train" else getattr(torch, precision)
     if config.source is not None:
         if config.swiftkv is not None:
             raise ValueError("swiftkv: is for a shape; a source carries its own, or jobs.distill gives it one")
-        model = load_opt(config.source, device=device, dtype=dtype)
+        model = load_model(config.source, device=device, dtype=dtype)
     else:
-        opt = OPTConfig.released(config.shape or "")
+        opt = released(config.shape or "")
         if config.swiftkv is not None:
             opt = replace(opt, swiftkv=config.swiftkv.shape(opt))
         model = random_model(opt, device=str(device), dtype=dtype)

@@ -31,8 +31,8 @@ from pipeline.machine import provenance
 from pipeline.service.config import load_serve_file
 from pipeline.service.run import running
 from pipeline.units import Json, Note
-from skipdecode.config import OPTConfig
-from skipdecode.weights import save_opt
+from skipdecode.families import released
+from skipdecode.weights import save_model
 
 Positive = Annotated[float, Field(gt=0)]
 START_S = 120.0
@@ -129,8 +129,8 @@ def checkpoint(config: ServeBenchConfig) -> Iterator[str]:
         yield config.source
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(OPTConfig.released(config.shape), device="cpu", dtype=torch.float32)
-        save_opt(model, folder)
+        model = random_model(released(config.shape), device="cpu", dtype=torch.float32)
+        save_model(model, folder)
         tokenizer = Path(config.tokenizer or "models/opt-e2e") / "tokenizer.json"
         (Path(folder) / "tokenizer.json").write_bytes(tokenizer.read_bytes())
         yield folder

@@ -37,11 +37,11 @@ from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 from pipeline.units import Note
 from skipdecode.config import Quantization
+from skipdecode.decoder import Decoder
 from skipdecode.hub import resolve_source
-from skipdecode.model import OPT
 from skipdecode.plan import Schedule
 from skipdecode.schedule import make_schedule
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 
 FLAGS = ("--references", "--prompt-column", "--reference-column")  # as `jobs.evaluate` calls file and columns
 NUM_NAMED = 3  # prompts shown of those that have no counterpart
@@ -189,7 +189,7 @@ class RunPolicy:
 class Policy:
     """What a run decoded with, loaded."""
 
-    model: OPT
+    model: Decoder
     tokenizer: OPTTokenizer
     schedule: Schedule
 
@@ -225,7 +225,7 @@ def _perplexity(
 
 def _draw(config: EvaluateConfig, policy: Policy, pairs: Sequence[tuple[str, str]], note: Note) -> list[Pair]:
     limit = policy.model.config.max_position_embeddings
-    encoded = encode_pairs(policy.tokenizer, pairs, policy.model.config.eos_token_id)
+    encoded = encode_pairs(policy.tokenizer, pairs, policy.model.config.eos_token_ids[0])
     drawn = draw_pairs(encoded, config.perplexity_pairs, limit)
     if len(drawn) < min(len(pairs), config.perplexity_pairs or len(pairs)):
         note(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
@@ -239,7 +239,7 @@ def _load_policy(config: EvaluateConfig, run: RunPolicy, device: torch.device) -
         folder = resolve_source(run.model)
         if digest_files(folder) != run.files:
             raise ValueError(f"{run.model}: the checkpoint there is no longer the one that the run used")
-        model = load_opt(folder, device=device, dtype=dtype)
+        model = load_model(folder, device=device, dtype=dtype)
         if run.quantization:
             model.pack(run.quantization)
         encoder = OPTTokenizer(run.tokenizer or folder, model.config)

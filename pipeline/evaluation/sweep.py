@@ -134,7 +134,7 @@ def measure_all(
     total, done = sum(map(len, settings)), 0
     for run, own in zip(config.runs, settings, strict=True):
         generator = Generator(generator_config(config, run))
-        encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_id)
+        encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_ids[0])
         pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
         plain = generator if run.quantization is None else Generator(generator_config(config, run, plain=True))
         full_texts = texts_of(plain.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)

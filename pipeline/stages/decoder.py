@@ -42,9 +42,9 @@ class Decoder:
         return [[requests[row] for row in batch.rows] for batch in self.generator.cut(requests)]
 
     def check(self) -> None:
-        """Decodes two tokens after BOS, which any worker can that can do anything."""
-        bos = self.generator.model.config.bos_token_id
-        self.decode([Request("control", [bos], Sampling(max_new_tokens=2))], may_measure=False)
+        """Decodes two tokens, which any worker can that can do anything."""
+        token = self.generator.model.config.filler_token_id
+        self.decode([Request("control", [token], Sampling(max_new_tokens=2))], may_measure=False)
 
     def backend(self) -> BackendRecord:
         """Whose kernels it decodes with, and why."""

@@ -22,7 +22,7 @@ from pipeline.schema import (
     SAMPLING,
     STATUS,
 )
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.sampling import Sampling, cut_at_stop
 
 TOKENS = pa.list_(pa.int32())
@@ -41,13 +41,13 @@ def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
 @dataclass(frozen=True)
 class TokenizeConfig:
     source: str
-    model: OPTConfig
+    model: DecoderConfig
     sampling: Sampling
     too_long: str
 
 
 @lru_cache(maxsize=2)
-def _tokenizer(source: str, model: OPTConfig) -> OPTTokenizer:
+def _tokenizer(source: str, model: DecoderConfig) -> OPTTokenizer:
     """Built once per worker process, not once per block."""
     return OPTTokenizer(source, model)
 

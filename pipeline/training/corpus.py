@@ -16,7 +16,7 @@ from pipeline.config import ConfigError
 from pipeline.input.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
 from pipeline.training.config import FinetuneData
 from pipeline.training.folder import TOKENIZER_FILES, TrainingFolder
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
 
 TOKENS_COMPARED = 256  # pairs
 
@@ -52,7 +52,7 @@ def scan(data: FinetuneData, name: str) -> Pairs:
 
 
 def make_tokenizer(
-    source: Path | None, opt: OPTConfig, texts: Texts, earlier: TrainingFolder | None
+    source: Path | None, opt: DecoderConfig, texts: Texts, earlier: TrainingFolder | None
 ) -> tuple[Files, OPTTokenizer]:
     """The tokenizer and its files: of `source`, of the run to resume, or trained on `texts`."""
     with tempfile.TemporaryDirectory() as scratch, blame(""):
@@ -64,7 +64,7 @@ def make_tokenizer(
         return files, OPTTokenizer(folder, opt)
 
 
-def check_same_tokens(teacher: Path, tokenizer: OPTTokenizer, opt: OPTConfig, texts: Texts) -> None:
+def check_same_tokens(teacher: Path, tokenizer: OPTTokenizer, opt: DecoderConfig, texts: Texts) -> None:
     """ConfigError when the teacher would read the first pairs as other tokens."""
     with blame("model.teacher: "):
         sample = [text for pair in texts[:TOKENS_COMPARED] for text in pair]
@@ -72,10 +72,10 @@ def check_same_tokens(teacher: Path, tokenizer: OPTTokenizer, opt: OPTConfig, te
             raise ValueError(f"{teacher} has another tokenizer than the model")
 
 
-def encode(pairs: Pairs, tokenizer: OPTTokenizer, opt: OPTConfig) -> Corpus:
+def encode(pairs: Pairs, tokenizer: OPTTokenizer, opt: DecoderConfig) -> Corpus:
     """Pairs that fit the model's context; the others become problems."""
     corpus = Corpus([], [], list(pairs.problems))
-    tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_id)
+    tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_ids[0])
     for texts, where, (prompt, response) in zip(pairs.texts, pairs.where, tokens, strict=True):
         if len(prompt) + len(response) <= opt.max_position_embeddings:
             corpus.texts.append(texts)

@@ -15,9 +15,9 @@ from pipeline.training.config import FinetuneConfig
 from pipeline.training.folder import TOKENIZER_FILES
 from pipeline.training.plan import stored_dtype
 from pipeline.units import Json, Note
-from skipdecode.config import OPTConfig
+from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
-from skipdecode.weights import check_folder, load_opt, save_opt
+from skipdecode.weights import check_folder, load_model, save_model
 
 # arXiv 2410.03960, section 3.3, and its authors' training code: the model frozen, KL at temperature 2, Adam without
 # weight decay, learning rate 2e-4 falling linearly to 0, one epoch. (There the warm-up is 5 % of the steps.)
@@ -74,7 +74,7 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
         raise ConfigError("model", "give source and swiftkv, the model and the shape of what it is given")
     try:
         folder = resolve_source(config.model.source)
-        opt = OPTConfig.from_folder(folder)
+        opt = read_config(folder)
         check_folder(folder)
     except ValueError as error:
         raise ConfigError.parse(error) from error
@@ -85,9 +85,9 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     if opt.swiftkv is not None:
         note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
     dtype = getattr(torch, stored_dtype(config, opt))
-    model = load_opt(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
+    model = load_model(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
     with written_whole(target) as staging:
-        save_opt(model, staging)
+        save_model(model, staging)
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 shutil.copy2(folder / name, staging / name)

@@ -28,7 +28,8 @@ from pipeline.training.folder import TrainingFolder, check_apart
 from pipeline.training.records import Fingerprint, TrainingState
 from pipeline.training.schedules import check_schedules
 from pipeline.units import Note
-from skipdecode.config import OPTConfig, SwiftKVConfig
+from skipdecode.config import DecoderConfig, SwiftKVConfig
+from skipdecode.families import OPTConfig, read_config
 from skipdecode.hub import resolve_source
 from skipdecode.weights import check_folder
 
@@ -48,7 +49,7 @@ class PlannedTraining:
     """`training/run.json` of the run to resume."""
     source: Path | None
     """The folder of the model to start from; None: from scratch."""
-    opt: OPTConfig
+    opt: DecoderConfig
     """With the schedule and the SwiftKV shape that the result carries."""
     teacher: Path | None
     """The folder of the teacher; None: the model itself."""
@@ -128,19 +129,19 @@ def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState
     return folder, folder.check(config.output.if_exists)
 
 
-def _check_model(model: FinetuneModel) -> tuple[Path | None, OPTConfig]:
+def _check_model(model: FinetuneModel) -> tuple[Path | None, DecoderConfig]:
     """Where the weights are, and their shape."""
     if model.source is None:
         with blame("model.shape: "):
             return None, OPTConfig(**model.shape.model_dump())
     with blame(""):
         folder = resolve_source(model.source)
-        opt = OPTConfig.from_folder(folder)
+        opt = read_config(folder)
         check_folder(folder)
     return folder, opt
 
 
-def _check_swiftkv(config: FinetuneConfig, opt: OPTConfig) -> SwiftKVConfig | None:
+def _check_swiftkv(config: FinetuneConfig, opt: DecoderConfig) -> SwiftKVConfig | None:
     """The shape that the model is given; None: it gets none."""
     wanted = config.model.swiftkv
     if wanted is None:
@@ -160,7 +161,7 @@ def _check_swiftkv(config: FinetuneConfig, opt: OPTConfig) -> SwiftKVConfig | No
     return shape
 
 
-def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) -> Path | None:
+def _check_teacher(config: FinetuneConfig, source: Path | None, opt: DecoderConfig) -> Path | None:
     if config.model.teacher is None:
         is_moving = config.train.trainable == "all" and (config.train.distill or config.train.hidden)
         return source if opt.swiftkv is not None and is_moving else None
@@ -169,7 +170,7 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) 
     with blame(""):
         folder = resolve_source(config.model.teacher, "model.teacher")
     with blame("model.teacher: "):
-        taught = OPTConfig.from_folder(folder)
+        taught = read_config(folder)
         check_folder(folder)
         if taught.vocab_size != opt.vocab_size:
             raise ValueError(f"{config.model.teacher} has {taught.vocab_size} token ids, the model {opt.vocab_size}")
@@ -181,7 +182,12 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: OPTConfig) 
 
 
 def _fingerprint(
-    config: FinetuneConfig, source: Path | None, opt: OPTConfig, teacher: Path | None, train: Corpus, validation: Corpus
+    config: FinetuneConfig,
+    source: Path | None,
+    opt: DecoderConfig,
+    teacher: Path | None,
+    train: Corpus,
+    validation: Corpus,
 ) -> Fingerprint:
     entries: Fingerprint = {"code_version": CODE_VERSION, "output.dtype": stored_dtype(config, opt)}
     recipe = config.train.model_dump(mode="json", exclude=set(HOW))
@@ -197,7 +203,7 @@ def _fingerprint(
     return entries
 
 
-def stored_dtype(config: FinetuneConfig, opt: OPTConfig) -> str:
+def stored_dtype(config: FinetuneConfig, opt: DecoderConfig) -> str:
     """Of the weights in the output, the default settled."""
     if config.output.dtype is not None or config.train.trainable == "all":
         return config.output.dtype or "bfloat16"

@@ -5,14 +5,14 @@ from typing import TypeAlias
 from pipeline.config import ConfigError
 from pipeline.training.config import TrainSection
 from pipeline.units import Json
-from skipdecode.config import OPTConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.schedule import METHOD_KEYS, listed_schedule
 
 Decode: TypeAlias = dict[str, Json]
 """A `decode:` mapping."""
 
 
-def check_schedules(train: TrainSection, opt: OPTConfig) -> Decode:
+def check_schedules(train: TrainSection, opt: DecoderConfig) -> Decode:
     """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
     found: list[Decode] = []
     for index, decode in enumerate(train.schedules):
@@ -48,7 +48,7 @@ def _default_of(train: TrainSection) -> Decode:
     return wanted if wanted in skipping else skipping[0] if skipping else {"method": "full"}
 
 
-def _check_schedule(key: str, decode: Decode, horizon: int, opt: OPTConfig) -> None:
+def _check_schedule(key: str, decode: Decode, horizon: int, opt: DecoderConfig) -> None:
     if decode.get("ffn_skip") is not None:
         raise ConfigError(
             f"{key}.ffn_skip", "FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate"

@@ -23,9 +23,9 @@ from pipeline.machine import provenance
 from pipeline.training.folder import TrainingFolder
 from pipeline.training.records import ValidationLine
 from pipeline.units import Json
-from skipdecode.config import OPTConfig
-from skipdecode.model import OPT
-from skipdecode.weights import load_opt, save_opt
+from skipdecode.config import DecoderConfig
+from skipdecode.decoder import Decoder
+from skipdecode.weights import load_model, save_model
 
 Checkpoint: TypeAlias = dict[str, object]
 """What `actors.train_state` reads and writes: weights, moments and progress, of which only the step is our business."""
@@ -38,7 +38,7 @@ class TrainingJob:
     folder: Path
     source: str | None
     """The checkpoint to start from, as the workers find it; None: from scratch."""
-    config: OPTConfig
+    config: DecoderConfig
     """With the schedule that the result carries."""
     teacher: str | None
     """The checkpoint that distillation compares with; None: full depth of the model itself."""
@@ -82,7 +82,7 @@ def run_worker(settings: WorkerSettings) -> Trained | Failed:
         folder.rewind_log(step)
         folder.append_log({"step": step, "start": describe(device)})
     try:
-        teacher = None if job.teacher is None else load_opt(job.teacher, device=device)
+        teacher = None if job.teacher is None else load_model(job.teacher, device=device)
         state = None if resumed is None else resumed[1]
         best = train(model, pairs, validation, job.train, _hooks(job, folder), state, teacher)
         return Trained(cast(ValidationLine, best))
@@ -100,13 +100,13 @@ def _restore(folder: TrainingFolder) -> tuple[int, Checkpoint] | None:
     return None if step is None else (step, load_state(dict(folder.checkpoints())[step]))
 
 
-def _initial(job: TrainingJob, device: torch.device) -> OPT:
+def _initial(job: TrainingJob, device: torch.device) -> Decoder:
     if job.source is not None:
-        model, shape = load_opt(job.source, device=device), job.config.swiftkv
+        model, shape = load_model(job.source, device=device), job.config.swiftkv
         if model.config.swiftkv == shape:
             return model
         return model.without_swiftkv() if shape is None else model.with_swiftkv(shape.kv_layers, shape.group_size)
-    model = OPT(job.config)
+    model = Decoder(job.config)
     init_weights(model, job.train.seed)
     return model.to(device)
 
@@ -117,7 +117,7 @@ def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
 
     def keep_best(weights: Weights, record: dict[str, Json]) -> None:
         model, dtype = model_of(weights, job.config), getattr(torch, job.dtype)
-        folder.publish(lambda staging: save_opt(model, staging, dtype=dtype))
+        folder.publish(lambda staging: save_model(model, staging, dtype=dtype))
 
     def checkpoint(state: Checkpoint, record: dict[str, Any]) -> None:
         folder.save_checkpoint(record["step"], lambda path: save_state(state, path))

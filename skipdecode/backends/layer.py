@@ -104,10 +104,6 @@ class Prompts:
         """The last token of each prompt: [N, D] -> [B, 1, D]."""
         return h[self.starts[1:] - 1][:, None]
 
-    def last_columns(self, k: Tensor, v: Tensor) -> Columns:
-        """For a step of that token, with `memory` k, v [B, H, S, K]."""
-        return Columns(k, v, self.columns, torch.full_like(self.columns, self.num_columns - 1))
-
     def pointers(self) -> tuple[int, int, int]:
         return len(self), self.starts.data_ptr(), self.columns.data_ptr()
 
@@ -192,7 +188,7 @@ class LayerKernel:
             fc2.struct(),
         )
         first_norm = attn_norm if is_pre_norm else None
-        self._store = StoreKernel(heads, first_norm, [qkv.tail(self._width)]) if qkv.outputs > self._width else None
+        self.store = StoreKernel(heads, first_norm, [qkv.tail(self._width)]) if qkv.outputs > self._width else None
         self._reference = ctypes.byref(self._block)
         self._step = cpu.function("step", self._dtype)
         self._read = cpu.function("prompt", self._dtype)
@@ -217,7 +213,7 @@ class LayerKernel:
     def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
         """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, H, S, K], filled up to the prompts' ends."""
         _check_states(self._dtype, h, (prompts.num_tokens, self._width))
-        assert self._store is not None, "no keys and values"
+        assert self.store is not None, "no keys and values"
         where: tuple[Any, ...] = (None, None, 0)
         if memory is not None:
             k, v = memory
@@ -227,14 +223,6 @@ class LayerKernel:
         threads = torch.get_num_threads()
         self._read(self._reference, *prompts.pointers(), h.data_ptr(), memory is not None, feeds, *where, threads)
         return h
-
-    def read_last(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
-        """As `read`, but behind the keys and values only the last token of each prompt goes on: [N, D] -> [B, 1, D]."""
-        if memory is None:
-            return self.step(prompts.last(h), None, feeds=feeds)
-        assert self._store is not None, "no keys and values"
-        self._store(h, prompts, {0: memory})
-        return self.step(prompts.last(h), prompts.last_columns(*memory), feeds=feeds)
 
 
 def _norm(norm: nn.LayerNorm) -> _Norm:

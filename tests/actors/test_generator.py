@@ -23,7 +23,7 @@ from skipdecode.generate import BatchResult, BatchStats, Completion, Request, ge
 from skipdecode.plan import EarlyExit, FullDepth, SkipDecode
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 
 SKIP = {"method": "skipdecode", "max_layers": 5, "min_layers": 2}
 BUCKETS = (4, 8, 16, 32)
@@ -474,7 +474,7 @@ def test_tokenizer_of_another_folder(build: Callable[..., Generator], folder: Pa
 def test_schedule_of_a_row(shared: Generator) -> None:
     assert shared.schedule(20) == SkipDecode(6, 5, 2, 1, 19)
     early = Generator.__new__(Generator)
-    early.model, early.config = load_opt(shared.config.source), GeneratorConfig("", SKIP | {"method": "early_exit"})
+    early.model, early.config = load_model(shared.config.source), GeneratorConfig("", SKIP | {"method": "early_exit"})
     assert early.schedule(1) == EarlyExit(6, 5, 2, 1, 1)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actors.text_stream import TextStream
 from actors.tokenizer import OPTTokenizer
-from skipdecode.model import OPT
+from skipdecode.decoder import Decoder
 from skipdecode.sampling import GrowingText, StopScan, cut_at_stop
 from tests.conftest import VOCAB
 
@@ -22,7 +22,7 @@ def streamed(stream: TextStream, tokens: Sequence[int]) -> list[str]:
     tokens=st.lists(st.integers(0, VOCAB - 1), max_size=40),
     stop=st.lists(st.text(st.sampled_from("aeno é🙂"), min_size=1, max_size=4), max_size=3),
 )
-def test_joined_it_is_the_text(loaded: OPT, tiny_checkpoint: Path, tokens: list[int], stop: list[str]) -> None:
+def test_joined_it_is_the_text(loaded: Decoder, tiny_checkpoint: Path, tokens: list[int], stop: list[str]) -> None:
     """Arbitrary tokens: bytes that are no character at all among them."""
     decode = OPTTokenizer(tiny_checkpoint, loaded.config).decode
     parts = streamed(TextStream(decode, stop), tokens)
@@ -31,7 +31,7 @@ def test_joined_it_is_the_text(loaded: OPT, tiny_checkpoint: Path, tokens: list[
 
 @settings(max_examples=100)
 @given(text=st.text(st.sampled_from("ab é🙂東\n"), max_size=20), stop=st.text(st.sampled_from("ab🙂"), min_size=1))
-def test_no_half_characters_and_no_stop_strings(loaded: OPT, tiny_checkpoint: Path, text: str, stop: str) -> None:
+def test_no_half_characters_and_no_stop_strings(loaded: Decoder, tiny_checkpoint: Path, text: str, stop: str) -> None:
     tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
     tokens = tokenizer.encode([text])[0]
     parts = streamed(TextStream(tokenizer.decode, [stop]), tokens)
@@ -39,7 +39,7 @@ def test_no_half_characters_and_no_stop_strings(loaded: OPT, tiny_checkpoint: Pa
     assert "\ufffd" not in "".join(parts)
 
 
-def test_text_comes_at_once_where_it_can(loaded: OPT, tiny_checkpoint: Path) -> None:
+def test_text_comes_at_once_where_it_can(loaded: Decoder, tiny_checkpoint: Path) -> None:
     tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
     tokens = tokenizer.encode(["The pub 🙂!"])[0]
     parts = streamed(TextStream(tokenizer.decode, ["!!"]), tokens)
@@ -51,7 +51,7 @@ def test_text_comes_at_once_where_it_can(loaded: OPT, tiny_checkpoint: Path) -> 
 @settings(max_examples=200)
 @given(data=st.data())
 def test_bytes_that_are_no_characters_cost_no_more_the_longer_they_go_on(
-    loaded: OPT, tiny_checkpoint: Path, data: st.DataObject
+    loaded: Decoder, tiny_checkpoint: Path, data: st.DataObject
 ) -> None:
     """Lone parts of characters, special tokens and now and then a whole character, dozens of tokens long."""
     tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
 from actors.tokenizer import SPECIAL_TOKENS, OPTTokenizer, train_tokenizer
-from skipdecode.config import OPTConfig
+from skipdecode.families import read_config
+from skipdecode.families.opt import OPTConfig
 
 CONFIG = OPTConfig(vocab_size=320, hidden_size=16, num_attention_heads=2)
 TEXTS = [
@@ -217,4 +218,4 @@ def test_training_is_reproducible(tmp_path: Path) -> None:
 
 def test_checkpoints_carry_their_tokenizer(checkpoint_factory: Callable[..., Path], ours: OPTTokenizer) -> None:
     folder = checkpoint_factory("350m", layers=2)
-    assert OPTTokenizer(folder, OPTConfig.from_folder(folder)).encode(TEXTS) == ours.encode(TEXTS)
+    assert OPTTokenizer(folder, read_config(folder)).encode(TEXTS) == ours.encode(TEXTS)

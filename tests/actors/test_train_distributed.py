@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from actors.train_state import load_state, model_of, save_state
 from actors.train_workers import Pair
 from actors.trainer import Hooks, TrainConfig, init_weights, train
-from skipdecode.config import OPTConfig
-from skipdecode.model import OPT
+from skipdecode.decoder import Decoder
+from skipdecode.families.opt import OPTConfig
 
 pytestmark = pytest.mark.process
 
@@ -69,10 +69,10 @@ def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = N
     With `schedules` under SwiftKV the model gets its weights, and a teacher if all is trained.
     """
     torch.set_num_threads(1)
-    model, teacher = OPT(SHAPE), None
+    model, teacher = Decoder(SHAPE), None
     init_weights(model, 0)
     if any("prefill" in entry for entry in changes.get("schedules", ())):
-        teacher = OPT(SHAPE).requires_grad_(False)
+        teacher = Decoder(SHAPE).requires_grad_(False)
         init_weights(teacher, 3)
         model, teacher = model.with_swiftkv(2, 1), teacher if changes["trainable"] == "all" else None
     shape = model.config
@@ -181,7 +181,7 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
         assert resumed == [point for point in alone if point[0] > step]
     if "distill" in changes and changes["trainable"] == "all":  # a second of work, and many of starting processes
         assert_close(run_two(changes | {"accumulate": 2}, tmp_path / "two", early / "5.pt"), alone[-len(resumed) :])
-    best, start = torch.load(tmp_path / "best.pt"), OPT(SHAPE)
+    best, start = torch.load(tmp_path / "best.pt"), Decoder(SHAPE)
     init_weights(start, 0)
     same = {name for name, value in start.state_dict().items() if torch.equal(best[name], value)}
     if changes["trainable"] == "swiftkv":

@@ -11,7 +11,7 @@ import ray
 from actors.tokenizer import OPTTokenizer
 from jobs.demo import main
 from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
-from skipdecode.config import OPTConfig
+from skipdecode.families import read_config
 
 pytestmark = pytest.mark.ray
 
@@ -42,7 +42,7 @@ def test_names_are_varied_on_both_sides_or_not_at_all() -> None:
 
 
 def test_the_demo_model_is_whole_small_and_says_what_it_is() -> None:
-    config = OPTConfig.from_folder(MODEL)
+    config = read_config(MODEL)
     assert config.num_hidden_layers == 24
     assert config.skip_decode["method"] == "skipdecode"
     assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 12e6

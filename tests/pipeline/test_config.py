@@ -21,7 +21,8 @@ from pipeline.evaluation.sweep import SweepConfig, run_sweep
 from pipeline.service.run import load as load_serve_config
 from pipeline.training.config import FinetuneConfig, load_finetune_config
 from pipeline.training.distill import with_defaults
-from skipdecode.config import OPTConfig
+from skipdecode.families import released
+from skipdecode.families.opt import OPTConfig
 from skipdecode.schedule import METHOD_KEYS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -286,7 +287,7 @@ def test_all_sections_forbid_unknown_keys() -> None:
 
 
 def test_quantization_that_no_worker_could_load_is_refused() -> None:
-    opt = OPTConfig.released("opt-125m")
+    opt = released("opt-125m")
     check_quantization(None, opt, "float32", "cuda", None)
     check_quantization(None, opt, "float32", "cpu", "no kernels")
     check_quantization("int8", opt, "bfloat16", "cpu", None)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from actors.tokenizer import OPTTokenizer
 from skipdecode.cohort import rounded_columns
 from skipdecode.continuous import ContinuousBatch, _layer_ends, check_continuous, generate_continuous
+from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.request import Row
 from skipdecode.sampling import Sampling
@@ -31,7 +31,7 @@ SCHEDULES: list[Schedule] = [
 ]
 
 
-def alone(model: OPT, request: Request, schedule: Schedule) -> tuple[list[int], str]:
+def alone(model: Decoder, request: Request, schedule: Schedule) -> tuple[list[int], str]:
     completion = generate(model, [request], schedule).completions[0]
     return completion.tokens, completion.finish_reason
 
@@ -68,7 +68,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 @settings(max_examples=40)
 @given(data=st.data(), schedule=st.sampled_from(SCHEDULES))
 def test_random_arrivals_and_cancellations(
-    ending_checkpoint: Callable[[str], Path], ours: Callable[[Path], OPT], data: st.DataObject, schedule: Schedule
+    ending_checkpoint: Callable[[str], Path], ours: Callable[[Path], Decoder], data: st.DataObject, schedule: Schedule
 ) -> None:
     """Each row's tokens are those it makes alone; a cancelled row's are the first of them."""
     model = ours(ending_checkpoint("125m"))
@@ -89,7 +89,7 @@ def test_random_arrivals_and_cancellations(
 
 
 @pytest.mark.parametrize("style", ["125m", "350m", "1.3b"])
-def test_styles(checkpoint_factory: Callable[..., Path], ours: Callable[[Path], OPT], style: str) -> None:
+def test_styles(checkpoint_factory: Callable[..., Path], ours: Callable[[Path], Decoder], style: str) -> None:
     model = ours(checkpoint_factory(style))
     schedule = SkipDecode(L, 5, 2, 1, 12)
     pool = [Request(str(i), p, greedy(24)) for i, p in enumerate(random_prompts([3, 30, 7, 1, 12, 5, 18, 9], seed=2))]
@@ -104,7 +104,7 @@ def test_styles(checkpoint_factory: Callable[..., Path], ours: Callable[[Path], 
     "base",
     [FullDepth(L), SkipDecode(L, 5, 2, 1, 12), SkipDecode(L, 6, 5, 4, 6), EarlyExit(L, 6, 2, 1, 9), Unified(L, 3)],
 )
-def test_swiftkv(loaded: OPT, base: Schedule, group_size: int) -> None:
+def test_swiftkv(loaded: Decoder, base: Schedule, group_size: int) -> None:
     model = loaded.with_swiftkv(2, group_size)
     torch.manual_seed(3)
     assert model.swift is not None
@@ -117,7 +117,7 @@ def test_swiftkv(loaded: OPT, base: Schedule, group_size: int) -> None:
         assert rows[request.id].tokens == alone(model, request, schedule)[0]
 
 
-def test_layers_run_on_the_rows_that_are_young_enough(loaded: OPT) -> None:
+def test_layers_run_on_the_rows_that_are_young_enough(loaded: Decoder) -> None:
     """Not only the tokens: what runs is what the plans say, no row more."""
     schedule = SkipDecode(L, 6, 1, 1, 6)
     pool = [Request(str(i), p, greedy(9, ignore_eos=True)) for i, p in enumerate(random_prompts([4] * 5, seed=1))]
@@ -144,7 +144,7 @@ def test_layers_run_on_the_rows_that_are_young_enough(loaded: OPT) -> None:
     assert {len(row.tokens) for row in rows.values()} == {9}
 
 
-def test_memory_follows_the_rows(loaded: OPT) -> None:
+def test_memory_follows_the_rows(loaded: Decoder) -> None:
     """It grows for a burst, and a batch without rows holds none."""
     batch = ContinuousBatch(loaded, SkipDecode(L, 4, 2, 1, 5))
     assert batch.cache_bytes == 0
@@ -164,7 +164,7 @@ def test_memory_follows_the_rows(loaded: OPT) -> None:
 @settings(max_examples=30)
 @given(data=st.data())
 @torch.inference_mode()
-def test_the_price_of_a_join_is_what_it_takes(loaded: OPT, data: st.DataObject) -> None:
+def test_the_price_of_a_join_is_what_it_takes(loaded: Decoder, data: st.DataObject) -> None:
     """The prompts' cache, the memory there was, and what took its place because it was too small."""
     batch = ContinuousBatch(loaded, SkipDecode(L, 5, 2, 1, 12))
     num_grown = 0
@@ -187,7 +187,7 @@ def test_the_price_of_a_join_is_what_it_takes(loaded: OPT, data: st.DataObject) 
     assert num_grown > 0
 
 
-def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: OPT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = SkipDecode(L, 5, 2, 1, 12)
     prompts = random_prompts([5] * 5 + [70], seed=3)
     pool = [Request(str(i), p, greedy(9 + i, ignore_eos=True)) for i, p in enumerate(prompts)]
@@ -210,7 +210,7 @@ def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: OPT, monkeypat
 
 
 @torch.inference_mode()
-def test_only_what_rows_have_written_is_moved(loaded: OPT) -> None:
+def test_only_what_rows_have_written_is_moved(loaded: Decoder) -> None:
     """Beside one long answer all rows have as many columns as that; those of the long one stay where they are."""
     batch = ContinuousBatch(loaded, FullDepth(L))
     prompts, limits = random_prompts([5] * 8, seed=3), [120, 60, 3, 3, 3, 60, 60, 60]
@@ -229,7 +229,7 @@ def test_only_what_rows_have_written_is_moved(loaded: OPT) -> None:
     assert (memory[1:5, :, 7:] == torch.arange(1, 5)[:, None, None, None]).all()
 
 
-def test_a_schedule_is_looked_through_once(loaded: OPT) -> None:
+def test_a_schedule_is_looked_through_once(loaded: Decoder) -> None:
     """Thousands of plans; a batch is made anew whenever rows come after a pause."""
     ContinuousBatch(loaded, SkipDecode(L, 5, 2, 1, 77))
     misses = _layer_ends.cache_info().misses
@@ -237,7 +237,7 @@ def test_a_schedule_is_looked_through_once(loaded: OPT) -> None:
     assert _layer_ends.cache_info().misses == misses
 
 
-def test_a_long_stream_of_rows_stays_small(loaded: OPT) -> None:
+def test_a_long_stream_of_rows_stays_small(loaded: Decoder) -> None:
     """Rows come and go for ever in memory for a few."""
     schedule = SkipDecode(L, 5, 2, 1, 7)
     prompts = random_prompts([3 + i % 9 for i in range(120)], seed=4)
@@ -253,7 +253,7 @@ def test_a_long_stream_of_rows_stays_small(loaded: OPT) -> None:
     assert biggest <= 2 * L * 24 * loaded.config.hidden_size * 4 * 64
 
 
-def test_offline(loaded: OPT, tiny_checkpoint: Path) -> None:
+def test_offline(loaded: Decoder, tiny_checkpoint: Path) -> None:
     """A whole corpus through one batch, with stop strings, in the order of the requests."""
     tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
     schedule = SkipDecode(L, 5, 2, 1, 20)
@@ -268,7 +268,7 @@ def test_offline(loaded: OPT, tiny_checkpoint: Path) -> None:
     assert batch.is_done
 
 
-def test_log_probabilities_are_those_of_a_cohort(loaded: OPT) -> None:
+def test_log_probabilities_are_those_of_a_cohort(loaded: Decoder) -> None:
     schedule = SkipDecode(L, 5, 2, 1, 9)
     pool = [
         Request(str(i), p, greedy(8, ignore_eos=True), top_logprobs=top)

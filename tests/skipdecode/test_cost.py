@@ -10,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.cache import KVCache
-from skipdecode.config import OPTConfig
 from skipdecode.cost import (
     ATTN_CALLS,
     FFN_CALLS,
@@ -26,8 +24,10 @@ from skipdecode.cost import (
     plan_parts,
     predict_s,
 )
+from skipdecode.decoder import Decoder
+from skipdecode.families.opt import OPTConfig
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
+from skipdecode.kv.padded import KVCache
 from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, steps_per_layer
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
@@ -164,7 +164,7 @@ def test_cache_bytes_are_what_is_allocated(
         assert rows * per_row == cache.nbytes
 
 
-def test_cache_bytes_are_what_a_batch_holds(loaded: OPT) -> None:
+def test_cache_bytes_are_what_a_batch_holds(loaded: Decoder) -> None:
     for schedule in (SkipDecode(6, 5, 2, 1, 11), FullDepth(6)):
         requests = [Request(str(i), [2] * n, Sampling(max_new_tokens=12)) for i, n in enumerate((3, 9, 5))]
         per_row = cache_bytes_per_row(loaded.config, schedule, prompt_columns=9, num_new=12, itemsize=4)

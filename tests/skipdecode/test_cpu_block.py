@@ -11,10 +11,11 @@ from torch import Tensor
 
 from skipdecode.backends import cpu
 from skipdecode.backends.layer import Prompts, StoreKernel
-from skipdecode.cache import KVCache
-from skipdecode.config import OPTConfig, Quantization
+from skipdecode.config import Quantization
+from skipdecode.decoder import Block, Decoder
+from skipdecode.families.opt import OPTConfig
+from skipdecode.kv.padded import KVCache
 from skipdecode.linear import Linear
-from skipdecode.model import OPT, Block
 from skipdecode.plan import LayerPlan
 from tests.support.cpu_backends import kind, num_threads, product_dtype
 
@@ -122,7 +123,7 @@ def test_a_layer_in_one_call_is_the_layer(
 def test_a_layer_in_one_call_refuses_what_it_would_misread(product_dtype: torch.dtype) -> None:
     dtype = product_dtype
     config = OPTConfig(vocab_size=8, hidden_size=64, num_hidden_layers=1, ffn_dim=64, num_attention_heads=2)
-    (block,) = OPT(config).to(dtype).requires_grad_(False).pack().layers
+    (block,) = Decoder(config).to(dtype).requires_grad_(False).pack().layers
     k = torch.zeros(3, 2, 5, 32, dtype=dtype)
     h, at = torch.zeros(3, 1, 64, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     block.step(h, OneLayer(k, k.clone(), at, at), 0)
@@ -162,22 +163,34 @@ class Filled:
 
     def read(self, block: Block, *, attends: bool, feeds: bool, only_last: bool = False) -> Tensor:
         assert block.kernel is not None
-        memory = (self.k, self.v) if attends else None
-        run = block.kernel.read_last if only_last else block.kernel.read
-        return run(self.h.clone(), self.prompts, memory, feeds=feeds)
+        h, memory = self.h.clone(), (self.k, self.v) if attends else None
+        if not only_last:
+            return block.kernel.read(h, self.prompts, memory, feeds=feeds)
+        columns = None
+        if memory is not None:
+            assert block.kernel.store is not None
+            block.kernel.store(h, self.prompts, {0: memory})
+            first = self.prompts.columns
+            columns = Columns(*memory, first, torch.full_like(first, self.prompts.num_columns - 1))
+        return block.kernel.step(self.prompts.last(h), columns, feeds=feeds)
 
 
 def exact_prompt(block: Block, h: Tensor, *, attends: bool, feeds: bool) -> tuple[Tensor, Tensor]:
     """A prompt [T, D] without padding through a layer of parts: [T, D], and [2, H, T, K] of keys and values."""
+    view = Kept(torch.arange(len(h))[None], None, None, [])
+    return block(h[None], view, 0, attends=attends, feeds=feeds)[0], view.kept
+
+
+class Kept(ForcedView):
+    """Remembers keys and values."""
+
     kept = torch.zeros(2, 0)
 
-    def store(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal kept
-        kept = torch.stack([k[0], v[0]])
-        return k, v
-
-    h = block.attend(h[None], store, None) if attends else h[None]
-    return (block.feed(h) if feeds else h)[0], kept
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        assert k is not None
+        assert v is not None
+        self.kept = torch.stack([k[0], v[0]])
+        return super().attend(layer, q, k, v)
 
 
 @settings(max_examples=40)
@@ -320,7 +333,7 @@ def test_prompts_of_any_plan(product_dtype: torch.dtype, plan: LayerPlan, how: s
     """Of the last layer only the last column is run; the logits are those of running all of it."""
     torch.manual_seed(0)
     config = OPTConfig(vocab_size=50, hidden_size=64, num_hidden_layers=3, ffn_dim=96, num_attention_heads=2)
-    model = OPT(config).requires_grad_(False).eval()
+    model = Decoder(config).requires_grad_(False).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3 if parameter.ndim == 1 else 0.15)
     model = model.to(product_dtype)
@@ -331,10 +344,9 @@ def test_prompts_of_any_plan(product_dtype: torch.dtype, plan: LayerPlan, how: s
     def cache(dtype: torch.dtype) -> KVCache:
         return KVCache.allocate(config, num_pad=num_pad, capacities=[10] * 3, dtype=dtype)
 
-    h, mask = exact.embed(tokens, positions), cache(torch.float32).mask(9)
+    h, view = exact.embed(tokens, positions), ForcedView(positions, cache(torch.float32).mask(9), None, [])
     for i, block in enumerate(exact.layers):
-        h = block.attend(h, lambda k, v: (k, v), mask) if plan.attn[i] else h
-        h = block.feed(h) if plan.ffn[i] else h
+        h = block(h, view, i, attends=plan.attn[i], feeds=plan.ffn[i])
     wanted = exact.head(h[:, -1])
     if how == "plain":
         model = exact

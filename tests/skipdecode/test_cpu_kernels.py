@@ -18,12 +18,12 @@ from skipdecode import cohort
 from skipdecode.backends import cpu
 from skipdecode.config import Quantization
 from skipdecode.continuous import generate_continuous
+from skipdecode.decoder import Decoder
 from skipdecode.generate import Request, generate
 from skipdecode.linear import Linear
-from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
-from skipdecode.weights import load_opt, save_opt
+from skipdecode.weights import load_model, save_model
 from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, kind, num_threads, product_dtype
 
 __all__ = ["backend", "kind", "product_dtype"]  # fixtures
@@ -272,11 +272,11 @@ def test_a_packed_layer_is_the_layer(dtype: torch.dtype, rows: int, width: int, 
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoint_factory: Callable[..., Path]) -> Callable[[str], OPT]:
-    return lambda style: load_opt(checkpoint_factory(style))
+def plain(checkpoint_factory: Callable[..., Path]) -> Callable[[str], Decoder]:
+    return lambda style: load_model(checkpoint_factory(style))
 
 
-def tokens_of(model: OPT, lengths: list[int], num_new: int, schedule: Schedule) -> list[list[int]]:
+def tokens_of(model: Decoder, lengths: list[int], num_new: int, schedule: Schedule) -> list[list[int]]:
     rng = torch.Generator().manual_seed(sum(lengths))
     prompts = [[2, *torch.randint(4, 320, (n - 1,), generator=rng).tolist()] for n in lengths]
     sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
@@ -293,7 +293,7 @@ def tokens_of(model: OPT, lengths: list[int], num_new: int, schedule: Schedule) 
 )
 def test_every_fast_path_gives_the_tokens_of_the_plain_one(
     backend: str,
-    plain: Callable[[str], OPT],
+    plain: Callable[[str], Decoder],
     style: str,
     lengths: list[int],
     num_new: int,
@@ -313,7 +313,7 @@ def test_every_fast_path_gives_the_tokens_of_the_plain_one(
 
 @pytest.mark.parametrize("place", [0, 7, 19])
 def test_a_fixed_shape_gives_the_same_bits_at_every_place(
-    plain: Callable[[str], OPT], place: int, monkeypatch: pytest.MonkeyPatch
+    plain: Callable[[str], Decoder], place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 rows of 128 columns go through the model in parts, which must be of one size."""
     monkeypatch.setattr(cohort, "PREFILL_TOKENS", dict.fromkeys(cohort.PREFILL_TOKENS, 2048))
@@ -335,7 +335,7 @@ def test_a_fixed_shape_gives_the_same_bits_at_every_place(
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
-def test_swiftkv_too(backend: str, plain: Callable[[str], OPT], group_size: int) -> None:
+def test_swiftkv_too(backend: str, plain: Callable[[str], Decoder], group_size: int) -> None:
     model = copy.deepcopy(plain("125m")).with_swiftkv(2, group_size)
     schedule = SwiftPrefill(SkipDecode(6, 5, 3, 1, 9), 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -344,7 +344,7 @@ def test_swiftkv_too(backend: str, plain: Callable[[str], OPT], group_size: int)
     assert tokens_of(model.pack(), [3, 9, 1, 14, 6], 11, schedule) == wanted
 
 
-def test_rows_of_different_ages_too(backend: str, plain: Callable[[str], OPT]) -> None:
+def test_rows_of_different_ages_too(backend: str, plain: Callable[[str], Decoder]) -> None:
     model, schedule = copy.deepcopy(plain("125m")).pack(), SkipDecode(6, 5, 2, 1, 9)
     prompts = [[2, *range(5, 5 + n)] for n in (3, 9, 1, 14, 6, 2, 8)]
     requests = [
@@ -361,10 +361,10 @@ def test_rows_of_different_ages_too(backend: str, plain: Callable[[str], OPT]) -
     assert made[0] == [c.tokens for c in generate(model, requests, schedule).completions]
 
 
-def test_a_packed_model_is_neither_saved_nor_shared(plain: Callable[[str], OPT], tmp_path: Path) -> None:
+def test_a_packed_model_is_neither_saved_nor_shared(plain: Callable[[str], Decoder], tmp_path: Path) -> None:
     packed = copy.deepcopy(plain("125m")).pack()
     assert packed.is_packed
     with pytest.raises(AssertionError, match="cannot be saved"):
-        save_opt(packed, tmp_path)
+        save_model(packed, tmp_path)
     with pytest.raises(AssertionError, match="cannot be shared"):
         packed.with_swiftkv(3)

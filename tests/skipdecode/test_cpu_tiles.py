@@ -12,12 +12,13 @@ from torch import Tensor
 from actors.bench import random_model
 from skipdecode import continuous, sampler
 from skipdecode.backends import cpu
-from skipdecode.cache import KVCache
-from skipdecode.config import OPTConfig, Quantization
+from skipdecode.config import Quantization
 from skipdecode.continuous import generate_continuous
+from skipdecode.decoder import Decoder
+from skipdecode.families.opt import OPTConfig
 from skipdecode.generate import Request, generate
+from skipdecode.kv.padded import KVCache
 from skipdecode.linear import Linear
-from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, kv_owners
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
@@ -168,7 +169,7 @@ RUNS = [
 ]
 
 
-def logits_of(model: OPT, run: Run, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def logits_of(model: Decoder, run: Run, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Of every forward call, in order."""
     seen: list[Tensor] = []
 

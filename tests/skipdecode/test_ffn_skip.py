@@ -14,17 +14,17 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from skipdecode import generate as decoder
-from skipdecode.config import OPTConfig
 from skipdecode.cost import Ceilings, predict_s
+from skipdecode.decoder import Decoder
+from skipdecode.families import released
 from skipdecode.ffn_rows import SimilarityRecorder, similarity
 from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified, has_no_kv_holes
 from skipdecode.sampling import row_uniforms
 from skipdecode.schedule import make_schedule
-from skipdecode.train import teacher_batch, teacher_forced_logits
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 from tests.support.naive import FFNRule, greedy, naive_row, random_prompts, requests_for, tokens_of
 
 L = 6
@@ -32,7 +32,7 @@ FULL = FullDepth(L)
 BASES: list[Schedule] = [FULL, SkipDecode(L, 5, 2, 1, 9), Unified(L, 4)]
 LENGTHS = [5, 1, 12, 3]
 Factory = Callable[..., Path]
-Load = Callable[[Path], OPT]
+Load = Callable[[Path], Decoder]
 LoadHF = Callable[[Path], OPTForCausalLM]
 
 
@@ -80,7 +80,7 @@ def test_row_is_the_naive_decoder(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )
 def test_row_is_the_naive_decoder_for_any_rule(
-    tiny_checkpoint: Path, hf: LoadHF, loaded: OPT, borders: tuple[int, int], threshold: float, warmup: int,
+    tiny_checkpoint: Path, hf: LoadHF, loaded: Decoder, borders: tuple[int, int], threshold: float, warmup: int,
     base: Schedule, lengths: list[int],
 ) -> None:  # fmt: skip
     prompts, rule = random_prompts(lengths, seed=sum(lengths)), FFNRule(threshold, *borders, warmup)
@@ -108,7 +108,9 @@ def test_band_is_the_naive_decoder_without_those_blocks(
     assert result.stats.ffns_run == sum(ran for _, ran in wanted)
 
 
-def test_random_is_the_naive_decoder_with_blocks_drawn_by_row(tiny_checkpoint: Path, hf: LoadHF, loaded: OPT) -> None:
+def test_random_is_the_naive_decoder_with_blocks_drawn_by_row(
+    tiny_checkpoint: Path, hf: LoadHF, loaded: Decoder
+) -> None:
     """Philox numbers by (seed, id): alone, in a batch that shrinks, in another order, the same blocks."""
     prompts, num_new = random_prompts(LENGTHS, seed=5), 14
     limits = (num_new, 4, num_new, 6)
@@ -151,21 +153,21 @@ def test_a_teacher_forced_pass_is_decoding(checkpoint_factory: Factory, ours: Lo
         assert logits.argmax(-1).tolist() == made, schedule
 
 
-def thresholds_of(model: OPT, prompts: list[list[int]]) -> list[float]:
+def thresholds_of(model: Decoder, prompts: list[list[int]]) -> list[float]:
     """Quartiles of the cosines of all tokens at full depth."""
     seen = recorded(model, [(p, p) for p in prompts], FULL)
     values = torch.cat([t.flatten() for t in seen.values()])
     return torch.quantile(values, torch.tensor([0.25, 0.5, 0.75])).tolist()
 
 
-def recorded(model: OPT, pairs: list[tuple[list[int], list[int]]], base: Schedule) -> dict[int, Tensor]:
+def recorded(model: Decoder, pairs: list[tuple[list[int], list[int]]], base: Schedule) -> dict[int, Tensor]:
     recorder = SimilarityRecorder(len(pairs), torch.device("cpu"))
     with torch.inference_mode():
         teacher_forced_logits(model, teacher_batch(pairs, 1), SkipSaturated(base, 0, 0, 0, 1.0), ffns=recorder)
     return recorder.similarity
 
 
-def test_what_calibration_records_are_the_naive_cosines(tiny_checkpoint: Path, hf: LoadHF, loaded: OPT) -> None:
+def test_what_calibration_records_are_the_naive_cosines(tiny_checkpoint: Path, hf: LoadHF, loaded: Decoder) -> None:
     prompt = random_prompts([7])[0]
     tokens, _, cosines = naive_row(hf(tiny_checkpoint), prompt, FULL, 9, -7, FFNRule(1.0, 0, 0, 0))
     seen = recorded(loaded, [(prompt, tokens)], FULL)
@@ -173,7 +175,7 @@ def test_what_calibration_records_are_the_naive_cosines(tiny_checkpoint: Path, h
     assert ours == pytest.approx(cosines, abs=1e-5)
 
 
-def test_fixed_shapes_and_gathered_rows_give_the_same(loaded: OPT) -> None:
+def test_fixed_shapes_and_gathered_rows_give_the_same(loaded: Decoder) -> None:
     prompts = random_prompts([3, 9, 1, 5, 12, 7], seed=5)
     schedule = SkipSaturated(FULL, 1, 1, 1, thresholds_of(loaded, prompts)[1])
     requests = requests_for(prompts, greedy(20))
@@ -186,7 +188,7 @@ def test_fixed_shapes_and_gathered_rows_give_the_same(loaded: OPT) -> None:
     assert {n for step in fixed.stats.ffn_rows for n in step} == {8}
 
 
-def test_a_block_runs_on_the_rows_that_need_it_and_on_no_other(loaded: OPT) -> None:
+def test_a_block_runs_on_the_rows_that_need_it_and_on_no_other(loaded: Decoder) -> None:
     prompts = random_prompts([4] * 6, seed=8)
     schedule = SkipSaturated(FULL, 2, 1, 1, thresholds_of(loaded, prompts)[1])
     rows: list[int] = []
@@ -207,7 +209,7 @@ def test_similarity_is_of_the_state_before_and_after_not_of_the_block(tiny_check
     weights = load_file(tmp_path / "model.safetensors")
     small = {name: tensor * 1e-3 for name, tensor in weights.items() if ".fc2." in name}
     save_file(weights | small, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = load_opt(tmp_path)
+    model = load_model(tmp_path)
     h = torch.randn(50, 1, 48, generator=torch.Generator().manual_seed(1))
     for block in model.layers:
         added = block.add_feed(h)
@@ -302,7 +304,7 @@ def test_bad_values_are_named(keys: dict[str, Any], names: str) -> None:
 
 def test_cost_follows_the_blocks_that_run() -> None:
     """A band saves its blocks; a row rule costs its overhead, and less the fewer rows a block runs on."""
-    config = OPTConfig.released("opt-1.3b")
+    config = released("opt-1.3b")
     ceilings = Ceilings(1e12, 1e10, 1e-6)
     base = FullDepth(24)
     shape: dict[str, Any] = {"prompt_columns": 8, "batch_rows": [16] * 4, "itemsize": 2}

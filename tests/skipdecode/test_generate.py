@@ -16,13 +16,13 @@ from transformers import OPTForCausalLM
 
 from actors.tokenizer import OPTTokenizer
 from skipdecode import generate as decoder
+from skipdecode.decoder import Decoder
+from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import BatchResult, Completion, Request, generate
-from skipdecode.model import OPT
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.request import Row
 from skipdecode.sampling import Sampling, StopScan, cut_at_stop
-from skipdecode.train import teacher_batch, teacher_forced_logits
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 from tests.support.naive import greedy, naive_decode, random_prompts, requests_for, tokens_of
 
 STYLES = ["125m", "350m", "1.3b"]
@@ -35,7 +35,7 @@ SCHEDULES: list[Schedule] = [
     Unified(L, 3),
 ]
 Factory = Callable[..., Path]
-Load = Callable[[Path], OPT]
+Load = Callable[[Path], Decoder]
 LoadHF = Callable[[Path], OPTForCausalLM]
 
 
@@ -50,7 +50,9 @@ def hf_generate(reference: OPTForCausalLM, prompts: Sequence[list[int]], num_new
     return [row[: row.index(eos) + 1] if eos in row else row for row in made]
 
 
-def logged(model: OPT, requests: Sequence[Request], schedule: Schedule, **keys: object) -> tuple[BatchResult, Tensor]:
+def logged(
+    model: Decoder, requests: Sequence[Request], schedule: Schedule, **keys: object
+) -> tuple[BatchResult, Tensor]:
     """The result, and the logits [B, N, V] of all calls of the model."""
     calls: list[Tensor] = []
     asking = [replace(request, top_logprobs=0) for request in requests]  # else there are only tokens to see
@@ -201,7 +203,7 @@ def test_a_row_does_not_depend_on_its_batch(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     num_new=st.integers(1, 16),
 )
-def test_cache_bytes_are_the_prefixes(loaded: OPT, schedule: Schedule, lengths: list[int], num_new: int) -> None:
+def test_cache_bytes_are_the_prefixes(loaded: Decoder, schedule: Schedule, lengths: list[int], num_new: int) -> None:
     result = generate(loaded, requests_for(random_prompts(lengths), greedy(num_new)), schedule)
     steps = [sum(layer in schedule.step(k).layers for k in range(num_new - 1)) for layer in range(L)]
     heads, dim = loaded.config.num_attention_heads, loaded.config.head_dim
@@ -229,7 +231,7 @@ def test_layers_run_are_the_budgets(
     assert stats.layer_row_steps == sum(n * d for n, d in zip(stats.batch_rows, depth, strict=True))
 
 
-def test_fixed_shapes_always_have_a_mask(loaded: OPT) -> None:
+def test_fixed_shapes_always_have_a_mask(loaded: Decoder) -> None:
     """Else a full batch of full-length rows would take another kernel than a row among padding rows."""
     requests = requests_for(random_prompts([6, 6, 6]), greedy(5, ignore_eos=True))
     for keys, is_masked in (({}, False), ({"batch_rows": 3, "prompt_columns": 6, "compact": False}, True)):
@@ -243,7 +245,7 @@ def test_fixed_shapes_always_have_a_mask(loaded: OPT) -> None:
 # Limits
 
 
-def test_each_row_has_its_own_limit(loaded: OPT) -> None:
+def test_each_row_has_its_own_limit(loaded: Decoder) -> None:
     prompts = random_prompts([3, 9, 1, 5], seed=5)
     limits = [1, 20, 6, 13]
     requests = [
@@ -262,7 +264,7 @@ def test_each_row_has_its_own_limit(loaded: OPT) -> None:
             )
 
 
-def test_one_new_token_needs_no_step(loaded: OPT) -> None:
+def test_one_new_token_needs_no_step(loaded: Decoder) -> None:
     result = generate(loaded, requests_for(random_prompts([3, 9]), greedy(1)), SkipDecode(L, 3, 2, 1, 1))
     assert [len(c.tokens) for c in result.completions] == [1, 1]
     assert [c.layers_run for c in result.completions] == [0, 0]
@@ -270,7 +272,7 @@ def test_one_new_token_needs_no_step(loaded: OPT) -> None:
     assert result.stats.batch_rows == []
 
 
-def test_an_ended_row_is_carried_beyond_the_positions_of_the_model(loaded: OPT) -> None:
+def test_an_ended_row_is_carried_beyond_the_positions_of_the_model(loaded: Decoder) -> None:
     """A long prompt with a small limit beside a short prompt with a large one: each fits the model's 128 positions."""
     long, short = random_prompts([120, 4], seed=9)
     requests = [Request("long", long, greedy(4, ignore_eos=True)), Request("short", short, greedy(60, ignore_eos=True))]
@@ -280,7 +282,7 @@ def test_an_ended_row_is_carried_beyond_the_positions_of_the_model(loaded: OPT) 
     assert generate(loaded, requests, FULL, compact=False).completions == alone
 
 
-def test_the_last_position_can_be_used_and_no_further(loaded: OPT, tiny_checkpoint: Path, hf: LoadHF) -> None:
+def test_the_last_position_can_be_used_and_no_further(loaded: Decoder, tiny_checkpoint: Path, hf: LoadHF) -> None:
     """128 positions hold 120 prompt tokens and 8 fed ones; the ninth new token is not fed."""
     (prompt,) = random_prompts([120], seed=9)
     made = generate(loaded, [Request("a", prompt, greedy(9, ignore_eos=True))], FULL).completions[0].tokens
@@ -293,14 +295,14 @@ def test_the_last_position_can_be_used_and_no_further(loaded: OPT, tiny_checkpoi
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoint: Path, loaded: OPT) -> OPTTokenizer:
+def tokenizer(tiny_checkpoint: Path, loaded: Decoder) -> OPTTokenizer:
     return OPTTokenizer(tiny_checkpoint, loaded.config)
 
 
 @pytest.fixture(scope="module")
-def writer(tiny_checkpoint: Path, tokenizer: OPTTokenizer) -> OPT:
+def writer(tiny_checkpoint: Path, tokenizer: OPTTokenizer) -> Decoder:
     """A model that writes text: tokens that are no characters of their own, and specials, get hardly any logit."""
-    model = load_opt(tiny_checkpoint)
+    model = load_model(tiny_checkpoint)
     for token in range(320):
         text = tokenizer.decode([token])
         if not text or "\ufffd" in text or not text.isprintable():
@@ -319,7 +321,7 @@ def check_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_stop_strings_end_a_row_at_the_first_token_that_completes_one(
-    writer: OPT, tokenizer: OPTTokenizer, check_every: Callable[[int], None]
+    writer: Decoder, tokenizer: OPTTokenizer, check_every: Callable[[int], None]
 ) -> None:
     """Stop strings cut out of what the model writes, over token borders too, for several check intervals."""
     prompts = random_prompts([4, 9, 1], seed=3)
@@ -421,7 +423,7 @@ def test_eos_and_stop_string_and_limit_together(
                 assert run(num_new=end, stop=(last,)).finish_reason == "stop"
 
 
-def test_stop_strings_without_a_decoder_of_text_are_refused(loaded: OPT) -> None:
+def test_stop_strings_without_a_decoder_of_text_are_refused(loaded: Decoder) -> None:
     with pytest.raises(AssertionError, match="no decoder of text"):
         generate(loaded, requests_for([[2, 5]], greedy(3, stop=("x",))), FULL)
 
@@ -444,7 +446,7 @@ def test_cut_at_stop(text: str, stop: list[str], cut: str) -> None:
 # Sampling inside the loop: streams belong to rows
 
 
-def test_draws_of_a_row_do_not_depend_on_its_batch(loaded: OPT, check_every: Callable[[int], None]) -> None:
+def test_draws_of_a_row_do_not_depend_on_its_batch(loaded: Decoder, check_every: Callable[[int], None]) -> None:
     """Same (seed, id, k), same token: reordered, alone, with greedy neighbours, compacted, fixed shape, any check."""
     prompts = random_prompts([3, 9, 1, 5, 12, 7], seed=5)
     settings_of = [
@@ -476,7 +478,7 @@ def test_draws_of_a_row_do_not_depend_on_its_batch(loaded: OPT, check_every: Cal
     assert len({tuple(c.tokens) for c in (alone[0], other_id, other_seed)}) == 3
 
 
-def test_top_k_one_is_greedy(loaded: OPT) -> None:
+def test_top_k_one_is_greedy(loaded: Decoder) -> None:
     prompts = random_prompts([3, 9, 1], seed=5)
     wanted = tokens_of(generate(loaded, requests_for(prompts, greedy(20)), FULL))
     for keys in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0.0}, {"temperature": 1e-6}, {"temperature": 1e-38}):
@@ -490,7 +492,7 @@ def test_top_k_one_is_greedy(loaded: OPT) -> None:
 @settings(max_examples=10)
 @given(budget=st.integers(1, L), num_new=st.integers(2, 10))
 def test_constant_budget_is_the_naive_decoder_with_fixed_layers(
-    loaded: OPT, tiny_checkpoint: Path, hf: LoadHF, budget: int, num_new: int
+    loaded: Decoder, tiny_checkpoint: Path, hf: LoadHF, budget: int, num_new: int
 ) -> None:
     assume(budget < L)
     for schedule in (SkipDecode(L, budget, budget, 1, 5), EarlyExit(L, budget, budget, 1, 5)):

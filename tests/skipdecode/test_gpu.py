@@ -8,14 +8,14 @@ import torch
 from transformers import OPTForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
-from skipdecode.cache import KVCache
 from skipdecode.cohort import Cohort
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
+from skipdecode.kv.padded import KVCache
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,7 +62,7 @@ def padded(requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("style", STYLES)
 def test_full_depth_is_hugging_face(ending_checkpoint: Callable[[str], Path], style: str) -> None:
     folder, requests = ending_checkpoint(style), make_requests(40)
-    model = load_opt(folder, device=DEVICE)
+    model = load_model(folder, device=DEVICE)
     eos = model.config.eos_token_id
     tokens, mask = padded(requests)
     reference = OPTForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
@@ -84,7 +84,7 @@ def test_bfloat16_stays_within_its_bound(checkpoint_factory: Callable[..., Path]
     with torch.inference_mode():
         reference = OPTForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
         exact = reference(tokens, attention_mask=mask).logits[:, -1]
-        model = load_opt(folder, device=DEVICE, dtype=torch.bfloat16)
+        model = load_model(folder, device=DEVICE, dtype=torch.bfloat16)
         num_pad = (mask == 0).sum(1)
         cache = KVCache.allocate(model.config, num_pad=num_pad, capacities=[tokens.shape[1]] * 6, dtype=model.dtype)
         positions = (torch.arange(tokens.shape[1], device=DEVICE) - num_pad[:, None]).clamp(min=-1)
@@ -100,8 +100,8 @@ def test_tokens_are_those_of_the_cpu(
 ) -> None:
     """Token checks come every eight steps here and every step there: that must not show either."""
     folder, requests = ending_checkpoint(style), make_requests(30, **keys)
-    wanted = generate(load_opt(folder), requests, schedule).completions
-    model = load_opt(folder, device=DEVICE)
+    wanted = generate(load_model(folder), requests, schedule).completions
+    model = load_model(folder, device=DEVICE)
     assert generate(model, requests, schedule).completions == wanted
     fixed = generate(model, requests, schedule, prompt_columns=32, batch_rows=10, compact=False)
     assert fixed.completions == wanted
@@ -115,7 +115,7 @@ def test_tokens_are_those_of_the_cpu(
 
 def test_graphs_wait_for_nothing(ending_checkpoint: Callable[[str], Path]) -> None:
     """Replays are launched without the host waiting for the device, and from then on nothing is captured."""
-    model = load_opt(ending_checkpoint("125m"), device=DEVICE)
+    model = load_model(ending_checkpoint("125m"), device=DEVICE)
     sampling = Sampling(max_new_tokens=40, ignore_eos=True)
     requests = [Request(str(i), [2, 5 + i, 9], sampling) for i in range(8)]
     graphs, schedule = StepGraphs(model), SkipDecode(6, 5, 2, 1, 39)
@@ -134,7 +134,7 @@ def test_graphs_wait_for_nothing(ending_checkpoint: Callable[[str], Path]) -> No
 
 
 def test_cleared_graphs_give_their_memory_back(ending_checkpoint: Callable[[str], Path]) -> None:
-    model = load_opt(ending_checkpoint("125m"), device=DEVICE)
+    model = load_model(ending_checkpoint("125m"), device=DEVICE)
     before = torch.cuda.memory_allocated()
     graphs = StepGraphs(model)
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_cleared_graphs_give_their_memory_back(ending_checkpoint: Callable[[str]
 def test_swiftkv_tokens_are_those_of_the_cpu(tiny_checkpoint: Path, group_size: int) -> None:
     schedule, made = SwiftPrefill(SkipDecode(6, 5, 2, 1, 9), 3), []
     for device in ("cpu", DEVICE):
-        model = load_opt(tiny_checkpoint, device=device).with_swiftkv(3, group_size)
+        model = load_model(tiny_checkpoint, device=device).with_swiftkv(3, group_size)
         made.append(generate(model, make_requests(20), schedule).completions)
     graphs = StepGraphs(model)
     made += [generate(model, make_requests(20), schedule, graphs=graphs).completions for _ in range(2)]
@@ -169,7 +169,7 @@ def test_generator_on_the_device(tiny_checkpoint: Path) -> None:
 
 def test_deterministic_bfloat16_is_bit_for_bit(tiny_checkpoint: Path) -> None:
     """A full batch of full-length rows needs no mask, and must take the same kernels as a row among padding rows."""
-    model = load_opt(tiny_checkpoint, device=DEVICE, dtype=torch.bfloat16)
+    model = load_model(tiny_checkpoint, device=DEVICE, dtype=torch.bfloat16)
     sampling = Sampling(max_new_tokens=16, ignore_eos=True)
     # who asks for log-probabilities has logits made
     rows = [Request(str(i), [2, *range(10 + i, 17 + i)], sampling, top_logprobs=0) for i in range(4)]

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import OPTForCausalLM
 
-from skipdecode.cache import KVCache
-from skipdecode.config import OPTConfig
-from skipdecode.model import OPT
+from skipdecode.decoder import Decoder
+from skipdecode.families.opt import OPTConfig
+from skipdecode.kv.padded import KVCache
 from skipdecode.plan import FullDepth, LayerPlan
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 
 TOLERANCE = 1e-4
 STYLES = ["125m", "350m", "1.3b"]
 Factory = Callable[..., Path]
-Load = Callable[[Path], OPT]
+Load = Callable[[Path], Decoder]
 LoadHF = Callable[[Path], OPTForCausalLM]
 
 
@@ -41,7 +41,9 @@ def left_pad(prompts: Sequence[Sequence[int]], columns: int | None = None) -> tu
     return tokens, (torch.arange(width) >= num_pad[:, None]).long(), num_pad
 
 
-def feed(model: OPT, tokens: Tensor, num_pad: Tensor, plan: LayerPlan, capacity: int = 64) -> tuple[Tensor, KVCache]:
+def feed(
+    model: Decoder, tokens: Tensor, num_pad: Tensor, plan: LayerPlan, capacity: int = 64
+) -> tuple[Tensor, KVCache]:
     """Logits [B, V] of the last column, and the filled cache."""
     capacities = [capacity] * model.config.num_hidden_layers
     cache = KVCache.allocate(model.config, num_pad=num_pad, capacities=capacities, dtype=model.dtype)
@@ -178,7 +180,7 @@ def test_bfloat16_stays_within_its_bound(checkpoint_factory: Factory, hf: LoadHF
     """|bf16 - HF float32| / |HF float32| over all logits, and not much worse than Hugging Face's own bfloat16."""
     folder = checkpoint_factory(style)
     tokens, mask, num_pad = left_pad(random_prompts([16, 9, 1, 12, 16, 3, 7, 2]))
-    logits, _ = feed(load_opt(folder, dtype=torch.bfloat16), tokens, num_pad, FullDepth(6).prefill())
+    logits, _ = feed(load_model(folder, dtype=torch.bfloat16), tokens, num_pad, FullDepth(6).prefill())
     exact = hf(folder)(tokens, attention_mask=mask).logits[:, -1]
     theirs = OPTForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(tokens, attention_mask=mask).logits[:, -1]
 
@@ -192,7 +194,7 @@ def test_bfloat16_stays_within_its_bound(checkpoint_factory: Factory, hf: LoadHF
 
 @settings(max_examples=15)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6), extra=st.integers(0, 9))
-def test_padding_never_reaches_a_row(loaded: OPT, lengths: list[int], extra: int) -> None:
+def test_padding_never_reaches_a_row(loaded: Decoder, lengths: list[int], extra: int) -> None:
     """A row alone, in any company, and behind any number of padding columns has the same logits."""
     plan, prompts = FullDepth(6).prefill(), random_prompts(lengths, seed=3)
     tokens, _, num_pad = left_pad(prompts, max(lengths) + extra)
@@ -202,7 +204,7 @@ def test_padding_never_reaches_a_row(loaded: OPT, lengths: list[int], extra: int
         torch.testing.assert_close(together[row : row + 1], alone, atol=2e-5, rtol=0)
 
 
-def test_garbage_in_unwritten_cache_is_never_read(loaded: OPT) -> None:
+def test_garbage_in_unwritten_cache_is_never_read(loaded: Decoder) -> None:
     """`torch.empty` may hold NaN: columns not yet written, and layers that never run, must not be touched."""
     tokens, _, num_pad = left_pad(random_prompts([5, 2]))
     plan = LayerPlan.of_layers([0, 5], 6)
@@ -220,7 +222,7 @@ def test_garbage_in_unwritten_cache_is_never_read(loaded: OPT) -> None:
     assert cache.k[5].isfinite().all()  # padding columns too: a NaN there would poison a masked softmax
 
 
-def test_a_full_cache_refuses_by_layer(loaded: OPT) -> None:
+def test_a_full_cache_refuses_by_layer(loaded: Decoder) -> None:
     num_pad = torch.tensor([0])
     cache = KVCache.allocate(loaded.config, num_pad=num_pad, capacities=[4, 4, 3, 4, 4, 4], dtype=torch.float32)
     with pytest.raises(AssertionError, match=r"layer 2 has room for 3 columns, got 4"), torch.inference_mode():
@@ -270,7 +272,7 @@ def test_mask_by_hand() -> None:
     assert mask[:, 0].int().tolist() == [[[0, 0, 1, 1, 1]], [[1, 1, 1, 1, 1]]]
 
 
-def test_several_columns_behind_a_filled_cache(loaded: OPT) -> None:
+def test_several_columns_behind_a_filled_cache(loaded: Decoder) -> None:
     """With a mask they work and equal one pass; without one they are refused, since `is_causal` would be wrong."""
     tokens, _, num_pad = left_pad(random_prompts([9, 5]))
     plan = FullDepth(6).prefill()

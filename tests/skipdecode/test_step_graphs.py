@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.cache import KVCache
+from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
+from skipdecode.kv.padded import KVCache
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import COLUMN_STEP, MAX_GRAPHS, StepGraphs, step_graphs
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 from tests.support.naive import random_prompts
 
 L = 6
@@ -41,8 +41,8 @@ def make_requests(lengths: list[int], num_new: int, *, seed: int = 3, **keys: fl
 
 
 @pytest.fixture(scope="module")
-def model(ending_checkpoint: Ending) -> OPT:
-    return load_opt(ending_checkpoint("125m"))
+def model(ending_checkpoint: Ending) -> Decoder:
+    return load_model(ending_checkpoint("125m"))
 
 
 @pytest.mark.parametrize("style", ["125m", "350m", "1.3b"])
@@ -51,7 +51,7 @@ def model(ending_checkpoint: Ending) -> OPT:
 def test_tokens_are_those_without_graphs(
     ending_checkpoint: Ending, style: str, schedule: Schedule, keys: dict[str, float]
 ) -> None:
-    model = load_opt(ending_checkpoint(style))
+    model = load_model(ending_checkpoint(style))
     graphs = StepGraphs(model)
     small, large = ([3, 5, 1, 2, 4, 3, 2, 1], 9), ([1, 9, 4, 16, 2, 9, 30, 7], 40)
     for lengths, num_new in [small, small, large, small, large]:  # captured, moved to larger memory, and back
@@ -63,7 +63,7 @@ def test_tokens_are_those_without_graphs(
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_shapes_in_any_order(model: OPT, data: st.DataObject) -> None:
+def test_any_shapes_in_any_order(model: Decoder, data: st.DataObject) -> None:
     """One set of graphs and memory through batches that grow and shrink."""
     graphs = StepGraphs(model)
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_any_shapes_in_any_order(model: OPT, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_swiftkv(tiny_checkpoint: Path, group_size: int) -> None:
-    model = load_opt(tiny_checkpoint).with_swiftkv(3, group_size)
+    model = load_model(tiny_checkpoint).with_swiftkv(3, group_size)
     schedule, graphs = SwiftPrefill(SkipDecode(L, 5, 2, 1, 9), 3), StepGraphs(model)
     requests = make_requests([5, 40, 1], 20)
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_swiftkv(tiny_checkpoint: Path, group_size: int) -> None:
         )
 
 
-def test_as_many_graphs_as_plans_and_column_steps(model: OPT) -> None:
+def test_as_many_graphs_as_plans_and_column_steps(model: Decoder) -> None:
     """A second batch captures what the first ran once; from the third on there is nothing to capture."""
     schedule, graphs = SkipDecode(L, 5, 2, 1, 69), StepGraphs(model)
     requests = make_requests([4] * 4, 70, ignore_eos=True)
@@ -101,7 +101,7 @@ def test_as_many_graphs_as_plans_and_column_steps(model: OPT) -> None:
     assert captured[0] >= plans
 
 
-def test_rows_and_memory(model: OPT) -> None:
+def test_rows_and_memory(model: Decoder) -> None:
     """Compaction keeps to powers of two, so that graphs serve again; the memory is that of the largest batch."""
     graphs = StepGraphs(model)
     requests = make_requests([3, 9, 1, 5, 12, 7, 2, 8, 10, 4, 6] * 2, 60)
@@ -121,7 +121,7 @@ def test_rows_and_memory(model: OPT) -> None:
     assert generate(model, requests, FullDepth(L), graphs=graphs).stats.batch_rows == rows
 
 
-def test_a_batch_that_went_wrong_leaves_nothing_behind(model: OPT) -> None:
+def test_a_batch_that_went_wrong_leaves_nothing_behind(model: Decoder) -> None:
     """What is not a number stays so under a mask that weighs it with zero."""
     graphs, requests = StepGraphs(model), make_requests([3, 20, 9], 30)
     wanted = generate(model, requests, FullDepth(L)).completions
@@ -133,7 +133,7 @@ def test_a_batch_that_went_wrong_leaves_nothing_behind(model: OPT) -> None:
     assert generate(model, requests, FullDepth(L), graphs=graphs).completions == wanted
 
 
-def test_graphs_are_bounded(model: OPT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_bounded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipdecode.step_graphs.MAX_GRAPHS", 3)
     schedule, graphs, requests = SkipDecode(L, 6, 1, 1, 59), StepGraphs(model), make_requests([4, 40], 60)
     wanted = generate(model, requests, schedule).completions
@@ -142,7 +142,7 @@ def test_graphs_are_bounded(model: OPT, monkeypatch: pytest.MonkeyPatch) -> None
         assert len(graphs._replays) <= 3 < MAX_GRAPHS
 
 
-def test_for_gpus_only(model: OPT) -> None:
+def test_for_gpus_only(model: Decoder) -> None:
     assert step_graphs(model) is None
     plain = KVCache.allocate(model.config, num_pad=torch.tensor([0]), capacities=[4] * L, dtype=torch.float32)
     with pytest.raises(AssertionError, match="from elsewhere"):

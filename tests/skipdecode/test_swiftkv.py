@@ -17,14 +17,16 @@ from jobs.bench import main as bench
 from jobs.distill import main
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig, build_config
-from skipdecode.config import OPTConfig, SwiftKVConfig
+from skipdecode.config import SwiftKVConfig
 from skipdecode.cost import cache_bytes_per_row, plan_parts
+from skipdecode.families import released
+from skipdecode.families.opt import OPTConfig
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
+from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import allocate_cache, generate
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.schedule import make_schedule
-from skipdecode.train import teacher_batch, teacher_forced_logits
-from skipdecode.weights import check_folder, load_opt, save_opt
+from skipdecode.weights import check_folder, load_model, save_model
 from tests.support.naive import FFNRule, SwiftWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
 
 L = 6
@@ -40,14 +42,14 @@ def swift_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     """`swift_checkpoint(l, g)`: a folder whose SwiftKV weights are the teacher's, disturbed: nothing is equal."""
 
     def make(kv_layers: int, group_size: int) -> Path:
-        model = load_opt(tiny_checkpoint).with_swiftkv(kv_layers, group_size)
+        model = load_model(tiny_checkpoint).with_swiftkv(kv_layers, group_size)
         assert model.swift is not None
         generator = torch.Generator().manual_seed(kv_layers)
         with torch.no_grad():
             for parameter in model.swift.parameters():
                 parameter += 0.4 * torch.randn(parameter.shape, generator=generator)
         folder = tmp_path_factory.mktemp("swift")
-        save_opt(model, folder)
+        save_model(model, folder)
         return folder
 
     return make
@@ -60,7 +62,7 @@ def test_decoding_is_the_naive_decoder(
     kv_layers: int, group_size: int,
 ) -> None:  # fmt: skip
     folder = swift_checkpoint(kv_layers, group_size)
-    model, weights, prompts = load_opt(folder), SwiftWeights.load(folder), random_prompts(LENGTHS, seed=3)
+    model, weights, prompts = load_model(folder), SwiftWeights.load(folder), random_prompts(LENGTHS, seed=3)
     schedule = SwiftPrefill(base, kv_layers)
     wanted = [naive_row(hf(tiny_checkpoint), p, base, 14, swift=weights)[0] for p in prompts]
     result = generate(model, requests_for(prompts, greedy(14)), schedule)
@@ -81,7 +83,7 @@ def test_all_three_methods_together(
     kv_layers: int, group_size: int,
 ) -> None:  # fmt: skip
     folder = swift_checkpoint(kv_layers, group_size)
-    model, weights, prompts = load_opt(folder), SwiftWeights.load(folder), random_prompts(LENGTHS, seed=4)
+    model, weights, prompts = load_model(folder), SwiftWeights.load(folder), random_prompts(LENGTHS, seed=4)
     beneath = SwiftPrefill(base, kv_layers)
     for threshold in (-1.0, 0.8, 0.9):
         rule = FFNRule(threshold, 1, 1, 2)
@@ -95,7 +97,7 @@ def test_all_three_methods_together(
 def test_a_teacher_forced_pass_is_decoding(
     swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int
 ) -> None:
-    model, prompts = load_opt(swift_checkpoint(kv_layers, group_size)), random_prompts(LENGTHS, seed=5)
+    model, prompts = load_model(swift_checkpoint(kv_layers, group_size)), random_prompts(LENGTHS, seed=5)
     beneath = SwiftPrefill(base, kv_layers)
     for schedule in (beneath, SkipBand(beneath, 2, (1, 3, 4)), SkipSaturated(beneath, 1, 1, 1, 0.85)):
         made = tokens_of(generate(model, requests_for(prompts, greedy(9, ignore_eos=True)), schedule))
@@ -113,7 +115,7 @@ def test_teacher_weights_and_every_layer_are_plain_opt(
 ) -> None:
     """l = L has no layer above; at l = L - 1 the one above takes K/V from what it has anyway."""
     folder, prompts = checkpoint_factory(style), random_prompts(LENGTHS, seed=6)
-    model = load_opt(folder).with_swiftkv(kv_layers, 1)
+    model = load_model(folder).with_swiftkv(kv_layers, 1)
     assert (model.swift is None) is (kv_layers == L)
     schedule = make_schedule({"method": "full"}, num_layers=L, max_new_tokens=12, kv_layers=kv_layers)
     wanted = [naive_row(hf(folder), p, FULL, 12)[0] for p in prompts]
@@ -122,7 +124,7 @@ def test_teacher_weights_and_every_layer_are_plain_opt(
 
 def test_init_is_the_teacher(tiny_checkpoint: Path, hf: Callable[[Path], OPTForCausalLM], tmp_path: Path) -> None:
     """Queries copied, K and V the mean over the group, the norm that of layer l; plain Hugging Face opens the base."""
-    save_opt(load_opt(tiny_checkpoint).with_swiftkv(2, 2), tmp_path)
+    save_model(load_model(tiny_checkpoint).with_swiftkv(2, 2), tmp_path)
     made, teacher = load_file(tmp_path / "model.safetensors"), hf(tiny_checkpoint).state_dict()
     extra = {name for name in made if "swiftkv" in name}
     layers = "model.decoder.layers."
@@ -147,7 +149,7 @@ def test_init_is_the_teacher(tiny_checkpoint: Path, hf: Callable[[Path], OPTForC
 def test_keys_and_values_are_the_direct_projection(swift_checkpoint: Swift, tiny_checkpoint: Path) -> None:
     """Of a prompt: the state that enters layer l, normed, times each group's own matrices."""
     folder = swift_checkpoint(2, 2)
-    model, weights = load_opt(folder), SwiftWeights.load(folder)
+    model, weights = load_model(folder), SwiftWeights.load(folder)
     prompt = random_prompts([7])[0]
     tokens, num_pad = torch.tensor([prompt]), torch.tensor([0])
     schedule = SwiftPrefill(FULL, 2)
@@ -171,7 +173,7 @@ def test_keys_and_values_are_the_direct_projection(swift_checkpoint: Swift, tiny
 @pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified"])
 def test_cache_bytes_are_exact(swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int) -> None:
     """Grouped layers share memory that is allocated once; counted by the storages themselves."""
-    model = load_opt(swift_checkpoint(kv_layers, group_size))
+    model = load_model(swift_checkpoint(kv_layers, group_size))
     schedule = SwiftPrefill(base, kv_layers)
     cache = allocate_cache(model, torch.tensor([0, 2, 1]), 9, schedule, 12)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*cache.k, *cache.v)}
@@ -189,7 +191,7 @@ def test_cache_bytes_are_exact(swift_checkpoint: Swift, base: Schedule, kv_layer
 def test_prefill_flops_that_a_cut_saves() -> None:
     """At l = L/2, g = 1, OPT saves 10/12 of half the layers on prompt tokens: 41.7 %, not 50 % (K/V are still made)."""
     for group_size, share in ((1, 10 / 12 / 2), (4, 11.5 / 12 / 2)):
-        config = replace(OPTConfig.released("opt-1.3b"), swiftkv=SwiftKVConfig(12, group_size))
+        config = replace(released("opt-1.3b"), swiftkv=SwiftKVConfig(12, group_size))
         full = FullDepth(24)
 
         def flops(schedule: Schedule, config: OPTConfig = config) -> float:
@@ -221,11 +223,11 @@ def test_bad_shapes_are_named(tiny_checkpoint: Path, swiftkv: Any, message: str)
 
 def test_post_norm_models_are_refused(checkpoint_factory: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="swiftkv needs norms before the blocks"):
-        load_opt(checkpoint_factory("350m")).with_swiftkv(3, 1)
+        load_model(checkpoint_factory("350m")).with_swiftkv(3, 1)
 
 
 def test_a_folder_without_the_weights_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    save_opt(load_opt(tiny_checkpoint), tmp_path)
+    save_model(load_model(tiny_checkpoint), tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"swiftkv": {"kv_layers": 3, "group_size": 1}}))
     with pytest.raises(ValueError, match=r"20 tensors are missing, the first is .*swiftkv"):
@@ -236,7 +238,7 @@ def test_rows_of_any_length(
     swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path
 ) -> None:
     folder, rng = swift_checkpoint(4, 2), random.Random(1)
-    model, weights = load_opt(folder), SwiftWeights.load(folder)
+    model, weights = load_model(folder), SwiftWeights.load(folder)
     schedule = SwiftPrefill(SkipDecode(L, 4, 2, 1, 6), 4)
     for seed in range(6):
         prompts = random_prompts([rng.randint(1, 30) for _ in range(rng.randint(1, 7))], seed=seed)
@@ -253,7 +255,7 @@ def test_rows_of_any_length(
 
 def test_taking_it_off_leaves_the_model(swift_checkpoint: Swift, tiny_checkpoint: Path) -> None:
     """What a fine-tuning without `model.swiftkv` starts from, and what another shape starts from."""
-    model, plain = load_opt(swift_checkpoint(3, 1)), load_opt(tiny_checkpoint)
+    model, plain = load_model(swift_checkpoint(3, 1)), load_model(tiny_checkpoint)
     bare = model.without_swiftkv()
     assert (bare.config, bare.swift) == (replace(model.config, swiftkv=None), None)
     assert bare.state_dict().keys() == plain.state_dict().keys()
@@ -270,7 +272,7 @@ def test_the_verb_writes_a_checkpoint_that_a_job_may_run(
     assert main(["--init-only", f"model.source={tiny_checkpoint}", "model.swiftkv.group_size=3", "-o", str(out)]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["swiftkv"] == {"kv_layers": 3, "group_size": 3}
-    model = load_opt(out)
+    model = load_model(out)
     assert document["parameters"] == sum(p.numel() for p in model.parameters())
     prefill = {"model": {"source": str(out)}, "prefill": {"method": "swiftkv"}, "decode": {"method": "full"}}
     assert check_model(build_config(JobConfig, prefill), print).config.swiftkv == SwiftKVConfig(3, 3)

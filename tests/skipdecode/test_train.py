@@ -26,13 +26,14 @@ from actors.trainer import (
     schedule_names,
     train,
 )
-from skipdecode.config import OPTConfig
+from skipdecode.decoder import Decoder
+from skipdecode.families.opt import OPTConfig
+from skipdecode.forced import IGNORE, ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
 from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, Unified
 from skipdecode.sampling import Sampling
-from skipdecode.train import IGNORE, ResponseLoss, response_loss, teacher_batch, teacher_forced_logits
-from skipdecode.weights import load_opt
+from skipdecode.train import ResponseLoss, response_loss
+from skipdecode.weights import load_model
 
 STYLES = ["125m", "350m", "1.3b"]
 L = 6
@@ -63,7 +64,7 @@ def test_batch_by_hand() -> None:
 @pytest.mark.parametrize("lengths", [[(4, 6), (1, 9), (7, 1), (3, 3)], [(5, 4), (5, 4)], [(1, 1)]], ids=str)
 def test_full_depth_is_hugging_face(
     checkpoint_factory: Factory,
-    ours: Callable[[Path], OPT],
+    ours: Callable[[Path], Decoder],
     hf: Callable[[Path], OPTForCausalLM],
     style: str,
     lengths: list[tuple[int, int]],
@@ -85,7 +86,7 @@ def test_full_depth_is_hugging_face(
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_loss_is_invariant_to_padding(
-    checkpoint_factory: Factory, ours: Callable[[Path], OPT], style: str, schedule: Schedule
+    checkpoint_factory: Factory, ours: Callable[[Path], Decoder], style: str, schedule: Schedule
 ) -> None:
     """Rows together and rows alone: the mean over response tokens is the same, whatever the padding on either side."""
     model = ours(checkpoint_factory(style))
@@ -96,11 +97,11 @@ def test_loss_is_invariant_to_padding(
     torch.testing.assert_close(together, other_pad, atol=1e-5, rtol=1e-5)
 
 
-def trainable(folder: Path) -> OPT:
-    return load_opt(folder).train().requires_grad_(True)
+def trainable(folder: Path) -> Decoder:
+    return load_model(folder).train().requires_grad_(True)
 
 
-def masked_logits(model: OPT, pair: Pair, schedule: Schedule) -> Tensor:
+def masked_logits(model: Decoder, pair: Pair, schedule: Schedule) -> Tensor:
     """The definition for one row, the slow way: every layer on every column, and `where` keeps what the plan says."""
     prompt, response = pair
     tokens = torch.tensor([prompt + response[:-1]])
@@ -109,7 +110,8 @@ def masked_logits(model: OPT, pair: Pair, schedule: Schedule) -> Tensor:
         runs = [True] * len(prompt) + [schedule.step(k).attn[i] for k in range(len(response) - 1)]
         mask = torch.tensor(runs)[None, :] & torch.ones(len(runs), len(runs), dtype=torch.bool).tril()
         mask |= torch.eye(len(runs), dtype=torch.bool)
-        x = block.feed(block.attend(h, lambda k, v: (k, v), mask[None, None]))
+        view = ForcedView(torch.arange(len(runs))[None], mask[None, None], None, [])
+        x = block(h, view, i, attends=True, feeds=True)
         h = torch.where(torch.tensor(runs)[None, :, None], x, h)
     return model.head(h[:, len(prompt) - 1 :])
 
@@ -204,7 +206,7 @@ def make_config(**changes: object) -> TrainConfig:
 def test_training_teaches_the_schedule(tmp_path: Path) -> None:
     """A copy task: the loss falls under both schedules, the best state is saved, HF opens it, decoding obeys."""
     torch.manual_seed(0)
-    model = OPT(
+    model = Decoder(
         OPTConfig(vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08)
     )
     init_weights(model, 0)
@@ -215,7 +217,7 @@ def test_training_teaches_the_schedule(tmp_path: Path) -> None:
         pairs.append(([2] + [token] * rng.randint(1, 3) + [3], [token, token, 2]))  # 3 ends the prompt
     records: list[dict[str, object]] = []
     config = make_config()
-    kept: list[OPT] = []
+    kept: list[Decoder] = []
     hooks = Hooks(records.append, lambda w, _: kept.append(model_of(w, model.config)), lambda *_: None)
     best = train(model, pairs, pairs[:32], config, hooks)
     losses = [record["validation_loss"] for record in records if "validation_loss" in record]
@@ -335,7 +337,7 @@ def test_a_broken_state_is_refused(tmp_path: Path) -> None:
 
 def test_a_validation_that_is_no_number_ends_the_training_with_the_reason() -> None:
     config = OPTConfig(vocab_size=24, hidden_size=16, num_hidden_layers=2, ffn_dim=32, num_attention_heads=2)
-    model = OPT(config)
+    model = Decoder(config)
     init_weights(model, 0)
     hooks = Hooks(lambda _: None, lambda *_: pytest.fail("nothing to keep"), lambda *_: pytest.fail("no checkpoint"))
     pairs: list[Pair] = [([2, 5], [6, 2])] * 4

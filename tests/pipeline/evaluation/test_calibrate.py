@@ -18,11 +18,11 @@ from actors.calibrate import Sample, propose_layers, propose_rule, threshold_for
 from jobs import calibrate
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig, build_config
+from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.generate import generate
-from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, Schedule, Unified
-from skipdecode.weights import load_opt, save_opt
+from skipdecode.weights import load_model, save_model
 from tests.support.naive import FFNRule, NaiveRow, greedy, random_prompts, requests_for
 from tests.support.verbs import Call
 
@@ -35,7 +35,7 @@ def silent(done: int, total: int) -> None:
     assert 0 < done <= total
 
 
-def sample_of(model: OPT, base: Schedule) -> Sample:
+def sample_of(model: Decoder, base: Schedule) -> Sample:
     requests = requests_for(random_prompts([5, 1, 9, 3, 4], seed=2), greedy(12))
     made = generate(model, requests, base).completions
     return Sample(model, base, [(r.prompt_tokens, c.tokens) for r, c in zip(requests, made, strict=True)], 2)
@@ -56,7 +56,7 @@ def idle_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("base", [FULL, Unified(L, 4)], ids=["full", "unified"])
 def test_share_loss_and_match_are_those_of_the_naive_decoder(
-    tiny_checkpoint: Path, hf: Callable[[Path], OPTForCausalLM], loaded: OPT, base: Schedule
+    tiny_checkpoint: Path, hf: Callable[[Path], OPTForCausalLM], loaded: Decoder, base: Schedule
 ) -> None:
     sample = sample_of(loaded, base)
     middle = float(np.nanquantile(sample.similarity, 0.6))
@@ -120,7 +120,7 @@ def divergence(plain: torch.Tensor, logits: torch.Tensor) -> float:
 
 
 def test_blocks_that_do_nothing_are_found(idle_checkpoint: Path) -> None:
-    sample = sample_of(load_opt(idle_checkpoint), FULL)
+    sample = sample_of(load_model(idle_checkpoint), FULL)
     layers = propose_layers(sample, 2 / L, 0, silent)
     assert layers.schedule == SkipBand(FULL, 0, (2, 3))
     assert (layers.skip_share, layers.token_match) == (pytest.approx(2 / L), 1.0)
@@ -133,7 +133,7 @@ def test_blocks_that_do_nothing_are_found(idle_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("base", [FULL, Unified(L, 4)], ids=["full", "unified"])
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.7])
-def test_a_share_that_no_whole_number_of_layers_has(loaded: OPT, base: Schedule, share: float) -> None:
+def test_a_share_that_no_whole_number_of_layers_has(loaded: Decoder, base: Schedule, share: float) -> None:
     """The nearest is taken, and only layers that the schedule beneath runs are in it."""
     sample = sample_of(loaded, base)
     layers, rule = propose_layers(sample, share, 0, silent), propose_rule(sample, share, 0, silent)
@@ -144,7 +144,7 @@ def test_a_share_that_no_whole_number_of_layers_has(loaded: OPT, base: Schedule,
     assert layers.divergence >= 0
 
 
-def test_threshold_for_a_share(loaded: OPT) -> None:
+def test_threshold_for_a_share(loaded: Decoder) -> None:
     """What the recorded cosines say, against what the rule then does; -1 is the most that can be had."""
     sample = sample_of(loaded, FULL)
     rule = SkipSaturated(FULL, 1, 1, 1, -1.0)
@@ -165,7 +165,7 @@ def test_threshold_for_a_share(loaded: OPT) -> None:
 def test_what_was_found_under_swiftkv_is_for_swiftkv(
     verb: Verb, prompts: Path, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    save_opt(load_opt(tiny_checkpoint).with_swiftkv(3, 1), tmp_path / "swift")
+    save_model(load_model(tiny_checkpoint).with_swiftkv(3, 1), tmp_path / "swift")
     shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "swift")
     settings = ["skip_share=0.3", "warmup_tokens=1", "max_new_tokens=8", "prefill.method=swiftkv"]
     out = tmp_path / "calibrated"

@@ -22,11 +22,12 @@ from jobs import evaluate
 from jobs.generate import main as generate_main
 from pipeline.evaluation.hypotheses import choose_texts
 from pipeline.evaluation.score import draw_pairs
+from skipdecode.decoder import Decoder
+from skipdecode.forced import teacher_batch
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.train import response_loss, teacher_batch
+from skipdecode.train import response_loss
 from tests.support.verbs import Call
 
 ROOT = Path(__file__).parents[3]
@@ -112,7 +113,7 @@ def test_a_run_is_scored_as_the_libraries_score_its_rows(
 @pytest.mark.ray
 def test_the_perplexity_is_that_of_hugging_face(
     job: Job, finished_run: Path, references: Path, hf: Callable[[Path], OPTForCausalLM],
-    ours: Callable[[Path], OPT],
+    ours: Callable[[Path], Decoder],
 ) -> None:  # fmt: skip
     _, document, err = job(finished_run, "--references", references)
     reference, model = hf(MODEL), ours(MODEL)
@@ -133,7 +134,7 @@ def test_the_perplexity_is_that_of_hugging_face(
 
 @pytest.mark.ray
 def test_the_perplexity_is_under_the_schedule_of_the_run(
-    job: Job, finished_run: Path, references: Path, ours: Callable[[Path], OPT], tmp_path: Path
+    job: Job, finished_run: Path, references: Path, ours: Callable[[Path], Decoder], tmp_path: Path
 ) -> None:
     copy = shutil.copytree(finished_run, tmp_path / "run")
     state = json.loads((copy / "run.json").read_text())
@@ -250,7 +251,7 @@ def sweep(tmp_path: Path, tiny_checkpoint: Path) -> list[str]:
 
 
 def test_a_sweep_measures_every_setting(
-    job: Job, sweep: list[str], tmp_path: Path, tiny_checkpoint: Path, ours: Callable[[Path], OPT]
+    job: Job, sweep: list[str], tmp_path: Path, tiny_checkpoint: Path, ours: Callable[[Path], Decoder]
 ) -> None:
     code, document, err = job(*sweep)
     assert code == 0, err

@@ -15,7 +15,7 @@ from pipeline.config import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import compare_files, compare_fingerprints, fingerprint, list_files
 from pipeline.store.digest import digest_files
 from pipeline.worker_backends import look, settle_dtype
-from skipdecode.config import OPTConfig
+from skipdecode.families import read_config
 from tests.support.input_helpers import make_plan, write_jsonl
 
 
@@ -34,7 +34,7 @@ def take(place: Path, **overrides: Any) -> tuple[dict[str, Any], Any]:
     for key, value in overrides.items():
         set_key(tree, key.replace("__", "."), value)
     config = build_config(JobConfig, tree)
-    decode = resolve_decode(config, OPTConfig.from_folder(place / "model"), print)
+    decode = resolve_decode(config, read_config(place / "model"), print)
     plan = make_plan(config.input)
     return fingerprint(config, decode, place / "model", settle_dtype(config.model.dtype, "cpu", (look(),)), plan), plan
 

@@ -23,13 +23,13 @@ from actors.tokenizer import OPTTokenizer
 from jobs import generate as verb
 from pipeline.evaluation.score import EvaluateConfig, RunPolicy, _load_policy
 from pipeline.schema import OUTPUT_SCHEMA
-from skipdecode.config import OPTConfig
+from skipdecode.decoder import Decoder
+from skipdecode.families import read_config
 from skipdecode.generate import Request, generate
-from skipdecode.model import OPT
 from skipdecode.plan import FullDepth, SwiftPrefill
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.weights import save_opt
+from skipdecode.weights import save_model
 from tests.support.verbs import Call
 
 pytestmark = pytest.mark.ray
@@ -98,7 +98,7 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
     job: Job, tmp_path: Path, ending_checkpoint: Any, hf: Any, style: str, num_actors: str
 ) -> None:
     model = ending_checkpoint(style)
-    config = OPTConfig.from_folder(model)
+    config = read_config(model)
     rows = [{"id": f"r{i}", "prompt": p, "n": i, "tags": ["a"] * (i % 3)} for i, p in enumerate(prompts(40))]
     code, report, _ = job(
         "-i", str(write_jsonl(tmp_path / "in.jsonl", rows)), "decode.method=full", f"actors.num_actors={num_actors}",
@@ -141,7 +141,7 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
     ids=lambda decode: f"{decode['method']}{'-ffn' * ('ffn_skip' in decode)}",
 )
 def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
-    job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: OPT, decode: dict[str, Any]
+    job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: Decoder, decode: dict[str, Any]
 ) -> None:
     rows = [{"prompt": prompt} for prompt in prompts(30, seed=1)]
     settings = [f"decode.{key}={value}" for key, value in decode.items()]
@@ -170,7 +170,7 @@ def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
 
 
 def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
-    job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: OPT
+    job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: Decoder
 ) -> None:
     """The prompt stops half-way for every row of a job, and what scores the run knows."""
     model = loaded.with_swiftkv(3, 1)
@@ -179,7 +179,7 @@ def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
         model.swift.kv.weight += 0.4 * torch.randn(
             model.swift.kv.weight.shape, generator=torch.Generator().manual_seed(1)
         )
-    save_opt(model, tmp_path / "model")
+    save_model(model, tmp_path / "model")
     shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "model")
     rows = [{"prompt": prompt} for prompt in prompts(30, seed=2)]
     settings = ["decode.method=full", "prefill.method=swiftkv", "baseline.fraction=1.0"]
@@ -283,7 +283,7 @@ def batch_line(custom_id: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"model": "opt", **body}}
 
 
-def test_openai_batch_in_and_out(job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: OPT) -> None:
+def test_openai_batch_in_and_out(job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: Decoder) -> None:
     tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
     text = "The Golden Otter"
     plain = generate(loaded, [Request("", tokenizer.encode([text])[0], Sampling(12))], make_schedule(
@@ -379,7 +379,7 @@ def test_bad_rows_fail_alone(job: Job, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "kept"), [("truncate_left", "right"), ("truncate_right", "left")])
 def test_long_prompts_can_be_cut(
-    job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: OPT, mode: str, kept: str
+    job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: Decoder, mode: str, kept: str
 ) -> None:
     text = " ".join(f"w{i}" for i in range(200))
     code, _, _ = job("-i", str(write_jsonl(tmp_path / "in.jsonl", [{"prompt": text}])), f"input.too_long={mode}",

@@ -13,7 +13,7 @@ import pytest
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError
 from pipeline.input.pairs import encode_pairs, read_pairs, scan_pairs
-from skipdecode.config import OPTConfig
+from skipdecode.families.opt import OPTConfig
 
 GOOD = [("say ab", "abab"), ("", "nothing"), ("two\nlines, and 東京", 'a "quote"')]
 Rows = list[tuple[Any, Any]]

@@ -11,13 +11,13 @@ from actors.tokenizer import OPTTokenizer
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.stages import tokens as stages
 from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
-from skipdecode.config import OPTConfig
+from skipdecode.families import read_config
 from skipdecode.sampling import Sampling
 
 
 @pytest.fixture
 def config(tiny_checkpoint: Path) -> TokenizeConfig:
-    return TokenizeConfig(str(tiny_checkpoint), OPTConfig.from_folder(tiny_checkpoint), Sampling(8), "fail_row")
+    return TokenizeConfig(str(tiny_checkpoint), read_config(tiny_checkpoint), Sampling(8), "fail_row")
 
 
 def table(rows: int, **columns: Any) -> pa.Table:

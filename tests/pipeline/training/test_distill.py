@@ -16,7 +16,7 @@ from pipeline.training.distill import DEFAULTS, with_defaults
 from skipdecode.generate import Completion, Request
 from skipdecode.plan import FullDepth, SwiftPrefill
 from skipdecode.sampling import Sampling
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 
 SHAPE = ["model.swiftkv={kv_layers: 1, group_size: 5}"]
@@ -69,8 +69,8 @@ def test_it_recovers_the_teacher_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(document["best"]["validation_loss"]) == ["full swiftkv"]
     schedule = SwiftPrefill(FullDepth(24), 12)
-    losses = [mean_loss(load_opt(tmp_path / name), tokens, schedule, 64) for name in ("start", "model")]
-    best = mean_loss(load_opt(DEMO), tokens, FullDepth(24), 64)
+    losses = [mean_loss(load_model(tmp_path / name), tokens, schedule, 64) for name in ("start", "model")]
+    best = mean_loss(load_model(DEMO), tokens, FullDepth(24), 64)
     assert losses[1] - best < 0.3 * (losses[0] - best)
     before, after = (load_file(folder / "model.safetensors") for folder in (DEMO, tmp_path / "model"))
     assert all(torch.equal(after[name], value) for name, value in before.items() if "swiftkv" not in name)

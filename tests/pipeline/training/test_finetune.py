@@ -15,11 +15,12 @@ from actors.tokenizer import OPTTokenizer
 from jobs.finetune import main
 from pipeline.training.config import TrainSection
 from pipeline.training.schedules import check_schedules
-from skipdecode.config import OPTConfig
+from skipdecode.families import read_config
+from skipdecode.families.opt import OPTConfig
 from skipdecode.generate import Request, generate
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.weights import load_opt
+from skipdecode.weights import load_model
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 
 LONG = "".join(random.Random(0).choices("0123456789XYZ", k=6000))
@@ -57,10 +58,10 @@ def test_it_learns_every_speed(pairs: Path, tmp_path: Path, capsys: Capture) -> 
     assert set(result["best"]["validation_loss"]) == names
     assert all(loss < 0.05 for loss in result["best"]["validation_loss"].values()), result["best"]
     assert "progress: step 240/240 (100 %)" in err
-    config = OPTConfig.from_folder(folder)
+    config = read_config(folder)
     assert config.skip_decode == {"method": "skipdecode", "speedup": 2, "horizon": 7}
     assert OPTForCausalLM.from_pretrained(folder).config.skip_decode == config.skip_decode
-    tokenizer, model = OPTTokenizer(folder, config), load_opt(folder, dtype=torch.float32)
+    tokenizer, model = OPTTokenizer(folder, config), load_model(folder, dtype=torch.float32)
     for decode in ({"method": "full"}, {"speedup": 2}, {"speedup": 5}):
         schedule = make_schedule(decode, num_layers=6, max_new_tokens=8)
         request = Request("", tokenizer.encode(["say ef"])[0], Sampling(max_new_tokens=8))
@@ -161,7 +162,7 @@ def test_overwrite_starts_anew_and_deletes_only_what_a_run_wrote(
     assert json.loads(out.splitlines()[-1])["skipped_rows"] == 3
     assert list(curve(copied)) == [1, 2, 3, 4]
     assert (copied / "notes.txt").read_text() == "mine"
-    assert OPTConfig.from_folder(copied).skip_decode == {"method": "unified", "layers": 3}
+    assert read_config(copied).skip_decode == {"method": "unified", "layers": 3}
 
 
 def test_overwrite_does_not_touch_what_no_run_of_ours_wrote(

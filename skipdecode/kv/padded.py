@@ -1,13 +1,14 @@
-"""Keys and values of one batch, allocated per layer.
+"""Keys and values of rows that start together, allocated per layer.
 
 The positions that run a layer are a prefix of the sequence, so layer `l` needs room for its first n_l columns only: a
 deep schedule step costs no memory in the layers it skips. Rows are left-padded, so all rows write the same column.
-Nothing here decides what runs; the model asks, the cache stores.
+Nothing here decides what runs; the layer loop asks, the cache stores.
 
-B rows, H heads, K head dim, S columns.
+B rows, T new columns, S columns, H heads of queries, G of keys and values, K head dim, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from skipdecode.backends import cpu
 from skipdecode.backends.cpu import Columns
-from skipdecode.config import OPTConfig
+from skipdecode.backends.layer import LayerKernel, Prompts, StoreKernel
+from skipdecode.config import DecoderConfig
+from skipdecode.kv.view import attention
+from skipdecode.rope import Turn, turn_of
 
 
 class KVCache:
-    """k[l], v[l]: [B, H, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
+    """k[l], v[l]: [B, G, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
 
     `owners` [L]: whose memory a layer's K and V are; its own, unless neighbours share theirs (AcrossKV).
     """
@@ -40,7 +44,7 @@ class KVCache:
     @classmethod
     def allocate(
         cls,
-        config: OPTConfig,
+        config: DecoderConfig,
         *,
         num_pad: Tensor,
         capacities: Sequence[int],
@@ -54,7 +58,7 @@ class KVCache:
         """
         owners = range(len(capacities)) if owners is None else owners
         assert len(capacities) == len(owners) == config.num_hidden_layers, (len(capacities), config.num_hidden_layers)
-        rows, heads, dim = len(num_pad), config.num_attention_heads, config.head_dim
+        rows, heads, dim = len(num_pad), config.num_kv_heads, config.head_dim
 
         def make(columns: int) -> Tensor:
             return torch.empty(rows, heads, columns, dim, dtype=dtype, device=num_pad.device)
@@ -82,7 +86,7 @@ class KVCache:
         return Columns(self.k[layer], self.v[layer], self.num_pad, self._last[1])
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores [B, H, T, K] behind the filled columns; gives back all of the layer's K and V, [B, H, S, K]."""
+        """Stores [B, G, T, K] behind the filled columns; gives back all of the layer's K and V, [B, G, S, K]."""
         start, end = self.length, self.length + k.shape[2]
         assert end <= self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns, got {end}"
         self.k[layer][:, :, start:end] = k
@@ -90,7 +94,7 @@ class KVCache:
         return self.read(layer, k.shape[2])
 
     def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
-        """The layer's K and V with `num_new` columns stored behind the filled ones: [B, H, S, K] each."""
+        """The layer's K and V with `num_new` columns stored behind the filled ones: [B, G, S, K] each."""
         end = self.length + num_new
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
@@ -127,6 +131,96 @@ class KVCache:
         cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked)
         cache.length = self.length
         return cache
+
+
+class PaddedView:
+    """T columns behind those in `cache` (`skipdecode.kv.view.KVView`)."""
+
+    stores_by_kernel = False
+
+    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None) -> None:
+        """`positions` [B, T] int64, -1 for padding; `table`: of `rope.rotations`."""
+        self._cache, self._positions, self._table = cache, positions, table
+        self._num_new = positions.shape[1]
+        self.has_kernels = self._num_new == 1 and cache.can_attend and not torch.is_grad_enabled()  # without a gradient
+
+    @cached_property
+    def turn(self) -> Turn | None:
+        return turn_of(self._table, self._positions)
+
+    @cached_property
+    def _mask(self) -> Tensor | None:
+        return self._cache.mask(self._num_new)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        if self.has_kernels:
+            new = None if k is None or v is None else (flat(k), flat(v))
+            return cpu.attend(flat(q), *self._cache.columns(layer), new).view(q.shape)
+        if k is not None and v is not None:
+            self.store(layer, k, v)
+        return attention(q, *self._cache.read(layer, self._num_new), self._mask)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._cache.append(layer, k, v)
+
+    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+        return kernel.step(h, self._cache.columns(layer) if attends else None, feeds=feeds)
+
+    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+        raise AssertionError("a kernel for prompts, and one column")
+
+    def part(self, where: slice) -> "PaddedView":
+        assert where == slice(None), "all rows of a cohort are at the same step"
+        return self
+
+    def last(self, h: Tensor) -> tuple[Tensor, "PaddedView"]:
+        cache = self._cache.at(self._cache.length + self._num_new - 1)
+        return h[:, -1:], PaddedView(cache, self._positions[:, -1:], self._table)
+
+
+class PromptsView:
+    """Whole prompts into an empty `cache`, where every layer is one kernel; states are [N, D], without the padding."""
+
+    has_kernels = stores_by_kernel = True
+    turn = None
+
+    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None) -> None:
+        self._cache, self._positions, self._table = cache, positions, table
+        self.prompts = Prompts(positions)
+        self.pack = self.prompts.pack
+
+    @staticmethod
+    def serves(cache: KVCache) -> bool:
+        """Whether the kernels take such a cache; they have no gradient."""
+        return cache.can_attend and not torch.is_grad_enabled()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        raise AssertionError("a layer by parts, and prompts without their padding")
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("a layer by parts, and prompts without their padding")
+
+    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+        return kernel.read(h, self.prompts, self._memory(layer) if attends else None, feeds=feeds)
+
+    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+        kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
+
+    def part(self, where: slice) -> "PromptsView":
+        assert where == slice(None), "all rows of a cohort are at the same step"
+        return self
+
+    def last(self, h: Tensor) -> tuple[Tensor, PaddedView]:
+        cache = self._cache.at(self.prompts.num_columns - 1)
+        return self.prompts.last(h), PaddedView(cache, self._positions[:, -1:], self._table)
+
+    def _memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._cache.k[layer], self._cache.v[layer]
+
+
+def flat(x: Tensor) -> Tensor:
+    """Of one column, heads side by side: [B, H, 1, K] -> [B, H K]."""
+    return x[:, :, 0].flatten(1)
 
 
 def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:

@@ -1,14 +1,14 @@
 """The cache of a continuous batch: rows in order, appended behind and falling off in front, each with its own length.
 
 Column `c` of a row holds position `c`. A layer has columns for the longest prompt and for the steps that run it, as in
-`cache`; memory grows when a longer or one more row comes, and moves to the front when the end is reached, so that a row
-is copied about once in its life. Slices of rows read and write like a `KVCache`.
+`padded`; memory grows when a longer or one more row comes, and moves to the front when the end is reached, so that a
+row is copied about once in its life.
 
-B rows, R rows with memory, S columns visible, H heads, K head dim.
+B rows, R rows with memory, S columns visible, H heads of queries, G of keys and values, K head dim.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,17 +16,26 @@ from torch import Tensor
 
 from skipdecode.backends import cpu
 from skipdecode.backends.cpu import Columns
-from skipdecode.cache import KVCache
-from skipdecode.config import OPTConfig
+from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.config import DecoderConfig
+from skipdecode.kv.padded import KVCache, flat
+from skipdecode.kv.view import attention
+from skipdecode.rope import Turn, turn_of
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
 
 
 class Arena:
-    """k[l], v[l]: [R, H, columns of layer l, K]; the batch is rows `first` to `first + B - 1` of it."""
+    """k[l], v[l]: [R, G, columns of layer l, K]; the batch is rows `first` to `first + B - 1` of it."""
 
     def __init__(
-        self, config: OPTConfig, owners: Sequence[int], ends: Sequence[int], *, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        owners: Sequence[int],
+        ends: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """`owners` as in `KVCache`; `ends` [L]: the decode step from which on a layer does not run."""
         self._config, self._owners, self._dtype, self._device = config, list(owners), dtype, device
@@ -67,7 +76,7 @@ class Arena:
         longest = max(prompts)
         # column c of a row lies at c + its padding; columns behind its prompt are rubbish until they are written
         padded = (torch.arange(longest, device=self._device) + cache.num_pad[keep, None]).clamp(max=cache.length - 1)
-        heads, dim = self._config.num_attention_heads, self._config.head_dim
+        heads, dim = self._config.num_kv_heads, self._config.head_dim
         at = padded[:, None, :, None].expand(-1, heads, -1, dim)
         for owner in self._ends:
             for own, new in zip((self._k, self._v), cache.read(owner, 0), strict=True):
@@ -100,13 +109,39 @@ class Arena:
         columns = torch.arange(self._visible[0] + 1, device=self._device)
         self._mask = (columns <= self._at[:, None])[:, None, None]  # [B, 1, 1, S]
 
-    def mask(self, start: int) -> Tensor:
-        """[n, 1, 1, S] bool of the rows from `start` on: True = may attend."""
-        return self._mask[start:, :, :, : self._visible[start] + 1]
+    def view(self, table: Tensor | None = None) -> "ArenaSlice":
+        """All rows of the batch, in the step begun; `table` as in `ArenaSlice`."""
+        return ArenaSlice(self, 0, len(self._visible), table)
 
-    def slice(self, start: int, end: int | None = None) -> "ArenaSlice":
-        """Rows `start` to `end` - 1 of the batch, in the step begun."""
-        return ArenaSlice(self, start, len(self._visible) if end is None else end)
+    # --- of rows start..end-1, in the step begun
+
+    @property
+    def has_kernels(self) -> bool:
+        return cpu.is_available(self._k[0]) and not torch.is_grad_enabled()
+
+    def columns_at(self, start: int, end: int) -> Tensor:
+        """[n] int64: the column that each row writes, which is its position."""
+        return self._at[start:end]
+
+    def memory(self, layer: int, start: int, end: int) -> Columns:
+        """As `KVCache.columns`: every row has its own."""
+        owner, rows = self._owners[layer], slice(self.first + start, self.first + end)
+        return Columns(self._k[owner][rows], self._v[owner][rows], self._zeros[start:end], self._at[start:end])
+
+    def write(self, layer: int, start: int, end: int, k: Tensor, v: Tensor) -> None:
+        """Stores [n, G, 1, K] in each row's own column."""
+        owner, rows, at = self._owners[layer], self._rows[start:end], self._at[start:end]
+        self._k[owner][rows, :, at] = k[:, :, 0]
+        self._v[owner][rows, :, at] = v[:, :, 0]
+
+    def visible(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V [n, G, S, K], and [n, 1, 1, S] bool: True = may attend, which is up to a row's own column."""
+        owner, columns = self._owners[layer], self._visible[start] + 1
+        rows = slice(self.first + start, self.first + end)
+        mask = self._mask[start:end, :, :, :columns]
+        return self._k[owner][rows, :, :columns], self._v[owner][rows, :, :columns], mask
+
+    # --- memory
 
     def _has(self, columns: dict[int, int]) -> bool:
         return all(columns[owner] <= self._k[owner].shape[2] for owner in self._ends)
@@ -118,7 +153,7 @@ class Arena:
         return {owner: -(-int(n) // COLUMN_STEP) * COLUMN_STEP for owner, n in zip(self._ends, most, strict=True)}
 
     def _nbytes(self, num_rows: int, columns: Iterable[int]) -> int:
-        return 2 * num_rows * sum(columns) * self._config.hidden_size * self._dtype.itemsize
+        return 2 * num_rows * sum(columns) * self._config.kv_dim * self._dtype.itemsize
 
     def _clear(self) -> None:
         self._num_rows = self.first = 0
@@ -130,7 +165,7 @@ class Arena:
         Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros to
         all of them would take half a second, so where nobody reads them nothing is written.
         """
-        heads, dim = self._config.num_attention_heads, self._config.head_dim
+        heads, dim = self._config.num_kv_heads, self._config.head_dim
         shapes = [(num_rows, heads, columns[owner], dim) for owner in self._ends] * 2
         sizes = [math.prod(shape) for shape in shapes]
         pieces = torch.split(_memory(sum(sizes), self._dtype, self._device), sizes)
@@ -186,33 +221,40 @@ def _with_spare(num_rows: int) -> int:
 
 
 class ArenaSlice:
-    """Rows of an arena in one step, as `KVCache` has it: append one column, read all up to it."""
+    """Rows of an arena in the step begun, one new column each (`skipdecode.kv.view.KVView`)."""
 
-    def __init__(self, arena: Arena, start: int, end: int) -> None:
-        self._arena, self._start, self._end = arena, start, end
+    stores_by_kernel = False
+
+    def __init__(self, arena: Arena, start: int, end: int, table: Tensor | None = None) -> None:
+        """`table`: of `rope.rotations`."""
+        self._arena, self._start, self._end, self._table = arena, start, end, table
+        self.has_kernels = arena.has_kernels
 
     @property
-    def can_attend(self) -> bool:
-        return cpu.is_available(self._arena._k[0])
+    def turn(self) -> Turn | None:
+        return turn_of(self._table, self._arena.columns_at(self._start, self._end)[:, None])
 
-    def columns(self, layer: int) -> Columns:
-        """As `KVCache.columns`: every row has its own."""
-        arena, span = self._arena, slice(self._start, self._end)
-        owner, rows = arena._owners[layer], slice(arena.first + self._start, arena.first + self._end)
-        return Columns(arena._k[owner][rows], arena._v[owner][rows], arena._zeros[span], arena._at[span])
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        if self.has_kernels:
+            new = None if k is None or v is None else (flat(k), flat(v))
+            return cpu.attend(flat(q), *self._arena.memory(layer, self._start, self._end), new).view(q.shape)
+        if k is not None and v is not None:
+            self.store(layer, k, v)
+        keys, values, mask = self._arena.visible(layer, self._start, self._end)
+        return attention(q, keys, values, mask)
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores [n, H, 1, K] in each row's own column; gives back `read`."""
-        arena = self._arena
-        owner, span = arena._owners[layer], slice(self._start, self._end)
-        rows, at = arena._rows[span], arena._at[span]
-        arena._k[owner][rows, :, at] = k[:, :, 0]
-        arena._v[owner][rows, :, at] = v[:, :, 0]
-        return self.read(layer, 1)
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._arena.write(layer, self._start, self._end, k, v)
 
-    def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
-        """K and V [n, H, S, K] of the rows; what lies behind a row's own column is masked."""
-        arena = self._arena
-        owner = arena._owners[layer]
-        rows, columns = slice(arena.first + self._start, arena.first + self._end), arena._visible[self._start] + 1
-        return arena._k[owner][rows, :, :columns], arena._v[owner][rows, :, :columns]
+    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+        return kernel.step(h, self._arena.memory(layer, self._start, self._end) if attends else None, feeds=feeds)
+
+    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+        raise AssertionError("a kernel for prompts, and one column")
+
+    def part(self, where: slice) -> "ArenaSlice":
+        start, end, _ = where.indices(self._end - self._start)
+        return ArenaSlice(self._arena, self._start + start, self._start + end, self._table)
+
+    def last(self, h: Tensor) -> tuple[Tensor, "ArenaSlice"]:
+        raise AssertionError("one new column already")

@@ -1,0 +1,301 @@
+"""The decoder: embedding, one layer loop, head. Which sublayers run, and on what, is data (`Extents`).
+
+The loop serves cohorts (all rows or none), continuous batches (the rows from one on) and teacher-forced passes (the
+columns up to one): in each the tokens that run a layer lie together. At full depth it is numerically the Hugging Face
+model of the family, in eval mode.
+
+B rows, T new columns, D width, E embedding width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.families.opt import POSITION_OFFSET
+from skipdecode.ffn_rows import RowFFNs
+from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
+from skipdecode.kv.view import KVView
+from skipdecode.layers import Layer, make_norm
+from skipdecode.linear import Linear, Packed, check_int8, pack
+from skipdecode.plan import LayerPlan
+from skipdecode.rope import rotations
+from skipdecode.sampler import likeliest
+from skipdecode.swiftkv import SwiftKV
+
+Run = slice | None
+"""The rows or columns that run a sublayer; None: it does not run."""
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Which part of the states each sublayer runs on: [L] each."""
+
+    attn: tuple[Run, ...]
+    ffn: tuple[Run, ...]
+    """With the blocks of `by_row`."""
+    by_row: tuple[bool, ...] = ()
+    """Blocks that the rows decide on (`skipdecode.ffn_rows`); empty: none."""
+    kv_layers: int | None = None
+    """K/V of the layers from here on come from the state that enters the first of them that runs (SwiftKV)."""
+    axis: int = 0
+    """What `attn` and `ffn` are parts of: 0 rows from one on, 1 columns up to one."""
+    narrows_at: int | None = None
+    """Behind the keys and values of this layer (SwiftKV: of all above, too) a prompt goes on with its last column."""
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of_plan(cls, plan: LayerPlan, *, is_prompt: bool = False) -> "Extents":
+        """The same for all rows. `is_prompt`: nobody wants more than the last column's state."""
+        attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
+        narrows_at = None
+        if is_prompt and not plan.by_row:
+            upper = [] if plan.kv_layers is None else [i for i in plan.layers if i >= plan.kv_layers and plan.attn[i]]
+            narrows_at = min(upper) if upper else max(plan.layers, default=None)
+        return cls(attn, ffn, plan.by_row, plan.kv_layers, narrows_at=narrows_at)
+
+    def entering(self, layer: int, entered: slice | None) -> Run:
+        """The tokens whose first upper layer `layer` is: their K and V of all upper layers are to be written.
+        `entered`: those that have them."""
+        part = self.attn[layer]
+        assert part is not None, "a layer that does not run"
+        if entered is None:
+            return part if self.axis == 0 else ALL  # columns all at once: their states stay until they run a layer
+        if self.axis == 1 or (part.start or 0) >= (entered.start or 0):
+            return None
+        return slice(part.start, entered.start)
+
+    def layers_of(self, part: slice) -> list[bool]:
+        """[L] whose attention runs on any of `part`."""
+        if self.axis == 1 or part.stop is None:
+            return [run is not None for run in self.attn]
+        return [run is not None and (run.start or 0) < part.stop for run in self.attn]
+
+
+def run_layers(
+    model: "Decoder",
+    h: Tensor,
+    kv: KVView,
+    extents: Extents,
+    *,
+    ffns: RowFFNs | None = None,
+    recompute: bool = False,
+) -> tuple[Tensor, KVView]:
+    """h [B, T, D] (as `kv` has it) through the layers: the states before the head, and the view of those that are left.
+
+    `ffns` decides on the blocks in `extents.by_row`. `recompute`: only the inputs of layers are kept for a backward
+    pass. Where kernels work in place, h is overwritten.
+    """
+    entered: slice | None = None  # tokens whose K and V of the upper layers are written
+    for i, layer in enumerate(model.layers):
+        attn, ffn, query = extents.attn[i], extents.ffn[i], None
+        if attn is not None and extents.kv_layers is not None and i >= extents.kv_layers:
+            assert model.swift is not None, "a plan for SwiftKV, and a model without"
+            if (new := extents.entering(i, entered)) is not None:
+                part = h if new == ALL else h[new]
+                model.swift.write(part, kv.part(new), extents.layers_of(new), model.layers)
+                entered = attn
+            query = model.swift.query(i)
+        if i == extents.narrows_at:
+            if attn is not None and query is None:
+                layer.store(h, kv, i)
+            h, kv = kv.last(h)
+        call = partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+        is_by_row = bool(extents.by_row) and extents.by_row[i]
+        feeds_too = ffn is not None and ffn == attn and not is_by_row
+        if attn is not None:
+            run = partial(call, kv=kv.part(attn), number=i, attends=True, feeds=feeds_too, query=query)
+            h = _on(h, attn, extents.axis, run)
+        if ffn is not None and is_by_row:
+            assert ffns is not None, "the plan leaves blocks to the rows, and nothing decides for them"
+            h = _on(h, ffn, extents.axis, partial(ffns.feed, i, layer))
+        elif ffn is not None and not feeds_too:
+            h = _on(h, ffn, extents.axis, partial(call, kv=kv.part(ffn), number=i, attends=False, feeds=True))
+    return h, kv
+
+
+def _on(h: Tensor, part: slice, axis: int, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """h with `run` of a part of it in its place."""
+    if part == ALL:
+        return run(h)
+    if axis == 1:
+        new, end = run(h[:, part]), part.stop
+        return new if end == h.shape[1] else torch.cat([new, h[:, end:]], dim=1)  # a backward pass needs the old ones
+    if not part.start:
+        return run(h)
+    new = run(h[part])
+    if new.data_ptr() != h[part].data_ptr():  # not by a kernel that works in place
+        h[part] = new
+    return h
+
+
+class Decoder(nn.Module):
+    """A model of any family (`config`)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, embed = config.hidden_size, config.embed_dim
+        self.embed_tokens = nn.Embedding(config.vocab_size, embed)
+        self.embed_positions = (
+            nn.Embedding(config.max_position_embeddings + POSITION_OFFSET, width) if config.rope is None else None
+        )
+        self.project_in = nn.Linear(embed, width, bias=False) if embed != width else None
+        self.project_out = nn.Linear(width, embed, bias=False) if embed != width else None
+        self.blocks = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.final_norm = make_norm(config, width) if config.has_final_norm else None
+        self.lm_head = None if config.has_tied_head else nn.Linear(embed, config.vocab_size, bias=False)
+        has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
+        self.swift = SwiftKV(config) if has_shared else None
+        self._packed_head: Packed | None = None
+        self._rotations: Tensor | None = None
+        self.quantization: Quantization | None = None
+        """Of the packed weights."""
+
+    def pack(self, quantization: Quantization | None = None) -> "Decoder":
+        """For decoding on a CPU: weights as its matrix units read them (`skipdecode.linear`). Gives back itself.
+
+        From then on the model is for decoding: it cannot be trained, saved, copied or converted. The head is a packed
+        copy of the embedding where that is tied, which stays. Elsewhere nothing happens, and `quantization` is a
+        ValueError.
+        """
+        if self.is_packed:
+            assert quantization == self.quantization, "packed already"
+            return self
+        if quantization == "int8":  # all of them first: half a model is of no use
+            check_int8(self._head_weight)
+            for module in self.modules():
+                if isinstance(module, Linear):
+                    check_int8(module.weight)
+        self._packed_head = pack(self._head_weight, quantization)
+        for module in self.modules():
+            if isinstance(module, Linear | SwiftKV):
+                module.pack(quantization)
+        for i, layer in enumerate(self.layers):
+            layer.fuse(self.swift.query(i) if self.swift is not None and i >= self.swift.first else None)
+        self.quantization = quantization
+        return self
+
+    def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> "Decoder":
+        """A model that shares these weights and has those of SwiftKV beside them, taken from these (`copy_teacher`)."""
+        other = self._with(SwiftKVConfig(kv_layers, group_size))
+        if other.swift is not None:
+            other.swift.to(dtype=self.dtype).to_empty(device=self.device)
+            other.swift.copy_teacher(self.layers)
+        return other
+
+    def without_swiftkv(self) -> "Decoder":
+        """A model that shares these weights, but for those of SwiftKV."""
+        return self._with(None)
+
+    def _with(self, shape: SwiftKVConfig | None) -> "Decoder":
+        """This model with room for SwiftKV's weights of that shape, and none of its own."""
+        assert not self.is_packed, "packed weights cannot be shared"
+        with torch.device("meta"):
+            other = Decoder(replace(self.config, swiftkv=shape))
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("swift.")}
+        other.load_state_dict(own, strict=False, assign=True)
+        return other.eval().requires_grad_(False)
+
+    @property
+    def is_packed(self) -> bool:
+        return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether every layer is one kernel (`backends.layer`)."""
+        return all(layer.kernel is not None for layer in self.layers)
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes that a product reads per weight."""
+        return 1 if self.quantization == "int8" else self.dtype.itemsize
+
+    @property
+    def layers(self) -> list[Layer]:
+        return cast(list[Layer], list(self.blocks))
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def rotations(self) -> Tensor | None:
+        """The table of `rope.rotations` on the model's device."""
+        if self.config.rope is not None and (self._rotations is None or self._rotations.device != self.device):
+            with torch.inference_mode(False):  # a backward pass may want it
+                self._rotations = rotations(self.config, self.device)
+        return self._rotations
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens, positions [...] int64 -> [..., D]. Position 0 is the first real token, -1 a padding column."""
+        h: Tensor = self.embed_tokens(tokens)
+        if self.project_in is not None:
+            h = self.project_in(h)
+        if self.embed_positions is not None:
+            h = h + self.embed_positions(positions + POSITION_OFFSET)
+        return h
+
+    def head(self, h: Tensor) -> Tensor:
+        """Final norm and head: [..., D] -> logits [..., V]."""
+        x = self._head_states(h)
+        if self._packed_head is not None:
+            return self._packed_head(x, None)
+        logits: Tensor = F.linear(x, self._head_weight)
+        return logits
+
+    def likeliest(self, h: Tensor) -> Tensor:
+        """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
+        do without them they are not written."""
+        if self._packed_head is not None:
+            return self._packed_head.likeliest(self._head_states(h))
+        return likeliest(self.head(h))
+
+    def _head_states(self, h: Tensor) -> Tensor:
+        """[..., D] -> what the rows of the head are compared with, [..., E]."""
+        if self.final_norm is not None:
+            h = self.final_norm(h)
+        if self.project_out is not None:
+            h = self.project_out(h)
+        return h
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        plan: LayerPlan,
+        rows: RowFFNs | None = None,
+        *,
+        only_likeliest: bool = False,
+    ) -> Tensor:
+        """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V].
+
+        `rows` decides on the blocks in `plan.by_row`. `only_likeliest`: the likeliest token instead, [B] int64.
+        """
+        T = tokens.shape[1]
+        is_prompt = T > 1 and cache.length == 0
+        kv: KVView = PaddedView(cache, positions, self.rotations)
+        if is_prompt and not plan.by_row and self.is_fused and PromptsView.serves(cache):
+            kv = prompts = PromptsView(cache, positions, self.rotations)
+            tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
+        extents = Extents.of_plan(plan, is_prompt=is_prompt)
+        h, kv = run_layers(self, self.embed(tokens, positions), kv, extents, ffns=rows)
+        last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
+        cache.length += T
+        return self.likeliest(last) if only_likeliest else self.head(last)

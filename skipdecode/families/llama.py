@@ -1,0 +1,286 @@
+"""Llama and its near relatives: rotary positions, RMSNorm, SwiGLU, grouped heads of keys and values.
+
+Field names are those of `transformers.LlamaConfig`, `MistralConfig`, `Qwen2Config` and `Qwen3Config`; defaults, where a
+config.json leaves a key out, are theirs too. Sliding windows shorter than the context, unknown rope scalings and other
+activations are refused by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from skipdecode.config import DecoderConfig, Parts, Rope, refuse
+
+
+@dataclass(frozen=True)
+class LlamaConfig(DecoderConfig):
+    model_type: ClassVar[str] = "llama"
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    sizes: ClassVar[tuple[str, ...]] = (*DecoderConfig.sizes, "intermediate_size", "num_key_value_heads", "head_dim")
+    prefix: ClassVar[str] = "model."
+    layer_parts: ClassVar[Parts] = {
+        "attn_norm": ("input_layernorm",),
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "q_norm": ("self_attn.q_norm",),
+        "k_norm": ("self_attn.k_norm",),
+        "out_proj": ("self_attn.o_proj",),
+        "ffn_norm": ("post_attention_layernorm",),
+        "fc1": ("mlp.gate_proj", "mlp.up_proj"),
+        "fc2": ("mlp.down_proj",),
+    }
+    model_parts: ClassVar[Parts] = {"embed_tokens": ("embed_tokens",), "final_norm": ("norm",)}
+    ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {
+        "smollm2-135m": {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 100_000.0,
+            "tie_word_embeddings": True,
+        },
+        "tinyllama-1.1b": {
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+        },
+        "llama-3.1-8b": {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 0
+    """0: as many as heads of queries."""
+    head_dim: int = 0
+    """0: hidden_size / num_attention_heads."""
+    rms_norm_eps: float = 1e-6
+    rope: Rope = Rope()  # noqa: RUF009 - frozen
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    has_mlp_bias: bool = False
+    """`mlp_bias` in config.json."""
+    bos_token_id: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.head_dim == 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+                    f"{self.num_attention_heads}, and there is no head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.num_key_value_heads == 0:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        super().__post_init__()
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, and rotary positions turn pairs of numbers")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_key_value_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        return self.intermediate_size
+
+    @property
+    def mlp(self) -> Literal["relu", "swiglu"]:
+        return "swiglu"
+
+    @property
+    def norm(self) -> Literal["layer", "rms"]:
+        return "rms"
+
+    @property
+    def norm_epsilon(self) -> float:
+        return self.rms_norm_eps
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def out_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        return self.has_mlp_bias
+
+    @property
+    def has_tied_head(self) -> bool:
+        return self.tie_word_embeddings
+
+    @classmethod
+    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        refuse(raw, "hidden_act", "silu")
+        refuse(raw, "pretraining_tp", 1)
+        cls.refuse_windows(raw)
+        known = super().read_fields(raw)
+        for key in ("num_key_value_heads", "head_dim"):
+            if raw.get(key) == 0:
+                raise ValueError(f"{key} is 0, expected a positive integer")
+        known["has_mlp_bias"] = bool(raw.get("mlp_bias", False))
+        known["rope"] = read_rope(raw, known.get("max_position_embeddings", cls.max_position_embeddings))
+        return known
+
+    @classmethod
+    def refuse_windows(cls, raw: dict[str, Any]) -> None:
+        """ValueError where a layer would not see the whole context."""
+
+    def to_dict(self) -> dict[str, Any]:
+        raw = super().to_dict() | {"hidden_act": "silu"}
+        raw["mlp_bias"] = raw.pop("has_mlp_bias")
+        del raw["rope"]
+        return raw | write_rope(self.rope)
+
+
+@dataclass(frozen=True)
+class MistralConfig(LlamaConfig):
+    model_type: ClassVar[str] = "mistral"
+    architecture: ClassVar[str] = "MistralForCausalLM"
+
+    num_key_value_heads: int = 8
+    intermediate_size: int = 14336
+    max_position_embeddings: int = 4096 * 32
+
+    @classmethod
+    def refuse_windows(cls, raw: dict[str, Any]) -> None:
+        context = raw.get("max_position_embeddings", cls.max_position_embeddings)
+        window = raw.get("sliding_window", 4096)  # as transformers, where the key is absent
+        if window is not None and window < context:
+            raise ValueError(
+                f"sliding_window is {window}, shorter than max_position_embeddings {context}, and this version attends "
+                "to the whole context; set max_position_embeddings to the window for prompts that fit it"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"sliding_window": None}
+
+
+@dataclass(frozen=True)
+class Qwen2Config(LlamaConfig):
+    """Biases on queries, keys and values only."""
+
+    model_type: ClassVar[str] = "qwen2"
+    architecture: ClassVar[str] = "Qwen2ForCausalLM"
+
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    num_key_value_heads: int = 32
+    max_position_embeddings: int = 32768
+    attention_bias: bool = True
+    bos_token_id: int | None = None
+
+    @property
+    def out_bias(self) -> bool:
+        return False
+
+    @classmethod
+    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        return super().read_fields(raw) | {"attention_bias": True}
+
+    @classmethod
+    def refuse_windows(cls, raw: dict[str, Any]) -> None:
+        refuse(raw, "use_sliding_window", False)
+        for kind in raw.get("layer_types") or ():
+            if kind != "full_attention":
+                raise ValueError(f"layer_types has {kind!r}; only 'full_attention' is supported")
+
+    def to_dict(self) -> dict[str, Any]:
+        raw = super().to_dict() | {"use_sliding_window": False}
+        del raw["attention_bias"]
+        return raw
+
+
+@dataclass(frozen=True)
+class Qwen3Config(Qwen2Config):
+    """Norms on each head's queries and keys; no biases unless `attention_bias` asks for them."""
+
+    model_type: ClassVar[str] = "qwen3"
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+
+    head_dim: int = 128
+    attention_bias: bool = False
+
+    @property
+    def out_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return True
+
+    @classmethod
+    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        return super().read_fields(raw) | {"attention_bias": bool(raw.get("attention_bias", False))}
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"attention_bias": self.attention_bias}
+
+
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def read_rope(raw: dict[str, Any], context: int) -> Rope:
+    """From `rope_theta` and `rope_scaling` (with `type` or `rope_type`), or `rope_parameters`, which has all of it."""
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    given = raw.get(key) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{key} is {given!r}, expected a mapping")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_KEYS:
+        raise ValueError(f"{key}.rope_type is {kind!r}; supported are {', '.join(ROPE_KEYS)}")
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    values: dict[str, Any] = {"theta": given.get("rope_theta", raw.get("rope_theta", 10_000.0)), "share": share}
+    for name in ROPE_KEYS[kind]:
+        fallback = context if name == "original_max_position_embeddings" else None
+        values[name] = given.get(name, fallback)
+    for name, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{key}.{name} is {value!r}, expected a positive number")
+    return Rope(scaling=kind, **values)
+
+
+def write_rope(rope: Rope) -> dict[str, Any]:
+    """As older and newer `transformers` read it."""
+    scaling = {name: getattr(rope, name) for name in ROPE_KEYS[rope.scaling]}
+    raw: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    if rope.scaling != "default":
+        raw["rope_scaling"] = {"rope_type": rope.scaling, **scaling}
+    if rope.share != 1.0:
+        raw["partial_rotary_factor"] = rope.share
+    return raw

@@ -1,0 +1,60 @@
+"""What the layer loop sees of keys and values: one interface, whatever memory is behind it.
+
+A view is made for one forward call: it knows which columns are new, where they stand, and what each may attend to.
+
+B rows, T new columns, S columns visible, H heads of queries, G of keys and values, K head dim.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.rope import Turn
+
+
+class KVView(Protocol):
+    """Keys and values of the tokens in question. Layers are named by their numbers."""
+
+    has_kernels: bool
+    """`run` serves, for layers that are one kernel."""
+    stores_by_kernel: bool
+    """`store_by_kernel` serves."""
+
+    @property
+    def turn(self) -> Turn | None:
+        """The rotation of the new columns; None: positions are in the embedding."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """Stores K and V [B, G, T, K] of the new columns (None: they are there), then attends: q [B, H, T, K], the same
+        back."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """K and V [B, G, T, K] of the new columns."""
+
+    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+        """A layer, or one block of it, as one kernel; in place."""
+
+    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+        """K and V of the new columns as one kernel: of each of its products in the layer that `layers` gives."""
+
+    def part(self, where: slice) -> Self:
+        """Of these rows, or columns in a teacher-forced pass."""
+
+    def last(self, h: Tensor) -> tuple[Tensor, "KVView"]:
+        """The last of the new columns alone, whose K and V are there: its states [B, 1, D], and a view of it."""
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """[B, H, T, K] queries over [B, G, S, K] keys and values -> [B, H, T, K]; mask None: causal, no padding."""
+    is_causal, has_groups = mask is None and q.shape[2] > 1, q.shape[1] != keys.shape[1]
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, enable_gqa=has_groups)
+    device = q.device.type
+    if device == "cpu" and torch.is_autocast_enabled(device):  # its bfloat16 backward pass doubles a training step
+        with torch.autocast(device, enabled=False):
+            return attend(q.float(), keys.float(), values.float())
+    return attend(q, keys, values)

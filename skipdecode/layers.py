@@ -1,0 +1,129 @@
+"""One decoder layer of any family: norms, attention, feed-forward, by parts or as one kernel of the back end.
+
+A layer knows its weights and nothing of plans, caches or positions: the loop (`skipdecode.decoder`) says what runs, the
+view (`skipdecode.kv.view`) holds keys and values and knows where columns stand.
+
+B rows, T columns, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width.
+"""
+
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipdecode.backends.layer import LayerKernel, Product
+from skipdecode.config import DecoderConfig
+from skipdecode.kv.view import KVView
+from skipdecode.linear import Linear
+from skipdecode.rope import turned
+
+
+def make_norm(config: DecoderConfig, width: int) -> nn.LayerNorm | nn.RMSNorm:
+    if config.norm == "rms":
+        return nn.RMSNorm(width, eps=config.norm_epsilon)
+    return nn.LayerNorm(width, eps=config.norm_epsilon, elementwise_affine=config.norm_affine)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, of which a plan may skip either. Query, key and value projections are fused into one,
+    gate and up projections likewise."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, gates = config.hidden_size, 2 if config.mlp == "swiglu" else 1
+        self.config = config
+        self.attn_norm = make_norm(config, width)
+        self.qkv = Linear(width, config.q_dim + 2 * config.kv_dim, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.has_qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.has_qk_norm else None
+        self.out_proj = Linear(config.q_dim, width, bias=config.out_bias)
+        self.ffn_norm = make_norm(config, width)
+        self.fc1 = Linear(width, gates * config.ffn_dim, bias=config.mlp_bias)
+        self.fc2 = Linear(config.ffn_dim, width, bias=config.mlp_bias)
+        self.kernel: LayerKernel | None = None
+        self.query_kernel: LayerKernel | None = None
+
+    def fuse(self, query: Linear | None = None) -> None:
+        """The layer as one kernel, where its products are the kernels' own; `query` as in `forward`."""
+        if self.config.norm != "layer" or self.config.mlp != "relu":
+            return
+        linears = (self.qkv, self.out_proj, self.fc1, self.fc2, *([] if query is None else [query]))
+        products = [linear.product() for linear in linears]
+        if None not in products:
+            qkv, out, fc1, fc2, *queries = cast(list[Product], products)
+
+            def kernel(first: Product) -> LayerKernel:
+                parts = (self.attn_norm, first, out, self.ffn_norm, fc1, fc2)
+                return LayerKernel(self.config.num_attention_heads, *parts, is_pre_norm=self.config.is_pre_norm)
+
+            self.kernel = kernel(qkv)
+            self.query_kernel = kernel(queries[0]) if queries else None
+
+    def forward(
+        self, h: Tensor, kv: KVView, number: int, *, attends: bool, feeds: bool, query: Linear | None = None
+    ) -> Tensor:
+        """Attention, feed-forward or both for h [B, T, D], the same memory where that is one kernel; the call that FSDP
+        gathers the layer's weights for.
+
+        `number`: of the layer. `query`: K and V of these columns are there already, and queries come from this
+        projection (SwiftKV).
+        """
+        kernel = self.kernel if query is None or not attends else self.query_kernel
+        if kernel is not None and kv.has_kernels:
+            return kv.run(kernel, h, number, attends=attends, feeds=feeds)
+        if attends:
+            h = self._attend(h, kv, number, query)
+        return self.feed(h) if feeds else h
+
+    def store(self, h: Tensor, kv: KVView, number: int) -> None:
+        """K and V alone, of h [B, T, D]."""
+        if self.kernel is not None and self.kernel.store is not None and kv.stores_by_kernel:
+            return kv.store_by_kernel(self.kernel.store, h, {0: number})
+        _, k, v = self._project(h, kv)
+        return kv.store(number, k, v)
+
+    def keys(self, k: Tensor, kv: KVView) -> Tensor:
+        """Keys [B, G, T, K] as projected -> as they are kept: normed, and turned to their positions."""
+        return turned(k if self.k_norm is None else self.k_norm(k), kv.turn)
+
+    def _project(self, h: Tensor, kv: KVView) -> tuple[Tensor, Tensor, Tensor]:
+        """h [B, T, D] -> q [B, H, T, K], k and v [B, G, T, K]."""
+        c = self.config
+        x = self.qkv(self.attn_norm(h) if c.is_pre_norm else h)
+        q, k, v = x.split([c.q_dim, c.kv_dim, c.kv_dim], dim=-1)
+        return self._queries(q, kv), self.keys(self._by_head(k), kv), self._by_head(v)
+
+    def _queries(self, q: Tensor, kv: KVView) -> Tensor:
+        q = self._by_head(q)
+        return turned(q if self.q_norm is None else self.q_norm(q), kv.turn)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[B, T, heads x K] -> [B, heads, T, K]."""
+        return x.view(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
+
+    def _attend(self, h: Tensor, kv: KVView, number: int, query: Linear | None) -> Tensor:
+        if query is None:
+            out = kv.attend(number, *self._project(h, kv))
+        else:
+            out = kv.attend(number, self._queries(query(self.attn_norm(h)), kv), None, None)
+        h = self.out_proj(out.transpose(1, 2).flatten(2), residual=h)
+        return h if self.config.is_pre_norm else self.attn_norm(h)
+
+    def feed(self, h: Tensor) -> Tensor:
+        """The feed-forward block: [B, T, D] -> [B, T, D]."""
+        return self.post_norm(self.add_feed(h))
+
+    def add_feed(self, h: Tensor) -> Tensor:
+        """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_rows`)."""
+        x = self.ffn_norm(h) if self.config.is_pre_norm else h
+        if self.config.mlp == "swiglu":
+            gate, up = self.fc1(x).chunk(2, dim=-1)
+            x = F.silu(gate) * up  # [B, T, F]
+        else:
+            x = self.fc1(x, relu=True)
+        added: Tensor = self.fc2(x, residual=h)
+        return added
+
+    def post_norm(self, h: Tensor) -> Tensor:
+        """350m's norm behind the block."""
+        return h if self.config.is_pre_norm else self.ffn_norm(h)
