@@ -34,11 +34,15 @@ setup-dev: .venv/installed-test  ## installs what a developer needs, too
 demo: .venv/installed  ## the main job on the demo model and a corpus made on the spot
 	$(BIN)/skipdecode demo
 
+# What starts Ray or a process runs alone, since it takes all cores itself.
+FAST := $(BIN)/python -m pytest -n auto -m "not slow and not ray and not process"
+
 test: .venv/installed-test check  ## what CI runs: lint, types, tests; about twelve minutes on two cores
-	$(BIN)/python -m pytest -m "not slow"
+	$(FAST)
+	$(BIN)/python -m pytest -m "not slow and (ray or process)"
 
 test-fast: .venv/installed-test  ## what starts no Ray and no process; under three minutes on two cores
-	$(BIN)/python -m pytest -n auto -m "not slow and not ray and not process"
+	$(FAST)
 
 test-all: .venv/installed-test  ## the slow tests, too
 	$(BIN)/python -m pytest

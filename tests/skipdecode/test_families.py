@@ -1,0 +1,280 @@
+"""Llama, Mistral, Qwen2 and Qwen3 against Hugging Face (full depth) and against a naive decoder (every method).
+
+Random narrow models in float32: tokens are equal, logits within 1e-4. Kernels of every back end that this machine has.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from skipdecode.continuous import generate_continuous
+from skipdecode.decoder import Decoder
+from skipdecode.families import FAMILIES, config_of, read_config
+from skipdecode.ffn_skip import SkipBand, SkipSaturated
+from skipdecode.forced import teacher_batch, teacher_forced_logits
+from skipdecode.generate import generate
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.rope import frequencies
+from skipdecode.weights import load_model, save_model
+from tests.support.naive import FFNRule, greedy, requests_for, tokens_of
+from tests.support.naive_llama import naive_llama
+
+L = 6
+TOLERANCE = 1e-4
+BASE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": L,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama, as many heads of keys, biases, tied head": (
+        LlamaConfig,
+        {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama, one head of keys for 8, llama3 scaling": (
+        LlamaConfig,
+        {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32, "rope_parameters": LLAMA3},
+    ),
+    "llama, linear scaling, several ends": (
+        LlamaConfig,
+        {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 4.0},
+            "eos_token_id": [2, 7, 9, 31],
+        },
+    ),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+}
+SCHEDULES = [SkipDecode(L, 5, 2, 1, 12), EarlyExit(L, 5, 2, 1, 9), Unified(L, 3)]
+LENGTHS = [5, 17, 1, 9]
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A folder as Hugging Face saves it, of one of KINDS, made once."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("family")
+            torch.manual_seed(len(kind))
+            family, changes = KINDS[kind]
+            model = AutoModelForCausalLM.from_config(family(**(BASE | changes))).eval()
+            for name, parameter in model.named_parameters():
+                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.12)
+            model.save_pretrained(made[kind])
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_swift(make_folder: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The same with SwiftKV's weights, which differ from the model's own."""
+
+    def make(kind: str, group_size: int) -> Path:
+        model = load_model(make_folder(kind)).with_swiftkv(2, group_size)
+        torch.manual_seed(3)
+        assert model.swift is not None
+        for parameter in model.swift.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        folder = tmp_path_factory.mktemp("swift")
+        save_model(model, folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(params=list(KINDS))
+def folder(request: pytest.FixtureRequest, make_folder: Make) -> Path:
+    return make_folder(request.param)
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(40, 320, (n,), generator=generator).tolist() for n in lengths]
+
+
+def decoded(model: Decoder, prompts: list[list[int]], schedule: Schedule, num_new: int = 20) -> list[list[int]]:
+    return tokens_of(generate(model, requests_for(prompts, greedy(num_new)), schedule))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_full_depth_is_hugging_face(folder: Path, is_packed: bool) -> None:
+    theirs: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    prompts = prompts_of(LENGTHS)
+    with torch.inference_mode():
+        wanted = [
+            theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)[
+                0, len(prompt) :
+            ]
+            for prompt in prompts
+        ]
+    model = load_model(folder)
+    made = decoded(model.pack() if is_packed else model, prompts, FullDepth(L), 24)
+    assert [prompt + row for prompt, row in zip(prompts, made, strict=True)] == [row.tolist() for row in wanted]
+
+
+def test_logits_are_hugging_faces(folder: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    pairs = [(prompt, answer) for prompt, answer in zip(prompts_of(LENGTHS), prompts_of([7, 3, 9, 5], 1), strict=True)]
+    with torch.inference_mode():
+        made = teacher_forced_logits(load_model(folder), teacher_batch(pairs, 0), FullDepth(L))
+        for (prompt, answer), logits in zip(pairs, made, strict=True):
+            wanted = theirs(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+            assert (logits[: len(answer)] - wanted).abs().max() <= TOLERANCE
+
+
+def test_what_we_save_opens_in_hugging_face(folder: Path, tmp_path: Path) -> None:
+    model = load_model(folder)
+    save_model(model, tmp_path)
+    assert read_config(tmp_path) == model.config
+    theirs, again = AutoModelForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(theirs)
+    tokens = torch.tensor([prompts_of([30])[0]])
+    with torch.inference_mode():
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_every_schedule_is_the_naive_decoder(folder: Path, schedule: Schedule) -> None:
+    prompts = prompts_of(LENGTHS)
+    eos = set(read_config(folder).eos_token_ids)
+    wanted = [naive_llama(folder, prompt, schedule, 20, eos)[0] for prompt in prompts]
+    assert decoded(load_model(folder), prompts, schedule) == wanted
+    assert decoded(load_model(folder).pack(), prompts, schedule) == wanted
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_rows_that_decide_on_their_blocks_are_the_naive_decoder(make_folder: Make, kind: str) -> None:
+    folder, prompts = make_folder(kind), prompts_of(LENGTHS)
+    cosines = sorted(naive_llama(folder, prompts[0], FullDepth(L), 20, skip=FFNRule(2.0, 1, 1, 0))[2])
+    threshold = (cosines[len(cosines) // 2] + cosines[len(cosines) // 2 + 1]) / 2
+    for base in (FullDepth(L), SCHEDULES[0]):
+        rule, schedule = FFNRule(threshold, 1, 1, 2), SkipSaturated(base, 2, 1, 1, threshold)
+        wanted = [naive_llama(folder, prompt, base, 20, {2}, skip=rule) for prompt in prompts]
+        for model in (load_model(folder), load_model(folder).pack()):
+            result = generate(model, requests_for(prompts, greedy(20)), schedule)
+            assert tokens_of(result) == [tokens for tokens, _, _ in wanted]
+            assert [c.ffns_run for c in result.completions] == [ran for _, ran, _ in wanted]
+    band = SkipBand(SCHEDULES[0], 3, (2, 4))
+    wanted_band = [
+        naive_llama(folder, prompt, SCHEDULES[0], 20, {2}, skipped=lambda k: {2, 4} if k >= 3 else set())[0]
+        for prompt in prompts
+    ]
+    assert decoded(load_model(folder), prompts, band) == wanted_band
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], kind: str, group_size: int) -> None:
+    folder, prompts = make_swift(kind, group_size), prompts_of(LENGTHS)
+    for base in (FullDepth(L), SCHEDULES[0]):
+        wanted = [naive_llama(folder, prompt, base, 20, {2}, has_swiftkv=True)[0] for prompt in prompts]
+        for model in (load_model(folder), load_model(folder).pack()):
+            assert decoded(model, prompts, SwiftPrefill(base, 2)) == wanted
+
+
+@pytest.mark.parametrize("schedule", [FullDepth(L), *SCHEDULES, SwiftPrefill(SCHEDULES[0], 2)], ids=str)
+def test_rows_of_different_ages_and_one_forced_pass_are_decoding(
+    make_swift: Callable[[str, int], Path], schedule: Schedule
+) -> None:
+    folder, prompts = make_swift("qwen3", 2), prompts_of([5, 17, 1, 9, 3, 12])
+    wanted = decoded(load_model(folder), prompts, schedule)
+    for model in (load_model(folder), load_model(folder).pack()):
+        rows, _ = generate_continuous(model, requests_for(prompts, greedy(20)), schedule, max_rows=3)
+        assert [row.tokens for row in rows] == wanted
+    with torch.inference_mode():
+        batch = teacher_batch(list(zip(prompts, wanted, strict=True)), 0)
+        forced: Tensor = teacher_forced_logits(load_model(folder), batch, schedule)
+    assert [row[: len(tokens)].argmax(-1).tolist() for row, tokens in zip(forced, wanted, strict=True)] == wanted
+
+
+def test_several_tokens_end_a_row(make_folder: Make) -> None:
+    folder = make_folder("llama, linear scaling, several ends")
+    rows = decoded(load_model(folder), prompts_of([6] * 12, 4), FullDepth(L), 60)
+    ends = {row[-1] for row in rows if len(row) < 60}
+    assert len(ends) > 1
+    assert ends <= {2, 7, 9, 31}
+
+
+def test_generation_config_says_what_ends_a_text(make_folder: Make, tmp_path: Path) -> None:
+    raw = json.loads((make_folder("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert read_config(tmp_path).eos_token_ids == (5, 6)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json: cannot be read"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": 1e4, "rope_scaling": {**LLAMA3, "type": "llama3"}}, {"rope_parameters": LLAMA3}]
+)
+def test_rope_is_read_from_older_and_newer_files(rope: dict[str, Any]) -> None:
+    (rope.get("rope_scaling") or {}).pop("rope_type", None)
+    config = config_of(BASE | {"model_type": "llama"} | rope)
+    assert config.rope is not None
+    wanted = LlamaConfig(**(BASE | {"rope_parameters": LLAMA3}))
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](wanted, "cpu")
+    assert torch.allclose(frequencies(config.rope, config.head_dim), theirs, rtol=1e-6, atol=0)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling\.rope_type is 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_parameters\.rope_type is 'yarn'"),
+    ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is None"),
+    ({"rope_scaling": {"type": "linear", "factor": -1}}, r"rope_scaling\.factor is -1"),
+    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is 64, shorter than max_position_embeddings 128"),
+    ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True"),
+    ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding"),
+    ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    ({"intermediate_size": "128"}, "intermediate_size is '128'"),
+    ({"head_dim": 15}, "head_dim is 15"),
+    ({"hidden_size": 97}, "hidden_size 97 is not a multiple"),
+    ({"eos_token_id": None}, "eos_token_id is None"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_we_lack_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(BASE | {"model_type": "llama"} | changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_a_config_survives_being_written(family: Any) -> None:
+    config = family()
+    assert config_of(json.loads(json.dumps(config.to_dict()))) in (config, config_of(config.to_dict()))
+    hash(config)
