@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-import skipdecode.decoder
+import skipdecode.kv.graphed
+import skipdecode.kv.padded
+import skipdecode.kv.ragged
 from skipdecode.backends import cpu
 from skipdecode.backends.layer import LayerKernel
 from skipdecode.cohort import Cohort
@@ -69,7 +71,8 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
         (Sampler, "__call__", "choice of tokens"),
         (cpu, "attend", "attention"),
         (KVCache, "append", "cache write"),
-        (skipdecode.decoder, "attention", "attention"),
+        *((module, "attention", "attention") for module in (skipdecode.kv.padded, skipdecode.kv.ragged)),
+        (skipdecode.kv.graphed, "attention", "attention"),
     ]
     for block in model.layers:
         places += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]

@@ -73,12 +73,12 @@ def attention_cost(
     columns it makes keys and values, where it is not `new_columns`: all of a prompt, of which one goes on; none, if
     they are there already (SwiftKV), and two of the four projections are not run.
     """
-    d = config.hidden_size
+    d, q, kv = config.hidden_size, config.q_dim, config.kv_dim
     tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
-    cache_flops, cache_bytes = 4 * tokens * context * d, itemsize * 2 * rows * context * d
-    flops = 4 * (tokens + kv_tokens) * d * d + cache_flops
-    moved = (weight_itemsize or itemsize) * (4 if kv_tokens else 2) * d * d + cache_bytes
-    moved += itemsize * (4 * tokens * d + 2 * kv_tokens * d)  # activations
+    cache_flops, cache_bytes = 4 * tokens * context * q, itemsize * 2 * rows * context * kv
+    flops = 4 * (tokens * q + kv_tokens * kv) * d + cache_flops
+    moved = (weight_itemsize or itemsize) * (2 * q + (2 * kv if kv_tokens else 0)) * d + cache_bytes
+    moved += itemsize * (2 * tokens * (d + q) + 2 * kv_tokens * kv)  # activations
     return Cost(flops, moved, ATTN_CALLS, cache_flops, cache_bytes)
 
 
@@ -87,14 +87,14 @@ def shared_kv_cost(
 ) -> Cost:
     """Norm and one projection to the K and V of every group of which `plan` runs a layer (SwiftKV)."""
     assert config.swiftkv is not None
-    first, size, d = config.swiftkv.kv_layers, config.swiftkv.group_size, config.hidden_size
+    first, size, d, kv = config.swiftkv.kv_layers, config.swiftkv.group_size, config.hidden_size, config.kv_dim
     groups = len({(layer - first) // size for layer in range(first, len(plan.attn)) if plan.attn[layer]})
-    moved = (weight_itemsize or itemsize) * 2 * groups * d * d + itemsize * tokens * (2 + 4 * groups) * d
-    return Cost(4.0 * tokens * groups * d * d, moved, 4)
+    moved = (weight_itemsize or itemsize) * 2 * groups * d * kv + itemsize * tokens * (2 * d + 4 * groups * kv)
+    return Cost(4.0 * tokens * groups * d * kv, moved, 4)
 
 
 def ffn_cost(config: DecoderConfig, *, tokens: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
-    weights = 2 * config.hidden_size * config.ffn_dim
+    weights = (3 if config.mlp == "swiglu" else 2) * config.hidden_size * config.ffn_dim
     moved = (weight_itemsize or itemsize) * weights + itemsize * tokens * (4 * config.hidden_size + 2 * config.ffn_dim)
     return Cost(2.0 * tokens * weights, moved, FFN_CALLS)
 
@@ -197,7 +197,7 @@ def cache_bytes_per_row(
 ) -> int:
     """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
     columns = kv_columns(kv_owners(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
-    return 2 * sum(columns.values()) * config.hidden_size * itemsize
+    return 2 * sum(columns.values()) * config.kv_dim * itemsize
 
 
 def measure_ceilings(device: str, dtype: str) -> Ceilings:

@@ -79,7 +79,7 @@ def teacher_forced_states(
     if bool(batch.num_pad.any()):
         valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
         mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
-    deciding = next((k for k, plan in enumerate(plans) if any(plan.by_row)), None)
+    deciding = next((k for k, plan in enumerate(plans) if plan.by_row), None)
     if deciding is not None:
         ids = [str(row) for row in range(B)]
         ffns = ffns or row_ffns(schedule, ids, columns - P, device, gather=False)

@@ -131,9 +131,7 @@ def test_full_depth_is_hugging_face(folder: Path, is_packed: bool) -> None:
     prompts = prompts_of(LENGTHS)
     with torch.inference_mode():
         wanted = [
-            theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)[
-                0, len(prompt) :
-            ]
+            theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0]
             for prompt in prompts
         ]
     model = load_model(folder)
@@ -235,11 +233,11 @@ def test_generation_config_says_what_ends_a_text(make_folder: Make, tmp_path: Pa
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "rope", [{"rope_theta": 1e4, "rope_scaling": {**LLAMA3, "type": "llama3"}}, {"rope_parameters": LLAMA3}]
-)
-def test_rope_is_read_from_older_and_newer_files(rope: dict[str, Any]) -> None:
-    (rope.get("rope_scaling") or {}).pop("rope_type", None)
+@pytest.mark.parametrize("key", ["type", "rope_type", "rope_parameters"])
+def test_rope_is_read_from_older_and_newer_files(key: str) -> None:
+    scaling = {name: value for name, value in LLAMA3.items() if name not in ("rope_type", "rope_theta")}
+    rope: dict[str, Any] = {"rope_theta": 1e4, "rope_scaling": {key: "llama3"} | scaling}
+    rope = {"rope_parameters": LLAMA3} if key == "rope_parameters" else rope
     config = config_of(BASE | {"model_type": "llama"} | rope)
     assert config.rope is not None
     wanted = LlamaConfig(**(BASE | {"rope_parameters": LLAMA3}))
