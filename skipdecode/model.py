@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from skipdecode.backends import cpu
 from skipdecode.backends.cpu import Columns
-from skipdecode.backends.layer import LayerKernel, Product, Prompts
+from skipdecode.backends.layer import LayerKernel, LayerShape, Product, Prompts
 from skipdecode.cache import KVCache
 from skipdecode.config import POSITION_OFFSET, OPTConfig, Quantization, SwiftKVConfig
 from skipdecode.ffn_rows import RowFFNs
@@ -61,8 +61,9 @@ class Block(nn.Module):
             qkv, out, fc1, fc2, *queries = cast(list[Product], products)
 
             def kernel(first: Product) -> LayerKernel:
-                parts = (self.attn_norm, first, out, self.ffn_norm, fc1, fc2)
-                return LayerKernel(self.num_heads, *parts, is_pre_norm=self.is_pre_norm)
+                dim = out.outputs // self.num_heads
+                shape = LayerShape(self.num_heads, self.num_heads, dim, self.attn_norm.eps, self.is_pre_norm)
+                return LayerKernel(shape, self.attn_norm, first, out, self.ffn_norm, fc1, fc2)
 
             self.kernel = kernel(qkv)
             self.query_kernel = kernel(queries[0]) if queries else None
@@ -133,7 +134,7 @@ class Block(nn.Module):
     def add_feed(self, h: Tensor) -> Tensor:
         """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_rows`)."""
         x = self.ffn_norm(h) if self.is_pre_norm else h
-        added: Tensor = self.fc2(self.fc1(x, relu=True), residual=h)
+        added: Tensor = self.fc2(self.fc1(x, activation="relu"), residual=h)
         return added
 
     def settle(self, h: Tensor) -> Tensor:

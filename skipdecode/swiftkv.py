@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.layer import Product, Prompts, StoreKernel
+from skipdecode.backends.layer import LayerShape, Product, Prompts, StoreKernel
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.linear import Linear, Packed, pack, product
 
@@ -76,7 +76,9 @@ class SwiftKV(nn.Module):
             biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
             products = [product(part, bias) for part, bias in zip(self._packed, biases, strict=True)]
             if None not in products:
-                self._store_kernel = StoreKernel(self.num_heads, self.norm, cast(list[Product], products))
+                dim = self.kv.in_features // self.num_heads
+                shape = LayerShape(self.num_heads, self.num_heads, dim, self.norm.eps)
+                self._store_kernel = StoreKernel(shape, self.norm, cast(list[Product], products))
 
     def query(self, layer: int) -> Linear:
         """The query projection of `layer` >= first."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import cpu
-from skipdecode.backends.layer import Prompts, StoreKernel
+from skipdecode.backends.layer import LayerShape, Prompts, StoreKernel
 from skipdecode.cache import KVCache
 from skipdecode.config import OPTConfig, Quantization
 from skipdecode.linear import Linear
@@ -295,7 +295,9 @@ def test_keys_and_values_of_several_layers_in_one_call(
         linear.pack()
     products = [linear.product() for linear in linears]
     with torch.inference_mode(), num_threads(threads):
-        StoreKernel(3, norm, [product for product in products if product])(batch.h, batch.prompts, memory)
+        StoreKernel(LayerShape(3, 3, 32, norm.eps), norm, [product for product in products if product])(
+            batch.h, batch.prompts, memory
+        )
     for layer, stored in memory.items():
         for held, made in zip(stored, wanted[layer].chunk(2, dim=1), strict=True):
             for row in range(3):
