@@ -173,13 +173,16 @@ class Decoder(nn.Module):
             check_int8(self._head_weight)
             for module in self.modules():
                 if isinstance(module, Linear):
-                    check_int8(module.weight)
+                    check_int8(module.weight, is_gated=module.is_gated)
         self._packed_head = pack(self._head_weight, quantization)
         for module in self.modules():
-            if isinstance(module, Linear | SwiftKV):
+            if isinstance(module, Linear):
                 module.pack(quantization)
+        if self.swift is not None:
+            self.swift.pack(quantization, self.layers, self.rotations)
         for i, layer in enumerate(self.layers):
-            layer.fuse(self.swift.query(i) if self.swift is not None and i >= self.swift.first else None)
+            query = self.swift.query(i) if self.swift is not None and i >= self.swift.first else None
+            layer.fuse(self.rotations, query)
         self.quantization = quantization
         return self
 

@@ -8,10 +8,9 @@ B rows, T columns, D width, H heads of queries, G of keys and values, K head dim
 
 from typing import cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.layer import LayerKernel, Product
+from skipdecode.backends.layer import LayerKernel, LayerShape, Product
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.view import KVView
 from skipdecode.linear import Linear
@@ -22,6 +21,12 @@ def make_norm(config: DecoderConfig, width: int) -> nn.LayerNorm | nn.RMSNorm:
     if config.norm == "rms":
         return nn.RMSNorm(width, eps=config.norm_epsilon)
     return nn.LayerNorm(width, eps=config.norm_epsilon, elementwise_affine=config.norm_affine)
+
+
+def kernel_shape(config: DecoderConfig, rotations: Tensor | None) -> LayerShape:
+    """What a kernel for such a layer needs to know."""
+    heads = (config.num_attention_heads, config.num_kv_heads, config.head_dim)
+    return LayerShape(*heads, config.norm_epsilon, config.is_pre_norm, config.norm, config.mlp, rotations)
 
 
 class Layer(nn.Module):
@@ -38,23 +43,22 @@ class Layer(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.has_qk_norm else None
         self.out_proj = Linear(config.q_dim, width, bias=config.out_bias)
         self.ffn_norm = make_norm(config, width)
-        self.fc1 = Linear(width, gates * config.ffn_dim, bias=config.mlp_bias)
+        self.fc1 = Linear(width, gates * config.ffn_dim, bias=config.mlp_bias, is_gated=gates == 2)
         self.fc2 = Linear(config.ffn_dim, width, bias=config.mlp_bias)
         self.kernel: LayerKernel | None = None
         self.query_kernel: LayerKernel | None = None
 
-    def fuse(self, query: Linear | None = None) -> None:
+    def fuse(self, rotations: Tensor | None, query: Linear | None = None) -> None:
         """The layer as one kernel, where its products are the kernels' own; `query` as in `forward`."""
-        if self.config.norm != "layer" or self.config.mlp != "relu":
-            return
         linears = (self.qkv, self.out_proj, self.fc1, self.fc2, *([] if query is None else [query]))
         products = [linear.product() for linear in linears]
         if None not in products:
             qkv, out, fc1, fc2, *queries = cast(list[Product], products)
+            shape = kernel_shape(self.config, rotations)
 
             def kernel(first: Product) -> LayerKernel:
                 parts = (self.attn_norm, first, out, self.ffn_norm, fc1, fc2)
-                return LayerKernel(self.config.num_attention_heads, *parts, is_pre_norm=self.config.is_pre_norm)
+                return LayerKernel(shape, *parts, q_norm=self.q_norm, k_norm=self.k_norm)
 
             self.kernel = kernel(qkv)
             self.query_kernel = kernel(queries[0]) if queries else None
@@ -116,12 +120,7 @@ class Layer(nn.Module):
     def add_feed(self, h: Tensor) -> Tensor:
         """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_rows`)."""
         x = self.ffn_norm(h) if self.config.is_pre_norm else h
-        if self.config.mlp == "swiglu":
-            gate, up = self.fc1(x).chunk(2, dim=-1)
-            x = F.silu(gate) * up  # [B, T, F]
-        else:
-            x = self.fc1(x, relu=True)
-        added: Tensor = self.fc2(x, residual=h)
+        added: Tensor = self.fc2(self.fc1(x, activation=self.config.mlp), residual=h)
         return added
 
     def post_norm(self, h: Tensor) -> Tensor:

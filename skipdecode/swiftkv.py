@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from skipdecode.backends.layer import Product, StoreKernel
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.kv.view import KVView
-from skipdecode.layers import Layer, make_norm
+from skipdecode.layers import Layer, kernel_shape, make_norm
 from skipdecode.linear import Linear, Packed, pack, product
 
 
@@ -50,8 +50,9 @@ class SwiftKV(nn.Module):
             groups = [parts[at : at + self.group_size] for at in range(0, len(parts), self.group_size)]
             own.copy_(torch.cat([torch.stack(group).mean(dim=0) for group in groups]))
 
-    def pack(self, quantization: Quantization | None = None) -> None:
-        """As `Linear.pack`, for K/V by group, since a step needs those of the layers it runs only."""
+    def pack(self, quantization: Quantization | None, layers: Sequence[Layer], rotations: Tensor | None) -> None:
+        """As `Linear.pack`, for K/V by group, since a step needs those of the layers it runs only; `layers` and
+        `rotations` of the model."""
         packed = [pack(part, quantization) for part in self.kv.weight.chunk(self._num_groups)]
         if None not in packed:
             self._packed = [part for part in packed if part is not None]
@@ -59,9 +60,9 @@ class SwiftKV(nn.Module):
             biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
             products = [product(part, bias) for part, bias in zip(self._packed, biases, strict=True)]
             if None not in products:
-                self._store_kernel = StoreKernel(
-                    self.config.num_attention_heads, self.norm, cast(list[Product], products)
-                )
+                shape = kernel_shape(self.config, rotations)
+                k_norms = [layers[self.leader(group)].k_norm for group in range(self._num_groups)]
+                self._store_kernel = StoreKernel(shape, self.norm, cast(list[Product], products), k_norms)
 
     def query(self, layer: int) -> Linear:
         """The query projection of `layer` >= first."""

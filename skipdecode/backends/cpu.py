@@ -7,7 +7,7 @@ is `torch` (`skipdecode.backends.choice`), nothing here is called and torch's op
 
 import ctypes
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,10 @@ from skipdecode.backends import build, choice
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_INT8_INPUTS = 1 << 16
+Activation = Literal["none", "relu", "swiglu"]
+"""What follows on a product. `swiglu`: of outputs [gate; other], silu(gate) * other."""
+GATES = 16
+"""Gates that lie together in a packed weight, before as many of what they let through (`interleave`)."""
 POINTER, INT, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 
 
@@ -34,6 +38,49 @@ class Columns(NamedTuple):
     last: Tensor
 
 
+class Heads(ctypes.Structure):
+    """Heads of attention, as the kernels take them (`cpp/heads.h`)."""
+
+    _fields_ = [
+        ("count", INT64),
+        ("groups", INT64),
+        ("dim", INT64),
+        ("rotations", POINTER),
+        ("positions", INT64),
+        ("rotary", INT64),
+        ("epsilon", DOUBLE),
+        ("q_norm", POINTER),
+        ("k_norm", POINTER),
+    ]
+
+
+def heads(
+    count: int,
+    groups: int,
+    dim: int,
+    *,
+    rotations: Tensor | None = None,
+    epsilon: float = 0.0,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+) -> Heads:
+    """`count` heads of queries over `groups` of keys and values, of `dim` numbers; the rest as in `attend`. The tensors
+    are to live as long as what comes back."""
+    assert 0 < groups <= count, (count, groups)
+    assert count % groups == 0, (count, groups)
+    positions, rotary = (0, 0) if rotations is None else rotations.shape
+    assert rotary <= dim, (rotary, dim)
+    assert rotary % 2 == 0, rotary
+    if rotations is not None:
+        assert rotations.dtype == torch.float32, rotations.dtype
+        assert positions > 0, "no positions"
+    for weight in (q_norm, k_norm):
+        assert weight is None or weight.shape == (dim,), "a norm of other heads"
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (rotations, q_norm, k_norm)]
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (rotations, q_norm, k_norm)), "not contiguous"
+    return Heads(count, groups, dim, pointers[0], positions, rotary, epsilon, *pointers[1:])
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -41,32 +88,43 @@ def attend(
     first: Tensor,
     last: Tensor,
     new: tuple[Tensor, Tensor] | None = None,
+    *,
+    rotations: Tensor | None = None,
+    epsilon: float = 0.0,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per row over its columns first..last: q [B, D] -> [B, D], heads side by side.
+    """Attention of one query per row over its columns first..last: q [B, H K] -> [B, H K], heads side by side.
 
-    k, v [B, H, S, K], contiguous: the cache. `first`, `last` [B] int64, both included. `new`: key and value [B, D] of
-    column `last`, stored before it is attended to; q and `new` may be columns of one tensor [B, 3 D]. Finite numbers
-    only: what becomes of NaN and infinities is not defined.
+    k, v [B, G, S, K], contiguous: the cache, each of its G heads for H / G neighbours among those of q. `first`, `last`
+    [B] int64, both included. `new`: key and value [B, G K] of column `last`, stored before it is attended to; q and
+    `new` may be columns of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS norm over each head
+    of q and of the new key; then `rotations` [positions, r] float32 (`LayerShape`) turns them by their place,
+    last - first. Finite numbers only: what becomes of NaN and infinities is not defined.
     """
-    B, H, S, K = k.shape
+    B, G, S, K = k.shape
     new_k, new_v = (None, None) if new is None else new
     # wrong ones would be read as if they were right
     for held in (k, v):
         assert held.is_contiguous(), held.stride()
         assert held.shape == k.shape, (held.shape, k.shape)
+    H = q.shape[1] // K
+    assert q.shape == (B, H * K), (q.shape, k.shape)
+    for tensor in new or ():
+        assert tensor.shape == (B, G * K), (tensor.shape, k.shape)
     for tensor in (q, *(new or ())):
-        assert tensor.shape == (B, H * K), (tensor.shape, k.shape)
         assert tensor.stride() == (q.stride(0), 1), (tensor.stride(), q.stride())
-    assert len({tensor.dtype for tensor in (q, k, v, *(new or ()))}) == 1, "types differ"
+    norms = [weight for weight in (q_norm, k_norm) if weight is not None]
+    assert len({tensor.dtype for tensor in (q, k, v, *(new or ()), *norms)}) == 1, "types differ"
     for columns in (first, last):
         assert columns.dtype == torch.int64, columns.dtype
         assert columns.shape == (B,), (columns.shape, B)
         assert columns.is_contiguous(), columns.stride()
     out = q.new_empty(B, H * K)
+    shape = heads(H, G, K, rotations=rotations, epsilon=epsilon, q_norm=q_norm, k_norm=k_norm)
     function("attend", q.dtype)(
-        K,
+        ctypes.byref(shape),
         B,
-        H,
         q.data_ptr(),
         None if new_k is None else new_k.data_ptr(),
         None if new_v is None else new_v.data_ptr(),
@@ -97,11 +155,19 @@ def multiplies(dtype: torch.dtype) -> bool:
     return name != "torch" and (dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16))
 
 
-def pack(weight: Tensor) -> Tensor:
+def interleave(gated: Tensor) -> Tensor:
+    """[2 F, ...], the gates above what they let through -> as the kernels want them: 16 gates, 16 others, and so on."""
+    assert len(gated) % (2 * GATES) == 0, gated.shape
+    return gated.reshape(2, -1, GATES, *gated.shape[1:]).transpose(0, 1).reshape(gated.shape)
+
+
+def pack(weight: Tensor, *, gated: bool = False) -> Tensor:
     """A weight [out, in], in a multiple of 32, in the order in which `linear` reads it.
 
-    Of each 32 outputs and 32 inputs two tiles of 16 outputs: lines of 64 bytes, four bytes of each output.
+    Of each 32 outputs and 32 inputs two tiles of 16 outputs: lines of 64 bytes, four bytes of each output. `gated`:
+    for `swiglu`, gates above what they let through, each in a multiple of 16.
     """
+    weight = interleave(weight.detach()) if gated else weight
     outputs, inputs = weight.shape
     assert multiplies(weight.dtype), weight.dtype
     assert inputs % 32 == 0, inputs
@@ -123,8 +189,10 @@ class Int8Weight(NamedTuple):
     inputs: int
 
 
-def pack_int8(weight: Tensor) -> Int8Weight:
-    """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127."""
+def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
+    """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127; `gated`
+    as in `pack`."""
+    weight = interleave(weight.detach()) if gated else weight
     outputs, inputs = weight.shape
     assert inputs % 32 == 0, inputs
     assert inputs <= MAX_INT8_INPUTS, "sums would not fit into 32 bits"
@@ -141,15 +209,17 @@ def linear(
     outputs: int,
     bias: Tensor | None,
     *,
-    relu: bool = False,
+    activation: Activation = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + bias, then ReLU or plus `residual` [..., outputs]: [..., in] -> [..., outputs], all of one type.
+    """x W^T + bias, then the activation or plus `residual`: [..., in] -> [..., outputs], all of one type.
 
     `packed`: W as `pack` or `pack_int8` gives it. Sums in float32, rounded once; for int8, which goes with bfloat16,
-    sums of whole numbers, x as 16 bits times a scale per row.
+    sums of whole numbers, x as 16 bits times a scale per row. `swiglu` takes a weight packed as `gated` and a bias
+    like it (`interleave`), and gives [..., outputs / 2].
     """
-    assert not (relu and residual is not None), "one of the two"
+    assert activation == "none" or residual is None, "one of the two"
+    assert activation != "swiglu" or outputs % (2 * GATES) == 0, outputs
     is_int8 = isinstance(packed, Int8Weight)
     tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)
     assert x.shape[-1] == inputs, (x.shape, inputs)
@@ -158,7 +228,7 @@ def linear(
     rows = x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    out = x.new_empty(*x.shape[:-1], outputs)
+    out = x.new_empty(*x.shape[:-1], outputs // 2 if activation == "swiglu" else outputs)
     if residual is not None:
         assert residual.shape == out.shape, (residual.shape, out.shape)
         residual = residual.contiguous()
@@ -174,7 +244,7 @@ def linear(
         tiles.data_ptr(),
         *([packed.scales.data_ptr(), packed.totals.data_ptr()] if isinstance(packed, Int8Weight) else []),
         None if bias is None else bias.data_ptr(),
-        1 if relu else 0 if residual is None else 2,
+        THEN[activation] if residual is None else THEN["residual"],
         None if residual is None else residual.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
@@ -205,11 +275,13 @@ def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tenso
     return out
 
 
+THEN = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
+"""As `Then` in `cpp/gemm.h`."""
 ARGUMENTS = {
     "step": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
     "prompt": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
-    "store": [INT64, DOUBLE, POINTER, INT64, POINTER, INT64, *[POINTER] * 6, INT],
-    "attend": [*[INT64] * 3, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
+    "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 6, INT],
+    "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack": [INT64, INT64, POINTER, POINTER],
     "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],

@@ -1,24 +1,49 @@
 """A decoder layer as one call of a CPU kernel: for one new column per row (`cpp/step.cpp`), and for prompts
 (`cpp/prompt.cpp`).
 
-B rows, T columns, N tokens of all prompts, D width.
+B rows, T columns, N tokens of all prompts, D width, H heads of queries, G of keys and values, K head dim.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu
-from skipdecode.backends.cpu import INT64, POINTER, Columns, Int8Weight
+from skipdecode.backends.cpu import INT64, POINTER, Columns, Heads, Int8Weight
+
+
+@dataclass(frozen=True, eq=False)
+class LayerShape:
+    """What a decoder layer is, beside its weights: how its heads share keys, what its norms and its feed-forward block
+    compute, and where its queries and keys turn."""
+
+    heads: int
+    """Of queries."""
+    kv_heads: int
+    """Divides `heads`; heads / kv_heads neighbours share keys and values, as with Hugging Face's `repeat_kv`."""
+    head_dim: int
+    """heads * head_dim is a multiple of 32, and need not be the width."""
+    epsilon: float
+    """Of all norms."""
+    is_pre_norm: bool = True
+    """Norms before the sublayers, not behind their residuals."""
+    norm: Literal["layer", "rms"] = "layer"
+    """`rms`: x / sqrt(mean(x^2) + epsilon) * weight, no bias."""
+    mlp: Literal["relu", "swiglu"] = "relu"
+    """`swiglu`: fc2(silu(gate) * other), where fc1 makes [gate; other]."""
+    rotations: Tensor | None = None
+    """[positions, r] float32: r / 2 cosines, then r / 2 sines. Number i < r / 2 of a query or key and number i + r / 2
+    are a point that its position turns (`rotate_half`); those from r on stay. Positions past the table are its last.
+    None: nothing turns."""
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = [("weight", POINTER), ("bias", POINTER)]
+    _fields_ = [("weight", POINTER), ("bias", POINTER), ("is_rms", INT64)]
 
 
 class _Product(ctypes.Structure):
@@ -34,9 +59,9 @@ class _Product(ctypes.Structure):
 
 class _Block(ctypes.Structure):
     _fields_ = [
-        ("heads", INT64),
+        ("heads", Heads),
         ("is_pre_norm", INT64),
-        ("epsilon", ctypes.c_double),
+        ("is_gated", INT64),
         ("attn_norm", _Norm),
         ("qkv", _Product),
         ("out", _Product),
@@ -53,6 +78,8 @@ class Product:
     packed: Tensor | Int8Weight
     outputs: int
     bias: Tensor | None
+    is_gated: bool = False
+    """Packed for `swiglu`, and the bias interleaved like the weight."""
 
     def struct(self) -> _Product:
         bias = _pointer(self.bias)
@@ -66,8 +93,13 @@ class Product:
         """Of the numbers that are multiplied."""
         return torch.bfloat16 if isinstance(self.packed, Int8Weight) else self.packed.dtype
 
+    @property
+    def inputs(self) -> int:
+        return self.packed.inputs if isinstance(self.packed, Int8Weight) else self.packed.shape[1] * 32
+
     def tail(self, start: int) -> "Product":
         """That of the outputs from `start` on, a multiple of 32."""
+        assert start % 32 == 0, start
         packed = self.packed
         if isinstance(packed, Int8Weight):
             tiles, scales, totals, inputs = packed
@@ -81,7 +113,7 @@ class Prompts:
     """Left-padded prompts [B, T] laid one behind the other, without the padding: [N, ...]."""
 
     def __init__(self, positions: Tensor) -> None:
-        """`positions` [B, T] int64: -1 a padding column (`OPT.embed`)."""
+        """`positions` [B, T] int64: -1 a padding column (`Decoder.embed`)."""
         self._is_real = positions >= 0
         lengths = self._is_real.sum(dim=1)
         assert bool((positions[:, -1] == lengths - 1).all() & (lengths > 0).all()), (
@@ -109,35 +141,48 @@ class Prompts:
 
 
 class StoreKernel:
-    """A layer norm, and keys and values of the tokens of prompts in one or several layers, as one call."""
+    """A norm, and keys and values of the tokens of prompts in one or several layers, as one call."""
 
-    def __init__(self, heads: int, norm: nn.LayerNorm | None, products: Sequence[Product]) -> None:
-        """`products`: of each layer, D -> 2 D, K above V."""
-        self._held = (norm, products)  # what the pointers point to
-        self._dtype = products[0].dtype
-        weights = [] if norm is None else list(norm.parameters())
-        _check_types(self._dtype, *weights, *(product.bias for product in products))
-        self._heads, self._epsilon = heads, 0.0 if norm is None else norm.eps
-        self._norm = None if norm is None else ctypes.byref(_norm(norm))
+    def __init__(
+        self,
+        shape: LayerShape,
+        norm: nn.Module | None,
+        products: Sequence[Product],
+        k_norms: Sequence[nn.Module | None] | None = None,
+    ) -> None:
+        """`products`: of each layer, D -> 2 G K, K above V; `k_norms`: of each, what its keys go through
+        (`LayerKernel`). Keys turn by their token's place in its prompt."""
+        self._weights = [_head_norm(norm) for norm in k_norms or [None] * len(products)]
+        assert len(self._weights) == len(products), (len(self._weights), len(products))
+        self._held = (shape, norm, products)  # what the pointers point to
+        self._shape, self._dtype = shape, products[0].dtype
+        biases = [product.bias for product in products]
+        _check_types(self._dtype, *_parameters(norm), *biases, *self._weights)
+        self._heads = _heads(shape, None, None)
+        self._norm = None if norm is None else ctypes.byref(_norm(shape, norm))
         self._products = [product.struct() for product in products]
-        self._width = self._products[0].inputs
+        self._width = products[0].inputs
+        for product in products:
+            assert (product.inputs, product.outputs) == (self._width, 2 * shape.kv_heads * shape.head_dim)
+        for weight in self._weights:
+            assert weight is None or weight.shape == (shape.head_dim,), "a norm of other heads"
         self._call = cpu.function("store", self._dtype)
 
     def __call__(self, h: Tensor, prompts: Prompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """h [N, D] -> for each product that `memory` names k, v [B, H, S, K], filled up to the prompts' ends."""
+        """h [N, D] -> for each product that `memory` names k, v [B, G, S, K], filled up to the prompts' ends."""
         if not memory:
             return
         _check_states(self._dtype, h, (prompts.num_tokens, self._width))
         for k, v in memory.values():
-            _check_cache(self._dtype, len(prompts), self._heads, self._width, k, v)
+            _check_cache(self._dtype, len(prompts), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
         count = len(memory)
         self._call(
-            self._heads,
-            self._epsilon,
+            ctypes.byref(self._heads),
             self._norm,
             count,
             (_Product * count)(*(self._products[layer] for layer in memory)),
+            (POINTER * count)(*(_pointer(self._weights[layer]) for layer in memory)),
             *prompts.pointers(),
             h.data_ptr(),
             (POINTER * count)(*(k.data_ptr() for k, _ in memory.values())),
@@ -150,8 +195,8 @@ class StoreKernel:
 class LayerKernel:
     """A decoder layer as one call.
 
-    The same as its parts one after the other (`linear`, `attend`, a layer norm), without the entries and the threads'
-    forks between them.
+    The same as its parts one after the other (`linear`, `attend`, a norm), without the entries and the threads' forks
+    between them.
     """
 
     STAGES = ("norms", "query, key, value", "attention", "attention output", "feed-forward")
@@ -160,35 +205,45 @@ class LayerKernel:
 
     def __init__(
         self,
-        heads: int,
-        attn_norm: nn.LayerNorm,
+        shape: LayerShape,
+        attn_norm: nn.Module,
         qkv: Product,
         out: Product,
-        ffn_norm: nn.LayerNorm,
+        ffn_norm: nn.Module,
         fc1: Product,
         fc2: Product,
         *,
-        is_pre_norm: bool,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
     ) -> None:
-        """`qkv`: queries alone, for steps whose keys and values are in the cache already (SwiftKV)."""
-        self._held = (attn_norm, qkv, out, ffn_norm, fc1, fc2)  # what the pointers point to
-        self._dtype = out.dtype
+        """`qkv`: D -> (H + 2 G) K, queries above keys above values; or queries alone, for steps whose keys and values
+        are in the cache already (SwiftKV). `q_norm`, `k_norm`: RMS norms of each head's K numbers, before they turn."""
+        self._held = (shape, attn_norm, qkv, out, ffn_norm, fc1, fc2, q_norm, k_norm)  # what the pointers point to
+        self._shape, self._dtype = shape, out.dtype
         biases = [product.bias for product in (qkv, out, fc1, fc2)]
-        _check_types(self._dtype, *attn_norm.parameters(), *ffn_norm.parameters(), *biases)
-        self._width = out.outputs
+        norms = [_head_norm(q_norm), _head_norm(k_norm)]
+        _check_types(self._dtype, *_parameters(attn_norm), *_parameters(ffn_norm), *biases, *norms)
+        width, queries, kv = out.outputs, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self._width = width
+        _check_products(width, queries, kv, qkv, out)
+        is_gated = shape.mlp == "swiglu"
+        assert fc1.is_gated == is_gated, "a feed-forward block that is packed for another activation"
+        assert (fc1.inputs, fc1.outputs) == (width, fc2.inputs * (2 if is_gated else 1)), (fc1.outputs, fc2.inputs)
+        assert fc2.outputs == width, (fc2.outputs, width)
         self._block = _Block(
-            heads,
-            is_pre_norm,
-            attn_norm.eps,
-            _norm(attn_norm),
+            _heads(shape, *norms),
+            shape.is_pre_norm,
+            is_gated,
+            _norm(shape, attn_norm),
             qkv.struct(),
             out.struct(),
-            _norm(ffn_norm),
+            _norm(shape, ffn_norm),
             fc1.struct(),
             fc2.struct(),
         )
-        first_norm = attn_norm if is_pre_norm else None
-        self.store = StoreKernel(heads, first_norm, [qkv.tail(self._width)]) if qkv.outputs > self._width else None
+        first_norm = attn_norm if shape.is_pre_norm else None
+        has_keys = qkv.outputs > queries
+        self.store = StoreKernel(shape, first_norm, [qkv.tail(queries)], [k_norm]) if has_keys else None
         self._reference = ctypes.byref(self._block)
         self._step = cpu.function("step", self._dtype)
         self._read = cpu.function("prompt", self._dtype)
@@ -200,7 +255,7 @@ class LayerKernel:
         memory: tuple[Any, ...] = (None, None, 0, None, None)
         if columns is not None:
             k, v, first, last = columns
-            _check_cache(self._dtype, rows, self._block.heads, self._width, k, v)
+            _check_cache(self._dtype, rows, self._shape, k, v)
             _check_indices(rows, first)
             _check_indices(rows, last)
             memory = (k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr())
@@ -211,13 +266,13 @@ class LayerKernel:
         return h
 
     def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
-        """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, H, S, K], filled up to the prompts' ends."""
+        """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, G, S, K], filled up to the prompts' ends."""
         _check_states(self._dtype, h, (prompts.num_tokens, self._width))
         assert self.store is not None, "no keys and values"
         where: tuple[Any, ...] = (None, None, 0)
         if memory is not None:
             k, v = memory
-            _check_cache(self._dtype, len(prompts), self._block.heads, self._width, k, v)
+            _check_cache(self._dtype, len(prompts), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
             where = (k.data_ptr(), v.data_ptr(), k.shape[2])
         threads = torch.get_num_threads()
@@ -225,8 +280,34 @@ class LayerKernel:
         return h
 
 
-def _norm(norm: nn.LayerNorm) -> _Norm:
-    return _Norm(_pointer(norm.weight), _pointer(norm.bias))
+def _parameters(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a norm, which may have neither."""
+    return getattr(norm, "weight", None), getattr(norm, "bias", None)
+
+
+def _norm(shape: LayerShape, norm: nn.Module) -> _Norm:
+    weight, bias = _parameters(norm)
+    assert bias is None or (weight is not None and shape.norm == "layer"), "a bias that would not be added"
+    return _Norm(_pointer(weight), _pointer(bias), shape.norm == "rms")
+
+
+def _head_norm(norm: nn.Module | None) -> Tensor | None:
+    weight, bias = _parameters(norm)
+    assert (norm is None) == (weight is None), "a norm of heads without a weight"
+    assert bias is None, "a bias that would not be added"
+    return weight
+
+
+def _heads(shape: LayerShape, q_norm: Tensor | None, k_norm: Tensor | None) -> Heads:
+    return cpu.heads(
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        rotations=shape.rotations,
+        epsilon=shape.epsilon,
+        q_norm=q_norm,
+        k_norm=k_norm,
+    )
 
 
 # wrong ones would be read as if they were right
@@ -243,11 +324,17 @@ def _check_states(dtype: torch.dtype, h: Tensor, shape: tuple[int, ...]) -> None
     assert h.is_contiguous(), h.stride()
 
 
-def _check_cache(dtype: torch.dtype, rows: int, heads: int, width: int, *memory: Tensor) -> None:
+def _check_products(width: int, queries: int, kv: int, qkv: Product, out: Product) -> None:
+    assert qkv.inputs == width, (qkv.inputs, width)
+    assert out.inputs == queries, (out.inputs, queries)
+    assert qkv.outputs in (queries, queries + 2 * kv), (qkv.outputs, queries, kv)
+
+
+def _check_cache(dtype: torch.dtype, rows: int, shape: LayerShape, *memory: Tensor) -> None:
     for held in memory:
         assert held.dtype == dtype, held.dtype
         assert held.is_contiguous(), held.stride()
-        assert held.shape == (rows, heads, memory[0].shape[2], width // heads), held.shape
+        assert held.shape == (rows, shape.kv_heads, memory[0].shape[2], shape.head_dim), held.shape
 
 
 def _check_indices(count: int, indices: Tensor) -> None:

@@ -154,8 +154,7 @@ class PaddedView:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self.has_kernels:
-            new = None if k is None or v is None else (flat(k), flat(v))
-            return cpu.attend(flat(q), *self._cache.columns(layer), new).view(q.shape)
+            return attend_one(q, k, v, self._cache.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
         return attention(q, *self._cache.read(layer, self._num_new), self._mask)
@@ -218,9 +217,13 @@ class PromptsView:
         return self._cache.k[layer], self._cache.v[layer]
 
 
-def flat(x: Tensor) -> Tensor:
-    """Of one column, heads side by side: [B, H, 1, K] -> [B, H K]."""
-    return x[:, :, 0].flatten(1)
+def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
+    """One new column per row by the kernel: q [B, H, 1, K], k and v [B, G, 1, K] (None: stored already) -> as q."""
+    flat = [x[:, :, 0].flatten(1) for x in (q, k, v) if x is not None]  # [B, heads x K] each
+    if len({x.stride() for x in flat}) > 1:  # turned ones lie apart
+        flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
+    new = (flat[1], flat[2]) if len(flat) == 3 else None
+    return cpu.attend(flat[0], *columns, new).view(q.shape)
 
 
 def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:

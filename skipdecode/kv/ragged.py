@@ -18,7 +18,7 @@ from skipdecode.backends import cpu
 from skipdecode.backends.cpu import Columns
 from skipdecode.backends.layer import LayerKernel, StoreKernel
 from skipdecode.config import DecoderConfig
-from skipdecode.kv.padded import KVCache, flat
+from skipdecode.kv.padded import KVCache, attend_one
 from skipdecode.kv.view import attention
 from skipdecode.rope import Turn, turn_of
 
@@ -236,8 +236,7 @@ class ArenaSlice:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self.has_kernels:
-            new = None if k is None or v is None else (flat(k), flat(v))
-            return cpu.attend(flat(q), *self._arena.memory(layer, self._start, self._end), new).view(q.shape)
+            return attend_one(q, k, v, self._arena.memory(layer, self._start, self._end))
         if k is not None and v is not None:
             self.store(layer, k, v)
         keys, values, mask = self._arena.visible(layer, self._start, self._end)

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import cpu
-from skipdecode.backends.layer import Prompts, StoreKernel
+from skipdecode.backends.cpu import Columns
+from skipdecode.backends.layer import LayerKernel, LayerShape, Prompts, StoreKernel
 from skipdecode.config import Quantization
-from skipdecode.decoder import Block, Decoder
+from skipdecode.decoder import Decoder
 from skipdecode.families.opt import OPTConfig
-from skipdecode.kv.padded import KVCache
+from skipdecode.forced import ForcedView
+from skipdecode.kv.padded import KVCache, attend_one
+from skipdecode.layers import Layer
 from skipdecode.linear import Linear
 from skipdecode.plan import LayerPlan
 from tests.support.cpu_backends import kind, num_threads, product_dtype
@@ -37,13 +40,13 @@ def layers(
     is_post: bool = False,
     ffn_dim: int = 64,
     quantization: Quantization | None = None,
-) -> tuple[Block, Block, Block]:
+) -> tuple[Layer, Layer, Layer]:
     """One layer with random weights: as one call, as calls of its parts, and in float32."""
     config = OPTConfig(
         vocab_size=8, hidden_size=width, num_hidden_layers=1, ffn_dim=ffn_dim, num_attention_heads=heads,
         enable_bias=not is_plain, layer_norm_elementwise_affine=not is_plain, do_layer_norm_before=not is_post,
     )  # fmt: skip
-    block = Block(config).requires_grad_(False)
+    block = Layer(config).requires_grad_(False)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5 if parameter.ndim == 1 else parameter.shape[1] ** -0.5)
     block = block.to(dtype)
@@ -55,20 +58,25 @@ def layers(
             scales = linear.weight.abs().amax(dim=1, keepdim=True) / 127
             linear.weight.copy_((linear.weight / scales).round() * scales)
     parts = copy.copy(block)
-    block.fuse()
+    block.fuse(None)
     assert block.kernel is not None
     assert parts.kernel is None
     return block, parts, exact
 
 
 class OneLayer:
-    """A cache of one layer, as `Block.step` sees it."""
+    """A cache of one layer, as a layer sees it (`skipdecode.kv.view.KVView`)."""
+
+    has_kernels, turn = True, None
 
     def __init__(self, *columns: torch.Tensor) -> None:
         self.held = cpu.Columns(*columns)
 
-    def columns(self, _: int) -> cpu.Columns:
-        return self.held
+    def attend(self, _: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        return attend_one(q, k, v, self.held)
+
+    def run(self, kernel: LayerKernel, h: Tensor, _: int, *, attends: bool, feeds: bool) -> Tensor:
+        return kernel.step(h, self.held if attends else None, feeds=feeds)
 
 
 @given(
@@ -104,13 +112,13 @@ def test_a_layer_in_one_call_is_the_layer(
     first = (torch.rand(rows) * (last + 1)).long()
     keys = {"attends": attends, "feeds": feeds}
     with torch.inference_mode(), num_threads(threads):
-        wanted = exact.step(h.float(), OneLayer(k.float(), v.float(), first, last), 0, **keys)
-        by_parts = parts.step(h.clone(), own := OneLayer(k.clone(), v.clone(), first, last), 0, **keys)
+        wanted = exact(h.float(), OneLayer(k.float(), v.float(), first, last), 0, **keys)
+        by_parts = parts(h.clone(), own := OneLayer(k.clone(), v.clone(), first, last), 0, **keys)
         row = rows // 2
         one = [x[row : row + 1].clone() for x in (k, v, first, last)]
-        alone = block.step(h[row : row + 1].clone(), OneLayer(*one), 0, **keys)
+        alone = block(h[row : row + 1].clone(), OneLayer(*one), 0, **keys)
         given_h = h.clone()
-        made = block.step(given_h, OneLayer(k, v, first, last), 0, **keys)
+        made = block(given_h, OneLayer(k, v, first, last), 0, **keys)
     assert made.data_ptr() == given_h.data_ptr()
     assert torch.equal(made[row], alone[0])
     limit = TOLERANCE[dtype] * float(wanted.abs().max())
@@ -126,13 +134,13 @@ def test_a_layer_in_one_call_refuses_what_it_would_misread(product_dtype: torch.
     (block,) = Decoder(config).to(dtype).requires_grad_(False).pack().layers
     k = torch.zeros(3, 2, 5, 32, dtype=dtype)
     h, at = torch.zeros(3, 1, 64, dtype=dtype), torch.zeros(3, dtype=torch.int64)
-    block.step(h, OneLayer(k, k.clone(), at, at), 0)
+    block(h, OneLayer(k, k.clone(), at, at), 0, attends=True, feeds=True)
     for columns in ((k[:2], k, at, at), (k.double(), k, at, at), (k, k, at[:2], at), (k, k, at, at.int())):
         with pytest.raises(AssertionError):
-            block.step(h, OneLayer(*columns), 0)
+            block(h, OneLayer(*columns), 0, attends=True, feeds=True)
     for wrong in (h.double(), h[:, :, :32], torch.zeros(3, 2, 64, dtype=dtype)[:, :1]):
         with pytest.raises(AssertionError):
-            block.step(wrong, OneLayer(k, k, at, at), 0)
+            block(wrong, OneLayer(k, k, at, at), 0, attends=True, feeds=True)
 
 
 class Filled:
@@ -161,7 +169,7 @@ class Filled:
         """[2, H, S, K] of the prompt's own columns."""
         return torch.stack([self.k, self.v])[:, row, :, int(self.pads[row]) : self.columns]
 
-    def read(self, block: Block, *, attends: bool, feeds: bool, only_last: bool = False) -> Tensor:
+    def read(self, block: Layer, *, attends: bool, feeds: bool, only_last: bool = False) -> Tensor:
         assert block.kernel is not None
         h, memory = self.h.clone(), (self.k, self.v) if attends else None
         if not only_last:
@@ -175,7 +183,7 @@ class Filled:
         return block.kernel.step(self.prompts.last(h), columns, feeds=feeds)
 
 
-def exact_prompt(block: Block, h: Tensor, *, attends: bool, feeds: bool) -> tuple[Tensor, Tensor]:
+def exact_prompt(block: Layer, h: Tensor, *, attends: bool, feeds: bool) -> tuple[Tensor, Tensor]:
     """A prompt [T, D] without padding through a layer of parts: [T, D], and [2, H, T, K] of keys and values."""
     view = Kept(torch.arange(len(h))[None], None, None, [])
     return block(h[None], view, 0, attends=attends, feeds=feeds)[0], view.kept
@@ -308,7 +316,9 @@ def test_keys_and_values_of_several_layers_in_one_call(
         linear.pack()
     products = [linear.product() for linear in linears]
     with torch.inference_mode(), num_threads(threads):
-        StoreKernel(3, norm, [product for product in products if product])(batch.h, batch.prompts, memory)
+        StoreKernel(LayerShape(3, 3, 32, norm.eps), norm, [product for product in products if product])(
+            batch.h, batch.prompts, memory
+        )
     for layer, stored in memory.items():
         for held, made in zip(stored, wanted[layer].chunk(2, dim=1), strict=True):
             for row in range(3):

@@ -148,8 +148,11 @@ def test_products_are_those_of_torch(
         x = torch.stack([x + 1, x], dim=1)[:, -1]
     with num_threads(threads):
         packed = cpu.pack(weight)
-        made = cpu.linear(x, packed, outputs, bias, relu=then == "relu", residual=residual)
-        alone = [cpu.linear(row[None], packed, outputs, bias, relu=then == "relu") for row in x[:2]]
+        made = cpu.linear(x, packed, outputs, bias, activation="relu" if then == "relu" else "none", residual=residual)
+        alone = [
+            cpu.linear(row[None], packed, outputs, bias, activation="relu" if then == "relu" else "none")
+            for row in x[:2]
+        ]
     assert made.shape == (rows, outputs)
     assert is_close(made, wanted)
     if residual is None:
@@ -207,7 +210,7 @@ def test_many_rows_go_through_in_parts(
     residual = torch.randn(rows, 40).to(dtype) if then == "residual" else None
     packed = cpu.pack(weight)
     with num_threads(threads):
-        made = cpu.linear(x, packed, 40, bias, relu=then == "relu", residual=residual)
+        made = cpu.linear(x, packed, 40, bias, activation="relu" if then == "relu" else "none", residual=residual)
     wanted = F.linear(x.float(), weight.float(), bias.float())
     wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
     # of float32: 3,072 numbers in one order, each sum rounded to 6e-8 of itself; torch adds them in several parts
@@ -215,7 +218,9 @@ def test_many_rows_go_through_in_parts(
     assert (made.float() - wanted).abs().max() <= limit * wanted.abs().max()
     for row in (0, 255, 256, 600, rows - 1):
         own = None if residual is None else residual[row : row + 1]
-        alone = cpu.linear(x[row : row + 1], packed, 40, bias, relu=then == "relu", residual=own)
+        alone = cpu.linear(
+            x[row : row + 1], packed, 40, bias, activation="relu" if then == "relu" else "none", residual=own
+        )
         assert torch.equal(alone[0], made[row])
 
 
@@ -224,8 +229,8 @@ def test_what_is_not_a_number_stays_so(product_dtype: torch.dtype) -> None:
     packed = cpu.pack(torch.ones(3, 32, dtype=dtype))
     x = torch.ones(2, 32, dtype=dtype)
     x[1, 5] = torch.nan
-    for relu in (False, True):
-        made = cpu.linear(x, packed, 3, None, relu=relu)
+    for activation in ("none", "relu"):
+        made = cpu.linear(x, packed, 3, None, activation=activation)
         assert made.isnan().tolist() == [[False] * 3, [True] * 3]
 
 
@@ -234,7 +239,7 @@ def test_a_wrong_operand_is_refused(product_dtype: torch.dtype) -> None:
     packed, x = cpu.pack(torch.ones(3, 32, dtype=dtype)), torch.ones(2, 32, dtype=dtype)
     for keys in (
         {"x": x[:, :16]}, {"x": x.double()}, {"outputs": 40}, {"bias": torch.ones(4, dtype=dtype)},
-        {"residual": torch.ones(3, dtype=dtype)}, {"relu": True, "residual": torch.ones(2, 3).to(dtype)},
+        {"residual": torch.ones(3, dtype=dtype)}, {"activation": "relu", "residual": torch.ones(2, 3).to(dtype)},
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             cpu.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
@@ -260,10 +265,12 @@ def test_a_packed_layer_is_the_layer(dtype: torch.dtype, rows: int, width: int, 
     with torch.inference_mode():
         layer = Linear(width, out, bias=bool(seed % 2)).to(dtype)
         x, residual = torch.randn(rows, 1, width).to(dtype), torch.randn(rows, 1, out).to(dtype)
-        wanted = [layer(x), layer(x, relu=True), layer(x, residual=residual)]
+        wanted = [layer(x), layer(x, activation="relu"), layer(x, residual=residual)]
         layer.pack()
         assert layer.packed is not None or not torch.backends.mkldnn.is_available() or dtype == torch.bfloat16
-        for one, other in zip(wanted, [layer(x), layer(x, relu=True), layer(x, residual=residual)], strict=True):
+        for one, other in zip(
+            wanted, [layer(x), layer(x, activation="relu"), layer(x, residual=residual)], strict=True
+        ):
             assert one.dtype == other.dtype
             assert (one.float() - other.float()).abs().max() <= TOLERANCE[dtype] * max(1, float(one.abs().max()))
 

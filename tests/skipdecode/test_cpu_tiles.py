@@ -74,14 +74,14 @@ def test_int8_products_are_those_of_the_whole_numbers(
     if is_strided:
         x = torch.stack([x + 1, x], dim=1)[:, -1]
     packed = cpu.pack_int8(weight)
-    keys = {"relu": then == "relu"}
+    activation: cpu.Activation = "relu" if then == "relu" else "none"
     with num_threads(threads):
-        made = cpu.linear(x, packed, outputs, bias, **keys, residual=residual)
+        made = cpu.linear(x, packed, outputs, bias, activation=activation, residual=residual)
     assert made.shape == (rows, outputs)
     assert torch.all((made.double() - wanted).abs() <= limit)
     if residual is None:
         for row in range(min(rows, 2)):
-            assert torch.equal(cpu.linear(x[row : row + 1], packed, outputs, bias, **keys)[0], made[row])
+            assert torch.equal(cpu.linear(x[row : row + 1], packed, outputs, bias, activation=activation)[0], made[row])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])

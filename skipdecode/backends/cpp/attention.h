@@ -13,8 +13,7 @@
 #include <cstring>
 #include <vector>
 
-#include "numbers.h"
-#include "threads.h"
+#include "groups.h"
 
 namespace cpu {
 
@@ -35,13 +34,6 @@ inline float exp_of_negative(float x) {
   float scale;
   std::memcpy(&scale, &bits, 4);
   return p * scale;
-}
-
-// Into the L2 cache: as many lines on their way to the L1 cache as a core can have are half of memory's speed.
-template <typename T>
-inline void prefetch(const T* line, int64_t count) {
-  const char* at = reinterpret_cast<const char*>(line);
-  for (int64_t offset = 0; offset < count * int64_t(sizeof(T)); offset += 64) __builtin_prefetch(at + offset, 0, 2);
 }
 
 // The numbers of one head in the order in which they are cheapest to widen: as they lie.
@@ -101,29 +93,31 @@ struct Pairs {
 template <> struct Head<bfloat16, 32> : Pairs<32> {};
 template <> struct Head<bfloat16, 64> : Pairs<64> {};
 template <> struct Head<bfloat16, 80> : Pairs<80> {};
+template <> struct Head<bfloat16, 96> : Pairs<96> {};
 template <> struct Head<bfloat16, 128> : Pairs<128> {};
 
 // A thread's part of it, to be called by all threads of a parallel region, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
-// put(row, head, numbers) is called with each row's and head's result [dim].
+// put(row, head, numbers) is called with each row's and head's result [dim]. Here each head has keys and values of its own.
 template <typename T, int DIM, typename Put>
-void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_k, const T* new_v, int64_t row_stride,
-            T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
-  const int64_t dim = DIM ? DIM : dim_;
+void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k, T* v,
+            int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+  const int64_t dim = DIM ? DIM : heads.dim, count = heads.count;
   const float scale = 1.0f / std::sqrt(float(dim));
   const int64_t step = capacity * dim;  // from one head's cache to the next
   std::vector<float> weights(capacity), query(dim), sums(dim);
   std::vector<T> made(dim);
-  share(rows * heads, [&](int64_t unit) {
-    const int64_t row = unit / heads, start = first[row], end = last[row];
-    const int64_t at = row * row_stride + (unit % heads) * dim;
+  share(rows * count, [&](int64_t unit) {
+    const int64_t row = unit / count, head = unit % count, start = first[row], end = last[row];
     T *keys = k + unit * step, *values = v + unit * step;
-    if (new_k) {
-      std::memcpy(keys + end * dim, new_k + at, dim * sizeof(T));
-      std::memcpy(values + end * dim, new_v + at, dim * sizeof(T));
+    if (new_k) store_new(heads, row, head, end - start, new_k, new_v, row_stride, keys + end * dim, values + end * dim);
+    const T* from = q + row * row_stride + head * dim;
+    if (heads.turns_queries()) {
+      turn(heads, heads.q_norm, end - start, from, made.data());
+      from = made.data();
     }
     auto run = [&](float* x, float* sum) {
-      Head<T, DIM>::load_scaled(q + at, scale, dim, x);
+      Head<T, DIM>::load_scaled(from, scale, dim, x);
       float top = -FLT_MAX;
       for (int64_t s = start; s <= end; ++s) {
         prefetch(values + s * dim, dim);
@@ -135,14 +129,14 @@ void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_
         weights[s] = exp_of_negative(weights[s] - top);
         total += weights[s];
       }
-      const T* next = keys + (unit + 1 < rows * heads ? step : 0);
+      const T* next = keys + (unit + 1 < rows * count ? step : 0);
       for (int64_t d = 0; d < dim; ++d) sum[d] = 0.0f;
       for (int64_t s = start; s <= end; ++s) {
         prefetch(next + s * dim, dim);
         Head<T, DIM>::add(sum, weights[s], values + s * dim, dim);
       }
       Head<T, DIM>::store_scaled(sum, 1.0f / total, dim, made.data());
-      put(row, unit % heads, made.data());
+      put(row, head, made.data());
     };
     if constexpr (DIM > 0) {
       float x[DIM], sum[DIM];  // in registers
@@ -153,15 +147,23 @@ void attend(int64_t rows, int64_t heads, int64_t dim_, const T* q, const T* new_
   });
 }
 
+template <typename T, int DIM, typename Put>
+void attend_any(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
+                T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+  const auto run = heads.count > heads.groups ? attend_groups<T, DIM, Put> : attend<T, DIM, Put>;
+  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, put);
+}
+
 template <typename T, typename Put>
-void attend_of(int64_t dim, int64_t rows, int64_t heads, const T* q, const T* new_k, const T* new_v, int64_t row_stride,
-               T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
-  const auto run = dim == 32    ? attend<T, 32, Put>    // the demo model
-                   : dim == 64  ? attend<T, 64, Put>    // OPT-125m to 1.3B
-                   : dim == 80  ? attend<T, 80, Put>    // 2.7B
-                   : dim == 128 ? attend<T, 128, Put>   // 6.7B and larger
-                                : attend<T, 0, Put>;
-  run(rows, heads, dim, q, new_k, new_v, row_stride, k, v, capacity, first, last, put);
+void attend_of(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
+               T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+  const auto run = heads.dim == 32    ? attend_any<T, 32, Put>    // the demo model
+                   : heads.dim == 64  ? attend_any<T, 64, Put>    // OPT-125m to 1.3B
+                   : heads.dim == 80  ? attend_any<T, 80, Put>    // 2.7B
+                   : heads.dim == 96  ? attend_any<T, 96, Put>
+                   : heads.dim == 128 ? attend_any<T, 128, Put>   // 6.7B and larger
+                                      : attend_any<T, 0, Put>;
+  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, put);
 }
 
 }  // namespace cpu

@@ -1,4 +1,4 @@
-// Products with packed weights, with a bias, and a ReLU or a residual, in the same pass; for the .cpp files.
+// Products with packed weights, with a bias, and an activation or a residual, in the same pass; for the .cpp files.
 //
 // Decoding multiplies few rows by weights that come from memory, so the weights lie in the order in which they are read,
 // one stream per thread, and are prefetched ahead of their use. A row's sums run over k in one order, whatever the number
@@ -10,25 +10,11 @@
 
 #pragma once
 
-#include <vector>
-
+#include "buffer.h"
 #include "micro.h"
 #include "threads.h"
 
 namespace cpu {
-
-// Memory that is kept from call to call, on a line of the cache.
-template <typename T>
-class Buffer {
- public:
-  T* room(int64_t count) {
-    if (int64_t(held_.size()) < count + 64) held_.resize(count + 64);
-    return held_.data() + (64 - reinterpret_cast<uintptr_t>(held_.data()) % 64) / sizeof(T);
-  }
-
- private:
-  std::vector<T> held_;
-};
 
 constexpr int64_t BLOCK = 1024;           // numbers in the weights of 32 outputs and 32 inputs
 #ifdef BACKEND_AMX
@@ -41,7 +27,12 @@ constexpr int64_t ROWS = 256, INPUTS = 2048;  // of a thread: 1 MiB of rows in b
 constexpr int64_t DEEP_BYTES = 16384;     // of weights at a time, which stay in the L1 cache
 constexpr int64_t NEAR = 8192;            // bytes that weights are fetched ahead where few rows stay in registers
 
-enum Then { NOTHING, RELU, ADD };
+// What follows on a product. SWIGLU: of each 32 outputs the first 16 are gates, the last 16 what they let through, and
+// what comes out are 16 numbers, silu(gate) * other.
+enum Then { NOTHING, RELU, ADD, SWIGLU };
+
+// Numbers per row that come out of a product.
+constexpr int64_t made_of(Then then, int64_t outputs) { return then == SWIGLU ? outputs / 2 : outputs; }
 
 // How rows lie, in groups of 32 and their numbers in blocks of 32: numbers from one group, block or row to the next.
 struct Layout {
@@ -74,13 +65,21 @@ struct Cut {
   int64_t largest() const { return (groups + chunks - 1) / chunks * 32; }
 };
 
-// Bias, ReLU or residual, and rounding, of the sums of `count` rows from `row` on, in one group, and 32 outputs.
+// Bias, activation or residual, and rounding, of the sums of `count` rows from `row` on, in one group, and 32 outputs.
 template <Then THEN, typename T>
 inline void finish(const float* sums, int64_t row, int count, int64_t block, int64_t outputs, const T* bias,
                    const T* residual, T* y, Layout layout) {
   const int64_t from = 32 * block, at = layout.at(row, block), left = outputs - from;
   const Floats biases[2] = {bias ? load_first(bias + from, left) : all(0.0f),
                             bias ? load_first(bias + from + 16, left - 16) : all(0.0f)};
+  if (THEN == SWIGLU) {
+    const int64_t to = layout.at(row, block / 2) + block % 2 * 16;
+    for (int r = 0; r < count; ++r) {
+      const Floats gate = load16(sums + 32 * r) + biases[0], other = load16(sums + 32 * r + 16) + biases[1];
+      store_first(y + to + r * layout.row, silu(gate) * other, 16);
+    }
+    return;
+  }
   for (int r = 0; r < count; ++r)
     for (int half = 0; half < 2; ++half) {
       const int64_t to = at + r * layout.row + 16 * half;

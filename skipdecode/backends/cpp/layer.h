@@ -11,6 +11,7 @@ namespace cpu {
 // T: float or bfloat16, which all numbers but int8 weights are.
 struct Norm {
   const void *weight, *bias;  // null: 1 and 0
+  int64_t is_rms;             // not around the mean, and no bias
 };
 
 struct Product {
@@ -28,12 +29,17 @@ struct Product {
 };
 
 struct Block {
-  int64_t heads, is_pre_norm;  // else the norms are behind the residuals (OPT-350m)
-  double epsilon;
+  Heads heads;
+  int64_t is_pre_norm;  // else the norms are behind the residuals (OPT-350m)
+  int64_t is_gated;     // SwiGLU, else ReLU
   Norm attn_norm;
-  Product qkv, out;
+  Product qkv, out;     // queries, keys, values; or queries alone, where the others are in the cache already
   Norm ffn_norm;
   Product fc1, fc2;
+
+  int64_t width() const { return out.outputs; }
+  int64_t inner() const { return fc2.inputs; }
+  float epsilon() const { return float(heads.epsilon); }
 };
 
 #ifndef HAS_INT8
@@ -66,10 +72,29 @@ void of_product(Team team, bool few, int64_t rows, const Product& p, const T* x,
     of_tiles<THEN>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
 }
 
-// A row's layer norm over `width` numbers, in float32, rounded once. y: `apart` numbers from one 32 of them to the next.
+// A row's RMS norm; as the layer norm below.
+template <typename T>
+[[gnu::noinline]] void scale_row(int64_t width, const Norm& norm, float epsilon, const T* x, T* y, int64_t apart) {
+  const T* weight = static_cast<const T*>(norm.weight);
+  Floats squares[2] = {all(0.0f), all(0.0f)};
+  for (int64_t i = 0; i < width; i += 32)
+    for (int half = 0; half < 2; ++half) {
+      const Floats part = load_first(x + i + 16 * half, 16);
+      squares[half] = fma(part, part, squares[half]);
+    }
+  const Floats scale = all(1.0f / std::sqrt(sum(squares[0] + squares[1]) / width + epsilon));
+  for (int64_t from = 0; from < width; from += 32, y += apart)
+    for (int64_t i = 0; i < 32; i += 16) {
+      const Floats part = load_first(x + from + i, 16) * scale;
+      store_first(y + i, weight ? part * load_first(weight + from + i, 16) : part, 16);
+    }
+}
+
+// A row's norm over `width` numbers, in float32, rounded once. y: `apart` numbers from one 32 of them to the next.
 // Not inlined: sums may be reordered, and are to be in one order everywhere.
 template <typename T>
 [[gnu::noinline]] void normalise_row(int64_t width, const Norm& norm, float epsilon, const T* x, T* y, int64_t apart) {
+  if (norm.is_rms) return scale_row(width, norm, epsilon, x, y, apart);
   const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
   float sum = 0.0f, squares = 0.0f;
   for (int64_t i = 0; i < width; ++i) sum += load(x[i]);
@@ -80,12 +105,14 @@ template <typename T>
     if (weight && bias)
       for (int64_t i = 0; i < 32; ++i)
         store(y[i], (load(x[from + i]) - mean) * scale * load(weight[from + i]) + load(bias[from + i]));
+    else if (weight)
+      for (int64_t i = 0; i < 32; ++i) store(y[i], (load(x[from + i]) - mean) * scale * load(weight[from + i]));
     else
       for (int64_t i = 0; i < 32; ++i) store(y[i], (load(x[from + i]) - mean) * scale);
   }
 }
 
-// A row of x as a product takes it, through a layer norm if there is one. y: as in `normalise_row`.
+// A row of x as a product takes it, through a norm if there is one. y: as in `normalise_row`.
 template <typename T>
 void prepare_row(int64_t width, const Norm* norm, float epsilon, const T* x, T* y, int64_t apart) {
   if (norm) return normalise_row(width, *norm, epsilon, x, y, apart);

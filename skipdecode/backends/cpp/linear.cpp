@@ -27,6 +27,7 @@ template <Then THEN, typename T>
 void linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w, const T* bias,
             const T* residual, T* y, int num_threads) {
   const bool is_many = rows >= MANY * num_threads;
+  const int64_t made = made_of(THEN, outputs);
   thread_local Buffer<T> kept;
   T* few = is_many ? nullptr : kept.room((rows + 31) / 32 * 32 * inputs);
 #pragma omp parallel num_threads(num_threads)
@@ -40,12 +41,12 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t s
       for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
         const int64_t from = cut.begin(chunk), count = cut.end(chunk) - from;
         to_tiles(count, inputs / 32, x + from * stride, stride, tiles, in_tiles(inputs, count));
-        of_tiles<THEN>({true}, count, outputs, inputs, tiles, w, bias, residual ? residual + from * outputs : nullptr,
-                       y + from * outputs, in_lines(outputs));
+        of_tiles<THEN>({true}, count, outputs, inputs, tiles, w, bias, residual ? residual + from * made : nullptr,
+                       y + from * made, in_lines(made));
       }
     } else {
       to_few(rows, inputs, x, stride, few);
-      of_few<THEN>(rows, outputs, inputs, few, w, bias, residual, y, in_lines(outputs));
+      of_few<THEN>(rows, outputs, inputs, few, w, bias, residual, y, in_lines(made));
     }
   }
 }
@@ -126,7 +127,10 @@ extern "C" int is_allowed() { return 1; }
   }                                                                                                                      \
   extern "C" void linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w,  \
                                 const T* bias, int then, const T* residual, T* y, int num_threads) {                    \
-    const auto run = then == RELU ? linear<RELU, T> : then == ADD ? linear<ADD, T> : linear<NOTHING, T>;                \
+    const auto run = then == RELU     ? linear<RELU, T>                                                                  \
+                     : then == ADD    ? linear<ADD, T>                                                                   \
+                     : then == SWIGLU ? linear<SWIGLU, T>                                                                \
+                                      : linear<NOTHING, T>;                                                              \
     run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);                                           \
   }                                                                                                                      \
   extern "C" void argmax_linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride,       \
@@ -146,6 +150,7 @@ void linear_whole(int64_t rows, const bfloat16* x, int64_t stride, const Int8Wei
                   bfloat16* y, int num_threads) {
   thread_local Buffer<uint8_t> tiles_kept;
   thread_local Buffer<float> scales_kept;
+  const int64_t made = made_of(THEN, w.outputs);
   const int64_t group_bytes = w.steps() * LINES, fit = (WHOLE_BYTES / group_bytes + 1) * 16;
   for (int64_t from = 0; from < rows; from += fit) {
     const int64_t count = rows - from < fit ? rows - from : fit;
@@ -155,8 +160,8 @@ void linear_whole(int64_t rows, const bfloat16* x, int64_t stride, const Int8Wei
       const Unit unit;
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < count; ++row) to_whole(row, w.inputs, x + (from + row) * stride, whole);
-      of_whole<THEN>({false}, count, whole, w, residual ? residual + from * w.outputs : nullptr, y + from * w.outputs,
-                     in_lines(w.outputs));
+      of_whole<THEN>({false}, count, whole, w, residual ? residual + from * made : nullptr, y + from * made,
+                     in_lines(made));
     }
   }
 }
@@ -166,7 +171,10 @@ void linear_whole(int64_t rows, const bfloat16* x, int64_t stride, const Int8Wei
 extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const bfloat16* x, int64_t stride,
                             const int8_t* w, const float* scales, const int32_t* totals, const bfloat16* bias, int then,
                             const bfloat16* residual, bfloat16* y, int num_threads) {
-  const auto run = then == RELU ? linear_whole<RELU> : then == ADD ? linear_whole<ADD> : linear_whole<NOTHING>;
+  const auto run = then == RELU     ? linear_whole<RELU>
+                   : then == ADD    ? linear_whole<ADD>
+                   : then == SWIGLU ? linear_whole<SWIGLU>
+                                    : linear_whole<NOTHING>;
   run(rows, x, stride, {outputs, inputs, w, scales, totals, bias}, residual, y, num_threads);
 }
 

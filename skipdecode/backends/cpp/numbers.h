@@ -46,8 +46,10 @@ inline void store16(float* to, Floats x) { _mm512_storeu_ps(to, x.v); }
 inline Floats operator+(Floats x, Floats y) { return {_mm512_add_ps(x.v, y.v)}; }
 inline Floats operator-(Floats x, Floats y) { return {_mm512_sub_ps(x.v, y.v)}; }
 inline Floats operator*(Floats x, Floats y) { return {_mm512_mul_ps(x.v, y.v)}; }
+inline Floats operator/(Floats x, Floats y) { return {_mm512_div_ps(x.v, y.v)}; }
 inline Floats fma(Floats x, Floats y, Floats z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
 inline Floats max(Floats x, Floats y) { return {_mm512_max_ps(x.v, y.v)}; }  // y where one is NaN
+inline Floats min(Floats x, Floats y) { return {_mm512_min_ps(x.v, y.v)}; }
 inline Floats nearest(Floats x) { return {_mm512_roundscale_ps(x.v, 0)}; }
 inline Floats times_power(Floats x, Floats n) { return {_mm512_scalef_ps(x.v, n.v)}; }  // x 2^n
 inline Floats first_of(int64_t count, Floats x, Floats y) { return {_mm512_mask_blend_ps(first(count), y.v, x.v)}; }
@@ -64,11 +66,17 @@ inline Floats load_first(const bfloat16* from, int64_t count) {
 }
 #ifdef HAS_BFLOAT16
 inline __m256i narrow(Floats x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)); }
+inline Floats rounded(Floats x, bfloat16) { return {widen(narrow(x))}; }
+#else
+inline __m256i narrow(Floats x) {  // to nearest, ties to even
+  const __m512i bits = _mm512_castps_si512(x.v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+}
+#endif
 inline void store_first(bfloat16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first(count), narrow(x));
 }
-inline Floats rounded(Floats x, bfloat16) { return {widen(narrow(x))}; }
-#endif
 
 // Lanes < `count` of x that are larger than `values` go there, and `number` to `numbers`.
 inline void keep_larger(Floats x, int64_t count, int32_t number, float* values, int32_t* numbers) {
@@ -92,10 +100,12 @@ inline void store16(float* to, Floats x) { _mm256_storeu_ps(to, x.a), _mm256_sto
 inline Floats operator+(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline Floats operator-(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline Floats operator*(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Floats operator/(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 inline Floats fma(Floats x, Floats y, Floats z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
 inline Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 inline Floats nearest(Floats x) { return {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; }
 inline __m256 power8(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
@@ -131,6 +141,27 @@ inline void store_first(float* to, Floats x, int64_t count) {
   _mm256_maskstore_ps(to + 8, first8(count - 8), x.b);
 }
 
+inline __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+inline __m256i narrow8(__m256 x) {  // to nearest, ties to even; in words
+  const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff)), 16);
+}
+inline Floats load_first(const bfloat16* from, int64_t count) {
+  uint16_t some[16] = {};
+  if (count < 16) {
+    std::memcpy(some, from, count > 0 ? count * sizeof(bfloat16) : 0);
+    from = reinterpret_cast<const bfloat16*>(some);
+  }
+  const __m128i* at = reinterpret_cast<const __m128i*>(from);
+  return {widen(_mm_loadu_si128(at)), widen(_mm_loadu_si128(at + 1))};
+}
+inline void store_first(bfloat16* to, Floats x, int64_t count) {
+  uint16_t made[16];  // packing goes by halves of a register
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow8(x.a), narrow8(x.b)), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(made), words);
+  std::memcpy(to, made, count >= 16 ? sizeof(made) : count > 0 ? count * sizeof(bfloat16) : 0);
+}
+
 inline void keep_larger8(__m256 x, __m256i own, int32_t number, float* values, int32_t* numbers) {
   const __m256 before = _mm256_loadu_ps(values);
   const __m256i at = _mm256_loadu_si256(reinterpret_cast<__m256i*>(numbers));
@@ -148,9 +179,8 @@ inline void keep_larger(Floats x, int64_t count, int32_t number, float* values, 
 
 inline Floats rounded(Floats x, float) { return x; }
 
-// e^x for x <= 0, relative error below 4e-7: 2^n e^r, |r| <= ln(2) / 2, the polynomial of Cephes.
-inline Floats exp_of_negatives(Floats x) {
-  x = max(x, all(-87.0f));
+// e^x for |x| <= 87, relative error below 4e-7: 2^n e^r, |r| <= ln(2) / 2, the polynomial of Cephes.
+inline Floats exp_of_small(Floats x) {
   const Floats n = nearest(x * all(1.44269504f));
   Floats r = fma(n, all(-0.693359375f), x);
   r = fma(n, all(2.12194440e-4f), r);
@@ -158,6 +188,14 @@ inline Floats exp_of_negatives(Floats x) {
   for (const float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     p = fma(p, r, all(term));
   return times_power(fma(p, r * r, r) + all(1.0f), n);
+}
+
+// For x <= 0.
+inline Floats exp_of_negatives(Floats x) { return exp_of_small(max(x, all(-87.0f))); }
+
+// x / (1 + e^-x), of any x: beyond 87 the exponential is nothing beside 1, or all there is. NaN stays NaN.
+inline Floats silu(Floats x) {
+  return x / (all(1.0f) + exp_of_small(max(min(all(0.0f) - x, all(87.0f)), all(-87.0f))));
 }
 
 }  // namespace cpu

@@ -13,12 +13,15 @@
 #include <thread>
 #include <vector>
 
+#include <omp.h>
+
 namespace {
 
 using namespace cpu;
 
 constexpr int64_t QUERIES = 128;     // of a prompt and head, for which keys and values are made ready at a time
 constexpr int64_t TEAM_ROWS = 2048;  // tokens that threads share at a time
+constexpr int64_t ENOUGH = 4;        // parts of work per thread
 
 struct Prompts {
   int64_t count;
@@ -28,11 +31,11 @@ struct Prompts {
 
 template <typename T>
 struct Memory {
-  T *k, *v;  // [prompts, heads, capacity, dim]
+  T *k, *v;  // [prompts, groups, capacity, dim]
   int64_t capacity;
 
-  int64_t at(const Prompts& prompts, int64_t prompt, int64_t heads, int64_t head, int64_t dim) const {  // its first token
-    return ((prompt * heads + head) * capacity + prompts.columns[prompt]) * dim;
+  int64_t at(const Prompts& prompts, int64_t prompt, const Heads& heads, int64_t group) const {  // its first token
+    return ((prompt * heads.groups + group) * capacity + prompts.columns[prompt]) * heads.dim;
   }
 };
 
@@ -166,37 +169,54 @@ void to_weights(int64_t count, int64_t seen, int64_t blocks, float scale, const 
   for (int64_t r = 0; r < count; ++r) shares[r] = 1.0f / sum(load16(sums[r]));
 }
 
-// Tokens from..to - 1 of a prompt, whose q lie `stride` numbers apart, attend to its tokens up to each; out as q.
+// Queries of `count` tokens of a prompt and one head, the first of them token `position`, `stride` numbers apart, as
+// `multiply_tiles` reads them.
 template <typename T>
-void attend_part(int64_t dim, int64_t from, int64_t to, const T* q, int64_t stride, const T* k, const T* v, T* out,
-                 int64_t out_stride) {
-  const int64_t steps = (dim + 31) / 32, blocks = (to + 31) / 32;
+void lay_queries(const Heads& heads, int64_t count, int64_t position, const T* q, int64_t stride, T* to, T* turned) {
+  const int64_t steps = (heads.dim + 31) / 32;
+  std::memset(static_cast<void*>(to), 0, BLOCK * steps * sizeof(T));
+  for (int64_t r = 0; r < count; ++r) {
+    const T* from = q + r * stride;
+    if (heads.turns_queries()) {
+      turn(heads, heads.q_norm, position + r, from, turned);
+      from = turned;
+    }
+    for (int64_t step = 0; step < steps; ++step)
+      std::memcpy(to + (step * 32 + r) * 32, from + 32 * step, std::min<int64_t>(32, heads.dim - 32 * step) * sizeof(T));
+  }
+}
+
+// Tokens from..to - 1 of a prompt, whose q lie `stride` numbers apart, attend to its tokens up to each, with `each` heads
+// that share keys and values; out as q.
+template <typename T>
+void attend_part(const Heads& heads, int64_t each, int64_t from, int64_t to, const T* q, int64_t stride, const T* k,
+                 const T* v, T* out, int64_t out_stride) {
+  const int64_t dim = heads.dim, steps = (dim + 31) / 32, blocks = (to + 31) / 32;
   const float scale = 1.0f / std::sqrt(float(dim));
   thread_local Buffer<T> tiles_kept;
   thread_local Buffer<float> scores_kept;
-  T* keys = tiles_kept.room(BLOCK * (2 * steps * blocks + blocks + steps));
+  T* keys = tiles_kept.room(BLOCK * (2 * steps * blocks + blocks + steps) + steps * 32);
   T *values = keys + BLOCK * steps * blocks, *weights = values + BLOCK * steps * blocks, *queries = weights + BLOCK * blocks;
+  T* turned = queries + BLOCK * steps;
   float *scores = scores_kept.room(1024 * (blocks + 1)), *sums = scores + 1024 * blocks;
   pack_keys(to, dim, k, keys);
   pack_values(to, dim, v, values);
-  for (int64_t first = from; first < to; first += 32, q += 32 * stride, out += 32 * out_stride) {
+  for (int64_t unit = 0, groups = (to - from + 31) / 32; unit < each * groups; ++unit) {
+    const int64_t head = unit / groups, first = from + unit % groups * 32;
     const int count = int(std::min<int64_t>(32, to - first));
     const int64_t seen = (first + count + 31) / 32;
-    std::memset(static_cast<void*>(queries), 0, BLOCK * steps * sizeof(T));
-    for (int64_t step = 0; step < steps; ++step)
-      for (int64_t r = 0; r < count; ++r)
-        std::memcpy(queries + (step * 32 + r) * 32, q + r * stride + 32 * step,
-                    std::min<int64_t>(32, dim - 32 * step) * sizeof(T));
+    lay_queries(heads, count, first, q + (first - from) * stride + head * dim, stride, queries, turned);
     for (int64_t block = 0; block < seen; ++block)
       multiply_tiles(queries, BLOCK, count, keys + block * steps * BLOCK, steps, scores + 1024 * block, true, nullptr, 0);
     float shares[32];
     to_weights(count, first + 1, seen, scale, scores, weights, shares);
+    T* to_out = out + (first - from) * out_stride + head * dim;
     for (int64_t step = 0; step < steps; ++step) {
       multiply_tiles(weights, BLOCK, count, values + step * blocks * BLOCK, seen, sums, true, nullptr, 0);
       const int64_t left = dim - 32 * step;
       for (int64_t r = 0; r < count; ++r)
         for (int64_t half = 0; half < 32; half += 16)
-          store_first(out + r * out_stride + 32 * step + half, load16(sums + 32 * r + half) * all(shares[r]), left - half);
+          store_first(to_out + r * out_stride + 32 * step + half, load16(sums + 32 * r + half) * all(shares[r]), left - half);
     }
   }
 }
@@ -250,20 +270,18 @@ void settle(Team team, int64_t rows, int64_t width, const Norm& norm, float epsi
   team.wait();
 }
 
-// What `p` made of tokens in `parts` of prompts, the last two `width` numbers of each, into the cache as keys and values.
+// What `p` made of tokens in `parts` of prompts, the last numbers of each, into the cache as keys and values.
 template <typename T>
-void store_made(Team team, const Product& p, int64_t heads, const std::vector<Part>& parts, const Prompts& prompts,
+void store_made(Team team, const Product& p, const Heads& heads, const std::vector<Part>& parts, const Prompts& prompts,
                 const Memory<T>& memory, const T* made) {
-  const int64_t width = p.inputs, dim = width / heads;
+  const int64_t dim = heads.dim, width = heads.kv_width();
   const T* keys = made + p.outputs - 2 * width;
-  team.share(int64_t(parts.size()) * heads, [&](int64_t unit) {
-    const Part& part = parts[unit / heads];
-    const int64_t head = unit % heads, to = memory.at(prompts, part.prompt, heads, head, dim);
-    for (int64_t token = part.from; token < part.to; ++token) {
-      const T* line = keys + (part.row + token - part.from) * p.outputs + head * dim;
-      std::memcpy(memory.k + to + token * dim, line, dim * sizeof(T));
-      std::memcpy(memory.v + to + token * dim, line + width, dim * sizeof(T));
-    }
+  team.share(int64_t(parts.size()) * heads.groups, [&](int64_t unit) {
+    const Part& part = parts[unit / heads.groups];
+    const int64_t group = unit % heads.groups, to = memory.at(prompts, part.prompt, heads, group);
+    for (int64_t token = part.from; token < part.to; ++token)
+      store_new(heads, part.row + token - part.from, group, token, keys, keys + width, p.outputs,
+                memory.k + to + token * dim, memory.v + to + token * dim);
   });
   team.wait();
 }
@@ -273,17 +291,22 @@ void store_made(Team team, const Product& p, int64_t heads, const std::vector<Pa
 template <typename T, typename Stored>
 void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, const Prompts& prompts,
                  const Memory<T>& memory, int64_t rows, T* h, Room<T> room, Stored stored) {
-  const int64_t heads = block.heads, width = block.qkv.inputs, dim = width / heads;
+  const Heads& heads = block.heads;
+  const int64_t width = heads.width(), made = block.qkv.outputs, dim = heads.dim;
   const T* q = room.wide;
-  T* out = room.wide + (rows + 31) / 32 * 32 * 3 * width;
-  normalise(team, rows, block.is_pre_norm ? &block.attn_norm : nullptr, float(block.epsilon), h, block.qkv, room.narrow);
-  multiply<NOTHING, T>(team, rows, block.qkv, room.narrow, room.whole, nullptr, room.wide, in_lines(3 * width));
+  T* out = room.wide + (rows + 31) / 32 * 32 * made;
+  normalise(team, rows, block.is_pre_norm ? &block.attn_norm : nullptr, block.epsilon(), h, block.qkv, room.narrow);
+  multiply<NOTHING, T>(team, rows, block.qkv, room.narrow, room.whole, nullptr, room.wide, in_lines(made));
   store_made(team, block.qkv, heads, parts, prompts, memory, room.wide);
   stored();
-  team.share(int64_t(parts.size()) * heads, [&](int64_t unit) {
-    const Part& part = parts[unit / heads];
-    const int64_t head = unit % heads, at = memory.at(prompts, part.prompt, heads, head, dim);
-    attend_part(dim, part.from, part.to, q + part.row * 3 * width + head * dim, 3 * width, memory.k + at, memory.v + at,
+  // heads that share keys make these ready once, where that leaves work for all threads
+  const int64_t all_groups = int64_t(parts.size()) * heads.groups;
+  const int64_t each = team.is_alone || all_groups >= ENOUGH * omp_get_num_threads() ? heads.each() : 1;
+  const int64_t units = heads.count / each;
+  team.share(int64_t(parts.size()) * units, [&](int64_t unit) {
+    const Part& part = parts[unit / units];
+    const int64_t head = unit % units * each, at = memory.at(prompts, part.prompt, heads, head / heads.each());
+    attend_part(heads, each, part.from, part.to, q + part.row * made + head * dim, made, memory.k + at, memory.v + at,
                 out + part.row * width + head * dim, width);
   });
   team.wait();
@@ -297,16 +320,18 @@ void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, 
     team.wait();
     x = room.narrow;
   }
-  multiply<ADD, T>(team, rows, block.out, x, room.whole, h, h, in_lines(width));
-  if (!block.is_pre_norm) settle(team, rows, width, block.attn_norm, float(block.epsilon), h);
+  multiply<ADD, T>(team, rows, block.out, x, room.whole, h, h, in_lines(block.width()));
+  if (!block.is_pre_norm) settle(team, rows, block.width(), block.attn_norm, block.epsilon(), h);
 }
 
 template <typename T>
 void feed_rows(Team team, const Block& block, int64_t rows, T* h, Room<T> room) {
-  normalise(team, rows, block.is_pre_norm ? &block.ffn_norm : nullptr, float(block.epsilon), h, block.fc1, room.narrow);
-  multiply<RELU, T>(team, rows, block.fc1, room.narrow, room.whole, nullptr, room.wide, layout_for(block.fc2, rows));
-  multiply<ADD, T>(team, rows, block.fc2, room.wide, room.whole, h, h, in_lines(block.qkv.inputs));
-  if (!block.is_pre_norm) settle(team, rows, block.qkv.inputs, block.ffn_norm, float(block.epsilon), h);
+  const int64_t width = block.width();
+  normalise(team, rows, block.is_pre_norm ? &block.ffn_norm : nullptr, block.epsilon(), h, block.fc1, room.narrow);
+  const auto feed = block.is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
+  feed(team, rows, block.fc1, room.narrow, room.whole, nullptr, room.wide, layout_for(block.fc2, rows));
+  multiply<ADD, T>(team, rows, block.fc2, room.wide, room.whole, h, h, in_lines(width));
+  if (!block.is_pre_norm) settle(team, rows, width, block.ffn_norm, block.epsilon(), h);
 }
 
 // Into chunks that threads take one by one, or that all of them share.
@@ -335,13 +360,14 @@ void run(Team team, const Cut& cut, int num_threads, MakeRoom make_room, Work wo
 template <typename T>
 void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, int feeds, const Memory<T>& memory,
                  int num_threads) {
-  const int64_t rows = prompts.starts[prompts.count], width = block->qkv.inputs;
+  const int64_t rows = prompts.starts[prompts.count], width = block->width(), attended = block->heads.width();
   const Team team = {rows >= MANY * num_threads};
   const Cut cut = cut_for(rows, team, num_threads);
   std::vector<std::atomic<bool>> is_stored(cut.chunks);
   for (auto& flag : is_stored) flag = false;
   auto make_room = [&] {
-    return room_for<T>(cut.largest(), width, std::max(4 * width, block->fc1.outputs), block->qkv.scales != nullptr);
+    const int64_t made = std::max(block->qkv.outputs + attended, block->inner());
+    return room_for<T>(cut.largest(), std::max(width, attended), made, block->qkv.scales != nullptr);
   };
   run<T>(team, cut, num_threads, make_room, [&](int64_t chunk, int64_t from, int64_t to, Room<T> room) {
     T* states = h + from * width;
@@ -357,19 +383,20 @@ void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, 
 }
 
 template <typename T>
-void run_store(int64_t heads, double epsilon, const Norm* norm, int64_t layers, const Product* products,
+void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Product* products, const void* const* k_norms,
                const Prompts& prompts, const T* h, T* const* k, T* const* v, const int64_t* capacities, int num_threads) {
-  const int64_t rows = prompts.starts[prompts.count], width = products[0].inputs;
+  const int64_t rows = prompts.starts[prompts.count], width = products[0].inputs, made = products[0].outputs;
   const Team team = {rows >= MANY * num_threads};
   const Cut cut = cut_for(rows, team, num_threads);
-  auto make_room = [&] { return room_for<T>(cut.largest(), width, 2 * width, products[0].scales != nullptr); };
+  auto make_room = [&] { return room_for<T>(cut.largest(), width, made, products[0].scales != nullptr); };
   run<T>(team, cut, num_threads, make_room, [&](int64_t, int64_t from, int64_t to, Room<T> room) {
     const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
-    normalise(team, to - from, norm, float(epsilon), h + from * width, products[0], room.narrow);
+    normalise(team, to - from, norm, float(shape.epsilon), h + from * width, products[0], room.narrow);
     for (int64_t layer = 0; layer < layers; ++layer) {
       const Memory<T> memory = {k[layer], v[layer], capacities[layer]};
-      multiply<NOTHING, T>(team, to - from, products[layer], room.narrow, room.whole, nullptr, room.wide,
-                           in_lines(2 * width));
+      Heads heads = shape;
+      heads.k_norm = k_norms[layer];
+      multiply<NOTHING, T>(team, to - from, products[layer], room.narrow, room.whole, nullptr, room.wide, in_lines(made));
       store_made(team, products[layer], heads, parts, prompts, memory, room.wide);
     }
   });
@@ -378,17 +405,18 @@ void run_store(int64_t heads, double epsilon, const Norm* norm, int64_t layers, 
 }  // namespace
 
 // prompt_*: h [tokens, width], in place; starts [prompts + 1]: of which tokens each prompt consists. k, v: the cache of the
-// layer [prompts, heads, capacity, width / heads], filled from column columns[prompt] on.
-// store_*: keys and values alone, [2 width] of each of `layers` products, from the norm (null: none) of h [tokens, width], which stays;
-// k, v, capacities [layers]. Also for layers that share the state they are made of (SwiftKV).
+// layer [prompts, groups, capacity, dim], filled from column columns[prompt] on.
+// store_*: keys and values alone, all outputs of each of `layers` products, from the norm (null: none) of h [tokens, width],
+// which stays; k_norms, k, v, capacities [layers]. Also for layers that share the state they are made of (SwiftKV).
 #define EXPORT(NAME, T)                                                                                                  \
   extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns, T* h, \
                                 int attends, int feeds, T* k, T* v, int64_t capacity, int num_threads) {                \
     run_prompts<T>(block, {count, starts, columns}, h, attends, feeds, {k, v, capacity}, num_threads);                  \
   }                                                                                                                      \
-  extern "C" void store_##NAME(int64_t heads, double epsilon, const Norm* norm, int64_t layers,                         \
-                               const Product* products, int64_t count, const int64_t* starts, const int64_t* columns,   \
-                               const T* h, T* const* k, T* const* v, const int64_t* capacities, int num_threads) {      \
-    run_store<T>(heads, epsilon, norm, layers, products, {count, starts, columns}, h, k, v, capacities, num_threads);   \
+  extern "C" void store_##NAME(const Heads* heads, const Norm* norm, int64_t layers, const Product* products,           \
+                               const void* const* k_norms, int64_t count, const int64_t* starts,                        \
+                               const int64_t* columns, const T* h, T* const* k, T* const* v, const int64_t* capacities, \
+                               int num_threads) {                                                                        \
+    run_store<T>(*heads, norm, layers, products, k_norms, {count, starts, columns}, h, k, v, capacities, num_threads);  \
   }
 FOR_EACH_TYPE(EXPORT)

@@ -4,6 +4,7 @@
 
 #include "layer.h"
 
+#include <algorithm>
 #include <chrono>
 
 namespace {
@@ -18,7 +19,7 @@ Layout layout_for(const Product& p, int64_t rows) {
   return p.scales ? in_lines(p.inputs) : few_rows<T>(p.inputs, rows);
 }
 
-// A thread's rows of a layer norm, if there is one, and as whole numbers where the product that follows takes these.
+// A thread's rows of a norm, if there is one, and as whole numbers where the product that follows takes these.
 template <typename T>
 void normalise(int64_t rows, const Product& next, const Norm* norm, float epsilon, const T* x, T* y, WholeRows whole) {
   const Layout layout = layout_for<T>(next, rows);
@@ -53,15 +54,17 @@ void multiply(int64_t rows, const Product& p, const T* x, WholeRows whole, const
 template <typename T>
 void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
               const int64_t* first, const int64_t* last, double* seconds, int num_threads) {
-  const int64_t width = block->qkv.inputs, room = (rows + 31) / 32 * 32;  // a tile reads 32 rows
+  const Heads& heads = block->heads;
+  const int64_t width = block->width(), room = (rows + 31) / 32 * 32;  // a tile reads 32 rows
+  const int64_t attended = heads.width(), inner = block->inner(), made = block->qkv.outputs;
   const bool is_pre = block->is_pre_norm;
-  const float epsilon = float(block->epsilon);
-  const int64_t widest = 3 * width > block->fc1.outputs ? 3 * width : block->fc1.outputs;
-  const int64_t deepest = width > block->fc2.inputs ? width : block->fc2.inputs;
+  const float epsilon = block->epsilon();
+  const int64_t narrowest = std::max(width, attended), widest = std::max(made, inner);
+  const int64_t deepest = std::max(narrowest, inner);
   thread_local Buffer<T> kept;
   thread_local Buffer<uint8_t> bytes_kept;
   thread_local Buffer<float> scales_kept;
-  T *narrow = kept.room(room * (width + widest)), *wide = narrow + room * width;
+  T *narrow = kept.room(room * (narrowest + widest)), *wide = narrow + room * narrowest;
   const WholeRows whole = {block->qkv.scales ? bytes_kept.room(room * ((deepest + 63) / 64) * 128) : nullptr,
                            scales_kept.room(rows)};
 #pragma omp parallel num_threads(num_threads)
@@ -82,13 +85,12 @@ void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T*
     if (attends) {
       normalise(rows, block->qkv, is_pre ? &block->attn_norm : nullptr, epsilon, h, narrow, whole);
       end(NORMS);
-      const int64_t made = block->qkv.outputs;  // queries alone where keys and values are in the cache (SwiftKV)
       multiply<NOTHING>(rows, block->qkv, narrow, whole, static_cast<const T*>(nullptr), wide, in_lines(made));
       end(QKV);
-      const T *q = wide, *new_k = made > width ? q + width : nullptr;
-      const int64_t dim = width / block->heads;
+      const T* new_k = made > attended ? wide + attended : nullptr;  // not where they are in the cache (SwiftKV)
+      const int64_t dim = heads.dim;
       const Layout layout = layout_for<T>(block->out, rows);
-      attend_of<T>(dim, rows, block->heads, q, new_k, new_k ? new_k + width : nullptr, made, k, v, capacity, first, last,
+      attend_of<T>(heads, rows, wide, new_k, new_k ? new_k + heads.kv_width() : nullptr, made, k, v, capacity, first, last,
                    [=](int64_t row, int64_t head, const T* from) {
                      for (int64_t d = 0, n; d < dim; d += n) {  // up to the end of a block of 32
                        const int64_t column = head * dim + d;
@@ -105,8 +107,8 @@ void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T*
     if (feeds) {
       normalise(rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, whole);
       end(NORMS);
-      multiply<RELU>(rows, block->fc1, narrow, whole, static_cast<const T*>(nullptr), wide,
-                     layout_for<T>(block->fc2, rows));
+      const auto feed = block->is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
+      feed(rows, block->fc1, narrow, whole, static_cast<const T*>(nullptr), wide, layout_for<T>(block->fc2, rows));
 #pragma omp barrier
       prepare(rows, block->fc2, wide, whole);
       multiply<ADD>(rows, block->fc2, wide, whole, static_cast<const T*>(h), h, in_lines(width));
@@ -118,8 +120,8 @@ void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T*
 
 }  // namespace
 
-// h [rows, width], in place. k, v: the cache of the layer [rows, heads, capacity, width / heads]. `seconds` by stage are
-// added to, where asked for.
+// h [rows, width], in place. k, v: the cache of the layer [rows, groups, capacity, dim]. `seconds` by stage are added to,
+// where asked for.
 #define EXPORT(NAME, T)                                                                                                  \
   extern "C" void step_##NAME(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v,               \
                               int64_t capacity, const int64_t* first, const int64_t* last, double* seconds,             \

@@ -1,0 +1,236 @@
+// Attention of one new column per row where several heads of queries share one of keys and values; for attention.h.
+//
+// A line of keys or values is taken from memory once for all queries of its group. Scores come 16 columns at a time, so
+// that adding up the lanes of a register costs little; values are added 32 numbers at a time, for as many queries as
+// registers hold. All is counted from a row's first column on: how far a batch is padded is in no sum.
+
+#pragma once
+
+#include <cfloat>
+
+#include "buffer.h"
+#include "heads.h"
+#include "threads.h"
+
+namespace cpu {
+
+#ifdef __AVX512F__
+
+using Lanes = __m512;
+constexpr int COLUMNS = 16, QUERIES_AT_ONCE = 8, WIDE = 2;  // keys and queries in registers; times 16 numbers of values
+
+inline Lanes no_lanes() { return _mm512_setzero_ps(); }
+
+// The sum of the lanes of each of 16, in their order.
+inline Lanes sums_of(const Lanes* x) {
+  Lanes quarters[4];
+  for (int i = 0; i < 4; ++i) {
+    const Lanes* y = x + 4 * i;
+    const Lanes low = _mm512_add_ps(_mm512_unpacklo_ps(y[0], y[1]), _mm512_unpackhi_ps(y[0], y[1]));
+    const Lanes high = _mm512_add_ps(_mm512_unpacklo_ps(y[2], y[3]), _mm512_unpackhi_ps(y[2], y[3]));
+    const __m512d first = _mm512_castps_pd(low), second = _mm512_castps_pd(high);
+    quarters[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                                _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+  }
+  Lanes halves[2];
+  for (int i = 0; i < 2; ++i)
+    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
+                              _mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                       _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+}
+
+// sum + x y of PART<T> numbers, of y the first `left`; behind them x is zero.
+template <typename T>
+constexpr int PART = 16;
+inline Lanes dot(Lanes sum, const float* x, const float* y, int64_t left) {
+  return _mm512_fmadd_ps(_mm512_loadu_ps(x), load_first(y, left).v, sum);
+}
+#ifdef HAS_BFLOAT16
+template <>
+constexpr int PART<bfloat16> = 32;
+inline Lanes dot(Lanes sum, const bfloat16* x, const bfloat16* y, int64_t left) {
+  const __mmask32 some = left < 32 ? (1u << left) - 1 : ~0u;
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_loadu_si512(x)),
+                          reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(some, y)));
+}
+#else
+inline Lanes dot(Lanes sum, const bfloat16* x, const bfloat16* y, int64_t left) {
+  return _mm512_fmadd_ps(load_first(x, 16).v, load_first(y, left).v, sum);
+}
+#endif
+
+#else
+
+using Lanes = __m256;
+constexpr int COLUMNS = 8, QUERIES_AT_ONCE = 6, WIDE = 1;
+
+inline Lanes no_lanes() { return _mm256_setzero_ps(); }
+
+inline Lanes sums_of(const Lanes* x) {  // of 8
+  const Lanes low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  const Lanes high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+template <typename T>
+constexpr int PART = 16;
+template <typename T>
+inline Lanes dot(Lanes sum, const T* x, const T* y, int64_t left) {
+  const Floats a = load_first(x, 16), b = load_first(y, left);
+  return _mm256_fmadd_ps(a.b, b.b, _mm256_fmadd_ps(a.a, b.a, sum));
+}
+
+#endif
+
+// A query, filled up with zeros to a multiple of 32, times `count` <= 16 keys; the rest of 16 is any number.
+template <int DIM, bool ALL, typename T>
+inline void score(const T* query, const T* keys, int64_t count, int64_t dim_, float* scores) {
+  const int64_t dim = DIM ? DIM : dim_;
+#pragma GCC unroll 2
+  for (int from = 0; from < 16; from += COLUMNS) {
+    Lanes sums[COLUMNS];
+#pragma GCC unroll 16
+    for (int i = 0; i < COLUMNS; ++i) sums[i] = no_lanes();
+#pragma GCC unroll 8
+    for (int64_t d = 0; d < dim; d += PART<T>) {
+#pragma GCC unroll 16
+      for (int i = 0; i < COLUMNS; ++i) {
+        const int64_t key = ALL || from + i < count ? from + i : count - 1;  // none behind the last: memory may end there
+        sums[i] = dot(sums[i], query + d, keys + key * dim + d, dim - d);
+      }
+    }
+    const Lanes made = sums_of(sums);
+    std::memcpy(scores + from, &made, sizeof(made));
+  }
+}
+
+// `count` values, `left` numbers of each from `values` on, times their weights, added to `sums`; of QUERIES queries, `apart`
+// weights and `width` sums from one to the next.
+template <int QUERIES, bool ALL, typename T>
+[[gnu::noinline]] void add_values(int64_t count, const float* weights, int64_t apart, const T* values, int64_t dim,
+                                  int64_t left, float* sums, int64_t width) {
+  Floats sum[QUERIES][WIDE];
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r)
+#pragma GCC unroll 2
+    for (int j = 0; j < WIDE; ++j) sum[r][j] = load16(sums + r * width + 16 * j);
+  for (int64_t s = 0; s < count; ++s, values += dim) {
+    Floats numbers[WIDE];
+#pragma GCC unroll 2
+    for (int j = 0; j < WIDE; ++j) numbers[j] = load_first(values + 16 * j, ALL ? 16 : left - 16 * j);
+#pragma GCC unroll 8
+    for (int r = 0; r < QUERIES; ++r) {
+      const Floats weight = all(weights[r * apart + s]);
+#pragma GCC unroll 2
+      for (int j = 0; j < WIDE; ++j) sum[r][j] = fma(weight, numbers[j], sum[r][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r)
+#pragma GCC unroll 2
+    for (int j = 0; j < WIDE; ++j) store16(sums + r * width + 16 * j, sum[r][j]);
+}
+
+// The same for any number of queries and all of a value's numbers.
+template <typename T>
+void add_all_values(int64_t queries, int64_t count, const float* weights, int64_t apart, const T* values, int64_t dim,
+                    float* sums, int64_t width) {
+  using Run = void (*)(int64_t, const float*, int64_t, const T*, int64_t, int64_t, float*, int64_t);
+  static constexpr Run RUNS[2][8] = {
+      {add_values<1, false, T>, add_values<2, false, T>, add_values<3, false, T>, add_values<4, false, T>,
+       add_values<5, false, T>, add_values<6, false, T>, add_values<7, false, T>, add_values<8, false, T>},
+      {add_values<1, true, T>, add_values<2, true, T>, add_values<3, true, T>, add_values<4, true, T>,
+       add_values<5, true, T>, add_values<6, true, T>, add_values<7, true, T>, add_values<8, true, T>}};
+  for (int64_t d = 0; d < dim; d += 16 * WIDE)
+    for (int64_t from = 0; from < queries; from += QUERIES_AT_ONCE) {
+      const int64_t some = queries - from < QUERIES_AT_ONCE ? queries - from : QUERIES_AT_ONCE;
+      RUNS[dim - d >= 16 * WIDE][some - 1](count, weights + from * apart, apart, values + d, dim, dim - d,
+                                           sums + from * width + d, width);
+    }
+}
+
+// What a thread needs of one row and group: see `attend_groups`.
+template <typename T>
+struct GroupRoom {
+  int64_t apart, width;  // from one query's weights and numbers to the next one's
+  T *queries, *made;
+  float *weights, *sums, *tops;
+
+  GroupRoom(const Heads& heads, int64_t capacity)
+      : apart((capacity + 31) / 16 * 16), width((heads.dim + 31) / 32 * 32) {
+    thread_local Buffer<T> kept;
+    thread_local Buffer<float> floats_kept;
+    const int64_t each = heads.each();
+    queries = kept.room((each + 1) * width), made = queries + each * width;
+    weights = floats_kept.room(each * (apart + width + 16)), sums = weights + each * apart, tops = sums + each * width;
+    std::memset(static_cast<void*>(queries), 0, each * width * sizeof(T));
+  }
+};
+
+// The weights of `count` columns from `keys` on, of all queries of a group, and one over their sum in tops[16 query].
+template <int DIM, typename T>
+void weigh(int64_t each, int64_t count, const T* keys, const T* values, int64_t dim_, const GroupRoom<T>& room) {
+  const int64_t dim = DIM ? DIM : dim_;
+  const float scale = 1.0f / std::sqrt(float(dim));
+  for (int64_t r = 0; r < each; ++r) store16(room.tops + 16 * r, all(-FLT_MAX));
+  for (int64_t s = 0; s < count; s += 16) {
+    const int64_t some = count - s < 16 ? count - s : 16;
+    prefetch(values + s * dim, some * dim);
+    for (int64_t r = 0; r < each; ++r) {
+      float* scores = room.weights + r * room.apart + s;
+      const auto run = some == 16 ? score<DIM, true, T> : score<DIM, false, T>;
+      run(room.queries + r * room.width, keys + s * dim, some, dim, scores);
+      const Floats scaled = first_of(some, load16(scores) * all(scale), all(-FLT_MAX));
+      store16(scores, scaled);
+      store16(room.tops + 16 * r, max(load16(room.tops + 16 * r), scaled));
+    }
+  }
+  for (int64_t r = 0; r < each; ++r) {
+    const Floats top = all(largest(load16(room.tops + 16 * r)));
+    Floats total = all(0.0f);
+    for (int64_t s = 0; s < count; s += 16) {
+      float* at = room.weights + r * room.apart + s;
+      const Floats weight = first_of(count - s, exp_of_negatives(load16(at) - top), all(0.0f));
+      store16(at, weight);
+      total = total + weight;
+    }
+    room.tops[16 * r] = 1.0f / sum(total);
+  }
+}
+
+// As `attend` in attention.h.
+template <typename T, int DIM, typename Put>
+void attend_groups(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
+                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+  constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
+  const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
+  const GroupRoom<T> room(heads, capacity);
+  share(units, [&](int64_t unit) {
+    const int64_t row = unit / heads.groups, group = unit % heads.groups, start = first[row], count = last[row] - start + 1;
+    T *keys = k + unit * step, *values = v + unit * step;
+    if (new_k) store_new(heads, row, group, count - 1, new_k, new_v, row_stride, keys + last[row] * dim, values + last[row] * dim);
+    for (int64_t r = 0; r < each; ++r) {
+      const T* from = q + row * row_stride + (group * each + r) * dim;
+      if (heads.turns_queries())
+        turn(heads, heads.q_norm, count - 1, from, room.queries + r * room.width);
+      else
+        std::memcpy(room.queries + r * room.width, from, dim * sizeof(T));
+    }
+    weigh<DIM>(each, count, keys + start * dim, values + start * dim, dim, room);
+    std::memset(room.sums, 0, each * room.width * sizeof(float));
+    const T* next = keys + (unit + 1 < units ? step : 0) + start * dim;
+    for (int64_t s = 0; s < count; s += AT_ONCE) {
+      const int64_t some = count - s < AT_ONCE ? count - s : AT_ONCE;
+      prefetch(next + s * dim, some * dim);
+      add_all_values(each, some, room.weights + s, room.apart, values + (start + s) * dim, dim, room.sums, room.width);
+    }
+    for (int64_t r = 0; r < each; ++r) {
+      for (int64_t d = 0; d < dim; d += 16)
+        store_first(room.made + d, load16(room.sums + r * room.width + d) * all(room.tops[16 * r]), dim - d);
+      put(row, group * each + r, room.made);
+    }
+  });
+}
+
+}  // namespace cpu

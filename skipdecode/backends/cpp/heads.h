@@ -1,0 +1,80 @@
+// What attention has for heads, and what becomes of a query or a key before it is used: an RMS norm of its own, where a
+// model has one (Qwen3), and a rotation by its position (RoPE), both in float32, rounded once. Keys are in the cache as they
+// are used.
+
+#pragma once
+
+#include <cmath>
+
+#include "numbers.h"
+
+namespace cpu {
+
+// As `layer.py` and `cpu.py` hand it over.
+struct Heads {
+  int64_t count, groups, dim;      // heads of queries; those of keys and values, each for count / groups neighbours
+  const float* rotations;          // [positions, rotary]: rotary / 2 cosines, then as many sines; null: none
+  int64_t positions, rotary;
+  double epsilon;                  // of all norms
+  const void *q_norm, *k_norm;     // [dim] of T; null: none
+
+  int64_t each() const { return count / groups; }
+  int64_t width() const { return count * dim; }
+  int64_t kv_width() const { return groups * dim; }
+  bool turns_queries() const { return rotations || q_norm; }
+  bool turns_keys() const { return rotations || k_norm; }
+};
+
+// x [dim] -> y [dim], which may be x: x / rms(x) * weight where there is one, then number i and the one half of `rotary`
+// behind it as a point that is turned by the i-th angle of `position` (`rotate_half` of Hugging Face); numbers behind
+// `rotary` stay. Positions past the table are those of rows that have ended. Not inlined: sums may be reordered, and are
+// to be in one order everywhere.
+template <typename T>
+[[gnu::noinline]] void turn(const Heads& heads, const void* norm, int64_t position, const T* x, T* y) {
+  const T* weight = static_cast<const T*>(norm);
+  float scale = 1.0f;
+  if (weight) {
+    Floats squares = all(0.0f);
+    for (int64_t i = 0; i < heads.dim; i += 16) {
+      const Floats part = load_first(x + i, heads.dim - i);
+      squares = fma(part, part, squares);
+    }
+    scale = 1.0f / std::sqrt(sum(squares) / heads.dim + float(heads.epsilon));
+  }
+  auto part = [&](int64_t at, int64_t count) {
+    const Floats numbers = load_first(x + at, count);
+    return weight ? numbers * all(scale) * load_first(weight + at, count) : numbers;
+  };
+  const int64_t half = heads.rotations ? heads.rotary / 2 : 0;
+  const int64_t line = position < heads.positions ? position : heads.positions - 1;
+  const float *cosines = heads.rotations + line * heads.rotary, *sines = cosines + half;
+  for (int64_t i = 0; i < half; i += 16) {
+    const int64_t left = half - i;
+    const Floats first = part(i, left), second = part(half + i, left);
+    const Floats cosine = load_first(cosines + i, left), sine = load_first(sines + i, left);
+    store_first(y + i, first * cosine - second * sine, left);
+    store_first(y + half + i, second * cosine + first * sine, left);
+  }
+  for (int64_t i = 2 * half; i < heads.dim; i += 16) store_first(y + i, part(i, heads.dim - i), heads.dim - i);
+}
+
+// Into the L2 cache: as many lines on their way to the L1 cache as a core can have are half of memory's speed.
+template <typename T>
+inline void prefetch(const T* line, int64_t count) {
+  const char* at = reinterpret_cast<const char*>(line);
+  for (int64_t offset = 0; offset < count * int64_t(sizeof(T)); offset += 64) __builtin_prefetch(at + offset, 0, 2);
+}
+
+// A row's new key and value of one group into the cache; those of a row lie side by side, `row_stride` from row to row.
+template <typename T>
+inline void store_new(const Heads& heads, int64_t row, int64_t group, int64_t position, const T* new_k, const T* new_v,
+                      int64_t row_stride, T* key, T* value) {
+  const int64_t at = row * row_stride + group * heads.dim;
+  if (heads.turns_keys())
+    turn(heads, heads.k_norm, position, new_k + at, key);
+  else
+    std::memcpy(key, new_k + at, heads.dim * sizeof(T));
+  std::memcpy(value, new_v + at, heads.dim * sizeof(T));
+}
+
+}  // namespace cpu
