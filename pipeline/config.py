@@ -22,7 +22,7 @@ __all__ = [
 
 class ModelConfig(Section):
     source: str = "models/opt-e2e"
-    """A folder or a hub id in Hugging Face OPT layout."""
+    """A folder or a hub id in Hugging Face layout, of a family in docs/models.md."""
     tokenizer: str | None = None
     """A folder or a hub id; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
