@@ -8,6 +8,7 @@ import ray
 
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
+from pipeline.snapshot import pin
 from pipeline.units import Json, Note
 from skipdecode.backends.cpu import MAX_INT8_INPUTS
 from skipdecode.config import DecoderConfig, Quantization
@@ -149,8 +150,9 @@ def check_quantization(
 
 
 def worker_path(source: str, folder: Path) -> str:
-    """How a worker finds the model: a relative path travels with a job's working_dir; else absolute, or the hub id."""
+    """How a worker finds the model: a relative path travels with a job's working_dir; else absolute, or the hub id
+    with its revision."""
     if not Path(source).expanduser().is_dir():
-        return source  # a hub id: each node fetches it once
+        return pin(source, folder)  # a hub id: each node fetches it once
     has_working_dir = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     return source if has_working_dir and not Path(source).is_absolute() else str(folder.resolve())

@@ -51,7 +51,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     model = check_model(config, note)
     folder = RunFolder.open(config.output.path)
     earlier = check_output(folder, config)
-    listing = list_input(config.input)
+    listing = list_input(config.input, config.limits.max_line_bytes)
     check_apart(folder, listing)
     cluster = start_ray()
     stop_on_sigterm()

@@ -20,7 +20,7 @@ from pipeline.config import ConfigError, JobConfig, build_config
 from pipeline.generate.books import close_books, first_state, refuse_open_books
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import all_data_files, settle_rows
+from pipeline.generate.resume import all_data_files, remove_late, settle_rows
 from pipeline.generate.run import RunResult, finish_run, was_finished
 from pipeline.generate.stream import stream_rows
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
@@ -81,30 +81,34 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     folder, earlier = planned.folder, planned.earlier
     assert earlier is not None
     is_finished = earlier["state"] == "finished"
-    finish_commit(folder, earlier, note)
+    finish_commit(folder, earlier, note, lease.check)
+    remove_late(folder, earlier, lease.check, note)
     tried = {path: count for path in folder.data_files("failed") if (count := _count_retryable(folder, path))}
     total = sum(tried.values())
     if not total:
         note(f"{folder.shown}: nothing to retry")
         if is_finished:
             return RetryResult(was_finished(planned), 0, 0)
-    state = first_state(planned, session, "retrying")
+    state = first_state(planned, session, "retrying", [] if lease.followed is None else [lease.followed])
+    state["known"] = [folder.name(path) for path in all_data_files(folder)]
     try:
-        folder.write_state(state)
+        folder.write_state(state, lease.check)
+        lease.check()
         folder.fence(session)
         if total:
             _generate(planned, state, total, lease, note)
             lease.check()
-            _commit(folder, state, list(tried), overrides, total)
+            _commit(folder, state, list(tried), overrides, total, lease)
     except BaseException:
         if is_finished and "commit" not in state and lease.holds():  # nothing has happened yet
-            folder.write_state(earlier | {"sessions": state["sessions"]})
+            folder.write_state(earlier | {"sessions": state["sessions"]}, lease.check)
         raise
-    finish_commit(folder, state, note)
+    finish_commit(folder, state, note, lease.check)
+    remove_late(folder, state, lease.check, note)
     state["state"] = "retrying"
-    close_books(folder, state)
-    refuse_open_books(folder, state)
-    return RetryResult(finish_run(planned, state, note), total, state["retries"][-1]["ok"] if total else 0)
+    close_books(folder, state, lease.check)
+    refuse_open_books(folder, state, lease.check)
+    return RetryResult(finish_run(planned, state, lease, note), total, state["retries"][-1]["ok"] if total else 0)
 
 
 def _count_retryable(folder: RunFolder, path: str) -> int:
@@ -133,7 +137,9 @@ def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, no
     stream_rows(planned, work, state, lease, note)
 
 
-def _commit(folder: RunFolder, state: RunState, failed: list[str], overrides: list[str], total: int) -> None:
+def _commit(
+    folder: RunFolder, state: RunState, failed: list[str], overrides: list[str], total: int, lease: Lease
+) -> None:
     """Puts the new rows and the failed ones that were not tried in place of the files `failed`."""
     place, session = _place(state), state["sessions"][-1]
     ok, still_failed = folder.count_rows("ok", place), folder.count_rows("failed", place)
@@ -158,4 +164,4 @@ def _commit(folder: RunFolder, state: RunState, failed: list[str], overrides: li
         "failed": still_failed,
     }
     state["retries"] = [*state["retries"], record]
-    start_commit(folder, state, moves, [path.removeprefix(f"{folder.root}/") for path in failed])
+    start_commit(folder, state, moves, [path.removeprefix(f"{folder.root}/") for path in failed], lease.check)

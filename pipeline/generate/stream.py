@@ -51,14 +51,14 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
         lease.check()  # whoever has taken the folder over writes its run.json
         state["state"] = "interrupted"
         with note_if_full(folder, note):
-            folder.write_state(state)  # at once: who stops a job may not wait
+            folder.write_state(state, lease.check)  # at once: who stops a job may not wait
             flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
-            _end_session(folder, state, helpers.collector, flush_timeout_s, note)
+            _end_session(folder, state, helpers.collector, flush_timeout_s, lease, note)
         reason = reason_to_stop(error, helpers.ledger, folder.shown)
         if reason is error:
             raise
         raise reason from error
-    _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, note)
+    _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, lease, note)
 
 
 def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, note: Note) -> None:
@@ -87,7 +87,12 @@ def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, work: Work) 
 
 
 def _end_session(
-    folder: RunFolder, state: RunState, collector: CollectorHandle, flush_timeout_s: float, note: Note
+    folder: RunFolder,
+    state: RunState,
+    collector: CollectorHandle,
+    flush_timeout_s: float,
+    lease: Lease,
+    note: Note,
 ) -> None:
     """Asks for the last figures, and counts the rows; a run without its figures is still a run."""
     try:
@@ -95,4 +100,4 @@ def _end_session(
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         note(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
     state["sessions"][-1]["ended_at"] = time.time()
-    close_books(folder, state)
+    close_books(folder, state, lease.check)

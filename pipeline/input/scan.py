@@ -72,7 +72,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
     num_rows = num_bytes = num_own_ids = 0
     first_error = None
     with open_stream(listing.filesystem, file) as stream:
-        for row in islice(iter_rows(stream, file.name, listing.format, config), config.limit):
+        for row in islice(iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes), config.limit):
             num_rows += 1
             num_bytes += row.num_bytes
             first_error = first_error or row.error_message or None

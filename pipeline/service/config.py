@@ -73,6 +73,8 @@ class AuthSection(Section):
     """Environment variable with the keys that are let in, separated by commas; read where the application is built."""
     api_keys_file: str | None = None
     """Or a file with one key per line."""
+    open_on_loopback: bool = True
+    """Without keys: whether programs on this machine are answered. false: no keys, no start."""
 
 
 class ServeConfig(Section):

@@ -22,6 +22,7 @@ from pipeline.service import errors
 from pipeline.service.config import ServeConfig
 from pipeline.service.errors import ApiError
 from pipeline.service.parse import CompletionRequest
+from pipeline.snapshot import located
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 
@@ -97,7 +98,7 @@ class Endpoint:
         if generator is None:
             # in a thread that ends: OpenMP's pool of this one would stay, and slow down that of the engine's thread
             with ThreadPoolExecutor(1, "load") as loader:
-                generator = loader.submit(Generator, spec.generator).result()
+                generator = loader.submit(Generator, located(spec.generator)).result()
         self.generator = generator
         engine = EngineConfig(
             scheduler=config.engine.scheduler,

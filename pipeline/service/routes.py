@@ -14,10 +14,11 @@ from actors.engine_thread import EngineDead
 from pipeline.openai_params import cut
 from pipeline.service import errors
 from pipeline.service.answers import encode, model_card
+from pipeline.service.callers import check_local
 from pipeline.service.completions import Observer, Watch, continued, streamed, whole
 from pipeline.service.endpoint import Endpoint
 from pipeline.service.errors import ApiError
-from pipeline.service.keys import check_caller
+from pipeline.service.keys import check_key
 from pipeline.service.parse import CompletionRequest, parse_body, parse_completion
 from skipdecode.request import Request as EngineRequest
 
@@ -106,8 +107,10 @@ class Routes:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
     def _check(self, request: Request) -> None:
-        host = request.client.host if request.client else None
-        check_caller(self._endpoint.spec.key_digests, host, request.headers.get("authorization"))
+        if digests := self._endpoint.spec.key_digests:
+            check_key(digests, request.headers.get("authorization"))
+        else:
+            check_local(request.client.host if request.client else None, request.headers.items())
 
     def _read(self, body: bytes) -> tuple[CompletionRequest, list[EngineRequest]]:
         asked = parse_completion(parse_body(body), self._config.limits.max_prompts)
