@@ -7,6 +7,7 @@ progress of its prompts, and takes its rows out of the engine when it is left, h
 import asyncio
 import secrets
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -22,7 +23,6 @@ from pipeline.service import errors
 from pipeline.service.config import ServeConfig
 from pipeline.service.errors import ApiError
 from pipeline.service.parse import CompletionRequest
-from pipeline.snapshot import located
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 
@@ -98,7 +98,7 @@ class Endpoint:
         if generator is None:
             # in a thread that ends: OpenMP's pool of this one would stay, and slow down that of the engine's thread
             with ThreadPoolExecutor(1, "load") as loader:
-                generator = loader.submit(Generator, located(spec.generator)).result()
+                generator = loader.submit(Generator, spec.generator).result()
         self.generator = generator
         engine = EngineConfig(
             scheduler=config.engine.scheduler,
@@ -116,6 +116,7 @@ class Endpoint:
         """HTTP requests that arrived before the drain and whose last byte has not been handed on."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Ticket, Answering] = {}
+        self._by_client: Counter[str] = Counter()
 
     @property
     def tokenizer_decode(self) -> Callable[[Sequence[int]], str]:
@@ -161,8 +162,14 @@ class Endpoint:
         return [Request(i, p, sampling, asked.logprobs, scores) for i, p in zip(ids, prompts, strict=True)]
 
     @asynccontextmanager
-    async def answering(self, requests: Sequence[Request]) -> AsyncIterator[Answering]:
-        """Queues the requests; on leaving, whatever of them still runs is cancelled. ApiError when there is no room."""
+    async def answering(self, requests: Sequence[Request], client: str = "") -> AsyncIterator[Answering]:
+        """Queues the requests; on leaving, whatever of them still runs is cancelled. ApiError when there is no room, or
+        the client has its share."""
+        limit = self.config.limits.max_client_prompts
+        if limit is not None and self._by_client[client] + len(requests) > limit:
+            mine = self._by_client[client]
+            message = f"{mine} prompts of yours are being answered (limits.max_client_prompts is {limit})"
+            raise errors.overloaded(message, self.thread.retry_after_s(len(requests)))
         self._loop = asyncio.get_running_loop()
         answering = Answering(requests)
 
@@ -179,10 +186,13 @@ class Endpoint:
         except ValueError as error:  # what only the schedule can know, e.g. max_tokens under its layers
             raise ApiError(400, str(error), code="invalid_value") from error
         self.num_answering += 1
+        self._by_client[client] += len(requests)
         try:
             yield answering
         finally:
             self.num_answering -= 1
+            self._by_client[client] -= len(requests)
+            self._by_client += Counter()  # forgets who has none
             left = [ticket for ticket in answering.tickets if self._waiting.pop(ticket, None) is not None]
             if left:
                 self.thread.cancel(left)
