@@ -68,7 +68,7 @@ class LimitsSection(Section):
     """Events of all streams of a replica together; with more streams, each event carries more tokens. The first token
     of a stream never waits."""
     stall_s: Annotated[float, Field(gt=0)] = 60
-    """A step that takes longer counts as a dead engine."""
+    """A step that takes longer counts as a dead engine; more where prompts of `engine.max_prefill_tokens` need it."""
 
 
 class AuthSection(Section):

@@ -7,6 +7,7 @@ progress of its prompts, and takes its rows out of the engine when it is left, h
 import asyncio
 import secrets
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,8 @@ from pipeline.service.parse import CompletionRequest
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 
+TRIED_TOKENS = 256  # of a prompt, to know the pace
+STALL_MARGIN = 6  # a step may score its prompts too, beside other work
 SWITCH_S = 0.0005  # the engine's thread asks for the interpreter after every operator; 5 ms each is a slow step
 
 
@@ -37,6 +40,22 @@ class EndpointSpec:
     generator: GeneratorConfig
     key_digests: tuple[bytes, ...]
     """SHA-256 of the keys that are let in; none: loopback only."""
+
+
+def settle_stall_s(generator: Generator, config: ServeConfig) -> float:
+    """`limits.stall_s`, or what the longest legitimate step takes here, if that is more: by the pace of a prompt.
+
+    Else a model that takes long over `engine.max_prefill_tokens` would be restarted by the same request for ever.
+    """
+    positions = generator.model.config.max_position_embeddings
+    count = min(TRIED_TOKENS, positions - 1)
+    request = Request("stall", [generator.model.config.bos_token_id] * count, Sampling(max_new_tokens=1))
+    for _ in range(2):  # the first one warms up
+        began = time.monotonic()
+        generator([request], may_measure=False)
+        token_s = (time.monotonic() - began) / count
+    most = max(config.engine.max_prefill_tokens, positions)
+    return max(config.limits.stall_s, STALL_MARGIN * most * token_s)
 
 
 class Answering:
@@ -95,10 +114,12 @@ class Endpoint:
         sys.setswitchinterval(SWITCH_S)
         config = spec.config
         self.spec, self.config = spec, config
+        stall_s = config.limits.stall_s
         if generator is None:
             # in a thread that ends: OpenMP's pool of this one would stay, and slow down that of the engine's thread
             with ThreadPoolExecutor(1, "load") as loader:
                 generator = loader.submit(Generator, spec.generator).result()
+                stall_s = loader.submit(settle_stall_s, generator, config).result()
         self.generator = generator
         engine = EngineConfig(
             scheduler=config.engine.scheduler,
@@ -108,7 +129,7 @@ class Endpoint:
         )
         self.engine = Engine(self.generator, engine)
         limits = config.limits
-        self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=limits.stall_s)
+        self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=stall_s)
         self.is_draining = False
         self.num_answering = 0
         """Completions that have been queued and are being answered."""

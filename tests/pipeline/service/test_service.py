@@ -22,7 +22,7 @@ from pipeline.config import ConfigError
 from pipeline.service.answers import Choice
 from pipeline.service.app import make_spec, replica_threads
 from pipeline.service.config import ServeConfig
-from pipeline.service.endpoint import Endpoint
+from pipeline.service.endpoint import Endpoint, settle_stall_s
 from pipeline.service.errors import ApiError
 from pipeline.service.keys import digest, read_keys
 from pipeline.service.metrics import ours, urls
@@ -261,6 +261,20 @@ def test_one_that_cannot_be_decoded_is_500_alone(
     answers = asyncio.run(together())
     assert [answer.status_code for answer in answers] == [200, 200, 500, 200, 200]
     assert "poison" in answers[2].json()["error"]["message"]
+
+
+def test_a_slow_model_may_take_longer_over_a_prompt(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one long request would restart the replica again and again."""
+    config = ServeConfig.model_validate({"limits": {"stall_s": 2}})
+    assert settle_stall_s(generator, config) == 2
+    embed = generator.model.embed
+
+    def slow(tokens: Any, positions: Any) -> Any:
+        time.sleep(0.004 * tokens.shape[-1])
+        return embed(tokens, positions)
+
+    monkeypatch.setattr(generator.model, "embed", slow)
+    assert 0.004 * 4096 * 2 < settle_stall_s(generator, config) < 300
 
 
 # Streams
