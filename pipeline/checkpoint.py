@@ -8,12 +8,11 @@ import ray
 
 from actors.tokenizer import OPTTokenizer
 from pipeline.config import ConfigError, JobConfig
-from pipeline.snapshot import pin
 from pipeline.units import Json, Note
 from skipdecode.backends.cpu import MAX_INT8_INPUTS
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
-from skipdecode.hub import resolve_source
+from skipdecode.hub import pin, resolve_source
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.weights import check_folder
 

@@ -72,15 +72,16 @@ def has_all_rows(folder: RunFolder, state: RunState, note: Note) -> bool:
     """Whether a finished run has its report and its OpenAI batch files, and data files that count what its books
     say."""
     try:
-        there = {status: folder.count_rows(status) for status in STATUSES}
+        files = folder.read_files()
     except (OSError, pa.ArrowException):
         return False  # a torn file; who reads the rows names it
+    there = {status: sum(int(files[name][0]) for name in files if f"/status={status}/" in name) for status in STATUSES}
     books = {"ok": state["books"]["ok"], "failed": state["books"]["failed"]}
     if books != there:
         note(f"{folder.shown}: finished before, but its data files hold {there} rows now, and its books say {books}")
         return False
-    names = [folder.name(path) for status in STATUSES for path in folder.data_files(status)]
-    if state.get("files", names) != names:
+    closed = state.get("files", files)
+    if closed.keys() != files.keys() or any(ids not in ("", closed[name][1]) for name, (_, ids) in files.items()):
         note(f"{folder.shown}: finished before, but its data files are not those that its books were closed with")
         return False
     if not has_batch_files(folder, state):

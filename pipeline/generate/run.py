@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config import ConfigError, JobConfig
 from pipeline.faults import fault_point
-from pipeline.generate.books import close_books, first_state, refuse_open_books
+from pipeline.generate.books import close_books, expected_ids, first_state, refuse_open_books
 from pipeline.generate.ending import allowed_failures
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.openai_batch import write_batch_files
@@ -79,7 +79,7 @@ def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease,
     if work.num_left:
         stream_rows(planned, work, state, lease, note)
     remove_late(folder, state, lease.check, note)
-    close_books(folder, state, lease.check)
+    close_books(folder, state, lease.check, expected_ids(planned, work.plan))
     refuse_open_books(folder, state, lease.check)
     return finish_run(planned, state, lease, note)
 

@@ -46,14 +46,16 @@ class CsvLines:
         return self
 
     def __next__(self) -> str:
-        line = self._text.readline(self._left + 2)  # its end is no part of it
+        most = max(self._left, 0) + 2  # the end of the last line is no part of the row
+        line = self._text.readline(most)
         if not line:
             raise StopIteration
         self.count += 1
-        is_whole = line.endswith(("\n", "\r")) or len(line) < self._left + 2
+        is_whole = line.endswith(("\n", "\r")) or len(line) < most
         num_bytes = len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
-        self._left -= num_bytes - (len(line) - len(line.rstrip("\r\n")))
-        if is_whole and self._left >= 0:
+        is_short = num_bytes - (len(line) - len(line.rstrip("\r\n"))) <= self._left
+        self._left -= num_bytes
+        if is_whole and is_short:
             return line
         while not is_whole and (rest := self._text.readline(READ_BYTES)):
             is_whole = rest.endswith(("\n", "\r"))

@@ -41,6 +41,7 @@ class FileScan:
     etag: str | None = None  # of the object, where there are etags
     is_batch: bool | None = None  # JSONL with format auto: whether the first object is an OpenAI batch line
     first_error: str | None = None
+    id_sum: int | None = None  # `ids.sum_digests` of its rows, where it was asked for
 
 
 def scan_file(listing: Listing, index: int, config: InputConfig, index_all: bool = False) -> tuple[FileScan, Digests]:

@@ -21,10 +21,9 @@ from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.keys import read_keys
 from pipeline.service.metrics import RayMetrics, scrape
 from pipeline.service.routes import create_app
-from pipeline.snapshot import pin
 from pipeline.units import Json
 from skipdecode.continuous import check_continuous
-from skipdecode.hub import resolve_source
+from skipdecode.hub import pin, resolve_source
 from skipdecode.schedule import make_schedule
 
 

@@ -40,15 +40,18 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def check_key(digests: Sequence[bytes], authorization: str | None) -> None:
-    """ApiError 401 without one of the keys."""
+def check_key(digests: Sequence[bytes], authorization: str | None) -> bytes:
+    """The digest of the key that was given, in a header that was read as Latin-1; ApiError 401 for another."""
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key:
         raise unauthorized("give an API key: 'Authorization: Bearer KEY'")
-    given = digest(key.strip())
+    # a header is bytes: some clients send a key in UTF-8, some in Latin-1
+    given = {hashlib.sha256(key.strip().encode("latin-1", "replace")).digest(), digest(key.strip())}
     # every key is looked at, so that the time does not say which one was close
-    if not sum(hmac.compare_digest(given, known) for known in digests):
+    found = [known for known in digests for one in given if hmac.compare_digest(one, known)]
+    if not found:
         raise unauthorized("the API key is not known here")
+    return found[0]
 
 
 def is_loopback(host: str) -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from actors.generator import DEVICE_LOST, Generator, GeneratorConfig, WindowResult
 from pipeline.handles import BackendRecord
-from pipeline.snapshot import located
 from skipdecode.backends import choice
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
@@ -28,7 +27,7 @@ class Decoder:
         """`last_words` hears why, before the process ends itself. Raises what loading raises."""
         self._last_words = last_words
         self._thread = ThreadPoolExecutor(1, "decode")
-        self.generator = self._thread.submit(Generator, located(config)).result()
+        self.generator = self._thread.submit(Generator, config).result()
 
     def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         """One answer per request. Ends the process when its device is lost: a new one may get another context."""

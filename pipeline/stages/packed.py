@@ -4,6 +4,7 @@ Ray cuts what a stage gives by its bytes. A window that is decoded again, with a
 other places, and rows of a part that is written already be lost, or written twice. No torch here.
 """
 
+import numpy as np
 import pyarrow as pa
 
 WINDOW = "window"
@@ -15,7 +16,9 @@ def pack(table: pa.Table) -> pa.Table:
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, table.schema) as writer:
         writer.write_table(table)
-    return pa.table({WINDOW: pa.array([stream.getvalue()], pa.large_binary())})
+    data = stream.getvalue()
+    offsets = pa.py_buffer(np.array([0, data.size], np.int64))
+    return pa.table({WINDOW: pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])})
 
 
 def unpack(packed: pa.Table) -> pa.Table:

@@ -22,7 +22,6 @@ from pipeline.schema import (
     SAMPLING,
     STATUS,
 )
-from pipeline.snapshot import locate
 from skipdecode.config import DecoderConfig
 from skipdecode.sampling import Sampling, cut_at_stop
 
@@ -50,7 +49,7 @@ class TokenizeConfig:
 @lru_cache(maxsize=2)
 def _tokenizer(source: str, model: DecoderConfig) -> OPTTokenizer:
     """Built once per worker process, not once per block."""
-    return OPTTokenizer(locate(source), model)
+    return OPTTokenizer(source, model)
 
 
 def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:

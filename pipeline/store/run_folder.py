@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError
 from pipeline.faults import fault_point
-from pipeline.store.run_state import RunState
+from pipeline.store.run_state import FileRecord, RunState
 from pipeline.store.whole import is_whole_on_close, make_folder, rename, sync
 from pipeline.units import mask
 
@@ -49,6 +49,8 @@ KNOWN_NAMES = re.compile(
 )
 """What a finished run holds."""
 
+IDS = b"skipdecode.ids"
+"""In a data file's footer: the sum of the digests of its rows' ids, modulo 2^128, in hex."""
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet
 
 
@@ -260,8 +262,23 @@ class RunFolder:
         with ThreadPoolExecutor(16) as pool:
             return sum(pool.map(self._num_rows, self.data_files(status, place)))
 
+    def read_files(self, place: str = "data") -> dict[str, FileRecord]:
+        """Rows of each data file, and the sum of their ids in hex ("": of an earlier version), from the footers."""
+        paths = [path for status in STATUSES for path in self.data_files(status, place)]
+        with ThreadPoolExecutor(16) as pool:
+            return {self.name(path): record for path, record in zip(paths, pool.map(self._record, paths), strict=True)}
+
+    def _record(self, path: str) -> FileRecord:
+        footer = pq.read_metadata(path, filesystem=self.filesystem)
+        return [int(footer.num_rows), (footer.metadata or {}).get(IDS, b"").decode()]
+
     def _num_rows(self, path: str) -> int:
         return int(pq.read_metadata(path, filesystem=self.filesystem).num_rows)
+
+
+def id_metadata(id_sum: int) -> dict[bytes, bytes]:
+    """What a data file says of the ids of its rows."""
+    return {IDS: f"{id_sum:032x}".encode()}
 
 
 def writer_of(path: str) -> str:

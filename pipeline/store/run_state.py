@@ -18,6 +18,10 @@ FileEntry: TypeAlias = list[str | int | None]
 """A file of the input: name, size in bytes, time of the last change in ns, etag, rows."""
 
 
+FileRecord: TypeAlias = list[int | str]
+"""Of a data file: rows, and the sum of their ids in hex."""
+
+
 class Books(TypedDict):
     """Rows in against rows out; `closed`: they agree."""
 
@@ -90,8 +94,11 @@ class RunState(TypedDict):
     commit: NotRequired[CommitState]
     known: NotRequired[list[str]]
     """Of a run that is not finished: the data files that its last session found."""
-    files: NotRequired[list[str]]
+    files: NotRequired[dict[str, FileRecord]]
     """The data files as the books were closed."""
+    ids: NotRequired[dict[str, str | None]]
+    """Sums of the ids of the `input` (None: not known) and of the `output`, in hex: equal where each row is there
+    once."""
     answers: NotRequired[dict[str, list[int]]]
     """Lines and bytes of each OpenAI batch file."""
     former: NotRequired[list[str]]

@@ -23,7 +23,7 @@ from pipeline.faults import fault_point
 from pipeline.ray_internals import number_of_task
 from pipeline.schema import STATUS
 from pipeline.store.lease import read_lease
-from pipeline.store.run_folder import STAGING, STATUSES, RunFolder
+from pipeline.store.run_folder import STAGING, STATUSES, RunFolder, id_metadata
 from pipeline.store.whole import make_folder, put, sync
 
 DISK_FULL = errno.ENOSPC, errno.EDQUOT
@@ -49,6 +49,8 @@ class RunSink:
     """The folder in the run folder that gets `status=.../` folders."""
     stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     """Part of the files' names: tasks are numbered from 0 in every execution."""
+    sum_ids: Callable[[pa.Table], int] | None = None
+    """Of the ids of a file's rows: the file says it, and the books are closed with it."""
 
     def __call__(
         self,
@@ -80,8 +82,10 @@ class RunSink:
         for status, path in paths.items():
             rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
             if rows.num_rows:
+                ids = {} if self.sum_ids is None else id_metadata(self.sum_ids(rows))
+                rows = rows.cast(self.schema).replace_schema_metadata(ids)
                 try:
-                    write_whole(self.filesystem, self.root, path, rows.cast(self.schema), self.session)
+                    write_whole(self.filesystem, self.root, path, rows, self.session)
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise

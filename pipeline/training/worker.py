@@ -20,7 +20,6 @@ from actors.train_state import Weights, load_state, model_of, save_state
 from actors.train_workers import Pair
 from actors.trainer import Hooks, TrainConfig, init_weights, train
 from pipeline.machine import provenance
-from pipeline.snapshot import locate
 from pipeline.training.folder import TrainingFolder
 from pipeline.training.records import ValidationLine
 from pipeline.units import Json
@@ -83,7 +82,7 @@ def run_worker(settings: WorkerSettings) -> Trained | Failed:
         folder.rewind_log(step)
         folder.append_log({"step": step, "start": describe(device)})
     try:
-        teacher = None if job.teacher is None else load_model(locate(job.teacher), device=device)
+        teacher = None if job.teacher is None else load_model(job.teacher, device=device)
         state = None if resumed is None else resumed[1]
         best = train(model, pairs, validation, job.train, _hooks(job, folder), state, teacher)
         return Trained(cast(ValidationLine, best))
@@ -103,7 +102,7 @@ def _restore(folder: TrainingFolder) -> tuple[int, Checkpoint] | None:
 
 def _initial(job: TrainingJob, device: torch.device) -> Decoder:
     if job.source is not None:
-        model, shape = load_model(locate(job.source), device=device), job.config.swiftkv
+        model, shape = load_model(job.source, device=device), job.config.swiftkv
         if model.config.swiftkv == shape:
             return model
         return model.without_swiftkv() if shape is None else model.with_swiftkv(shape.kv_layers, shape.group_size)

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.generator import GeneratorConfig
 from pipeline.checkpoint import worker_path
-from pipeline.snapshot import PINNED, locate, located
-from skipdecode.hub import resolve_source
+from skipdecode.hub import PINNED, pin, resolve_source
 
 OLD, NEW = "0" * 39 + "a", "0" * 39 + "b"
 
@@ -31,17 +29,20 @@ def test_a_worker_reads_what_the_driver_read(repo: Path) -> None:
     assert told == f"org/name@{OLD}"
     (repo / "refs/main").write_text(NEW)  # somebody has pushed, and this node asks now
     assert resolve_source("org/name") == repo / "snapshots" / NEW
-    assert locate(told) == str(repo / "snapshots" / OLD)
-    config = located(GeneratorConfig(told, {"method": "full"}, tokenizer=told))
-    assert config.source == config.tokenizer == str(repo / "snapshots" / OLD)
-    with pytest.raises(ValueError, match=f"'org/name' at revision {'0' * 40} could not be fetched"):
-        locate(f"org/name@{'0' * 40}")
+    assert resolve_source(told) == repo / "snapshots" / OLD
+    with pytest.raises(ValueError, match=f"'org/name@{'0' * 40}' is no folder here and could not be fetched"):
+        resolve_source(f"org/name@{'0' * 40}")
 
 
 def test_other_sources_stay_as_they_are(repo: Path, tmp_path: Path) -> None:
-    for source in ("org/name", str(tmp_path), "models/opt-e2e", "org/name@main"):
-        assert locate(source) == source
+    assert resolve_source("org/name") == repo / "snapshots" / OLD
+    for source, folder in (
+        ("org/name", tmp_path / OLD),
+        (str(tmp_path), tmp_path),
+        ("a/b/c", repo / "snapshots" / OLD),
+    ):
+        assert pin(source, folder) == source
     assert not PINNED.fullmatch(f"a/b/c@{OLD}")
     folder = tmp_path / f"org/name@{OLD}"
     folder.mkdir(parents=True)
-    assert locate(f"org/name@{OLD}") == f"org/name@{OLD}", "a folder of that name is one"
+    assert resolve_source(str(folder)) == folder, "a folder of that name is one"

@@ -24,6 +24,7 @@ from tests.support.input_helpers import make_config
 
 MOST = 300 << 20
 BOMB = 200 << 20
+POOLS: list[pa.MemoryPool] = []  # tables live longer than the measurement
 
 
 @contextmanager
@@ -31,6 +32,7 @@ def most_bytes(most: int) -> Iterator[None]:
     """Of Python and Arrow together, beyond what they had before."""
     before = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(before)
+    POOLS.append(pool)
     pa.set_memory_pool(pool)
     tracemalloc.start()
     try:
@@ -80,7 +82,7 @@ def test_a_line_that_is_too_long_fails_alone_and_takes_no_memory(tmp_path: Path,
 
 
 def test_a_row_of_csv_over_many_lines_has_the_limit_too() -> None:
-    text = 'prompt,n\n"a\nb",1\n"' + "c\n" * 40 + '",2\n"d",3\n'
+    text = 'prompt,n\n"a\nb",1\n"' + "\n" * 80 + '",2\n"d",3\n'
     rows = list(iter_rows(io.BytesIO(text.encode()), "a.csv", "csv", make_config("a.csv"), 60))
     assert [row.prompt for row in rows][:2] == ["a\nb", None]
     assert "limits.max_line_bytes" in rows[1].error_message
