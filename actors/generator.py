@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from actors.batching import Batch, cut_batches
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from skipdecode.backends import choice
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
@@ -89,7 +89,7 @@ class Generator:
             logger.warning("the CPU kernels are not used, decoding is slower: %s", choice.choose().reason)
         # a graph attends over padded columns behind a mask, the engine over exact ones: other bits for the same row
         self._graphs = None if config.deterministic else step_graphs(self.model)
-        self.tokenizer = OPTTokenizer(config.tokenizer or config.source, self.model.config)
+        self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
         if config.baseline_fraction > 0:

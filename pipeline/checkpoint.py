@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
 from skipdecode.backends.cpu import MAX_INT8_INPUTS
@@ -35,7 +35,7 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
         opt = read_config(folder)
         check_folder(folder)
         tokenizer = config.model.tokenizer
-        OPTTokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
+        Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
         decode = resolve_decode(config, opt, note)
         new = config.sampling.max_new_tokens
         make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)

@@ -5,7 +5,17 @@ from pathlib import Path
 
 PINNED = re.compile(r"([^/@]+/[^/@]+)@([0-9a-f]{40})")
 """A hub id with a revision. Alone it is what the hub says today, on each node by itself."""
-HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",  # which tokens end a text
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",  # tokenizer.json, tokenizer_config.json, tokenizer.model
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "*.jinja",  # chat templates
+]
 HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 
 

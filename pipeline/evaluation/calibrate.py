@@ -131,11 +131,14 @@ def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[st
         )
     )
     room = model.config.max_position_embeddings - config.max_new_tokens
-    tokens = [ids for ids in generator.tokenizer.encode(prompts) if len(ids) <= room]
-    if len(tokens) < len(prompts):
-        note(f"{len(prompts) - len(tokens)} prompts with more than {room} tokens were left out")
+    encoded = generator.tokenizer.encode(prompts)
+    tokens = [ids for ids in encoded if 0 < len(ids) <= room]
+    if num_empty := encoded.count([]):
+        note(f"{num_empty} prompts without tokens were left out: this model has no token that begins a text")
+    if num_long := len(prompts) - len(tokens) - num_empty:
+        note(f"{num_long} prompts with more than {room} tokens were left out")
     if not tokens:
-        raise ConfigError("input.path", f"every prompt has more than {room} tokens")
+        raise ConfigError("input.path", f"every prompt has more than {room} tokens, or none")
     requests = [Request(str(n), ids, Sampling(config.max_new_tokens)) for n, ids in enumerate(tokens)]
     answers = generator(requests).answers
     failed = [answer for answer in answers if isinstance(answer, RowFailure)]

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from actors.generator import choose_device, choose_dtype
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from actors.train_workers import Pair
 from actors.trainer import mean_loss
 from pipeline.cluster import num_cores
@@ -190,7 +190,7 @@ class Policy:
     """What a run decoded with, loaded."""
 
     model: Decoder
-    tokenizer: OPTTokenizer
+    tokenizer: Tokenizer
     schedule: Schedule
 
 
@@ -242,7 +242,7 @@ def _load_policy(config: EvaluateConfig, run: RunPolicy, device: torch.device) -
         model = load_model(folder, device=device, dtype=dtype)
         if run.quantization:
             model.pack(run.quantization)
-        encoder = OPTTokenizer(run.tokenizer or folder, model.config)
+        encoder = Tokenizer(run.tokenizer or folder, model.config)
     except ValueError as error:
         raise ConfigError("perplexity", f"{error}; --no-perplexity leaves it out") from error
     schedule = make_schedule(
@@ -255,9 +255,10 @@ def _load_policy(config: EvaluateConfig, run: RunPolicy, device: torch.device) -
 
 
 def draw_pairs(encoded: Sequence[Pair], count: int | None, max_tokens: int) -> list[Pair]:
-    """`count` pairs (None: all), drawn as the trainer draws its validation pairs, less those that do not fit."""
+    """`count` pairs (None: all), drawn as the trainer draws its validation pairs, less those that do not fit and empty
+    prompts of a model without BOS."""
     drawn = list(encoded) if count is None else random.Random(0).sample(encoded, min(count, len(encoded)))
-    return [(prompt, response) for prompt, response in drawn if len(prompt) + len(response) - 1 <= max_tokens]
+    return [(p, response) for p, response in drawn if p and len(p) + len(response) - 1 <= max_tokens]
 
 
 def loss_figures(loss: float | None) -> LossFigures:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.files import Listing, SourceFile, blame, list_input, open_stream
@@ -188,9 +188,9 @@ def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: 
 
 
 def encode_pairs(
-    tokenizer: OPTTokenizer, pairs: Sequence[tuple[str, str]], eos_token_id: int
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], eos_token_id: int
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt tokens with BOS, response tokens with EOS) of each pair."""
+    """(prompt tokens with BOS where the model has one, response tokens with EOS) of each pair."""
     prompts = tokenizer.encode([prompt for prompt, _ in pairs])
-    responses = tokenizer.encode([response for _, response in pairs])
-    return [(p, [*r[1:], eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
+    responses = tokenizer.encode_rendered([response for _, response in pairs])
+    return [(p, [*r, eos_token_id]) for p, r in zip(prompts, responses, strict=True)]

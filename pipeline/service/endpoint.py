@@ -238,7 +238,10 @@ class Endpoint:
             limit = 2 * self.generator.tokenizer.max_token_chars * self.generator.model.config.max_position_embeddings
             if len(prompt) > limit:  # more than could fit, whatever it says
                 raise BadParameter("prompt", f"has {len(prompt)} characters, more than could fit the model's context")
-            return self.generator.tokenizer.encode([prompt])[0]
+            tokens = self.generator.tokenizer.encode([prompt])[0]
+            if not tokens:
+                raise BadParameter("prompt", "is empty, and this model has no token that begins a text")
+            return tokens
         vocabulary = self.generator.model.config.vocab_size
         if max(prompt) >= vocabulary:
             raise BadParameter("prompt", f"holds token {max(prompt)}, the vocabulary has {vocabulary} tokens")

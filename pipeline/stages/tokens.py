@@ -5,17 +5,19 @@ are not ours pass through untouched. The columns are `pipeline.schema`.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pyarrow as pa
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from pipeline.schema import (
     BAD_PARAMETERS,
     ENGINE_ERROR,
     OUTPUT_SCHEMA,
     PROMPT,
+    PROMPT_MISSING,
     PROMPT_NOT_TEXT,
     PROMPT_TOKENS,
     PROMPT_TOO_LONG,
@@ -47,9 +49,9 @@ class TokenizeConfig:
 
 
 @lru_cache(maxsize=2)
-def _tokenizer(source: str, model: DecoderConfig) -> OPTTokenizer:
+def _tokenizer(source: str, model: DecoderConfig) -> Tokenizer:
     """Built once per worker process, not once per block."""
-    return OPTTokenizer(source, model)
+    return Tokenizer(source, model)
 
 
 def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
@@ -73,11 +75,11 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
             continue
         try:
             if given[row] is not None:
-                tokens[row] = given[row] or [config.model.bos_token_id]
+                tokens[row] = given[row] or list(tokenizer.front)
                 known = [token for token in given[row] if token < config.model.vocab_size]
                 prompts[row] = prompts[row] or tokenizer.decode(known)
             max_new_tokens = row_sampling(config.sampling, samplings[row]).max_new_tokens
-            tokens[row], problem = fit_prompt(tokens[row], max_new_tokens, config, is_cut=row in cut)
+            tokens[row], problem = fit_prompt(tokens[row], tokenizer.front, max_new_tokens, config, is_cut=row in cut)
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             problem = ENGINE_ERROR, describe(error)
         counts[row] = len(tokens[row])
@@ -101,7 +103,7 @@ def cut_text(text: str, max_token_chars: int, config: TokenizeConfig) -> str:
     return text[-limit:] if config.too_long == "truncate_left" else text[:limit]
 
 
-def encode_each(tokenizer: OPTTokenizer, texts: list[str]) -> list[list[int] | str]:
+def encode_each(tokenizer: Tokenizer, texts: list[str]) -> list[list[int] | str]:
     """Tokens of each text, or why it has none. All at once; one by one when that fails."""
     try:
         return list(tokenizer.encode(texts))
@@ -116,12 +118,14 @@ def describe(error: Exception) -> str:
 
 
 def fit_prompt(
-    ids: list[int], max_new_tokens: int, config: TokenizeConfig, is_cut: bool
+    ids: list[int], front: Sequence[int], max_new_tokens: int, config: TokenizeConfig, is_cut: bool
 ) -> tuple[list[int], tuple[str, str] | None]:
     """The tokens, cut if the run says so; and the error code and message where they cannot be decoded.
 
-    `is_cut`: by `cut_text`.
+    `front`: what the tokenizer puts before every prompt. `is_cut`: by `cut_text`.
     """
+    if not ids:
+        return ids, (PROMPT_MISSING, "the prompt has no tokens, and this model has none that begins a text")
     limit, vocabulary = config.model.max_position_embeddings, config.model.vocab_size
     if max(ids) >= vocabulary:
         return ids, (PROMPT_NOT_TEXT, f"prompt token {max(ids)} is not in the vocabulary of {vocabulary} tokens")
@@ -138,8 +142,10 @@ def fit_prompt(
             "set input.too_long to truncate_left or truncate_right, or lower sampling.max_new_tokens"
         )
         return ids, (PROMPT_TOO_LONG, message)
-    # BOS stays in front whichever side is cut
-    return (ids[:room] if config.too_long == "truncate_right" else [ids[0], *ids[len(ids) - room + 1 :]]), None
+    if config.too_long == "truncate_right":
+        return ids[:room], None
+    kept = ids[: min(len(front), room)]  # BOS stays in front whichever side is cut
+    return [*kept, *ids[len(ids) - room + len(kept) :]], None
 
 
 def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:

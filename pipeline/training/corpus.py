@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.tokenizer import OPTTokenizer, train_tokenizer
+from actors.tokenizer import Tokenizer, train_tokenizer
 from actors.train_workers import Pair
 from pipeline.config import ConfigError
 from pipeline.input.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
@@ -53,7 +53,7 @@ def scan(data: FinetuneData, name: str) -> Pairs:
 
 def make_tokenizer(
     source: Path | None, opt: DecoderConfig, texts: Texts, earlier: TrainingFolder | None
-) -> tuple[Files, OPTTokenizer]:
+) -> tuple[Files, Tokenizer]:
     """The tokenizer and its files: of `source`, of the run to resume, or trained on `texts`."""
     with tempfile.TemporaryDirectory() as scratch, blame(""):
         folder = source or (earlier.root if earlier and (earlier.root / "tokenizer.json").is_file() else None)
@@ -61,23 +61,25 @@ def make_tokenizer(
             folder = Path(scratch)
             train_tokenizer((text for pair in texts for text in pair), opt.vocab_size, folder)
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-        return files, OPTTokenizer(folder, opt)
+        return files, Tokenizer(folder, opt)
 
 
-def check_same_tokens(teacher: Path, tokenizer: OPTTokenizer, opt: DecoderConfig, texts: Texts) -> None:
+def check_same_tokens(teacher: Path, tokenizer: Tokenizer, opt: DecoderConfig, texts: Texts) -> None:
     """ConfigError when the teacher would read the first pairs as other tokens."""
     with blame("model.teacher: "):
         sample = [text for pair in texts[:TOKENS_COMPARED] for text in pair]
-        if OPTTokenizer(teacher, opt).encode(sample) != tokenizer.encode(sample):
+        if Tokenizer(teacher, opt).encode(sample) != tokenizer.encode(sample):
             raise ValueError(f"{teacher} has another tokenizer than the model")
 
 
-def encode(pairs: Pairs, tokenizer: OPTTokenizer, opt: DecoderConfig) -> Corpus:
+def encode(pairs: Pairs, tokenizer: Tokenizer, opt: DecoderConfig) -> Corpus:
     """Pairs that fit the model's context; the others become problems."""
     corpus = Corpus([], [], list(pairs.problems))
     tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_ids[0])
     for texts, where, (prompt, response) in zip(pairs.texts, pairs.where, tokens, strict=True):
-        if len(prompt) + len(response) <= opt.max_position_embeddings:
+        if not prompt:
+            corpus.problems.append(f"{where}: the prompt is empty, and this model has no token that begins a text")
+        elif len(prompt) + len(response) <= opt.max_position_embeddings:
             corpus.texts.append(texts)
             corpus.tokens.append((prompt, response))
         else:

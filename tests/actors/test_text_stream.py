@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.text_stream import TextStream
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from skipdecode.decoder import Decoder
 from skipdecode.sampling import GrowingText, StopScan, cut_at_stop
 from tests.conftest import VOCAB
@@ -24,7 +24,7 @@ def streamed(stream: TextStream, tokens: Sequence[int]) -> list[str]:
 )
 def test_joined_it_is_the_text(loaded: Decoder, tiny_checkpoint: Path, tokens: list[int], stop: list[str]) -> None:
     """Arbitrary tokens: bytes that are no character at all among them."""
-    decode = OPTTokenizer(tiny_checkpoint, loaded.config).decode
+    decode = Tokenizer(tiny_checkpoint, loaded.config).decode
     parts = streamed(TextStream(decode, stop), tokens)
     assert "".join(parts) == cut_at_stop(decode(tokens), stop)
 
@@ -32,7 +32,7 @@ def test_joined_it_is_the_text(loaded: Decoder, tiny_checkpoint: Path, tokens: l
 @settings(max_examples=100)
 @given(text=st.text(st.sampled_from("ab é🙂東\n"), max_size=20), stop=st.text(st.sampled_from("ab🙂"), min_size=1))
 def test_no_half_characters_and_no_stop_strings(loaded: Decoder, tiny_checkpoint: Path, text: str, stop: str) -> None:
-    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    tokenizer = Tokenizer(tiny_checkpoint, loaded.config)
     tokens = tokenizer.encode([text])[0]
     parts = streamed(TextStream(tokenizer.decode, [stop]), tokens)
     assert "".join(parts) == cut_at_stop(text, [stop])
@@ -40,7 +40,7 @@ def test_no_half_characters_and_no_stop_strings(loaded: Decoder, tiny_checkpoint
 
 
 def test_text_comes_at_once_where_it_can(loaded: Decoder, tiny_checkpoint: Path) -> None:
-    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    tokenizer = Tokenizer(tiny_checkpoint, loaded.config)
     tokens = tokenizer.encode(["The pub 🙂!"])[0]
     parts = streamed(TextStream(tokenizer.decode, ["!!"]), tokens)
     assert len([part for part in parts if part]) >= 5
@@ -54,7 +54,7 @@ def test_bytes_that_are_no_characters_cost_no_more_the_longer_they_go_on(
     loaded: Decoder, tiny_checkpoint: Path, data: st.DataObject
 ) -> None:
     """Lone parts of characters, special tokens and now and then a whole character, dozens of tokens long."""
-    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    tokenizer = Tokenizer(tiny_checkpoint, loaded.config)
     broken = [token for token in range(VOCAB) if tokenizer.decode([token]).endswith("\ufffd")]
     whole = tokenizer.encode(["🙂\ufffdé"])[0][1:]
     pieces = st.one_of(st.sampled_from(broken).map(lambda t: [t]), st.just([1, 1, 1]), st.just(whole))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
-from actors.tokenizer import SPECIAL_TOKENS, OPTTokenizer, train_tokenizer
+from actors.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
 from skipdecode.families import read_config
 from skipdecode.families.opt import OPTConfig
 
@@ -28,8 +28,8 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def ours(tokenizer_folder: Path) -> OPTTokenizer:
-    return OPTTokenizer(tokenizer_folder, CONFIG)
+def ours(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_folder, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def legacy_folder(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def legacy(legacy_folder: Path) -> OPTTokenizer:
-    return OPTTokenizer(legacy_folder, CONFIG)
+def legacy(legacy_folder: Path) -> Tokenizer:
+    return Tokenizer(legacy_folder, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,14 @@ def theirs(legacy_folder: Path) -> GPT2TokenizerFast:
     return GPT2TokenizerFast(vocab=vocab, merges=merges, **keys)
 
 
-def test_special_tokens_have_opts_numbers(tokenizer_folder: Path, ours: OPTTokenizer) -> None:
+def test_special_tokens_have_opts_numbers(tokenizer_folder: Path, ours: Tokenizer) -> None:
     vocab = json.loads((tokenizer_folder / "tokenizer.json").read_text())["model"]["vocab"]
     assert [vocab[token] for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
     assert len(vocab) == 320
 
 
 def test_ids_are_those_of_transformers(
-    ours: OPTTokenizer, legacy: OPTTokenizer, theirs: GPT2TokenizerFast, tokenizer_folder: Path, tmp_path: Path
+    ours: Tokenizer, legacy: Tokenizer, theirs: GPT2TokenizerFast, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     shutil.copy(tokenizer_folder / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -83,7 +83,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 @settings(max_examples=150)
 @given(text=any_text)
-def test_round_trip_of_any_text(ours: OPTTokenizer, legacy: OPTTokenizer, text: str) -> None:
+def test_round_trip_of_any_text(ours: Tokenizer, legacy: Tokenizer, text: str) -> None:
     (tokens,) = ours.encode([text])
     assert tokens[0] == 2
     assert legacy.encode([text]) == [tokens]
@@ -91,7 +91,7 @@ def test_round_trip_of_any_text(ours: OPTTokenizer, legacy: OPTTokenizer, text: 
         assert ours.decode(tokens) == legacy.decode(tokens) == text
 
 
-def test_empty_prompt_is_bos_alone(ours: OPTTokenizer, legacy: OPTTokenizer) -> None:
+def test_empty_prompt_is_bos_alone(ours: Tokenizer, legacy: Tokenizer) -> None:
     assert ours.encode([""]) == legacy.encode([""]) == [[2]]
     assert ours.decode([2]) == ours.decode([]) == ""
     assert ours.encode([]) == []
@@ -99,7 +99,7 @@ def test_empty_prompt_is_bos_alone(ours: OPTTokenizer, legacy: OPTTokenizer) -> 
 
 def test_bos_comes_from_the_checkpoint(tokenizer_folder: Path) -> None:
     """Whatever a post-processor in tokenizer.json would add: the config decides, once."""
-    tokenizer = OPTTokenizer(tokenizer_folder, OPTConfig(vocab_size=320, bos_token_id=0))
+    tokenizer = Tokenizer(tokenizer_folder, OPTConfig(vocab_size=320, bos_token_id=0))
     assert tokenizer.encode(["a"])[0][0] == 0
     assert len(tokenizer.encode(["a"])[0]) == 2
 
@@ -123,24 +123,22 @@ def test_post_processor_padding_and_truncation_of_the_file_do_nothing(tokenizer_
         "add_prefix_space": False,
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    wanted = OPTTokenizer(tokenizer_folder, CONFIG).encode(TEXTS)
-    assert OPTTokenizer(tmp_path, CONFIG).encode(TEXTS) == wanted
+    wanted = Tokenizer(tokenizer_folder, CONFIG).encode(TEXTS)
+    assert Tokenizer(tmp_path, CONFIG).encode(TEXTS) == wanted
 
 
-def test_special_tokens_never_appear_in_text(ours: OPTTokenizer, legacy: OPTTokenizer, tokenizer_folder: Path) -> None:
+def test_special_tokens_never_appear_in_text(ours: Tokenizer, legacy: Tokenizer, tokenizer_folder: Path) -> None:
     for tokenizer in (ours, legacy):
         (tokens,) = tokenizer.encode(["pub"])
         body = tokens[1:]
         for at in range(len(body) + 1):
             for special in range(4):
                 assert tokenizer.decode([*body[:at], special, special, *body[at:]]) == "pub"
-    eos_elsewhere = OPTTokenizer(tokenizer_folder, OPTConfig(vocab_size=320, eos_token_id=100))
+    eos_elsewhere = Tokenizer(tokenizer_folder, OPTConfig(vocab_size=320, eos_token_id=100))
     assert eos_elsewhere.decode([100, *eos_elsewhere.encode(["pub"])[0], 100]) == "pub"
 
 
-def test_a_literal_special_token_in_a_prompt(
-    ours: OPTTokenizer, legacy: OPTTokenizer, theirs: GPT2TokenizerFast
-) -> None:
+def test_a_literal_special_token_in_a_prompt(ours: Tokenizer, legacy: Tokenizer, theirs: GPT2TokenizerFast) -> None:
     """`</s>` and `<pad>` written in a prompt become the special token, as in transformers: text is not escaped.
 
     `<s>` and `<unk>` do so where tokenizer.json lists them as special; with vocab.json and merges.txt they are plain
@@ -157,7 +155,7 @@ def test_a_literal_special_token_in_a_prompt(
     assert legacy.decode(legacy.encode(["a<s>b"])[0]) == "a<s>b"
 
 
-def test_bytes_that_are_no_character(ours: OPTTokenizer) -> None:
+def test_bytes_that_are_no_character(ours: Tokenizer) -> None:
     (tokens,) = ours.encode(["🙂"])
     assert ours.decode(tokens[:-1]) == "\ufffd"
     assert ours.decode(tokens) == "🙂"
@@ -165,7 +163,7 @@ def test_bytes_that_are_no_character(ours: OPTTokenizer) -> None:
 
 def test_ids_without_a_token_have_no_text(tokenizer_folder: Path) -> None:
     """The model's table may be larger than the vocabulary (50,272 against 50,265): such an id must not raise."""
-    tokenizer = OPTTokenizer(tokenizer_folder, OPTConfig(vocab_size=400))
+    tokenizer = Tokenizer(tokenizer_folder, OPTConfig(vocab_size=400))
     (tokens,) = tokenizer.encode(["pub"])
     assert tokenizer.decode([*tokens, 350, 399]) == "pub"
 
@@ -173,9 +171,9 @@ def test_ids_without_a_token_have_no_text(tokenizer_folder: Path) -> None:
 def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer_folder: Path, legacy_folder: Path) -> None:
     for folder in (tokenizer_folder, legacy_folder):
         with pytest.raises(ValueError, match=r"319.*the model only 319") as caught:
-            OPTTokenizer(folder, OPTConfig(vocab_size=319))
+            Tokenizer(folder, OPTConfig(vocab_size=319))
         assert str(folder) in str(caught.value)
-        OPTTokenizer(folder, OPTConfig(vocab_size=320))
+        Tokenizer(folder, OPTConfig(vocab_size=320))
 
 
 def test_ids_beyond_the_model_are_refused_though_the_count_fits(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -188,25 +186,25 @@ def test_ids_beyond_the_model_are_refused_though_the_count_fits(tokenizer_folder
     raw["added_tokens"].append({"id": 900, "content": gone} | keys)
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="900"):
-        OPTTokenizer(tmp_path, CONFIG)
+        Tokenizer(tmp_path, CONFIG)
 
 
 def test_a_folder_without_tokenizer_names_what_to_do(legacy_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json.*model\.tokenizer"):
-        OPTTokenizer(tmp_path, CONFIG)
+        Tokenizer(tmp_path, CONFIG)
     shutil.copy(legacy_folder / "vocab.json", tmp_path)
     with pytest.raises(ValueError, match=r"merges\.txt"):
-        OPTTokenizer(tmp_path, CONFIG)
+        Tokenizer(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": "1.0"}'])
 def test_a_broken_tokenizer_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        OPTTokenizer(tmp_path, CONFIG)
+        Tokenizer(tmp_path, CONFIG)
 
 
-def test_batches_are_texts_one_by_one(ours: OPTTokenizer) -> None:
+def test_batches_are_texts_one_by_one(ours: Tokenizer) -> None:
     assert ours.encode(TEXTS) == [ours.encode([text])[0] for text in TEXTS]
 
 
@@ -216,6 +214,6 @@ def test_training_is_reproducible(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "tokenizer.json").read_text() == (tmp_path / "b" / "tokenizer.json").read_text()
 
 
-def test_checkpoints_carry_their_tokenizer(checkpoint_factory: Callable[..., Path], ours: OPTTokenizer) -> None:
+def test_checkpoints_carry_their_tokenizer(checkpoint_factory: Callable[..., Path], ours: Tokenizer) -> None:
     folder = checkpoint_factory("350m", layers=2)
-    assert OPTTokenizer(folder, read_config(folder)).encode(TEXTS) == ours.encode(TEXTS)
+    assert Tokenizer(folder, read_config(folder)).encode(TEXTS) == ours.encode(TEXTS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from jobs.demo import main
 from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
 from skipdecode.families import read_config
@@ -49,7 +49,7 @@ def test_the_demo_model_is_whole_small_and_says_what_it_is() -> None:
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     assert "CC BY-SA 4.0" in card
     text = "name[The Copper Kettle], eatType[pub], near[Café Brazil]"
-    tokenizer = OPTTokenizer(MODEL, config)
+    tokenizer = Tokenizer(MODEL, config)
     assert tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 

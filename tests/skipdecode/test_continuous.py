@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from skipdecode.cohort import rounded_columns
 from skipdecode.continuous import ContinuousBatch, _layer_ends, check_continuous, generate_continuous
 from skipdecode.decoder import Decoder
@@ -255,7 +255,7 @@ def test_a_long_stream_of_rows_stays_small(loaded: Decoder) -> None:
 
 def test_offline(loaded: Decoder, tiny_checkpoint: Path) -> None:
     """A whole corpus through one batch, with stop strings, in the order of the requests."""
-    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    tokenizer = Tokenizer(tiny_checkpoint, loaded.config)
     schedule = SkipDecode(L, 5, 2, 1, 20)
     prompts = random_prompts([1 + i % 17 for i in range(40)], seed=8)
     pool = [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from skipdecode import generate as decoder
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
@@ -295,12 +295,12 @@ def test_the_last_position_can_be_used_and_no_further(loaded: Decoder, tiny_chec
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoint: Path, loaded: Decoder) -> OPTTokenizer:
-    return OPTTokenizer(tiny_checkpoint, loaded.config)
+def tokenizer(tiny_checkpoint: Path, loaded: Decoder) -> Tokenizer:
+    return Tokenizer(tiny_checkpoint, loaded.config)
 
 
 @pytest.fixture(scope="module")
-def writer(tiny_checkpoint: Path, tokenizer: OPTTokenizer) -> Decoder:
+def writer(tiny_checkpoint: Path, tokenizer: Tokenizer) -> Decoder:
     """A model that writes text: tokens that are no characters of their own, and specials, get hardly any logit."""
     model = load_model(tiny_checkpoint)
     for token in range(320):
@@ -321,7 +321,7 @@ def check_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_stop_strings_end_a_row_at_the_first_token_that_completes_one(
-    writer: Decoder, tokenizer: OPTTokenizer, check_every: Callable[[int], None]
+    writer: Decoder, tokenizer: Tokenizer, check_every: Callable[[int], None]
 ) -> None:
     """Stop strings cut out of what the model writes, over token borders too, for several check intervals."""
     prompts = random_prompts([4, 9, 1], seed=3)
@@ -367,7 +367,7 @@ def test_stop_strings_end_a_row_at_the_first_token_that_completes_one(
     specials=st.lists(st.integers(0, 12), max_size=8),
 )
 def test_the_check_interval_does_not_matter(
-    tokenizer: OPTTokenizer, text: str, cuts: list[tuple[int, int]], other: str, interval: int, specials: list[int]
+    tokenizer: Tokenizer, text: str, cuts: list[tuple[int, int]], other: str, interval: int, specials: list[int]
 ) -> None:
     """Characters split over several tokens, special tokens (which have no text) in between, any interval."""
     stop = [text[at : at + n] for at, n in cuts if text[at : at + n]] + [other]
@@ -387,7 +387,7 @@ def test_the_check_interval_does_not_matter(
         assert tokenizer.decode(tokens).startswith(cut)
 
 
-def test_stop_string_of_a_character_split_over_tokens(tokenizer: OPTTokenizer) -> None:
+def test_stop_string_of_a_character_split_over_tokens(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode(["x🙂y"])[0][1:]
     assert len(tokens) >= 5, "the tokenizer has merged the bytes of the character"
     scan = StopScan(["🙂"], tokenizer.decode)
@@ -395,7 +395,7 @@ def test_stop_string_of_a_character_split_over_tokens(tokenizer: OPTTokenizer) -
 
 
 def test_eos_and_stop_string_and_limit_together(
-    ending_checkpoint: Callable[[str], Path], ours: Load, tokenizer: OPTTokenizer, check_every: Callable[[int], None]
+    ending_checkpoint: Callable[[str], Path], ours: Load, tokenizer: Tokenizer, check_every: Callable[[int], None]
 ) -> None:
     """Whatever comes first wins, and `stop` beats `length` on the last token."""
     model = ours(ending_checkpoint("125m"))

@@ -17,7 +17,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 from transformers import OPTForCausalLM
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from jobs import evaluate
 from jobs.generate import main as generate_main
 from pipeline.evaluation.hypotheses import choose_texts
@@ -117,7 +117,7 @@ def test_the_perplexity_is_that_of_hugging_face(
 ) -> None:  # fmt: skip
     _, document, err = job(finished_run, "--references", references)
     reference, model = hf(MODEL), ours(MODEL)
-    tokenizer = OPTTokenizer(MODEL, model.config)
+    tokenizer = Tokenizer(MODEL, model.config)
     total, count = 0.0, 0
     for row in pq.read_table(references).to_pylist():
         if row["mr"] in ("name[Nobody]", TOO_LONG):  # no row; longer than the model's context
@@ -142,7 +142,7 @@ def test_the_perplexity_is_under_the_schedule_of_the_run(
     (copy / "run.json").write_text(json.dumps(state))
     _, document, _ = job(copy, "--references", references, "perplexity_pairs=10")
     model = ours(MODEL)
-    tokenizer = OPTTokenizer(MODEL, model.config)
+    tokenizer = Tokenizer(MODEL, model.config)
     schedule = make_schedule(state["decode"], num_layers=24, max_new_tokens=24)
     rows = [row for row in pq.read_table(references).to_pylist() if row["mr"] in PROMPTS]
     total = count = 0.0
@@ -265,7 +265,7 @@ def test_a_sweep_measures_every_setting(
     assert skip["loss"] != full["loss"]
 
     model = ours(tiny_checkpoint)
-    tokenizer = OPTTokenizer(tiny_checkpoint, model.config)
+    tokenizer = Tokenizer(tiny_checkpoint, model.config)
     prompts = [f"name[The Otter], near[Willow {i}]" for i in range(12)]
     requests = [Request("", ids, Sampling(max_new_tokens=12)) for ids in tokenizer.encode(prompts)]
     made = {}

@@ -19,7 +19,7 @@ import ray
 import torch
 from transformers import OPTForCausalLM
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from jobs import generate as verb
 from pipeline.evaluation.score import EvaluateConfig, RunPolicy, _load_policy
 from pipeline.schema import OUTPUT_SCHEMA
@@ -107,7 +107,7 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
     assert code == 0
     got = read(tmp_path / "run")
     assert got.keys() == {row["id"] for row in rows}
-    tokenizer = OPTTokenizer(model, config)
+    tokenizer = Tokenizer(model, config)
     lengths = set()
     for row in rows:
         mine = got[row["id"]]
@@ -147,7 +147,7 @@ def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
     settings = [f"decode.{key}={value}" for key, value in decode.items()]
     code, report, _ = job("-i", str(write_jsonl(tmp_path / "in.jsonl", rows)), *settings, "baseline.fraction=1.0")
     assert code == 0
-    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    tokenizer = Tokenizer(tiny_checkpoint, loaded.config)
     schedule = make_schedule(decode, num_layers=6, max_new_tokens=12)
     got = read(tmp_path / "run")
     assert sorted(got) == sorted(f"in.jsonl:{i}" for i in range(30))
@@ -190,7 +190,7 @@ def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
     assert report["prefill"] == "swiftkv"
     assert report["speedup"]["batches"] >= 2, "full depth without SwiftKV is what it is measured against"
     assert report["agreement"]["token_match"] < 1
-    tokenizer, schedule = OPTTokenizer(tiny_checkpoint, model.config), SwiftPrefill(FullDepth(6), 3)
+    tokenizer, schedule = Tokenizer(tiny_checkpoint, model.config), SwiftPrefill(FullDepth(6), 3)
     got = read(tmp_path / "run")
     for i, row in enumerate(rows):
         request = Request("", tokenizer.encode([row["prompt"]])[0], Sampling(max_new_tokens=12))
@@ -284,7 +284,7 @@ def batch_line(custom_id: str, **body: Any) -> dict[str, Any]:
 
 
 def test_openai_batch_in_and_out(job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: Decoder) -> None:
-    tokenizer = OPTTokenizer(tiny_checkpoint, loaded.config)
+    tokenizer = Tokenizer(tiny_checkpoint, loaded.config)
     text = "The Golden Otter"
     plain = generate(loaded, [Request("", tokenizer.encode([text])[0], Sampling(12))], make_schedule(
         {"method": "full"}, num_layers=6, max_new_tokens=12)).completions[0]  # fmt: skip
@@ -395,7 +395,7 @@ def test_long_prompts_can_be_cut(
                      "decode.method=full")  # fmt: skip
     assert code == 0
     (row,) = read(tmp_path / "run").values()
-    tokens = OPTTokenizer(tiny_checkpoint, loaded.config).encode([text])[0]
+    tokens = Tokenizer(tiny_checkpoint, loaded.config).encode([text])[0]
     room = 128 - 12
     cut = tokens[:room] if kept == "left" else [tokens[0], *tokens[-(room - 1) :]]
     assert row["num_input_tokens"] == room

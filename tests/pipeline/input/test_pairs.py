@@ -10,10 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from pipeline.config import ConfigError
 from pipeline.input.pairs import encode_pairs, read_pairs, scan_pairs
+from skipdecode.families import config_of
 from skipdecode.families.opt import OPTConfig
+from tests.support.family_tokenizers import byte_level, write_folder
 
 GOOD = [("say ab", "abab"), ("", "nothing"), ("two\nlines, and 東京", 'a "quote"')]
 Rows = list[tuple[Any, Any]]
@@ -140,7 +142,18 @@ def test_an_absent_file_and_one_column_for_both(tmp_path: Path) -> None:
 
 def test_tokens_begin_with_bos_and_end_with_eos(tokenizer_folder: Path) -> None:
     config = OPTConfig(vocab_size=320, bos_token_id=2, eos_token_id=3)
-    tokenizer = OPTTokenizer(tokenizer_folder, config)
+    tokenizer = Tokenizer(tokenizer_folder, config)
     (first, second) = encode_pairs(tokenizer, [("a pub", "cheap"), ("", "x")], config.eos_token_id)
     assert first == (tokenizer.encode(["a pub"])[0], [*tokenizer.encode(["cheap"])[0][1:], 3])
     assert second[0] == [2]  # an empty prompt is BOS alone
+
+
+def test_a_response_has_no_bos_and_loses_no_token_where_the_model_has_none(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level("qwen2"), "qwen2", tokenizer_class="Qwen2Tokenizer")
+    shape = {"vocab_size": 400, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    tokenizer = Tokenizer(folder, config_of(shape | {"model_type": "qwen2", "eos_token_id": 1}))
+    ((prompt, response), (empty, _)) = encode_pairs(tokenizer, [("a pub", "cheap"), ("", "x")], 1)
+    assert tokenizer.decode(prompt) == "a pub"
+    assert tokenizer.decode(response) == "cheap"
+    assert response[-1] == 1
+    assert empty == []

@@ -7,12 +7,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.stages import tokens as stages
 from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
-from skipdecode.families import read_config
+from skipdecode.families import config_of, read_config
 from skipdecode.sampling import Sampling
+from tests.support.family_tokenizers import byte_level, template, write_folder
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_prompt_that_the_tokenizer_cannot_take_fails_alone(
                 raise PanicException("index out of bounds")
             return self.inner.encode_batch_fast(texts, **more)
 
-    tokenizer = OPTTokenizer(config.source, config.model)
+    tokenizer = Tokenizer(config.source, config.model)
     plain = tokenize(table(5), config=config)
     tokenizer._tokenizer = Panics(tokenizer._tokenizer)  # type: ignore[assignment]
     monkeypatch.setattr(stages, "_tokenizer", lambda *_: tokenizer)
@@ -64,6 +65,36 @@ def test_given_tokens_out_of_range_fail_alone(config: TokenizeConfig) -> None:
     got = tokenize(table(4, _prompt_tokens=given, prompt=pa.array([None] * 4, pa.string())), config=config).to_pylist()
     assert [row["error_code"] for row in got] == ["", "engine_error", "prompt_not_text", ""]
     assert "OverflowError" in got[1]["error_message"]
+
+
+def test_an_empty_prompt_of_a_model_without_bos_is_no_prompt(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level("qwen2"), "qwen2", tokenizer_class="Qwen2Tokenizer")
+    shape = {"vocab_size": 400, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = config_of(shape | {"model_type": "qwen2", "max_position_embeddings": 24, "eos_token_id": 1})
+    config = TokenizeConfig(str(folder), model, Sampling(8), "fail_row")
+    given = pa.array([None, None, [], [5]], pa.list_(pa.int32()))
+    rows = table(4, _prompt_tokens=given, prompt=pa.array(["", "a pub", None, None], pa.string()))
+    got = tokenize(rows, config=config).to_pylist()
+    assert [row["error_code"] for row in got] == ["prompt_missing", "", "prompt_missing", ""]
+    assert got[0]["error_message"] == got[2]["error_message"]
+    assert "no token" in got[0]["error_message"]
+    assert [row["num_input_tokens"] for row in got] == [0, len(got[1]["_prompt_tokens"]), 0, 1]
+    assert got[1]["_prompt_tokens"] == Tokenizer(folder, model).encode(["a pub"])[0]
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_bos_alone_stays_in_front_of_what_is_cut(tmp_path: Path, has_bos: bool) -> None:
+    tokenizer = byte_level("llama3")
+    tokenizer.post_processor = template("<|begin|>" if has_bos else "", of=tokenizer)
+    folder = write_folder(tmp_path, tokenizer, "llama", tokenizer_class="PreTrainedTokenizerFast")
+    shape = {"vocab_size": 400, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = config_of(shape | {"model_type": "llama", "max_position_embeddings": 24, "eos_token_id": 1})
+    text = "one two three four five six seven eight nine ten"
+    (whole,) = Tokenizer(folder, model).encode([text])
+    assert len(whole) > 16
+    config = TokenizeConfig(str(folder), model, Sampling(8), "truncate_left")
+    (cut,) = tokenize(table(1, prompt=[text]), config=config)["_prompt_tokens"].to_pylist()
+    assert cut == ([whole[0], *whole[-15:]] if has_bos else whole[-16:])
 
 
 def test_tokens_that_cannot_be_made_text_fail_alone(config: TokenizeConfig) -> None:
@@ -86,7 +117,7 @@ def test_tokens_that_cannot_be_made_text_fail_alone(config: TokenizeConfig) -> N
     assert "OverflowError" in bad["error_message"]
     assert (bad["generated_text"], bad["generated_tokens"], bad["num_generated_tokens"]) == ("", [], 0)
     assert (bad["finish_reason"], bad["layers_run"], bad["ffns_run"], bad["extra"]) == ("error", 0, 0, "y")
-    assert rows[0]["generated_text"] == OPTTokenizer(config.source, config.model).decode([5, 6])
+    assert rows[0]["generated_text"] == Tokenizer(config.source, config.model).decode([5, 6])
 
 
 def test_a_file_in_place_of_a_prompt_is_not_tokenised_whole(
@@ -94,12 +125,10 @@ def test_a_file_in_place_of_a_prompt_is_not_tokenised_whole(
 ) -> None:
     words = [f"word{i} " for i in range(20_000)]
     given, seen = table(2, prompt=["short", "".join(words)]), []
-    encode = OPTTokenizer.encode
-    monkeypatch.setattr(
-        OPTTokenizer, "encode", lambda self, texts: (seen.extend(map(len, texts)), encode(self, texts))[1]
-    )
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: (seen.extend(map(len, texts)), encode(self, texts))[1])
     (short, huge) = tokenize(given, config=config).to_pylist()
-    limit = 2 * OPTTokenizer(config.source, config.model).max_token_chars * config.model.max_position_embeddings
+    limit = 2 * Tokenizer(config.source, config.model).max_token_chars * config.model.max_position_embeddings
     assert seen == [5, limit]
     assert len("".join(words)) > limit
     assert (short["error_code"], huge["error_code"], huge["prompt"]) == ("", "prompt_too_long", "".join(words))
@@ -107,7 +136,7 @@ def test_a_file_in_place_of_a_prompt_is_not_tokenised_whole(
     monkeypatch.undo()
     for too_long in ("truncate_left", "truncate_right"):
         some = replace(config, too_long=too_long)
-        whole = OPTTokenizer(config.source, config.model).encode(["".join(words)])[0]
+        whole = Tokenizer(config.source, config.model).encode(["".join(words)])[0]
         room = config.model.max_position_embeddings - 8
         kept = [whole[0], *whole[len(whole) - room + 1 :]] if too_long == "truncate_left" else whole[:room]
         assert tokenize(given, config=some)["_prompt_tokens"][1].as_py() == kept

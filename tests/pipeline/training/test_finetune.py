@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import OPTForCausalLM
 
-from actors.tokenizer import OPTTokenizer
+from actors.tokenizer import Tokenizer
 from jobs.finetune import main
 from pipeline.training.config import TrainSection
 from pipeline.training.schedules import check_schedules
@@ -61,7 +61,7 @@ def test_it_learns_every_speed(pairs: Path, tmp_path: Path, capsys: Capture) -> 
     config = read_config(folder)
     assert config.skip_decode == {"method": "skipdecode", "speedup": 2, "horizon": 7}
     assert OPTForCausalLM.from_pretrained(folder).config.skip_decode == config.skip_decode
-    tokenizer, model = OPTTokenizer(folder, config), load_model(folder, dtype=torch.float32)
+    tokenizer, model = Tokenizer(folder, config), load_model(folder, dtype=torch.float32)
     for decode in ({"method": "full"}, {"speedup": 2}, {"speedup": 5}):
         schedule = make_schedule(decode, num_layers=6, max_new_tokens=8)
         request = Request("", tokenizer.encode(["say ef"])[0], Sampling(max_new_tokens=8))
