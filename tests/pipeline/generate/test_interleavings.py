@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
@@ -165,6 +165,7 @@ class Machine(RuleBasedStateMachine):
                 actor.kill()
             for actor in self.actors:
                 assert isinstance(actor.outcome, (str, *ENDS)), repr(actor.outcome)
+                assert "do not close" not in str(actor.outcome), "somebody has taken its rows away"
             last = self.begin("resume", 9)
             last.go(100_000)
             assert last.outcome in ("done", "finished before"), repr(last.outcome)
@@ -206,41 +207,13 @@ def test_ten_thousand_interleavings() -> None:
     run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=10_000))
 
 
-def late_of_anybody(folder: RunFolder, known: Any, sessions: Any) -> list[str]:
-    """Hole 4: what is not known is late, whoever wrote it."""
-    paths = [path for status in ("ok", "failed") for path in folder.data_files(status)]
-    own = threading.current_thread().session.name if isinstance(threading.current_thread(), Actor) else None
-    return [path for path in paths if folder.name(path) not in known and f"-{own}-" not in path]
-
-
 def one_file_after_the_other(sink: RunSink, path: str) -> None:
     """Hole 6: what an earlier attempt left is replaced, and goes last."""
 
 
-def lease_by_renaming(lease: Lease, dead: str | None) -> bool:
-    """Hole 10: whoever comes last has the lease, and all who looked before go on."""
-    lease._folder.write_text("lease.json", lease._text())
-    return True
-
-
-def always(lease: Lease) -> None:
-    """And nobody looks again."""
-
-
-MUTANTS = {
-    "4": [(RunFolder, "late_files", late_of_anybody), (Lease, "check", always)],
-    "6": [(RunSink, "_remove", one_file_after_the_other)],
-    "10": [(Lease, "_take", lease_by_renaming), (Lease, "check", always)],
-}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("hole", MUTANTS)
-def test_the_machine_finds_the_holes(hole: str) -> None:
-    """Without the remedies."""
-    with ExitStack() as stack:
-        for where, name, replacement in MUTANTS[hole]:
-            stack.enter_context(patch.object(where, name, replacement))
-        with pytest.raises(Exception):  # noqa: B017 - a counterexample may come as any assertion
-            run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=1500))
+def test_the_machine_finds_a_sink_that_deletes_last() -> None:
+    """The remedy of hole 6 taken out. Those of 4 and 10 have tests of their own (test_paused_driver, test_lease)."""
+    with patch.object(RunSink, "_remove", one_file_after_the_other), pytest.raises(AssertionError):
+        run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=1500, phases=[Phase.generate]))
