@@ -122,7 +122,6 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
         (["train.schedules=[{method: full}]"], "train.schedules[0]: without prefill: swiftkv it runs nothing that"),
         (["train.schedules=[{method: full}]", "train.trainable=all"], "train.schedules: none has prefill: swiftkv"),
         (["train.schedules=[{prefill: swift}]"], "train.schedules[0].prefill: 'swift' is not one of full, swiftkv"),
-        (["train.parallel=fsdp"], "train.parallel: fsdp gathers whole layers"),
         (["model.teacher=/nowhere"], "model.teacher: '/nowhere' is not a folder"),
         (["train.distill=0", "model.teacher={teacher}"], "model.teacher: is not asked with train.distill and"),
         (["model.teacher={stranger}"], "model.teacher: "),
