@@ -30,7 +30,7 @@ def load_folder(folder: Path, model_type: str, vocab_size: int) -> Tokenizer:
     settings = _read_json(folder / "tokenizer_config.json")
     text = path.read_text(encoding="utf-8")
     kind = settings.get("tokenizer_class") or _read_json(folder / "config.json").get("tokenizer_class") or ""
-    # of a Mistral folder transformers takes the file as it is; and what is byte-level is no LlamaTokenizer
+    # transformers takes the file of a Mistral as it is; what is byte-level is no LlamaTokenizer, whatever it says
     is_llama = str(kind).removesuffix("Fast") == "LlamaTokenizer" and model_type != "mistral"
     raw = json.loads(text) if is_llama and '"ByteLevel"' not in text else {}
     if raw.get("model", {}).get("type") == "BPE":

@@ -6,6 +6,7 @@
     .venv-peers/bin/python benchmarks/compare_peers.py --output-json benchmarks/results/...json
     .venv-peers/bin/python benchmarks/compare_peers.py --dtype float32     # all in float32
     .venv-peers/bin/python benchmarks/compare_peers.py --check             # float32: are the tokens equal?
+    .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions gsm8k.jsonl   # mixed lengths
 
 Neither environment is the project's. vLLM for CPUs needs one of its own; `--vllm-python` or PEERS_VLLM_PYTHON names its
 interpreter. Each engine lives in a process of its own; all stay loaded, and one runs at a time while the others are
@@ -75,6 +76,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", default="bfloat16", choices=list(CPU))
     add("--batch-sizes", type=int, nargs="+", default=[32, 128])
+    add("--questions", type=Path, help="JSONL; rows as messages of a user through --model's chat template")
+    add("--column", default="question", help="of --questions")
+    add("--limit", type=int, default=128, help="of --questions")
     add("--prompt-tokens", type=int, default=64)
     add("--new-tokens", type=int, default=64)
     add("--rounds", type=int, default=7)
@@ -97,6 +101,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def read_questions(args: argparse.Namespace, model: Path) -> Prompts:
+    """Prompts of mixed lengths, as the model's template has them."""
+    from transformers import AutoTokenizer
+
+    lines = args.questions.read_text(encoding="utf-8").splitlines()[: args.limit]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = [[{"role": "user", "content": json.loads(line)[args.column]}] for line in lines]
+    return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+
+
 def make_prompts(batch: int, length: int, vocabulary: int) -> Prompts:
     rng = random.Random(batch)
     return [[2, *(rng.randrange(4, vocabulary) for _ in range(length - 1))] for _ in range(batch)]
@@ -110,11 +124,13 @@ def leave_out(name: str, error: PeerError, errors: Errors, at: str = "") -> None
     say(f"{name}: left out: {errors[name]}")
 
 
-def start(args: argparse.Namespace, model: Path, work: Path, stack: ExitStack, errors: Errors) -> list[Contestant]:
+def start(
+    args: argparse.Namespace, model: Path, work: Path, max_batch: int, stack: ExitStack, errors: Errors
+) -> list[Contestant]:
     """Loads one engine after the other; `stack` ends them."""
     contestants = []
     for name in args.engines:
-        spec = Spec(name, str(model), str(work), args.dtype, args.device, args.threads, max(args.batch_sizes))
+        spec = Spec(name, str(model), str(work), args.dtype, args.device, args.threads, max_batch)
         try:
             contestant = Contestant(spec, args.vllm_python if name == "vllm" else sys.executable)
         except PeerError as error:
@@ -128,26 +144,26 @@ def start(args: argparse.Namespace, model: Path, work: Path, stack: ExitStack, e
 def compare(
     args: argparse.Namespace,
     contestants: list[Contestant],
-    vocabulary: int,
+    works: dict[int, Prompts],
     errors: Errors,
     keep: Callable[[list[Row]], None],
 ) -> None:
-    """Times every batch size and hands the rows so far to `keep` after each.
+    """Times every batch size (with its prompts in `works`) and hands its rows to `keep`.
 
     An engine that fails is left out from then on, with its reason in `errors`; the others go on. `full` has to last.
     """
-    rows: list[Row] = []
-    for batch in args.batch_sizes:
-        prompts = make_prompts(batch, args.prompt_tokens, vocabulary)
+    for batch, prompts in works.items():
+        rows: list[Row] = []
         seconds = time_rounds(args, contestants, prompts, errors)
         for name, own in seconds.items():
             ratios = [theirs / ours for theirs, ours in zip(own, seconds["full"], strict=True)]
             row = {
                 "engine": name,
                 "batch_size": batch,
-                "prompt_tokens": args.prompt_tokens,
+                "prompts": len(prompts),
+                "prompt_tokens": sum(map(len, prompts)) / len(prompts),
                 "new_tokens": args.new_tokens,
-                "output_tokens_per_s": batch * args.new_tokens / median(own),
+                "output_tokens_per_s": len(prompts) * args.new_tokens / median(own),
                 "full_is_faster_by": median(ratios),
                 "ratio_range": [min(ratios), max(ratios)],
                 "seconds": own,
@@ -246,22 +262,27 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """The whole comparison; the result is also written to `args.output_json`, after every batch size."""
     model = checkpoint(args.model, work, args.dtype)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    questions = None if args.questions is None else read_questions(args, model)
+    works = {batch: questions or make_prompts(batch, args.prompt_tokens, vocabulary) for batch in args.batch_sizes}
+    # how many prompts an engine takes at once is fixed when it is loaded; prompts made here are no more than that
+    loads = [works] if questions is None else [{batch: prompts} for batch, prompts in works.items()]
+    document: dict[str, Any] = {"rows": []}
     errors: Errors = {}
-    with ExitStack() as stack:
-        contestants = start(args, model, work / f"{model.name}-converted", stack, errors)
-        document = describe(args, contestants, errors)
-        say("our back end: {name} ({reason})".format(**document["backend"]))
 
-        def keep(rows: list[Row]) -> None:
-            document["rows"] = rows
-            if args.output_json:
-                args.output_json.write_text(json.dumps(document, indent=1) + "\n")
+    def keep(rows: list[Row]) -> None:
+        document["rows"] += rows
+        if args.output_json:
+            args.output_json.write_text(json.dumps(document, indent=1) + "\n")
 
-        if args.check:
-            prompts = make_prompts(CHECKED_ROWS, args.prompt_tokens, vocabulary)
-            keep(check(contestants, prompts, args.new_tokens, errors))
-        else:
-            compare(args, contestants, vocabulary, errors, keep)
+    for part in loads:
+        with ExitStack() as stack:
+            contestants = start(args, model, work / f"{model.name}-converted", max(part), stack, errors)
+            document |= describe(args, contestants, errors)
+            say("our back end: {name} ({reason})".format(**document["backend"]))
+            if args.check:
+                keep(check(contestants, next(iter(part.values())), args.new_tokens, errors))
+            else:
+                compare(args, contestants, part, errors, keep)
     return document
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], list[list[int]]]
-"""Prompts of equal length and the number of new tokens -> the new tokens of each."""
+"""Prompts and the number of new tokens -> the new tokens of each; at most `Spec.max_batch` prompts at once."""
 
 OURS = {"full": {"method": "full"}} | {
     f"skipdecode-{s}x": {"method": "skipdecode", "speedup": float(s)} for s in (2, 3, 4, 5)
@@ -42,7 +42,7 @@ class Spec:
     device: str
     threads: int
     max_batch: int
-    """The most prompts that come at once."""
+    """The most prompts that are decoded at once."""
 
 
 def make_engine(spec: Spec) -> Engine:
@@ -69,6 +69,12 @@ def packages() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def by_length(prompts: Prompts, most: int) -> list[list[int]]:
+    """The prompts' numbers in parts of at most `most`, the longest first, so that little is padded."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    return [order[at : at + most] for at in range(0, len(order), most)]
 
 
 def our_backend(device: str) -> dict[str, str]:
@@ -100,8 +106,12 @@ def ours(spec: Spec) -> Engine:
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
         schedule = make_schedule(OURS[plain], num_layers=layers, max_new_tokens=num_new, kv_layers=None)
         sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
-        requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
-        return [c.tokens for c in generate(model, requests, schedule, graphs=graphs).completions]
+        made: dict[int, list[int]] = {}
+        for part in by_length(prompts, spec.max_batch):
+            requests = [Request(str(i), prompts[i], sampling) for i in part]
+            completions = generate(model, requests, schedule, graphs=graphs).completions
+            made |= {i: c.tokens for i, c in zip(part, completions, strict=True)}
+        return [made[i] for i in range(len(prompts))]
 
     return Engine(run, {"backend": our_backend(spec.device), "torch_threads": torch.get_num_threads()})
 
@@ -122,17 +132,17 @@ def hugging_face(spec: Spec) -> Engine:
         model.forward = torch.compile(model.forward, dynamic=False)
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
-        tokens = torch.tensor(prompts, device=spec.device)
         more = {"cache_implementation": "static"} if is_static else {}
-        made = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=num_new,
-            do_sample=False,
-            pad_token_id=1,
-            **more,
-        )
-        return made[:, tokens.shape[1] :].tolist()
+        made: dict[int, list[int]] = {}
+        for part in by_length(prompts, spec.max_batch):
+            columns = max(len(prompts[i]) for i in part)
+            tokens = torch.tensor([[1] * (columns - len(prompts[i])) + prompts[i] for i in part], device=spec.device)
+            first = torch.tensor([[columns - len(prompts[i])] for i in part], device=spec.device)
+            mask = (torch.arange(columns, device=spec.device) >= first).long()
+            keys = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 1} | more
+            rows = model.generate(tokens, attention_mask=mask, **keys)[:, columns:].tolist()
+            made |= dict(zip(part, rows, strict=True))
+        return [made[i] for i in range(len(prompts))]
 
     return Engine(run, {"torch_threads": torch.get_num_threads()})
 
@@ -156,7 +166,7 @@ def ctranslate2(spec: Spec) -> Engine:
             min_length=num_new,
             sampling_topk=1,
             include_prompt_in_result=False,
-            max_batch_size=len(prompts),
+            max_batch_size=spec.max_batch,
         )
         return [r.sequences_ids[0] for r in results]
 
@@ -173,7 +183,7 @@ def openvino(spec: Spec) -> Engine:
     if not target.is_dir():
         export_openvino(spec.model, target)
     scheduler = genai.SchedulerConfig()
-    scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.cache_size = 8192, 512, 4
+    scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.cache_size = 8192, spec.max_batch, 4
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": spec.threads, "INFERENCE_PRECISION_HINT": "bf16"}
     if spec.dtype == "float32":
         properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}

@@ -1,7 +1,7 @@
-"""`python -m jobs.finetune`: trains an OPT under skip schedules, so that one checkpoint serves every speed.
+"""`python -m jobs.finetune`: trains a model under skip schedules, so that one checkpoint serves every speed.
 
 Runs on Ray Train, alone or under `ray job submit --working-dir . -- python -m jobs.finetune ...`. Pairs come from
-Parquet, JSONL or CSV; the result is a Hugging Face OPT folder whose config.json carries the schedule that
+Parquet, JSONL or CSV; the result is a Hugging Face folder whose config.json carries the schedule that
 `jobs.generate` takes by default, with training.json (what was done) and training/ (log, plot, checkpoints) beside it.
 Progress goes to stderr; the last line on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input,
 nothing was started; 1 anything else.

@@ -12,7 +12,7 @@ from pipeline.units import Json, Note
 from skipdecode.backends.cpu import MAX_INT8_INPUTS
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
-from skipdecode.hub import resolve_source
+from skipdecode.hub import pin, resolve_source
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.weights import check_folder
 
@@ -149,8 +149,9 @@ def check_quantization(
 
 
 def worker_path(source: str, folder: Path) -> str:
-    """How a worker finds the model: a relative path travels with a job's working_dir; else absolute, or the hub id."""
+    """How a worker finds the model: a relative path travels with a job's working_dir; else absolute, or the hub id
+    with its revision."""
     if not Path(source).expanduser().is_dir():
-        return source  # a hub id: each node fetches it once
+        return pin(source, folder)  # a hub id: each node fetches it once
     has_working_dir = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     return source if has_working_dir and not Path(source).is_absolute() else str(folder.resolve())

@@ -14,15 +14,35 @@ from pipeline.config_tree import ConfigError, Section, build_config, read_tree, 
 from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
 
 __all__ = [
-    "ActorsConfig", "Auto", "BaselineConfig", "ConfigError", "DecodeConfig", "FFNSkipConfig", "InputConfig",
-    "JobConfig", "LimitsConfig", "ModelConfig", "OutputConfig", "PrefillConfig", "SamplingConfig", "Section",
-    "SwiftKVSection", "build_config", "load_config", "read_tree", "set_key",
+    "MAX_LINE_BYTES",
+    "ActorsConfig",
+    "Auto",
+    "BaselineConfig",
+    "ConfigError",
+    "DecodeConfig",
+    "FFNSkipConfig",
+    "InputConfig",
+    "JobConfig",
+    "LimitsConfig",
+    "ModelConfig",
+    "OutputConfig",
+    "PrefillConfig",
+    "SamplingConfig",
+    "Section",
+    "SwiftKVSection",
+    "build_config",
+    "load_config",
+    "read_tree",
+    "set_key",
 ]  # fmt: skip
+
+
+MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
 
 
 class ModelConfig(Section):
     source: str = "models/opt-e2e"
-    """A folder or a hub id in Hugging Face OPT layout."""
+    """A folder or a hub id in Hugging Face layout, of a family in docs/models.md."""
     tokenizer: str | None = None
     """A folder or a hub id; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -197,6 +217,8 @@ class LimitsConfig(Section):
     """A whole number of rows, or a share of the input (a float from 0.0 to 1.0)."""
     max_row_attempts: Annotated[int, Field(ge=1)] = 3
     """Deaths of a worker with a row alone in hand, until the row fails as `poison_row`."""
+    max_line_bytes: Annotated[int, Field(ge=1)] = MAX_LINE_BYTES
+    """Of a line of the input (a row of CSV); a longer one fails as `bad_line`, whatever it decompresses to."""
     no_progress_timeout_s: Annotated[float, Field(gt=0)] = 1800
     """Seconds without a finished block after which the run ends."""
 

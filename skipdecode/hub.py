@@ -1,7 +1,10 @@
 """Where a model lies: a folder here, or a hub id. Without torch; what is in the folder is `config` and `weights`."""
 
+import re
 from pathlib import Path
 
+PINNED = re.compile(r"([^/@]+/[^/@]+)@([0-9a-f]{40})")
+"""A hub id with a revision. Alone it is what the hub says today, on each node by itself."""
 HUB_FILES = [
     "config.json",
     "generation_config.json",  # which tokens end a text
@@ -17,9 +20,8 @@ HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 
 
 def resolve_source(source: str, key: str = "model.source") -> Path:
-    """The local folder of a model: `source` itself, or a snapshot of that hub id (downloaded once, then cached).
-
-    `key` is what an error blames.
+    """The local folder of a model: `source` itself, or a snapshot of that hub id (downloaded once, then cached), of the
+    revision where it is `pin`ned. `key` is what an error blames.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -28,12 +30,20 @@ def resolve_source(source: str, key: str = "model.source") -> Path:
         raise ValueError(f"{key}: {source!r} is not a folder")
     from huggingface_hub import snapshot_download  # only a hub id needs it
 
+    pinned = PINNED.fullmatch(source)
+    name, revision = pinned.groups() if pinned else (source, None)
     try:
-        snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES))
+        snapshot = Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
         if not list(snapshot.glob("*.safetensors")):
-            snapshot = Path(snapshot_download(source, allow_patterns=HUB_FILES + HUB_FALLBACK))
+            snapshot = Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES + HUB_FALLBACK))
     except Exception as error:  # the hub client raises many kinds; the user needs one sentence
         raise ValueError(
             f"{key}: {source!r} is no folder here and could not be fetched from the hub: {error}"
         ) from error
     return snapshot
+
+
+def pin(source: str, folder: Path) -> str:
+    """The hub id `source` with the revision of its snapshot `folder`; as it is where that is none of the cache's."""
+    pinned = f"{source}@{folder.name}"
+    return pinned if folder.parent.name == "snapshots" and PINNED.fullmatch(pinned) else source

@@ -181,6 +181,9 @@ def weight_files(folder: Path) -> list[Path]:
                 names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"{index}: no index of shards: {error!r}") from error
+            paths = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+            if paths:  # elsewhere nobody looks whether they change
+                raise ValueError(f"{index}: names {paths[0]!r}; shards lie beside their index, with bare names")
             gone = [name for name in names if not (folder / name).is_file()]
             if gone:
                 raise ValueError(f"{index}: names {gone[0]!r}, which is not in the folder")

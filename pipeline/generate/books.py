@@ -4,21 +4,32 @@ Left out: how it is written (`store.run_folder`), the report (`report.figures`).
 """
 
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeAlias
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.generate.fingerprint import list_files
 from pipeline.generate.plan import PlannedRun
+from pipeline.generate.row_index import ID_COLUMNS, sum_duplicates
+from pipeline.input.ids import ID_MODULUS, sum_outputs
 from pipeline.input.plan import InputPlan
 from pipeline.report.figures import last_sign_of_life
 from pipeline.schema import OUTPUT_SCHEMA, list_columns
-from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import Phase, RunState, Session
 
+Check: TypeAlias = Callable[[], None]
+"""`Lease.check`: raises where the folder is another session's."""
 
-def first_state(planned: PlannedRun, session: str, phase: Phase) -> RunState:
-    """`run.json` at the start of a session."""
+
+def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequence[str] = ()) -> RunState:
+    """`run.json` at the start of a session. `former`: sessions before it that no earlier state names."""
     earlier = planned.earlier
+    before = earlier.get("former", []) if earlier else []
     return {
         "state": phase,
         "fingerprint": earlier["fingerprint"] if earlier else planned.fingerprint,
@@ -34,6 +45,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase) -> RunState:
         "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": time.time(), "ended_at": None}],
         "retries": earlier.get("retries", []) if earlier else [],
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
+        "former": list(dict.fromkeys([*before, *former])),
     }
 
 
@@ -46,19 +58,44 @@ def _ended(folder: RunFolder, earlier: RunState | None) -> list[Session]:
     return sessions
 
 
-def close_books(folder: RunFolder, state: RunState) -> None:
-    """Counts what is on disk and writes it down, whatever happened before."""
-    books = state["books"]
-    ok, failed = folder.count_rows("ok"), folder.count_rows("failed")
-    books["ok"], books["failed"], books["closed"] = ok, failed, ok + failed == books["input"]
-    folder.write_state(state)
+def close_books(folder: RunFolder, state: RunState, check: Check, expected: int | None) -> None:
+    """Counts what is on disk and writes it down, whatever happened before; `check` is asked before it is written.
+
+    The books are closed where as many rows are there as in the input, and the same ids: `expected` is the sum of these
+    (None: not known), so that a row that is lost and one that is there twice do not make up for each other.
+    """
+    books, files = state["books"], folder.read_files()
+    with ThreadPoolExecutor(16) as pool:
+        unsaid = [name for name, (_, ids) in files.items() if not ids]
+        for name, id_sum in zip(unsaid, pool.map(partial(_sum_file, folder), unsaid), strict=True):
+            files[name][1] = f"{id_sum:032x}"
+    counts = {status: sum(int(files[name][0]) for name in files if f"/status={status}/" in name) for status in STATUSES}
+    output = sum(int(str(ids), 16) for _, ids in files.values()) % ID_MODULUS
+    books["ok"], books["failed"] = counts["ok"], counts["failed"]
+    books["closed"] = sum(counts.values()) == books["input"] and expected in (None, output)
+    state["files"] = files
+    state["ids"] = {"input": None if expected is None else f"{expected:032x}", "output": f"{output:032x}"}
+    folder.write_state(state, check)
 
 
-def refuse_open_books(folder: RunFolder, state: RunState) -> None:
+def _sum_file(folder: RunFolder, name: str) -> int:
+    """Of a file that does not say it."""
+    with pq.ParquetFile(folder.path(name), filesystem=folder.filesystem) as file:
+        return sum(sum_outputs(batch) for batch in file.iter_batches(columns=ID_COLUMNS)) % ID_MODULUS
+
+
+def expected_ids(planned: PlannedRun, plan: InputPlan) -> int | None:
+    """The sum of the ids that the data files must have; `plan`: with its duplicates."""
+    return None if planned.id_sum is None else (planned.id_sum + sum_duplicates(plan)) % ID_MODULUS
+
+
+def refuse_open_books(folder: RunFolder, state: RunState, check: Check) -> None:
     """RuntimeError where rows are missing, or there twice: a run may not end as if it had all."""
     if not state["books"]["closed"]:
-        folder.write_state(state | {"state": "interrupted"})
-        raise RuntimeError(f"the books do not close: {state['books']}; --resume goes on with the run")
+        folder.write_state(state | {"state": "interrupted"}, check)
+        raise RuntimeError(
+            f"the books do not close: {state['books']}, ids {state.get('ids')}; --resume goes on with the run"
+        )
 
 
 def output_schema(plan: InputPlan) -> pa.Schema:

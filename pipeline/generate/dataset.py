@@ -19,6 +19,7 @@ from pipeline.input.plan import InputPlan
 from pipeline.input.source import CorpusDatasource
 from pipeline.ray_internals import set_last_stage_cpus
 from pipeline.stages.decode import DecodeStage
+from pipeline.stages.packed import unpack
 from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
 from pipeline.store.write import RunSink
 
@@ -79,7 +80,8 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: Helpers) -> Datas
         num_gpus=spec.pool.num_gpus or None,
     )
     end = partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.extra_schema.names))
+    windows_per_file = None if sink.rows_per_file is None else sink.rows_per_file // spec.window_rows
     return rows.map_batches(
-        sink, fn_kwargs={"finish": end}, batch_size=sink.rows_per_file, batch_format="pyarrow",
+        sink, fn_kwargs={"finish": end, "unpack": unpack}, batch_size=windows_per_file, batch_format="pyarrow",
         zero_copy_batch=True, num_cpus=STAGE_CPUS, compute=few,
     )  # fmt: skip

@@ -47,6 +47,7 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
         ("sampling", None),
         ("prefill", None),
         ("input", ("prompt_column", "id_column", "too_long", "limit")),
+        ("limits", ("max_line_bytes",)),
     ):
         values: dict[str, Json] = getattr(config, section).model_dump(mode="json")
         entries |= {f"{section}.{key}": value for key, value in values.items() if names is None or key in names}

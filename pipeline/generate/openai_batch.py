@@ -1,14 +1,17 @@
-"""OpenAI batch files out: `batch_output.jsonl` and `batch_errors.jsonl`, made from the finished data files."""
+"""OpenAI batch files out: `batch_output.jsonl` and `batch_errors.jsonl`, made from the finished data files.
+
+They are part of what a finished run has: `run.json` says how long they are, and one that is not is made again.
+"""
 
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.schema import OutputRow
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 from pipeline.units import Json
 
 COLUMNS = [
@@ -22,17 +25,45 @@ COLUMNS = [
 ]
 
 
-def write_batch_files(folder: RunFolder, model: str) -> None:
-    """A line per row: answers in `batch_output.jsonl`, failures in `batch_errors.jsonl`; each appears when whole."""
-    for status, name in (("ok", "batch_output.jsonl"), ("failed", "batch_errors.jsonl")):
-        target = folder.path(name)
-        is_local = isinstance(folder.filesystem, pafs.LocalFileSystem)
-        with folder.filesystem.open_output_stream(f"{target}.tmp" if is_local else target) as stream:
+FILES = {"ok": "batch_output.jsonl", "failed": "batch_errors.jsonl"}
+"""By the status of their rows."""
+
+
+def write_batch_files(folder: RunFolder, model: str, check: Callable[[], None] = lambda: None) -> dict[str, list[int]]:
+    """A line per row: answers in `batch_output.jsonl`, failures in `batch_errors.jsonl`; each appears when whole, and
+    after `check`. Gives the lines and bytes of each."""
+    written = {}
+    for status, name in FILES.items():
+        lines = num_bytes = 0
+        with folder.replacing(name, check) as file:
             for row in _rows(folder, status):
                 line = answer_line(row, model) if status == "ok" else error_line(row)
-                stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        if is_local:
-            os.replace(f"{target}.tmp", target)
+                lines += 1
+                num_bytes += file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        written[name] = [lines, num_bytes]
+    return written
+
+
+def has_batch_files(folder: RunFolder, state: RunState) -> bool:
+    """Whether a finished run has its batch files (of other inputs there are none), as long as they were written.
+
+    Of a run of an earlier version, which wrote no lengths down, the lines are counted.
+    """
+    if "input" not in state or state["input"]["format"] != "openai_batch":
+        return True
+    if (written := state.get("answers")) is None:
+        books = state["books"]
+        return [count_lines(folder, name) for name in FILES.values()] == [books["ok"], books["failed"]]
+    sizes = {name: folder.filesystem.get_file_info(folder.path(name)).size for name in written}
+    return sizes == {name: num_bytes for name, (_, num_bytes) in written.items()}
+
+
+def count_lines(folder: RunFolder, name: str) -> int:
+    """0 where there is no such file."""
+    if folder.filesystem.get_file_info(folder.path(name)).type != pafs.FileType.File:
+        return 0
+    with folder.filesystem.open_input_stream(folder.path(name)) as stream:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
 
 
 def _rows(folder: RunFolder, status: str) -> Iterator[OutputRow]:

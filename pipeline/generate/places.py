@@ -7,9 +7,11 @@ import pyarrow as pa
 from pyarrow.fs import LocalFileSystem
 
 from pipeline.config import ConfigError, JobConfig
+from pipeline.generate.openai_batch import has_batch_files
 from pipeline.input.files import Listing
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import RunState
+from pipeline.store.whole import check_renames
 from pipeline.units import Note
 
 
@@ -44,6 +46,7 @@ def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
         folder.filesystem.create_dir(folder.root, recursive=True)
     except OSError as error:
         raise ConfigError("output.path", f"{folder.shown} cannot be created: {error}") from error
+    check_renames(folder.filesystem, folder.root, folder.shown)
     if mode == "overwrite" and (foreign := folder.foreign_files()):
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise ConfigError(
@@ -66,12 +69,22 @@ def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
 
 
 def has_all_rows(folder: RunFolder, state: RunState, note: Note) -> bool:
-    """Whether a finished run has its report, and data files that count what its books say."""
+    """Whether a finished run has its report and its OpenAI batch files, and data files that count what its books
+    say."""
     try:
-        there = {status: folder.count_rows(status) for status in STATUSES}
+        files = folder.read_files()
     except (OSError, pa.ArrowException):
         return False  # a torn file; who reads the rows names it
+    there = {status: sum(int(files[name][0]) for name in files if f"/status={status}/" in name) for status in STATUSES}
     books = {"ok": state["books"]["ok"], "failed": state["books"]["failed"]}
     if books != there:
         note(f"{folder.shown}: finished before, but its data files hold {there} rows now, and its books say {books}")
-    return books == there and folder.read_text("report.json") is not None
+        return False
+    closed = state.get("files", files)
+    if closed.keys() != files.keys() or any(ids not in ("", closed[name][1]) for name, (_, ids) in files.items()):
+        note(f"{folder.shown}: finished before, but its data files are not those that its books were closed with")
+        return False
+    if not has_batch_files(folder, state):
+        note(f"{folder.shown}: finished before, but its OpenAI batch files are not whole; they are made again")
+        return False
+    return folder.read_text("report.json") is not None

@@ -14,7 +14,7 @@ from pipeline.config import JobConfig, ModelConfig
 from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.places import check_apart, check_output, has_all_rows
-from pipeline.generate.row_index import EntriesRef, scan_input
+from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.store.run_folder import RunFolder
@@ -39,6 +39,8 @@ class PlannedRun:
     """Of the input's rows (`row_index`); empty if nothing has to be looked up."""
     pool: Pool
     fingerprint: Fingerprint
+    id_sum: int | None
+    """Of the ids of the input's rows, to close the books with; None: not asked for."""
     is_finished: bool
     """The run in the folder was finished before, and its files are there still."""
 
@@ -51,7 +53,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     model = check_model(config, note)
     folder = RunFolder.open(config.output.path)
     earlier = check_output(folder, config)
-    listing = list_input(config.input)
+    listing = list_input(config.input, config.limits.max_line_bytes)
     check_apart(folder, listing)
     cluster = start_ray()
     stop_on_sigterm()
@@ -62,11 +64,12 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     check_quantization(config.model.quantization, model.config, dtype, device, no_int8)
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
     is_open = earlier is not None and not is_finished
-    scans, entries = scan_input(listing, config.input, index_all or is_open, note)
+    scans, entries = scan_input(listing, config.input, index_all or is_open, note, sum_ids=index_all or not is_finished)
     plan = plan_input(listing, scans, config.input)
+    id_sum = sum_input(plan, scans, config.input)
     note(f"input: {plan.num_rows} rows in {count(len(listing.files), f'{listing.format} file')}")
     prints = fingerprint(config, model.decode, model.folder, dtype, plan)
-    return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, is_finished)
+    return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, id_sum, is_finished)
 
 
 def begun_in(earlier: RunState | None) -> str | None:

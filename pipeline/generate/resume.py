@@ -3,13 +3,16 @@
 The data files are the only record of what is done. Left out: whether the run may go on at all (`fingerprint`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.faults import fault_point
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.row_index import index_outputs, mark_rows, match_rows
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_state import RunState
 from pipeline.units import Note
 
 
@@ -57,7 +60,20 @@ def all_data_files(folder: RunFolder) -> list[str]:
     return [path for status in STATUSES for path in folder.data_files(status)]
 
 
-def remove_late(folder: RunFolder, session: str, known: list[str], note: Note) -> None:
-    """Files that a writer of an earlier session added after `session` had begun."""
-    for path in folder.remove_late(session, known):
+def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], note: Note) -> None:
+    """Deletes files that writers of earlier sessions added after the last session of `state` had begun, or ended it.
+
+    Only of sessions that `state` knows to be earlier: whoever reads it may have stood still, and another works here
+    since. `check` is asked before each step.
+    """
+    sessions = [*state.get("former", []), *(session["id"] for session in state["sessions"])]
+    is_over = state["state"] == "finished"
+    known = state.get("files") if is_over else state.get("known")
+    if known is None:  # of an earlier version
+        return
+    late = folder.late_files(frozenset(known), frozenset(sessions if is_over else sessions[:-1]))
+    fault_point("late listed")
+    for path in late:
+        check()
+        folder.remove(folder.name(path))
         note(f"{path}: removed; a writer of an earlier session was late, and its rows are made again")

@@ -17,16 +17,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError, JobConfig, build_config
-from pipeline.generate.books import close_books, first_state, refuse_open_books
+from pipeline.generate.books import close_books, expected_ids, first_state, refuse_open_books
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import all_data_files, settle_rows
+from pipeline.generate.resume import all_data_files, remove_late, settle_rows
 from pipeline.generate.run import RunResult, finish_run, was_finished
 from pipeline.generate.stream import stream_rows
+from pipeline.input.ids import sum_outputs
+from pipeline.input.plan import InputPlan
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
 from pipeline.store.commit import finish_commit, start_commit
 from pipeline.store.lease import Lease
-from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_folder import STATUSES, RunFolder, id_metadata
 from pipeline.store.run_state import RetryState, RunState
 from pipeline.store.write import write_whole
 from pipeline.units import Json, Note
@@ -81,30 +83,35 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     folder, earlier = planned.folder, planned.earlier
     assert earlier is not None
     is_finished = earlier["state"] == "finished"
-    finish_commit(folder, earlier, note)
+    finish_commit(folder, earlier, note, lease.check)
+    remove_late(folder, earlier, lease.check, note)
     tried = {path: count for path in folder.data_files("failed") if (count := _count_retryable(folder, path))}
     total = sum(tried.values())
     if not total:
         note(f"{folder.shown}: nothing to retry")
         if is_finished:
             return RetryResult(was_finished(planned), 0, 0)
-    state = first_state(planned, session, "retrying")
+    state = first_state(planned, session, "retrying", [] if lease.followed is None else [lease.followed])
+    state["known"] = [folder.name(path) for path in all_data_files(folder)]
+    expected: int | None = None
     try:
-        folder.write_state(state)
+        folder.write_state(state, lease.check)
+        lease.check()
         folder.fence(session)
         if total:
-            _generate(planned, state, total, lease, note)
+            expected = expected_ids(planned, _generate(planned, state, total, lease, note))
             lease.check()
-            _commit(folder, state, list(tried), overrides, total)
+            _commit(folder, state, list(tried), overrides, total, lease)
     except BaseException:
         if is_finished and "commit" not in state and lease.holds():  # nothing has happened yet
-            folder.write_state(earlier | {"sessions": state["sessions"]})
+            folder.write_state(earlier | {"sessions": state["sessions"]}, lease.check)
         raise
-    finish_commit(folder, state, note)
+    finish_commit(folder, state, note, lease.check)
+    remove_late(folder, state, lease.check, note)
     state["state"] = "retrying"
-    close_books(folder, state)
-    refuse_open_books(folder, state)
-    return RetryResult(finish_run(planned, state, note), total, state["retries"][-1]["ok"] if total else 0)
+    close_books(folder, state, lease.check, expected)
+    refuse_open_books(folder, state, lease.check)
+    return RetryResult(finish_run(planned, state, lease, note), total, state["retries"][-1]["ok"] if total else 0)
 
 
 def _count_retryable(folder: RunFolder, path: str) -> int:
@@ -120,8 +127,8 @@ def _place(state: RunState) -> str:
     return f"checkpoint/retry-{state['sessions'][-1]['id']}"
 
 
-def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, note: Note) -> None:
-    """The rows that are tried again, into files beside the data."""
+def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, note: Note) -> InputPlan:
+    """The rows that are tried again, into files beside the data; the plan with its duplicates."""
     files = all_data_files(planned.folder)
     work = settle_rows(planned, files, note, without_codes=RETRYABLE, place=_place(state))
     if work.num_left != total:
@@ -131,9 +138,12 @@ def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, no
             "them, jobs.generate --resume makes them again",
         )
     stream_rows(planned, work, state, lease, note)
+    return work.plan
 
 
-def _commit(folder: RunFolder, state: RunState, failed: list[str], overrides: list[str], total: int) -> None:
+def _commit(
+    folder: RunFolder, state: RunState, failed: list[str], overrides: list[str], total: int, lease: Lease
+) -> None:
     """Puts the new rows and the failed ones that were not tried in place of the files `failed`."""
     place, session = _place(state), state["sessions"][-1]
     ok, still_failed = folder.count_rows("ok", place), folder.count_rows("failed", place)
@@ -143,6 +153,7 @@ def _commit(folder: RunFolder, state: RunState, failed: list[str], overrides: li
         rest = table.filter(pc.invert(_is_retryable(table)))
         if rest.num_rows:
             name = f"{place}/status=failed/rest-{session['id']}-{number:06d}.parquet"
+            rest = rest.replace_schema_metadata(id_metadata(sum_outputs(rest)))
             write_whole(folder.filesystem, folder.root, name, rest, session["id"])
     moves = [
         [f"{place}/status={status}/{name}", f"data/status={status}/{name}"]
@@ -158,4 +169,4 @@ def _commit(folder: RunFolder, state: RunState, failed: list[str], overrides: li
         "failed": still_failed,
     }
     state["retries"] = [*state["retries"], record]
-    start_commit(folder, state, moves, [path.removeprefix(f"{folder.root}/") for path in failed])
+    start_commit(folder, state, moves, [path.removeprefix(f"{folder.root}/") for path in failed], lease.check)

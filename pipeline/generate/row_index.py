@@ -8,6 +8,7 @@ duplicate. Measured by `benchmarks/resume.py`. Left out: what follows from a mat
 import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -21,7 +22,18 @@ from numpy.typing import NDArray
 from pipeline.config import ConfigError, InputConfig
 from pipeline.handles import ObjectRef, fetch
 from pipeline.input.files import Listing
-from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY, ROW_BITS, input_entries, output_entries
+from pipeline.input.ids import (
+    ID_MODULUS,
+    INPUT_ENTRY,
+    OUTPUT_ENTRY,
+    ROW_BITS,
+    describe_place,
+    hash_origin,
+    input_entries,
+    output_entries,
+    sum_digests,
+    sum_made_ids,
+)
 from pipeline.input.match import DoneRows, Match, match, match_alone, split
 from pipeline.input.plan import InputPlan
 from pipeline.input.scan import FileScan, scan_file
@@ -43,25 +55,26 @@ T = TypeVar("T")
 
 
 def scan_input(
-    listing: Listing, config: InputConfig, index_all: bool, note: Note
+    listing: Listing, config: InputConfig, index_all: bool, note: Note, sum_ids: bool = False
 ) -> tuple[list[FileScan], list[EntriesRef]]:
     """A scan per file, and references to the entries of the rows; the latter only if there are ids to compare.
 
-    `index_all`: entries of rows with made ids too, as a resume needs them. ConfigError as of `scan_file`.
+    `index_all`: entries of rows with made ids too, as a resume needs them; `sum_ids`: sums of ids (`FileScan.id_sum`).
+    ConfigError as of `scan_file`.
     """
     task = ray.remote(num_returns=2, **TASK)(_scan_group)
     held = ray.put(listing)
     groups = group_files([file.size_bytes for file in listing.files])
-    refs = [task.remote(held, group, config, index_all) for group in groups]
+    refs = [task.remote(held, group, config, index_all, sum_ids) for group in groups]
     scans = [scan for scans in gather([ref for ref, _ in refs], "input: scanned", note) for scan in scans]
     has_own = any(scan.has_own_ids for scan in scans)
     if has_own and not all(scan.is_indexed for scan in scans):
-        return scan_input(listing, config, True, note)  # somebody's id may look like a made one
+        return scan_input(listing, config, True, note, sum_ids)  # somebody's id may look like a made one
     return scans, [entries for _, entries in refs] if has_own or index_all else []
 
 
 def _scan_group(
-    listing: Listing, indices: Sequence[int], config: InputConfig, index_all: bool
+    listing: Listing, indices: Sequence[int], config: InputConfig, index_all: bool, sum_ids: bool
 ) -> tuple[list[FileScan] | ConfigError, NDArray[np.void]]:
     scans, parts = [], [np.empty(0, INPUT_ENTRY)]
     for index in indices:
@@ -69,9 +82,34 @@ def _scan_group(
             scan, digests = scan_file(listing, index, config, index_all)
         except ConfigError as error:  # a value: of an exception Ray would print the traceback
             return error, parts[0]
+        if sum_ids:
+            is_whole = len(digests) == scan.num_rows
+            id_sum = sum_digests(digests) if is_whole else sum_made_ids(scan.file, scan.num_rows)
+            scan = replace(scan, id_sum=id_sum)
         scans.append(scan)
         parts.append(input_entries(digests, index))
     return scans, np.concatenate(parts)
+
+
+def sum_input(plan: InputPlan, scans: Sequence[FileScan], config: InputConfig) -> int | None:
+    """The sum of the ids of all rows of the plan; None where the scans have none."""
+    total, task = 0, ray.remote(**TASK)(_sum_first)
+    for index, (scan, count) in enumerate(zip(scans, plan.num_rows_per_file, strict=True)):
+        if scan.id_sum is None:
+            return None
+        is_cut = 0 < count < scan.num_rows  # `input.limit` ends in this file
+        total += fetch(task.remote(plan.listing, index, config, count)) if is_cut else scan.id_sum if count else 0
+    return total % ID_MODULUS
+
+
+def _sum_first(listing: Listing, index: int, config: InputConfig, count: int) -> int:
+    return sum_digests(scan_file(listing, index, config.model_copy(update={"limit": count}), index_all=True)[1])
+
+
+def sum_duplicates(plan: InputPlan) -> int:
+    """What `duplicate_id` rows add to the sum of the ids (`ids.sum_outputs`)."""
+    named = zip(plan.listing.files, plan.duplicates, strict=True)
+    return sum(hash_origin(describe_place(file.name, int(row))) for file, rows in named for row in rows)
 
 
 def index_outputs(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import ConfigError, JobConfig
-from pipeline.generate.books import close_books, first_state, refuse_open_books
+from pipeline.faults import fault_point
+from pipeline.generate.books import close_books, expected_ids, first_state, refuse_open_books
 from pipeline.generate.ending import allowed_failures
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.openai_batch import write_batch_files
@@ -43,47 +44,61 @@ def run(config: JobConfig, note: Note) -> RunResult:
             return was_finished(planned)
     session = uuid.uuid4().hex[:12]
     with Lease(planned.folder, session, note) as lease:
+        former = [] if lease.followed is None else [lease.followed]
         if config.output.if_exists == "overwrite":
-            planned.folder.fence(session)  # first: a writer of the old run must not add to the new one
-            planned.folder.clear()
+            former += _clear(planned.folder, session, lease)
         elif planned.folder.read_state() != planned.earlier:
             raise ConfigError("output.path", f"another run has worked in {planned.folder.shown} meanwhile; start again")
-        return _execute(planned, session, lease, note)
+        return _execute(planned, session, former, lease, note)
 
 
-def _execute(planned: PlannedRun, session: str, lease: Lease, note: Note) -> RunResult:
-    folder = planned.folder
-    if planned.earlier is not None:
-        finish_commit(folder, planned.earlier, note)
-    state = first_state(planned, session, "running")
-    if planned.earlier is None:
-        folder.write_state(state)  # before anything else lies there: a folder without it cannot be resumed
-    last = folder.read_known() if planned.earlier else (session, [])
+def _clear(folder: RunFolder, session: str, lease: Lease) -> list[str]:
+    """Removes the run that is there; its sessions, whose writers may still come."""
+    old = folder.read_state()
+    lease.check()
+    folder.fence(session)  # first: a writer of the old run must not add to the new one
+    folder.clear(session, lease.check)
+    return [*old.get("former", []), *(one["id"] for one in old.get("sessions", []))] if old else []
+
+
+def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease, note: Note) -> RunResult:
+    folder, earlier = planned.folder, planned.earlier
+    if earlier is not None:
+        finish_commit(folder, earlier, note, lease.check)
+    state = first_state(planned, session, "running", former)
+    if earlier is None:
+        folder.write_state(state, lease.check)  # before anything else lies there: a folder without it cannot be resumed
+    lease.check()
     folder.fence(session)
-    if last is not None:
-        remove_late(folder, *last, note)
+    if earlier is not None:
+        remove_late(folder, earlier, lease.check, note)
     known = all_data_files(folder)
-    folder.write_known(session, known)
+    state["known"] = [folder.name(path) for path in known]
     work = settle_rows(planned, known, note)
-    folder.write_state(state)
+    folder.write_state(state, lease.check)
     if work.num_left:
         stream_rows(planned, work, state, lease, note)
-    lease.check()
-    remove_late(folder, session, known, note)
-    close_books(folder, state)
-    refuse_open_books(folder, state)
-    return finish_run(planned, state, note)
+    remove_late(folder, state, lease.check, note)
+    close_books(folder, state, lease.check, expected_ids(planned, work.plan))
+    refuse_open_books(folder, state, lease.check)
+    return finish_run(planned, state, lease, note)
 
 
-def finish_run(planned: PlannedRun, state: RunState, note: Note) -> RunResult:
+def finish_run(planned: PlannedRun, state: RunState, lease: Lease, note: Note) -> RunResult:
     """Everything that is made of the data files once they are complete."""
     folder, session = planned.folder, state["sessions"][-1]
     session["ended_at"] = session["ended_at"] or time.time()
+    lease.check()
     if planned.input.listing.format == "openai_batch":
-        write_batch_files(folder, planned.model.source)
-    report = finish_report(folder, state | {"state": "finished"}, note)
-    folder.remove("checkpoint")
-    folder.write_state(state | {"state": "finished", "report": report})  # last: a finished run has everything
+        state["answers"] = write_batch_files(folder, planned.model.source, lease.check)
+    report = finish_report(folder, state | {"state": "finished"}, note, lease.check)
+    lease.check()
+    fault_point("leaving")
+    folder.leave(session["id"])
+    state.pop("known", None)
+    folder.write_state(
+        state | {"state": "finished", "report": report}, lease.check
+    )  # last: a finished run has everything
     return _result(planned, report)
 
 

@@ -1,7 +1,5 @@
 """From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows, files."""
 
-from pathlib import Path
-
 from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
 from pipeline.checkpoint import worker_path
 from pipeline.config import JobConfig
@@ -9,16 +7,18 @@ from pipeline.generate.dataset import PipelineSpec
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.stages.tokens import TokenizeConfig
+from skipdecode.hub import resolve_source
 from skipdecode.sampling import Sampling
 
-MAX_FILES = 10_000  # output files of one status, for large corpora; more where Ray cuts windows (above 12 MiB)
+MAX_FILES = 10_000  # output files of one status, for large corpora; more where Ray cuts prompts (above 12 MiB a window)
 
 
 def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """With the settled dtype, so that all workers and sessions decode alike."""
     config, model, pool = planned.config, planned.model, planned.pool
     source = worker_path(model.source, model.folder)
-    tokenizer = config.model.tokenizer and worker_path(config.model.tokenizer, Path(config.model.tokenizer))
+    own = config.model.tokenizer
+    tokenizer = own and worker_path(own, resolve_source(own, "model.tokenizer"))
     s = config.sampling
     sampling = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos)
     batch_size = config.actors.batch_size

@@ -9,7 +9,7 @@ import time
 import ray
 
 from pipeline.console import live_progress
-from pipeline.generate.books import close_books, output_schema
+from pipeline.generate.books import close_books, expected_ids, output_schema
 from pipeline.generate.dataset import Helpers, PipelineSpec, build_pipeline
 from pipeline.generate.ending import check_budget, early_limit, note_if_full, reason_to_stop
 from pipeline.generate.execution import execute, prepare
@@ -17,6 +17,7 @@ from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.generate.spec import make_spec, rows_per_file
 from pipeline.handles import CollectorHandle, fetch
+from pipeline.input.ids import sum_outputs
 from pipeline.report.collector import start_collector
 from pipeline.stages.attempts import start_ledger
 from pipeline.stages.leftovers import start_leftovers
@@ -26,13 +27,14 @@ from pipeline.store.run_state import RunState
 from pipeline.store.write import RunSink
 from pipeline.units import Note, count
 
+SLOW_READ_BYTES_S = 10e6  # of input; 60 MB/s on a disk
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 
 def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, note: Note) -> None:
     """Decodes all rows that are left; however it ends, `run.json` says so."""
     folder, session = planned.folder, state["sessions"][-1]["id"]
-    spec = make_spec(planned, work)
+    spec, expected = make_spec(planned, work), expected_ids(planned, work.plan)
     _note_start(planned, work, spec, note)
     is_retry = work.place != "data"  # of rows that have failed already: there cannot be more of them
     ends_at = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
@@ -43,7 +45,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
         sink = _make_sink(spec, folder, session, work)
         prepare(
             keep_workers=helpers.leftovers is not None,
-            no_progress_timeout_s=planned.config.limits.no_progress_timeout_s,
+            no_progress_timeout_s=planned.config.limits.no_progress_timeout_s + skipping_s(work),
         )
         with live_progress(helpers.collector, work.num_left, note):
             execute(build_pipeline(spec, sink, helpers))
@@ -51,14 +53,23 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
         lease.check()  # whoever has taken the folder over writes its run.json
         state["state"] = "interrupted"
         with note_if_full(folder, note):
-            folder.write_state(state)  # at once: who stops a job may not wait
+            folder.write_state(state, lease.check)  # at once: who stops a job may not wait
             flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
-            _end_session(folder, state, helpers.collector, flush_timeout_s, note)
+            _end_session(folder, state, helpers.collector, flush_timeout_s, expected, lease, note)
         reason = reason_to_stop(error, helpers.ledger, folder.shown)
         if reason is error:
             raise
         raise reason from error
-    _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, note)
+    _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, expected, lease, note)
+
+
+def skipping_s(work: Work) -> float:
+    """How long a reader may take until it gives the first row: of a file that is done but for its end there is nothing
+    to give while it is read, and no progress to be seen."""
+    if work.done is None:
+        return 0.0
+    shares = zip(work.done.num_rows_per_file, work.plan.num_rows_per_file, work.plan.num_bytes_per_file, strict=True)
+    return max((num_bytes * done / max(count, 1) / SLOW_READ_BYTES_S for done, count, num_bytes in shares), default=0.0)
 
 
 def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, note: Note) -> None:
@@ -83,11 +94,19 @@ def _start_helpers(
 
 def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, work: Work) -> RunSink:
     rows = rows_per_file(work.num_left, spec.window_rows)
-    return RunSink(folder.filesystem, folder.root, session, output_schema(spec.plan), rows, work.place)
+    return RunSink(
+        folder.filesystem, folder.root, session, output_schema(spec.plan), rows, work.place, sum_ids=sum_outputs
+    )
 
 
 def _end_session(
-    folder: RunFolder, state: RunState, collector: CollectorHandle, flush_timeout_s: float, note: Note
+    folder: RunFolder,
+    state: RunState,
+    collector: CollectorHandle,
+    flush_timeout_s: float,
+    expected: int | None,
+    lease: Lease,
+    note: Note,
 ) -> None:
     """Asks for the last figures, and counts the rows; a run without its figures is still a run."""
     try:
@@ -95,4 +114,4 @@ def _end_session(
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         note(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
     state["sessions"][-1]["ended_at"] = time.time()
-    close_books(folder, state)
+    close_books(folder, state, lease.check, expected)

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import ray
 
 from pipeline.cluster import start_ray
-from pipeline.config import ConfigError, InputConfig, build_config
+from pipeline.config import ConfigError, InputConfig, LimitsConfig, build_config
 from pipeline.generate.fingerprint import compare_files, list_files
+from pipeline.generate.openai_batch import FILES, count_lines
 from pipeline.generate.row_index import TASK, EntriesRef, gather, group_files, match_rows, scan_input
 from pipeline.generate.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
 from pipeline.input.files import list_input
@@ -59,6 +59,7 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
     verdict = Verdict(folder)
     _check_state(folder, state, verdict.problems)
     verdict.problems.add("stray", folder.unexpected_files())
+    verdict.problems.add("count", _files_since(folder, state))
     start_ray()
     found, paths, outputs = _check_data(folder, state, note)
     verdict.problems.join(found.problems)
@@ -90,6 +91,17 @@ def _check_state(folder: RunFolder, state: RunState, problems: Problems) -> None
         problems.add("state", [f"the run is {state['state']}, not finished; jobs.generate --resume goes on with it"])
 
 
+def _files_since(folder: RunFolder, state: RunState) -> list[str]:
+    """Data files that came after the books were closed."""
+    there = [folder.name(path) for status in STATUSES for path in folder.data_files(status)]
+    known = frozenset(state.get("files", there) if state["state"] == "finished" else there)
+    return [
+        f"run.json: {name} is not among the files that the books were closed with"
+        for name in there
+        if name not in known
+    ]
+
+
 def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFound, list[str], list[EntriesRef]]:
     """What the data files hold, their paths, and references to the entries of their rows."""
     paths = [path for status in STATUSES for path in folder.data_files(status)]
@@ -106,8 +118,9 @@ def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFo
 def _read_input(
     config: InputConfig, state: RunState, has_moved: bool, verdict: Verdict, note: Note
 ) -> tuple[InputPlan | None, list[EntriesRef]]:
+    max_line_bytes = build_config(LimitsConfig, state["config"].get("limits", {})).max_line_bytes
     try:
-        listing = list_input(config)
+        listing = list_input(config, max_line_bytes)
         scans, entries = scan_input(listing, config, True, note)
         plan = plan_input(listing, scans, config)
     except (ConfigError, OSError) as error:
@@ -181,18 +194,11 @@ def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict
         }
         verdict.problems.add("count", _miscounts("report.json:", json.loads(report) if report else {}, totals))
     if state["input"]["format"] == "openai_batch" and state["state"] == "finished":
-        for name, num_rows in (("batch_output.jsonl", counted["ok"]), ("batch_errors.jsonl", counted["failed"])):
-            lines = _count_lines(folder, name)
+        for status, name in FILES.items():
+            lines, num_rows = count_lines(folder, name), counted[status]
             verdict.problems.add("count", [f"{name}: {lines} lines for {num_rows} rows"] if lines != num_rows else [])
 
 
 def _miscounts(where: str, said: Mapping[str, T], is_so: Mapping[str, T]) -> list[str]:
     wrong = [key for key, value in is_so.items() if said.get(key) != value]
     return [f"{where} {key} is {said.get(key)!r}, counted {is_so[key]!r}" for key in wrong]
-
-
-def _count_lines(folder: RunFolder, name: str) -> int:
-    if folder.filesystem.get_file_info(folder.path(name)).type != pafs.FileType.File:
-        return 0
-    with folder.filesystem.open_input_stream(folder.path(name)) as stream:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))

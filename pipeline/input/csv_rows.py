@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import BinaryIO, Final, Protocol
 
-from pipeline.config import ConfigError, InputConfig
+from pipeline.config import MAX_LINE_BYTES, ConfigError, InputConfig
+from pipeline.input.lines import READ_BYTES
 from pipeline.input.row import Row, is_clean
 from pipeline.schema import BAD_LINE
 
@@ -19,18 +20,52 @@ MAX_CSV_FIELD_CHARS: Final = 1 << 28  # the csv module's own is 128 KiB; a promp
 class CsvReader(Protocol):
     """What `csv.reader` gives."""
 
-    @property
-    def line_num(self) -> int: ...
-
     def __iter__(self) -> Iterator[list[str]]: ...
 
     def __next__(self) -> list[str]: ...
 
 
+class CsvLines:
+    """The lines of a file, one after the other, as `csv` wants them; the row that they make has a limit in bytes.
+
+    csv.Error in place of more; the rest of that line is left out, and never in memory.
+    """
+
+    def __init__(self, stream: BinaryIO, max_bytes: int) -> None:
+        # surrogateescape: bytes that are not UTF-8 must fail their row alone, not the file.
+        self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        self._max_bytes = max_bytes
+        self._left = max_bytes
+        self.count = 0
+        """Lines so far, those that were left out too."""
+
+    def begin_row(self) -> None:
+        self._left = self._max_bytes
+
+    def __iter__(self) -> "CsvLines":
+        return self
+
+    def __next__(self) -> str:
+        most = max(self._left, 0) + 2  # the end of the last line is no part of the row
+        line = self._text.readline(most)
+        if not line:
+            raise StopIteration
+        self.count += 1
+        is_whole = line.endswith(("\n", "\r")) or len(line) < most
+        num_bytes = len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
+        is_short = num_bytes - (len(line) - len(line.rstrip("\r\n"))) <= self._left
+        self._left -= num_bytes
+        if is_whole and is_short:
+            return line
+        while not is_whole and (rest := self._text.readline(READ_BYTES)):
+            is_whole = rest.endswith(("\n", "\r"))
+        raise csv.Error(f"more bytes than limits.max_line_bytes allows ({self._max_bytes})")
+
+
 def read_csv_header(stream: BinaryIO, path: str) -> list[str]:
     """The column names; [] for an empty file. `ConfigError` for a broken header or a column named twice."""
     try:
-        header = next(_csv_reader(stream, path), [])
+        header = next(_csv_reader(CsvLines(stream, MAX_LINE_BYTES), path), [])
         "".join(header).encode()
     except (csv.Error, UnicodeEncodeError) as error:
         raise ConfigError("input.path", f"{path}: the CSV header cannot be read: {error}") from error
@@ -39,24 +74,24 @@ def read_csv_header(stream: BinaryIO, path: str) -> list[str]:
     return header
 
 
-def _csv_reader(stream: BinaryIO, name: str) -> CsvReader:
-    # surrogateescape: bytes that are not UTF-8 must fail their row alone, not the file.
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+def _csv_reader(lines: CsvLines, name: str) -> CsvReader:
     csv.field_size_limit(max(MAX_CSV_FIELD_CHARS, csv.field_size_limit()))
     # strict: without it a quote that is never closed swallows the rest of the file as one good row.
-    return csv.reader(text, delimiter="\t" if is_tab_separated(name) else ",", strict=True)
+    return csv.reader(lines, delimiter="\t" if is_tab_separated(name) else ",", strict=True)
 
 
 def is_tab_separated(name: str) -> bool:
     return ".tsv" in PurePosixPath(name.lower()).suffixes[-2:]
 
 
-def csv_rows(stream: BinaryIO, name: str, config: InputConfig) -> Iterator[Row]:
-    reader = _csv_reader(stream, name)
+def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Row]:
+    lines = CsvLines(stream, max_line_bytes)
+    reader = _csv_reader(lines, name)
     header = next(reader, [])
     number = 0
     while True:
-        where = f"{name} line {reader.line_num + 1}"
+        where = f"{name} line {lines.count + 1}"
+        lines.begin_row()
         try:
             values = next(reader)
         except StopIteration:

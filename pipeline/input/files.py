@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from pipeline.config import ConfigError, InputConfig
+from pipeline.config import MAX_LINE_BYTES, ConfigError, InputConfig
 from pipeline.input.formats import parse_suffix
 from pipeline.input.lines import READ_BYTES, iter_lines
 from pipeline.input.openai_rows import looks_like_batch
@@ -33,9 +33,10 @@ class Listing:
     files: tuple[SourceFile, ...]  # in the order of `input.path`, sorted within each of its entries
     format: str  # concrete, never "auto"
     folders: tuple[str, ...] = ()  # that are read with everything in them
+    max_line_bytes: int = MAX_LINE_BYTES
 
 
-def list_input(config: InputConfig) -> Listing:
+def list_input(config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES) -> Listing:
     """Finds the files of `input.path` and their format; `ConfigError` if there is none, or no single one.
 
     A path is a file, a folder or a pattern of `*`, `?` and `**`; local, or any URI pyarrow knows. A folder is
@@ -66,7 +67,8 @@ def list_input(config: InputConfig) -> Listing:
         SourceFile(info.path, info.size or 0, info.mtime_ns, info.path[len(root) :].lstrip("/"))
         for info in found.values()
     )
-    return Listing(filesystem, files, _detect_format(filesystem, files, config), tuple(folders))
+    format = _detect_format(filesystem, files, config)
+    return Listing(filesystem, files, format, tuple(folders), max_line_bytes)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import posixpath
 from collections.abc import Iterator
 from typing import BinaryIO, Final
 
-from pipeline.config import InputConfig
+from pipeline.config import MAX_LINE_BYTES, InputConfig
 from pipeline.input.csv_rows import csv_rows
 from pipeline.input.json_rows import json_rows, jsonl_row
 from pipeline.input.lines import iter_lines
@@ -36,10 +36,13 @@ def parse_suffix(path: str) -> tuple[str | None, str | None]:
     return (None if known == "parquet" and compression else known), compression
 
 
-def iter_rows(stream: BinaryIO, name: str, format: str, config: InputConfig) -> Iterator[Row]:
+def iter_rows(
+    stream: BinaryIO, name: str, format: str, config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Row]:
     """The rows of one text, CSV, JSONL or OpenAI batch file; `stream` gives its uncompressed bytes."""
     if format == "text":
-        return text_rows(iter_lines(stream), name)
+        return text_rows(iter_lines(stream, max_line_bytes), name)
     if format == "csv":
-        return csv_rows(stream, name, config)
-    return json_rows(iter_lines(stream), name, batch_row if format == "openai_batch" else jsonl_row, config)
+        return csv_rows(stream, name, config, max_line_bytes)
+    make_row = batch_row if format == "openai_batch" else jsonl_row
+    return json_rows(iter_lines(stream, max_line_bytes), name, make_row, config)

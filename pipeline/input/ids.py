@@ -21,6 +21,8 @@ INPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8")])
 OUTPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8"), ("origin", "<u8")])
 """A row of a data file. `origin`: 0, or of a `duplicate_id` row the hash of its place in the input."""
 ROW_BITS: Final = np.uint64(32)
+ID_MODULUS: Final = 2**128
+SUMMED_AT_ONCE: Final = 65536
 
 
 def digest_id(id: str) -> bytes:
@@ -30,6 +32,25 @@ def digest_id(id: str) -> bytes:
 
 def digest_ids(ids: Sequence[str]) -> Digests:
     return np.frombuffer(b"".join(map(digest_id, ids)), dtype=DIGEST)
+
+
+def sum_digests(digests: Digests) -> int:
+    """The sum of digests as numbers, modulo 2^128: the same in any order, another where one is lost and one doubled."""
+    words = np.frombuffer(digests.tobytes(), "<u4").reshape(-1, DIGEST.itemsize // 4)
+    return sum(int(column) << (32 * place) for place, column in enumerate(words.sum(0, dtype=np.uint64))) % ID_MODULUS
+
+
+def sum_made_ids(file: SourceFile, count: int) -> int:
+    """`sum_digests` of the made ids of the first rows of a file."""
+    starts = range(0, count, SUMMED_AT_ONCE)
+    parts = ((start, min(start + SUMMED_AT_ONCE, count)) for start in starts)
+    return sum(sum_digests(digest_ids([made_id(file, row) for row in range(*part)])) for part in parts) % ID_MODULUS
+
+
+def sum_outputs(table: pa.Table) -> int:
+    """Of rows with `id`, `error_code`, `error_message`: their ids, and of `duplicate_id` rows their places too."""
+    entries = output_entries(table, 0)
+    return (sum_digests(entries["digest"]) + sum(map(int, entries["origin"][entries["origin"] > 0]))) % ID_MODULUS
 
 
 def made_id(file: SourceFile, number: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from pipeline.config import InputConfig
+from pipeline.input.lines import LongLine
 from pipeline.input.row import JsonObject, Row, RowError, describe_utf8, is_clean
 from pipeline.schema import BAD_LINE, PROMPT_MISSING, PROMPT_NOT_TEXT
 from pipeline.units import Json
@@ -60,6 +61,9 @@ def json_rows(
     config: InputConfig,
 ) -> Iterator[Row]:
     for number, line in enumerate(lines):
+        if isinstance(line, LongLine):
+            yield Row(number, 0, error_code=BAD_LINE, error_message=f"{name} line {number + 1}: {line.reason}")
+            continue
         if not line or line.isspace():
             continue  # not a row, but its number is used up: made ids bear line numbers
         row = Row(number, len(line))

@@ -5,8 +5,10 @@ Left out: opening files (`scan`, `read`), and text inside lists and structs, whi
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from pipeline.input.arrays import Mask
+from pipeline.input.arrays import Mask, Rows
 from pipeline.input.files import SourceFile
 from pipeline.input.ids import made_id
 
@@ -69,3 +71,40 @@ def parquet_ids(column: pa.Array, file: SourceFile, first: int) -> tuple[list[st
     given = text.to_pylist()
     ids = [id or made_id(file, first + offset) for offset, id in enumerate(given)]
     return ids, np.fromiter(map(bool, given), bool, len(given)), bad
+
+
+def text_columns(file: pq.ParquetFile) -> list[str]:
+    """Columns of text or bytes, at the top level, of which some part is written as a dictionary."""
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    places = {file.metadata.schema.column(place).path: place for place in range(file.metadata.num_columns)}
+    names = [field.name for field in file.schema_arrow if _has_length(field.type)]
+    return [name for name in names if any(group.column(places[name]).has_dictionary_page for group in groups)]
+
+
+def block_cuts(batch: pa.RecordBatch, max_bytes: int) -> list[int]:
+    """Where to cut a batch so that no part, without its dictionaries, has more than `max_bytes`, or else one row."""
+    sizes = decoded_bytes(batch)
+    cuts, total = [0], 0
+    for row, size in enumerate(sizes.tolist()):
+        if total + size > max_bytes and row > cuts[-1]:
+            cuts.append(row)
+            total = 0
+        total += size
+    return [*cuts, batch.num_rows]
+
+
+def decoded_bytes(batch: pa.RecordBatch) -> Rows:
+    """int64 [rows]: about what each row takes without dictionaries."""
+    sizes = np.zeros(batch.num_rows, dtype=np.int64)
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type) and _has_length(column.type.value_type):
+            lengths = pc.fill_null(pc.binary_length(column.dictionary).cast(pa.int64()), 0)
+            sizes += pc.fill_null(lengths.take(column.indices), 0).to_numpy(zero_copy_only=False)
+        else:
+            sizes += column.nbytes // max(batch.num_rows, 1)
+    return sizes
+
+
+def _has_length(type_: pa.DataType) -> bool:
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(check(type_) for check in checks)

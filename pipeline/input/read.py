@@ -3,6 +3,7 @@
 Left out: rows that are done already, and Ray (`source`).
 """
 
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
@@ -18,7 +19,14 @@ from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import iter_rows
 from pipeline.input.ids import already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
-from pipeline.input.parquet_columns import parquet_ids, to_text, without_invalid_utf8
+from pipeline.input.parquet_columns import (
+    block_cuts,
+    parquet_ids,
+    plain_type,
+    text_columns,
+    to_text,
+    without_invalid_utf8,
+)
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
 from pipeline.input.row import BLOCK_BYTES, Row
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
@@ -59,7 +67,8 @@ def _read_rows(plan: InputPlan, index: int, config: InputConfig, rows_per_block:
     with open_stream(plan.listing.filesystem, file) as stream:
         block: list[Row] = []
         num_bytes = 0
-        for row in islice(iter_rows(stream, file.name, plan.listing.format, config), wanted):
+        rows = iter_rows(stream, file.name, plan.listing.format, config, plan.listing.max_line_bytes)
+        for row in islice(rows, wanted):
             block.append(row)
             num_bytes += row.num_bytes
             if len(block) == rows_per_block or num_bytes >= BLOCK_BYTES:
@@ -90,13 +99,21 @@ def _to_table(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> pa.Tabl
 def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
     file = plan.listing.files[index]
     source = plan.listing.filesystem.open_input_file(file.path)
-    with pq.ParquetFile(source, page_checksum_verification=True) as parquet:
-        row_bytes = plan.num_bytes_per_file[index] // max(parquet.metadata.num_rows, 1)
+    with pq.ParquetFile(source) as footer:
+        metadata, names = footer.metadata, text_columns(footer)
+        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
         batch_rows = max(1, min(rows_per_block, BLOCK_BYTES // max(row_bytes, 1)))
-        first = 0
-        for batch in parquet.iter_batches(batch_rows):
-            yield _from_batch(batch, file, first, plan, config)
-            first += batch.num_rows
+        # text stays encoded until it is known how much of it there is: a dictionary of one value may stand for a
+        # thousand of them
+        with pq.ParquetFile(
+            source, metadata=metadata, page_checksum_verification=True, read_dictionary=names
+        ) as parquet:
+            first = 0
+            for batch in parquet.iter_batches(batch_rows):
+                for start, end in itertools.pairwise(block_cuts(batch, BLOCK_BYTES)):
+                    yield _from_batch(batch[start:end], file, first + start, plan, config)
+                first += batch.num_rows
 
 
 def _from_batch(batch: pa.RecordBatch, file: SourceFile, first: int, plan: InputPlan, config: InputConfig) -> pa.Table:
@@ -114,7 +131,9 @@ def _from_batch(batch: pa.RecordBatch, file: SourceFile, first: int, plan: Input
         if field.name not in batch.schema.names:
             extras.append(pa.nulls(count, field.type))
             continue
-        column, bad = without_invalid_utf8(batch.column(field.name).cast(field.type))
+        plain = batch.column(field.name)
+        plain = plain.cast(plain_type(plain.type)).cast(field.type)
+        column, bad = without_invalid_utf8(plain)
         errors.set(bad, BAD_LINE, f"column {field.name!r} is not valid UTF-8")
         extras.append(column)
     missing = np.asarray(prompts.is_null()) & ~bad_prompts

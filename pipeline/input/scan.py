@@ -41,6 +41,7 @@ class FileScan:
     etag: str | None = None  # of the object, where there are etags
     is_batch: bool | None = None  # JSONL with format auto: whether the first object is an OpenAI batch line
     first_error: str | None = None
+    id_sum: int | None = None  # `ids.sum_digests` of its rows, where it was asked for
 
 
 def scan_file(listing: Listing, index: int, config: InputConfig, index_all: bool = False) -> tuple[FileScan, Digests]:
@@ -72,7 +73,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
     num_rows = num_bytes = num_own_ids = 0
     first_error = None
     with open_stream(listing.filesystem, file) as stream:
-        for row in islice(iter_rows(stream, file.name, listing.format, config), config.limit):
+        for row in islice(iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes), config.limit):
             num_rows += 1
             num_bytes += row.num_bytes
             first_error = first_error or row.error_message or None

@@ -18,6 +18,7 @@ from pipeline.report.prometheus import LiveMetrics
 from pipeline.report.records import SCHEMAS, Kind, Record
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.write import write_whole
+from pipeline.units import Note
 
 FLUSH_S = 15.0
 SLICE_ROWS = 1 << 16  # records that a reader has in memory at a time
@@ -85,18 +86,24 @@ def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_pl
     return handle
 
 
-def read_metrics(folder: RunFolder, kind: Kind, columns: Sequence[str] = ()) -> Iterator[pa.Table]:
+def read_metrics(
+    folder: RunFolder, kind: Kind, columns: Sequence[str] = (), note: Note = lambda _: None
+) -> Iterator[pa.Table]:
     """All records of one kind (`batches`, `windows`, `workers`), a slice at a time; all columns where none is named.
 
-    A column that a run of an earlier version lacks is null.
+    A column that a run of an earlier version lacks is null. A damaged file costs figures, and no more: `note` hears of
+    it, and what could be read of it has been given.
     """
     schema = SCHEMAS[kind]
     wanted = pa.schema([schema.field(name) for name in columns or schema.names])
     for path in folder.files("metrics"):
         if not path.rpartition("/")[2].startswith(f"{kind}-"):
             continue
-        with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
-            there = [name for name in wanted.names if name in file.schema_arrow.names]
-            for batch in file.iter_batches(SLICE_ROWS, columns=there):
-                found = pa.Table.from_batches([batch])
-                yield pa.concat_tables([wanted.empty_table(), found], promote_options="default")
+        try:
+            with pq.ParquetFile(path, filesystem=folder.filesystem, page_checksum_verification=True) as file:
+                there = [name for name in wanted.names if name in file.schema_arrow.names]
+                for batch in file.iter_batches(SLICE_ROWS, columns=there):
+                    found = pa.Table.from_batches([batch])
+                    yield pa.concat_tables([wanted.empty_table(), found], promote_options="default")
+        except (OSError, pa.ArrowException) as error:
+            note(f"{path}: left out, the figures lack what it says: {error}")

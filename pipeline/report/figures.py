@@ -5,10 +5,12 @@ they exist.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeGuard
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -33,15 +35,20 @@ class Report:
     """What the plot of the workers shows."""
 
 
-def make_report(folder: RunFolder, state: RunState, price_per_hour: float | None = None) -> Report:
-    """`state` is `run.json`, `price_per_hour` that of all machines of the run together."""
+def make_report(
+    folder: RunFolder, state: RunState, price_per_hour: float | None = None, note: Note = lambda _: None
+) -> Report:
+    """`state` is `run.json`, `price_per_hour` that of all machines of the run together; `note` hears what is damaged
+    and left out."""
     clock = Clock.of(state["sessions"])
     batches, throughput = BatchTotals(), Throughput(clock)
-    for table in read_metrics(folder, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS)))):
+    for table in read_metrics(folder, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS))), note):
         batches.add(table)
         throughput.add(table)
-    windows = Windows.of(read_metrics(folder, "windows", WINDOW_COLUMNS))
-    starts: list[StoredStart] = [start for table in read_metrics(folder, "workers") for start in table.to_pylist()]
+    windows = Windows.of(read_metrics(folder, "windows", WINDOW_COLUMNS, note))
+    starts: list[StoredStart] = [
+        start for table in read_metrics(folder, "workers", (), note) for start in table.to_pylist()
+    ]
     figures: Figures = {
         **_counted(count_data(folder), batches, state, clock.duration_s, price_per_hour),
         "actors": actors(starts, windows, clock),
@@ -127,26 +134,36 @@ def _is_run(state: Mapping[str, object]) -> TypeGuard[RunState]:
     return {"state", "sessions", "books", "config", "decode", "model"} <= state.keys()
 
 
-def write_report(folder: RunFolder, report: Report, state: RunState) -> None:
-    folder.write_text("report.html", render_report(report.figures, state, report.lanes))
-    folder.write_text("report.json", json.dumps(report.figures, indent=2) + "\n")
+def write_report(folder: RunFolder, report: Report, state: RunState, check: Callable[[], None] = lambda: None) -> None:
+    folder.write_text("report.html", render_report(report.figures, state, report.lanes), check)
+    folder.write_text("report.json", json.dumps(report.figures, indent=2) + "\n", check)
 
 
-def finish_report(folder: RunFolder, state: RunState, note: Note) -> dict[str, object]:
-    """The figures of a complete run, written; its counts alone where they fail: the rows are what was asked for."""
+def finish_report(
+    folder: RunFolder, state: RunState, note: Note, check: Callable[[], None] = lambda: None
+) -> dict[str, object]:
+    """The figures of a complete run, written; its counts alone where they fail: the rows are what was asked for.
+
+    `check` is asked before anything is changed.
+    """
     try:
-        report = make_report(folder, state)
-        write_report(folder, report, state)
+        report = make_report(folder, state, note=note)
+        write_report(folder, report, state, check)
     except Exception as error:
-        for name in ("report.json", "report.html"):
-            folder.remove(name)  # of before a retry: it would contradict the data
-        note(
-            f"report: could not be made ({type(error).__name__}: {error}); the rows are complete and the run is "
-            f"finished, and `python -m jobs.report {folder.shown}` makes it when the reason is gone"
-        )
-        books = state["books"]
-        return {"completed": books["ok"], "failed": books["failed"], "books": books}
+        check()  # it may be what raised
+        return _without_figures(folder, state, error, note)
     return dict(report.figures)
+
+
+def _without_figures(folder: RunFolder, state: RunState, error: Exception, note: Note) -> dict[str, object]:
+    for name in ("report.json", "report.html"):
+        folder.remove(name)  # of before a retry: it would contradict the data
+    note(
+        f"report: could not be made ({type(error).__name__}: {error}); the rows are complete and the run is "
+        f"finished, and `python -m jobs.report {folder.shown}` makes it when the reason is gone"
+    )
+    books = state["books"]
+    return {"completed": books["ok"], "failed": books["failed"], "books": books}
 
 
 def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_tokens: int) -> Cost:
@@ -168,6 +185,10 @@ def last_sign_of_life(folder: RunFolder, session: Session) -> float:
         for info in folder.filesystem.get_file_info(folder.data_files(status))
         if info.mtime is not None
     ]
-    paths = [path for path in folder.files("metrics") if f"windows-{session['id']}-" in path]
-    tables = [pq.read_table(path, columns=["ended_at"], filesystem=folder.filesystem) for path in paths]
-    return float(max([session["started_at"], *written, *(pc.max(table["ended_at"]).as_py() for table in tables)]))
+    ends = [session["started_at"], *written]
+    for path in folder.files("metrics"):
+        if f"windows-{session['id']}-" in path:
+            with suppress(OSError, pa.ArrowException):  # damaged: the other files say almost as much
+                table = pq.read_table(path, columns=["ended_at"], filesystem=folder.filesystem)
+                ends.append(pc.max(table["ended_at"]).as_py() or 0.0)
+    return float(max(ends))

@@ -23,6 +23,7 @@ from pipeline.service.metrics import RayMetrics, scrape
 from pipeline.service.routes import create_app
 from pipeline.units import Json
 from skipdecode.continuous import check_continuous
+from skipdecode.hub import pin, resolve_source
 from skipdecode.schedule import make_schedule
 
 
@@ -91,7 +92,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     tokenizer = config.model.tokenizer
     generator = GeneratorConfig(
         source=worker_path(model.source, model.folder),
-        tokenizer=tokenizer and str(tokenizer),
+        tokenizer=tokenizer and pin(tokenizer, resolve_source(tokenizer, "model.tokenizer")),
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=dtype,

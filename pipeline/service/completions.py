@@ -39,12 +39,12 @@ class Watch:
 
 
 async def whole(
-    endpoint: Endpoint, asked: CompletionRequest, requests: list[EngineRequest], watch: Watch
+    endpoint: Endpoint, asked: CompletionRequest, requests: list[EngineRequest], client: str, watch: Watch
 ) -> CompletionBody:
     """The answer in one piece; ApiError."""
     choices = [Choice(n, r, asked, endpoint.tokenizer_decode) for n, r in enumerate(requests)]
     parts: list[list[ChoiceBody]] = [[] for _ in choices]
-    async with endpoint.answering(requests) as answering:
+    async with endpoint.answering(requests, client) as answering:
         async for number, progress in answering:
             watch.token()
             parts[number].append(choices[number].take(progress))
@@ -53,7 +53,12 @@ async def whole(
 
 
 async def streamed(
-    endpoint: Endpoint, asked: CompletionRequest, requests: list[EngineRequest], watch: Watch, ends_at: float
+    endpoint: Endpoint,
+    asked: CompletionRequest,
+    requests: list[EngineRequest],
+    client: str,
+    watch: Watch,
+    ends_at: float,
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events, until `ends_at` of the loop's clock. An ApiError before the first token is raised, a later
     one is the last event."""
@@ -62,7 +67,7 @@ async def streamed(
     envelope = Envelope(config.served_name)
     limit_s, has_begun = config.limits.request_timeout_s, False
     try:
-        async with endpoint.answering(requests) as answering:
+        async with endpoint.answering(requests, client) as answering:
             while (made := await _next(answering, ends_at, limit_s)) is not None:
                 watch.token()
                 entries: dict[int, list[ChoiceBody]] = {}

@@ -57,6 +57,9 @@ class LimitsSection(Section):
     """Requests that may wait to start; beyond, 429."""
     max_prompts: Positive = 128
     """Prompts of one request."""
+    max_client_prompts: Positive | None = None
+    """Prompts of one client (an API key; without keys, an address) that wait or are answered at a time; beyond, 429.
+    null: as many as there is room for."""
     max_body_bytes: Positive = 4 << 20
     """Of one request; beyond, 413."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 120
@@ -65,7 +68,7 @@ class LimitsSection(Section):
     """Events of all streams of a replica together; with more streams, each event carries more tokens. The first token
     of a stream never waits."""
     stall_s: Annotated[float, Field(gt=0)] = 60
-    """A step that takes longer counts as a dead engine."""
+    """A step that takes longer counts as a dead engine; more where prompts of `engine.max_prefill_tokens` need it."""
 
 
 class AuthSection(Section):
@@ -73,6 +76,8 @@ class AuthSection(Section):
     """Environment variable with the keys that are let in, separated by commas; read where the application is built."""
     api_keys_file: str | None = None
     """Or a file with one key per line."""
+    open_on_loopback: bool = True
+    """Without keys: whether programs on this machine are answered. false: no keys, no start."""
 
 
 class ServeConfig(Section):

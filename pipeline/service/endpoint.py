@@ -7,6 +7,8 @@ progress of its prompts, and takes its rows out of the engine when it is left, h
 import asyncio
 import secrets
 import sys
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -25,6 +27,8 @@ from pipeline.service.parse import CompletionRequest
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 
+TRIED_TOKENS = 256  # of a prompt, to know the pace
+STALL_MARGIN = 6  # a step may score its prompts too, beside other work
 SWITCH_S = 0.0005  # the engine's thread asks for the interpreter after every operator; 5 ms each is a slow step
 
 
@@ -36,6 +40,22 @@ class EndpointSpec:
     generator: GeneratorConfig
     key_digests: tuple[bytes, ...]
     """SHA-256 of the keys that are let in; none: loopback only."""
+
+
+def settle_stall_s(generator: Generator, config: ServeConfig) -> float:
+    """`limits.stall_s`, or what the longest legitimate step takes here, if that is more: by the pace of a prompt.
+
+    Else a model that takes long over `engine.max_prefill_tokens` would be restarted by the same request for ever.
+    """
+    positions = generator.model.config.max_position_embeddings
+    count = min(TRIED_TOKENS, positions - 1)
+    request = Request("stall", [generator.model.config.filler_token_id] * count, Sampling(max_new_tokens=1))
+    for _ in range(2):  # the first one warms up
+        began = time.monotonic()
+        generator([request], may_measure=False)
+        token_s = (time.monotonic() - began) / count
+    most = max(config.engine.max_prefill_tokens, positions)
+    return max(config.limits.stall_s, STALL_MARGIN * most * token_s)
 
 
 class Answering:
@@ -94,10 +114,12 @@ class Endpoint:
         sys.setswitchinterval(SWITCH_S)
         config = spec.config
         self.spec, self.config = spec, config
+        stall_s = config.limits.stall_s
         if generator is None:
             # in a thread that ends: OpenMP's pool of this one would stay, and slow down that of the engine's thread
             with ThreadPoolExecutor(1, "load") as loader:
                 generator = loader.submit(Generator, spec.generator).result()
+                stall_s = loader.submit(settle_stall_s, generator, config).result()
         self.generator = generator
         engine = EngineConfig(
             scheduler=config.engine.scheduler,
@@ -107,7 +129,7 @@ class Endpoint:
         )
         self.engine = Engine(self.generator, engine)
         limits = config.limits
-        self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=limits.stall_s)
+        self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=stall_s)
         self.is_draining = False
         self.num_answering = 0
         """Completions that have been queued and are being answered."""
@@ -115,6 +137,7 @@ class Endpoint:
         """HTTP requests that arrived before the drain and whose last byte has not been handed on."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Ticket, Answering] = {}
+        self._by_client: Counter[str] = Counter()
 
     @property
     def tokenizer_decode(self) -> Callable[[Sequence[int]], str]:
@@ -160,8 +183,14 @@ class Endpoint:
         return [Request(i, p, sampling, asked.logprobs, scores) for i, p in zip(ids, prompts, strict=True)]
 
     @asynccontextmanager
-    async def answering(self, requests: Sequence[Request]) -> AsyncIterator[Answering]:
-        """Queues the requests; on leaving, whatever of them still runs is cancelled. ApiError when there is no room."""
+    async def answering(self, requests: Sequence[Request], client: str = "") -> AsyncIterator[Answering]:
+        """Queues the requests; on leaving, whatever of them still runs is cancelled. ApiError when there is no room, or
+        the client has its share."""
+        limit = self.config.limits.max_client_prompts
+        if limit is not None and self._by_client[client] + len(requests) > limit:
+            mine = self._by_client[client]
+            message = f"{mine} prompts of yours are being answered (limits.max_client_prompts is {limit})"
+            raise errors.overloaded(message, self.thread.retry_after_s(len(requests)))
         self._loop = asyncio.get_running_loop()
         answering = Answering(requests)
 
@@ -178,10 +207,13 @@ class Endpoint:
         except ValueError as error:  # what only the schedule can know, e.g. max_tokens under its layers
             raise ApiError(400, str(error), code="invalid_value") from error
         self.num_answering += 1
+        self._by_client[client] += len(requests)
         try:
             yield answering
         finally:
             self.num_answering -= 1
+            self._by_client[client] -= len(requests)
+            self._by_client += Counter()  # forgets who has none
             left = [ticket for ticket in answering.tickets if self._waiting.pop(ticket, None) is not None]
             if left:
                 self.thread.cancel(left)

@@ -2,20 +2,21 @@
 
 import hashlib
 import hmac
-import ipaddress
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config import ConfigError
+from pipeline.service.callers import PEERS
 from pipeline.service.config import AuthSection
-from pipeline.service.errors import ApiError, unauthorized
+from pipeline.service.errors import unauthorized
 
 MIN_KEY_CHARS = 8
 
 
 def read_keys(auth: AuthSection) -> tuple[bytes, ...]:
-    """SHA-256 of each key; none when none is configured. ConfigError for a file that cannot be read."""
+    """SHA-256 of each key; none when none is configured. ConfigError for a file that cannot be read, and where keys are
+    a must."""
     keys = [key.strip() for key in os.environ.get(auth.api_keys_env, "").split(",")]
     if auth.api_keys_file is not None:
         try:
@@ -26,6 +27,12 @@ def read_keys(auth: AuthSection) -> tuple[bytes, ...]:
             raise ConfigError("auth.api_keys_file", f"{auth.api_keys_file} holds no key")
     if any(0 < len(key) < MIN_KEY_CHARS for key in keys):
         raise ConfigError("auth", f"an API key has fewer than {MIN_KEY_CHARS} characters")
+    if not any(keys) and not auth.open_on_loopback:
+        raise ConfigError(
+            "auth.open_on_loopback",
+            f"false, and there are no API keys where the application is built; set {auth.api_keys_env} there (under "
+            "`serve deploy` that is where `ray start` runs, not your shell), or auth.api_keys_file",
+        )
     return tuple(digest(key) for key in keys if key)
 
 
@@ -33,29 +40,20 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def check_caller(digests: Sequence[bytes], host: str | None, authorization: str | None) -> None:
-    """ApiError 401 without one of the keys; without keys, 403 for whoever does not come over loopback."""
-    if not digests:
-        if not is_loopback(host):
-            raise ApiError(
-                403,
-                "this server has no API keys, so it answers on loopback only; set SKIPDECODE_API_KEYS where it starts",
-                code="loopback_only",
-            )
-        return
+def check_key(digests: Sequence[bytes], authorization: str | None) -> bytes:
+    """The digest of the key that was given, in a header that was read as Latin-1; ApiError 401 for another."""
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key:
         raise unauthorized("give an API key: 'Authorization: Bearer KEY'")
-    given = digest(key.strip())
+    # a header is bytes: some clients send a key in UTF-8, some in Latin-1
+    given = {hashlib.sha256(key.strip().encode("latin-1", "replace")).digest(), digest(key.strip())}
     # every key is looked at, so that the time does not say which one was close
-    if not sum(hmac.compare_digest(given, known) for known in digests):
+    found = [known for known in digests for one in given if hmac.compare_digest(one, known)]
+    if not found:
         raise unauthorized("the API key is not known here")
+    return found[0]
 
 
-def is_loopback(host: str | None) -> bool:
-    if host in (None, "localhost"):
-        return host is not None
-    try:
-        return ipaddress.ip_address(str(host).removeprefix("::ffff:")).is_loopback
-    except ValueError:
-        return False
+def is_loopback(host: str) -> bool:
+    """Whether a server that binds to `host` is reached from this machine alone, and takes its callers for local."""
+    return host == "localhost" or host in PEERS

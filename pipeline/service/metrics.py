@@ -10,12 +10,14 @@ import asyncio
 import json
 import re
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import ray
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from pipeline.service.endpoint import Endpoint
+from pipeline.service.errors import unavailable
 
 PREFIX = "skipdecode_serve_"
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
@@ -78,10 +80,15 @@ class RayMetrics:
                 self._told[name] = now
 
 
+_nodes = ThreadPoolExecutor(1, "nodes")
+_asked: "Future[list[str]] | None" = None
+
+
 async def scrape(application: str) -> str:
-    """The figures of all replicas of `application` as Ray's nodes export them, Prometheus text."""
+    """The figures of all replicas of `application` as Ray's nodes export them, Prometheus text; ApiError 503 when the
+    head does not say which nodes there are."""
     loop = asyncio.get_running_loop()
-    pages = await asyncio.gather(*(loop.run_in_executor(None, _read, url) for url in _urls()))
+    pages = await asyncio.gather(*(loop.run_in_executor(None, _read, url) for url in await urls(_urls)))
     return "\n".join(ours((line for page in pages for line in page.splitlines()), application)) + "\n"
 
 
@@ -92,6 +99,18 @@ def ours(lines: Iterable[str], application: str) -> list[str]:
     tagged = re.compile(rf"[{{,]application={value}[,}}]")
     kept = (line for line in lines if named.match(line) and (line.startswith("#") or tagged.search(line)))
     return list(dict.fromkeys(kept))
+
+
+async def urls(ask: Callable[[], list[str]]) -> list[str]:
+    """What `ask` says, in a thread of its own: while the head is down it waits for minutes, and streams go on. Whoever
+    asks meanwhile waits for the same answer, and none longer than SCRAPE_S."""
+    global _asked
+    if _asked is None or _asked.done():
+        _asked = _nodes.submit(ask)
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(_asked)), SCRAPE_S)
+    except TimeoutError:
+        raise unavailable("Ray's head does not say which nodes there are", "head_silent") from None
 
 
 def _urls() -> list[str]:

@@ -14,10 +14,11 @@ from actors.engine_thread import EngineDead
 from pipeline.openai_params import cut
 from pipeline.service import errors
 from pipeline.service.answers import encode, model_card
+from pipeline.service.callers import check_local
 from pipeline.service.completions import Observer, Watch, continued, streamed, whole
 from pipeline.service.endpoint import Endpoint
 from pipeline.service.errors import ApiError
-from pipeline.service.keys import check_caller
+from pipeline.service.keys import check_key
 from pipeline.service.parse import CompletionRequest, parse_body, parse_completion
 from skipdecode.request import Request as EngineRequest
 
@@ -60,14 +61,14 @@ class Routes:
         self._card = model_card(self._config.served_name, int(time.time()), positions)
 
     async def completions(self, request: Request) -> Response:
-        self._check(request)
+        client = self._check(request)
         watch, limit_s = Watch(self._observer), self._config.limits.request_timeout_s
         ends_at = asyncio.get_running_loop().time() + limit_s
         try:
             self._endpoint.refuse()
             try:
                 async with asyncio.timeout_at(ends_at):
-                    return await self._answer(request, watch, ends_at)
+                    return await self._answer(request, client, watch, ends_at)
             except TimeoutError:
                 raise errors.timed_out(limit_s) from None
         except ApiError as error:
@@ -105,21 +106,25 @@ class Routes:
     async def page(self) -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
-    def _check(self, request: Request) -> None:
-        host = request.client.host if request.client else None
-        check_caller(self._endpoint.spec.key_digests, host, request.headers.get("authorization"))
+    def _check(self, request: Request) -> str:
+        """Who asks: a key, or a peer. ApiError for whoever may not."""
+        peer = request.client.host if request.client else None
+        if digests := self._endpoint.spec.key_digests:
+            return check_key(digests, request.headers.get("authorization")).hex()
+        check_local(peer, request.headers.items())
+        return peer or ""
 
     def _read(self, body: bytes) -> tuple[CompletionRequest, list[EngineRequest]]:
         asked = parse_completion(parse_body(body), self._config.limits.max_prompts)
         return asked, self._endpoint.requests(asked)
 
-    async def _answer(self, request: Request, watch: Watch, ends_at: float) -> Response:
+    async def _answer(self, request: Request, client: str, watch: Watch, ends_at: float) -> Response:
         body = await read_body(request, self._config.limits.max_body_bytes)
         is_small = len(body) <= SMALL_BODY_BYTES
         asked, requests = self._read(body) if is_small else await asyncio.to_thread(self._read, body)
         if not asked.stream:
-            return reply(await whole(self._endpoint, asked, requests, watch))
-        stream = streamed(self._endpoint, asked, requests, watch, ends_at)
+            return reply(await whole(self._endpoint, asked, requests, client, watch))
+        stream = streamed(self._endpoint, asked, requests, client, watch, ends_at)
         # the first event decides the status: an overloaded server says so, it does not stream it
         first = await anext(stream)
         return StreamingResponse(continued(first, stream), media_type="text/event-stream", headers=STREAM_HEADERS)

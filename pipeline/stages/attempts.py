@@ -77,7 +77,7 @@ class Ledger:
         self._max_row_attempts = max_row_attempts
         isolation = math.ceil(math.log2(max(window_rows, 1))) + max_row_attempts
         self._max_deaths_in_a_row = max(MIN_DEATHS_IN_A_ROW, 2 * isolation)
-        self._allowed_failures, self._failed_before = allowed_failures, failed
+        self._allowed_failures = allowed_failures
         self._node_is_gone = node_is_gone
         self._workers: dict[str, Worker] = {}
         self._parts: dict[str, tuple[str, ...]] = {}  # of each suspect, the rows to try it with
@@ -85,6 +85,7 @@ class Ledger:
         self._in_company: dict[str, int] = {}  # of each suspect, how many others there were
         self._answers: dict[str, Answer] = {}  # of rows in windows that hold a suspect
         self._failed: dict[str, int] = {}  # failed rows by window: a repeated window counts once
+        self._num_failed = failed  # these, and those of earlier sessions
         self._verdict: RunVerdict | None = None
 
     def starting(self, name: str, process: Process) -> str | None:
@@ -142,7 +143,9 @@ class Ledger:
         worker.state, worker.since = "waiting", time.time()
         for row in ids:
             self._answers.pop(row, None)
-        if failed:
+        before = self._failed.get(window, 0)
+        if failed != before:
+            self._num_failed += failed - before
             self._failed[window] = failed
             self._check_budget()
 
@@ -224,9 +227,8 @@ class Ledger:
         )
 
     def _check_budget(self) -> None:
-        failed = self._failed_before + sum(self._failed.values())
-        if failed > self._allowed_failures and self._verdict is None:
-            self._verdict = {"kind": "budget", "reason": OVERDRAWN.format(failed)}
+        if self._num_failed > self._allowed_failures and self._verdict is None:
+            self._verdict = {"kind": "budget", "reason": OVERDRAWN.format(self._num_failed)}
 
     def _end(self, name: str, what: str, worker: Worker) -> None:
         reason = (

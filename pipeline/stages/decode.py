@@ -17,6 +17,7 @@ from pipeline.faults import fault_point
 from pipeline.handles import CollectorHandle, LedgerHandle, LeftoversHandle, Process, fetch
 from pipeline.stages.attempts import StopRun
 from pipeline.stages.decoder import Decoder
+from pipeline.stages.packed import pack
 from pipeline.stages.parts import Parts
 from pipeline.stages.sharing import Helper, Sharing
 from pipeline.stages.walk import LedgerWalk
@@ -69,7 +70,7 @@ class DecodeStage:
             Helper(self._sharing, self._parts, self._hand)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """A window of rows, as `tokenize` leaves them, with what was generated for each."""
+        """A window of rows, as `tokenize` leaves them, with what was generated for each; packed."""
         with self._hand:
             window = Window.of(table, self._sampling)
             self._parts.num_windows += 1
@@ -77,7 +78,7 @@ class DecodeStage:
             self._parts.count(time.time(), window.num_failed, window.num_failed)
             done, num_failed = window.answered(self._walk.answers(window.requests))
             self._ledger.finished.remote(self.worker, window.name, window.ids, num_failed)
-            return done
+            return pack(done)
 
     def _load(self, config: GeneratorConfig) -> Decoder:
         try:

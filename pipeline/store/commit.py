@@ -7,6 +7,8 @@ in both places and the state says so; the next `jobs.retry` or `--resume` finish
 (`retry`).
 """
 
+from collections.abc import Callable
+
 import pyarrow.fs as pafs
 
 from pipeline.faults import fault_point
@@ -15,14 +17,21 @@ from pipeline.store.run_state import RunState
 from pipeline.units import Note
 
 
-def start_commit(folder: RunFolder, state: RunState, moves: list[list[str]], removes: list[str]) -> None:
+def start_commit(
+    folder: RunFolder,
+    state: RunState,
+    moves: list[list[str]],
+    removes: list[str],
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """`moves`: [from, to] of files; `removes`: files that they replace; all relative to the folder."""
     state |= {"state": "committing", "commit": {"moves": moves, "removes": removes}}
-    folder.write_state(state)
+    folder.write_state(state, check)
 
 
-def finish_commit(folder: RunFolder, state: RunState, note: Note) -> None:
-    """Does what is left of a commit, if one was begun; `state` (of `run.json`) is changed and not written.
+def finish_commit(folder: RunFolder, state: RunState, note: Note, check: Callable[[], None] = lambda: None) -> None:
+    """Does what is left of a commit, if one was begun; `state` (of `run.json`) is changed and not written. `check` is
+    asked before each step.
 
     If new files are gone before they were moved (somebody deleted `checkpoint/`) and the old ones are still there, the
     commit is taken back. If rows are missing afterwards, --resume makes them again, as any that are missing.
@@ -35,13 +44,16 @@ def finish_commit(folder: RunFolder, state: RunState, note: Note) -> None:
     if lost and all(_is_file(folder, path) for path in commit["removes"]):
         note(f"{folder.shown}: files of a retry are gone ({lost[0]}, ...); its rows stay as they were")
         for _, target in commit["moves"]:
+            check()
             folder.remove(target)
         return
     for source, target in commit["moves"]:
         if source in there:
+            check()
             folder.move(source, target)
             fault_point("commit moved")
     for path in commit["removes"]:
+        check()
         folder.remove(path)
         fault_point("commit removed")
 

@@ -1,8 +1,11 @@
 """The lease on a run folder: one session at a time works in it, and one that was killed does not bar the next.
 
-`lease.json` names the holder, who rewrites it every BEAT_S seconds. Whoever finds it looks whether the holder is dead
-(a process of this machine that is gone) or beats no more for LEASE_S seconds; no clocks are compared. It is not a lock:
-it keeps honest runs apart. What protects the data from a session that was thought dead is `RunFolder.fence`.
+`lease.json` names the holder, who changes it every BEAT_S seconds. Whoever finds it looks whether the holder is dead
+(a process of this machine that is gone) or beats no more for LEASE_S seconds; no clocks are compared. On a disk one of
+several that start at once gets it: the file is made by a link, which fails where there is one, and a holder changes
+the file that it made and no other. An object store has no such step: there the last one to write it stays. It is not a
+lock: a holder may stand still between a look and a step. What protects the data then is that a session takes away only
+what is older than itself (`RunFolder.fence`, `RunFolder.late_files`).
 """
 
 import json
@@ -11,14 +14,19 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 from pipeline.config import ConfigError
+from pipeline.faults import fault_point
 from pipeline.store.run_folder import LEASE, RunFolder
 from pipeline.store.run_state import LeaseState
 from pipeline.units import Note
 
-BEAT_S = 5.0
-LEASE_S = 30.0
+LEASE_S = float(os.environ.get("SKIPDECODE_LEASE_S", "30"))  # another value: for trials, the same for all sessions
+BEAT_S = LEASE_S / 6
+SETTLE_S = 2.0  # beside a disk: by then a rival that saw no lease either has written its own
+BEAT_DIGITS = 12
 
 
 class Lease:
@@ -29,11 +37,15 @@ class Lease:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="lease")
         self._num_beats = 0
+        self._file: int | None = None
+        """On a disk, the lease that we made, whatever has its name by now."""
+        self.followed: str | None = None
+        """The session whose lease we have taken over."""
+        self._is_lost = False
 
     def __enter__(self) -> "Lease":
-        self._wait_for_holder()
-        self._beat()
-        self.check()  # of two that came at once the later one stays
+        while not self._take(self._wait_for_holder()):
+            pass  # somebody was faster: is it at work?
         self._thread.start()
         return self
 
@@ -41,38 +53,118 @@ class Lease:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self._file is None:
+            if self.holds():
+                self._folder.remove(LEASE)
+            return
         if self.holds():
-            self._folder.remove(LEASE)
+            self._set_aside(lambda text: _session_of(text) == self._session)
+        os.close(self._file)
+        self._file = None
 
     def check(self) -> None:
         """RuntimeError when another session has taken the folder (this process stood still for long)."""
-        if not self.holds():
+        if self._is_lost or not self.holds():
             raise RuntimeError(f"{self._folder.shown}: another run has taken over this folder; this one ends")
 
-    def _wait_for_holder(self) -> None:
-        first = read_lease(self._folder)
-        if first is None or not may_live(first):
-            return
-        who = f"run {first['session']} (process {first['pid']} on {first['host']})"
+    def holds(self) -> bool:
+        """Whether the lease is ours at this moment."""
+        found = _session_of(_read(self._folder))
+        if self._file is None:  # one that stood still may write once more, and ends then
+            return found is not None and found in (self._session, self.followed)
+        return found == self._session and self._is_in_place(self._file)
+
+    def _is_in_place(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self._folder.path(LEASE)))
+        except FileNotFoundError:
+            return False
+
+    def _wait_for_holder(self) -> str | None:
+        """The text of a lease that may be taken over, or None: there is none. ConfigError while its holder lives."""
+        first = _read(self._folder)
+        if first is None or not _may_hold(first):
+            return first
+        lease = _parse(first)
+        who = (
+            "a run whose lease.json cannot be read"
+            if lease is None
+            else f"run {lease['session']} (process {lease['pid']} on {lease['host']})"
+        )
         self._note(f"{self._folder.shown}: {who} holds this folder; waiting {LEASE_S:g} s for a sign of life")
         deadline = time.monotonic() + LEASE_S
         while time.monotonic() < deadline:
             time.sleep(min(1.0, LEASE_S / 10))
-            now = read_lease(self._folder)
-            if now is None or not may_live(now):
-                return
+            now = _read(self._folder)
+            if now is None or not _may_hold(now):
+                return now
             if now != first:
                 raise ConfigError(
                     "output.path",
                     f"{who} is at work in {self._folder.shown}; wait for it, or choose another output.path",
                 )
+        return first
 
-    def holds(self) -> bool:
-        lease = read_lease(self._folder)
-        return lease is not None and lease["session"] == self._session
+    def _take(self, dead: str | None) -> bool:
+        """Whether the lease is ours now, where there was none, or `dead`."""
+        self.followed = _session_of(dead)
+        if self._folder.is_local:
+            return self._take_on_disk(dead)
+        self._beat()
+        time.sleep(SETTLE_S)
+        return _session_of(_read(self._folder)) == self._session
+
+    def _take_on_disk(self, dead: str | None) -> bool:
+        target = self._folder.path(LEASE)
+        own = f"{target}.{self._session}.tmp"
+        os.makedirs(self._folder.root, exist_ok=True)
+        file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.pwrite(file, self._text().encode(), 0)
+        fault_point("lease made")
+        try:
+            if dead is not None and not self._set_aside(lambda text: text == dead):
+                raise FileExistsError(target)
+            _link(own, target)
+        except (FileExistsError, FileNotFoundError):  # the second: whoever has the folder has cleared it
+            os.close(file)
+            return False
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(own)
+        if not self._is_in_place(file):  # a copy
+            os.close(file)
+            file = os.open(target, os.O_RDWR)
+        self._file = file
+        return True
+
+    def _set_aside(self, is_it: Callable[[str], bool]) -> bool:
+        """Takes the lease away if it is the one that is meant; another is put back. Whether it is away."""
+        target = self._folder.path(LEASE)
+        aside = f"{target}.{self._session}.gone"
+        now = _read(self._folder)
+        if now is None or not is_it(now):
+            return now is None
+        try:
+            os.rename(target, aside)
+        except FileNotFoundError:
+            return True
+        fault_point("lease aside")
+        was_it = is_it(_read(self._folder, os.path.basename(aside)) or "")
+        if not was_it:  # changed hands between the look and the step
+            with suppress(FileExistsError):
+                _link(aside, target)
+        with suppress(FileNotFoundError):
+            os.unlink(aside)
+        return was_it
 
     def _beat(self) -> None:
         self._num_beats += 1
+        if self._file is None:
+            self._folder.write_text(LEASE, self._text())
+        else:  # as long as before, and one write: nobody reads half of it
+            os.pwrite(self._file, self._text().encode(), 0)
+
+    def _text(self) -> str:
         lease: LeaseState = {
             "session": self._session,
             "host": socket.gethostname(),
@@ -80,30 +172,73 @@ class Lease:
             "pid": os.getpid(),
             "beat": self._num_beats,
         }
-        self._folder.write_text(LEASE, json.dumps(lease) + "\n")
+        return json.dumps(lease) + " " * (BEAT_DIGITS - len(str(self._num_beats))) + "\n"
 
     def _loop(self) -> None:
         while not self._stop.wait(BEAT_S):
             try:
-                if not self.holds():
-                    # as Ctrl-C: the run ends, and finds out why with `check`. A job in the background of a script
-                    # has SIGINT ignored; SIGTERM ends a run likewise (`ending.stop_on_sigterm`).
-                    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-                    stop = signal.SIGTERM if is_deaf else signal.SIGINT
-                    signal.pthread_kill(threading.main_thread().ident or 0, stop)
-                    return
-                self._beat()
+                began_s = _running_s()
+                if self.holds():
+                    self._beat()
+                    if self._file is not None or _running_s() - began_s < LEASE_S / 2:
+                        continue
+                    self._is_lost = True  # we stood still in mid-beat, and may have written over a successor's lease
+                # as Ctrl-C: the run ends, and finds out why with `check`. A job in the background of a script
+                # has SIGINT ignored; SIGTERM ends a run likewise (`ending.stop_on_sigterm`).
+                is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+                stop = signal.SIGTERM if is_deaf else signal.SIGINT
+                signal.pthread_kill(threading.main_thread().ident or 0, stop)
+                return
             except OSError as error:  # the store may be back at the next beat
                 self._note(f"lease: {error}")
 
 
+def _link(source: str, target: str) -> None:
+    """FileExistsError where `target` is there; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError:
+        with open(source, "rb") as file, open(target, "xb") as made:
+            made.write(file.read())
+
+
 def read_lease(folder: RunFolder) -> LeaseState | None:
     """The lease on the folder, None where there is none (or none that can be read)."""
+    return _parse(_read(folder))
+
+
+def _read(folder: RunFolder, name: str = LEASE) -> str | None:
     try:
-        lease: LeaseState | None = json.loads(folder.read_text(LEASE) or "null")
+        return folder.read_text(name)
+    except UnicodeDecodeError:
+        return ""  # torn
+
+
+def _parse(text: str | None) -> LeaseState | None:
+    try:
+        lease: LeaseState | None = json.loads(text or "null")
     except ValueError:
         return None
     return lease if isinstance(lease, dict) and {"session", "host", "machine", "pid"} <= lease.keys() else None
+
+
+def _session_of(text: str | None) -> str | None:
+    lease = _parse(text)
+    return None if lease is None else lease["session"]
+
+
+def _may_hold(text: str) -> bool:
+    """Also of a lease that cannot be read: its holder may be writing it."""
+    lease = _parse(text)
+    return lease is None or may_live(lease)
+
+
+def _running_s() -> float:
+    """Seconds, those that this process or this machine slept too."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
 
 
 def _machine() -> str:

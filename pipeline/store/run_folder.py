@@ -7,16 +7,20 @@
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError
 from pipeline.faults import fault_point
-from pipeline.store.run_state import KnownFiles, RunState
+from pipeline.store.run_state import FileRecord, RunState
+from pipeline.store.whole import is_whole_on_close, make_folder, rename, sync
 from pipeline.units import mask
 
 OURS = (
@@ -30,17 +34,23 @@ OURS = (
     "run.json",  # last: as long as it is there, the rest is known to be ours
 )
 LEASE = "lease.json"
-PRE_RUN_FILES = (LEASE, f"{LEASE}.tmp", "run.json.tmp")  # all that a run may leave that was killed before it had begun
 STATUSES = ("ok", "failed")
 SESSION = "[0-9a-f]{12}"
+TEMPORARY = re.compile(
+    r"(run\.json|lease\.json|report\.json|report\.html|batch_output\.jsonl|batch_errors\.jsonl)(\.\w+)?\.(tmp|gone)"
+)
+"""What a process that is killed while it replaces a file leaves beside it."""
+WRITER = re.compile(r"(?:part|rest)-([^-]+)-")
+"""The session in the name of a data file."""
 KNOWN_NAMES = re.compile(
     rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
     rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})-\d+(-\d+)?\.parquet"
-    rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet"
+    rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet|{TEMPORARY.pattern}"
 )
 """What a finished run holds."""
 
-KNOWN = "checkpoint/known.json"
+IDS = b"skipdecode.ids"
+"""In a data file's footer: the sum of the digests of its rows' ids, modulo 2^128, in hex."""
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet
 
 
@@ -77,7 +87,7 @@ class RunFolder:
         kind = self.filesystem.get_file_info(self.root).type
         if kind == pafs.FileType.Directory:
             infos = self.filesystem.get_file_info(pafs.FileSelector(self.root))
-            return any(info.base_name not in PRE_RUN_FILES for info in infos)
+            return any(info.base_name != LEASE and not TEMPORARY.fullmatch(info.base_name) for info in infos)
         return bool(kind != pafs.FileType.NotFound)
 
     def read_state(self) -> RunState | None:
@@ -95,23 +105,40 @@ class RunFolder:
             ) from error
         return state
 
-    def write_state(self, state: RunState) -> None:
-        self.write_text("run.json", json.dumps(state, indent=2, default=str) + "\n")
+    def write_state(self, state: RunState, check: Callable[[], None] = lambda: None) -> None:
+        self.write_text("run.json", json.dumps(state, indent=2, default=str) + "\n", check)
 
-    def write_text(self, name: str, text: str) -> None:
-        """Replaces a small file atomically."""
+    def write_text(self, name: str, text: str, check: Callable[[], None] = lambda: None) -> None:
+        """Replaces a small file atomically; `check` is asked directly before it appears."""
+        with self.replacing(name, check) as file:
+            file.write(text.encode())
+
+    @contextmanager
+    def replacing(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
+        """What is written becomes the file `name`, when all of it is there; `check` is asked directly before."""
         target = self.path(name)
         self.filesystem.create_dir(target.rpartition("/")[0], recursive=True)
-        if not self.is_local:  # an object appears, or is replaced, when its upload is closed
-            with self.filesystem.open_output_stream(target) as stream:
-                stream.write(text.encode())
+        own = f"{target}.{uuid.uuid4().hex[:8]}.tmp"  # of nobody else: two sessions may be here for a moment
+        if not self.is_local:
+            is_whole = is_whole_on_close(self.filesystem)
+            with self.filesystem.open_output_stream(target if is_whole else own) as stream:
+                yield stream
+                check()
+            if not is_whole:
+                rename(self.filesystem, own, target)
             return
-        with open(f"{target}.tmp", "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        fault_point(f"{name} staged")
-        os.replace(f"{target}.tmp", target)
+        try:
+            with open(own, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            fault_point(f"{name} staged")
+            check()
+            os.replace(own, target)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(own)
+            raise
         sync(os.path.dirname(target))
         fault_point(f"{name} renamed")
 
@@ -138,10 +165,25 @@ class RunFolder:
         names = (info.path.removeprefix(f"{self.root}/") for info in infos if info.type != pafs.FileType.Directory)
         return sorted(name for name in names if not KNOWN_NAMES.fullmatch(name))
 
-    def clear(self) -> None:
-        """Removes what a run writes, and nothing else that may lie there."""
+    def clear(self, session: str, check: Callable[[], None]) -> None:
+        """Removes what runs before `session` have written, and nothing else; `check` is asked before each step.
+
+        On a disk it is taken away at once, before it is deleted: a process that stands still in the middle, and goes on
+        when another session works here, deletes nothing of that one's.
+        """
+        gone = f"checkpoint/gone-{session}"
         for name in OURS:
-            self.remove(name)
+            check()
+            if self.is_local and name not in ("run.json", "checkpoint"):
+                self._take_away(name, f"{gone}/{name}")
+            elif name != "checkpoint":
+                self.remove(name)
+        self.remove(gone)
+
+    def _take_away(self, name: str, place: str) -> None:
+        if os.path.lexists(self.path(name)):
+            os.makedirs(os.path.dirname(self.path(place)), exist_ok=True)
+            os.rename(self.path(name), self.path(place))
 
     def remove(self, name: str) -> None:
         """Removes a file or folder if it is there."""
@@ -150,46 +192,62 @@ class RunFolder:
             self.filesystem.delete_dir(info.path)
         elif info.type == pafs.FileType.File:
             self.filesystem.delete_file(info.path)
+            if self.is_local:
+                sync(os.path.dirname(info.path))  # the next step counts on it
 
     def move(self, source: str, target: str) -> None:
         """Moves a file within the folder, in place of the target if there is one."""
-        self.filesystem.create_dir(self.path(target).rpartition("/")[0], recursive=True)
+        folder = self.path(target).rpartition("/")[0]
         if self.is_local:
+            make_folder(folder)
             os.replace(self.path(source), self.path(target))
-            sync(os.path.dirname(self.path(target)))
-        else:
-            self.filesystem.move(self.path(source), self.path(target))  # a copy, which is seen when whole, and a delete
+            sync(folder)
+            return
+        self.filesystem.create_dir(folder, recursive=True)
+        rename(
+            self.filesystem, self.path(source), self.path(target)
+        )  # or a copy, which is seen when whole, and a delete
 
     def fence(self, session: str) -> None:
         """From here on no writer of an earlier session can add a data file on a disk: what it would rename is gone.
 
-        On an object store a late upload still can; `remove_late` takes it away.
+        On an object store a late upload still can; `late_files` finds it.
         """
-        if self.is_local and os.path.isdir(self.path(STAGING)):
-            os.rename(self.path(STAGING), self.path(f"checkpoint/gone-{session}"))  # at once, unlike deleting
+        gone = self.path(f"checkpoint/gone-{session}")
+        if self.filesystem.get_file_info(self.path(STAGING)).type == pafs.FileType.Directory:
+            if self.is_local:
+                os.rename(self.path(STAGING), gone)  # at once, unlike deleting
+            elif not is_whole_on_close(self.filesystem):
+                self.filesystem.move(self.path(STAGING), gone)
         self.remove("checkpoint")
+        if is_whole_on_close(self.filesystem):
+            return
+        for info in self.filesystem.get_file_info(pafs.FileSelector(self.root, allow_not_found=True)):
+            if TEMPORARY.fullmatch(info.base_name):
+                self.remove(info.base_name)
+        self.filesystem.create_dir(self.path(f"{STAGING}/{session}"), recursive=True)
+
+    def leave(self, session: str) -> None:
+        """Removes what the session has in `checkpoint/`; what another may have begun there stays."""
+        for name in (f"{STAGING}/{session}", f"checkpoint/retry-{session}", f"checkpoint/gone-{session}"):
+            self.remove(name)
         if self.is_local:
-            self.filesystem.create_dir(self.path(f"{STAGING}/{session}"), recursive=True)
+            for name in (STAGING, "checkpoint"):
+                with suppress(OSError):  # not there, or not empty
+                    os.rmdir(self.path(name))
+            return
+        selector = pafs.FileSelector(self.path("checkpoint"), allow_not_found=True, recursive=True)
+        if all(self.name(info.path) == STAGING for info in self.filesystem.get_file_info(selector)):
+            self.remove("checkpoint")
 
-    def write_known(self, session: str, paths: Sequence[str]) -> None:
-        """Writes down, after `fence`, which data files there are as the session begins."""
-        names = [path.removeprefix(f"{self.root}/") for path in paths]  # the folder may be moved before it is resumed
-        known: KnownFiles = {"session": session, "names": names}
-        self.write_text(KNOWN, json.dumps(known))
-
-    def read_known(self) -> tuple[str, list[str]] | None:
-        """The last session that was not finished, and the data files that it found; before `fence`."""
-        text = self.read_text(KNOWN)
-        known: KnownFiles | None = json.loads(text) if text else None
-        return (known["session"], [self.path(name) for name in known["names"]]) if known else None
-
-    def remove_late(self, session: str, known: Collection[str]) -> list[str]:
-        """Deletes data files that neither were `known` when `session` began nor are its own; returns their paths."""
+    def late_files(self, known: Collection[str], sessions: Collection[str]) -> list[str]:
+        """Paths of data files by writers of these `sessions` that are not among the `known` names: they came late."""
         paths = [path for status in STATUSES for path in self.data_files(status)]
-        late = [path for path in paths if path not in known and f"-{session}-" not in path.rpartition("/")[2]]
-        for path in late:
-            self.filesystem.delete_file(path)
-        return late
+        return [path for path in paths if self.name(path) not in known and writer_of(path) in sessions]
+
+    def name(self, path: str) -> str:
+        """Of a path in the folder, relative to it: the folder may be moved."""
+        return path.removeprefix(f"{self.root}/")
 
     def data_files(self, status: str, place: str = "data") -> list[str]:
         """Paths of the finished files of one status, sorted."""
@@ -204,14 +262,26 @@ class RunFolder:
         with ThreadPoolExecutor(16) as pool:
             return sum(pool.map(self._num_rows, self.data_files(status, place)))
 
+    def read_files(self, place: str = "data") -> dict[str, FileRecord]:
+        """Rows of each data file, and the sum of their ids in hex ("": of an earlier version), from the footers."""
+        paths = [path for status in STATUSES for path in self.data_files(status, place)]
+        with ThreadPoolExecutor(16) as pool:
+            return {self.name(path): record for path, record in zip(paths, pool.map(self._record, paths), strict=True)}
+
+    def _record(self, path: str) -> FileRecord:
+        footer = pq.read_metadata(path, filesystem=self.filesystem)
+        return [int(footer.num_rows), (footer.metadata or {}).get(IDS, b"").decode()]
+
     def _num_rows(self, path: str) -> int:
         return int(pq.read_metadata(path, filesystem=self.filesystem).num_rows)
 
 
-def sync(path: str) -> None:
-    """Puts a file of this machine, or what was renamed in a folder, on its disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def id_metadata(id_sum: int) -> dict[bytes, bytes]:
+    """What a data file says of the ids of its rows."""
+    return {IDS: f"{id_sum:032x}".encode()}
+
+
+def writer_of(path: str) -> str:
+    """The session that wrote a data file, by its name; "" where it says none."""
+    found = WRITER.match(path.rpartition("/")[2])
+    return found.group(1) if found else ""

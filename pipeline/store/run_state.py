@@ -1,4 +1,4 @@
-"""`run.json`, `lease.json` and `checkpoint/known.json`: what they hold, by key. Types only.
+"""`run.json` and `lease.json`: what they hold, by key. Types only.
 
 A key that is `NotRequired` may be missing in a folder that an earlier version wrote. Left out: `report.json`, whose
 figures `report.figures` makes.
@@ -16,6 +16,10 @@ Fingerprint: TypeAlias = dict[str, Json]
 
 FileEntry: TypeAlias = list[str | int | None]
 """A file of the input: name, size in bytes, time of the last change in ns, etag, rows."""
+
+
+FileRecord: TypeAlias = list[int | str]
+"""Of a data file: rows, and the sum of their ids in hex."""
 
 
 class Books(TypedDict):
@@ -88,6 +92,17 @@ class RunState(TypedDict):
     retries: NotRequired[list[RetryState]]
     books: Books
     commit: NotRequired[CommitState]
+    known: NotRequired[list[str]]
+    """Of a run that is not finished: the data files that its last session found."""
+    files: NotRequired[dict[str, FileRecord]]
+    """The data files as the books were closed."""
+    ids: NotRequired[dict[str, str | None]]
+    """Sums of the ids of the `input` (None: not known) and of the `output`, in hex: equal where each row is there
+    once."""
+    answers: NotRequired[dict[str, list[int]]]
+    """Lines and bytes of each OpenAI batch file."""
+    former: NotRequired[list[str]]
+    """Sessions of runs that were in the folder before, and of holders that it was taken from."""
     report: NotRequired[dict[str, Any]]
     """`report.json`, once the run is finished."""
 
@@ -101,10 +116,3 @@ class LeaseState(TypedDict):
     """Where a process id means the same process."""
     pid: int
     beat: int
-
-
-class KnownFiles(TypedDict):
-    """`checkpoint/known.json`: the data files that a session found."""
-
-    session: str
-    names: list[str]

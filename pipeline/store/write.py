@@ -23,7 +23,8 @@ from pipeline.faults import fault_point
 from pipeline.ray_internals import number_of_task
 from pipeline.schema import STATUS
 from pipeline.store.lease import read_lease
-from pipeline.store.run_folder import STAGING, RunFolder, sync
+from pipeline.store.run_folder import STAGING, STATUSES, RunFolder, id_metadata
+from pipeline.store.whole import make_folder, put, sync
 
 DISK_FULL = errno.ENOSPC, errno.EDQUOT
 FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memory of their table
@@ -48,10 +49,21 @@ class RunSink:
     """The folder in the run folder that gets `status=.../` folders."""
     stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     """Part of the files' names: tasks are numbered from 0 in every execution."""
+    sum_ids: Callable[[pa.Table], int] | None = None
+    """Of the ids of a file's rows: the file says it, and the books are closed with it."""
 
-    def __call__(self, table: pa.Table, finish: Callable[[pa.Table], pa.Table]) -> pa.Table:
-        """`finish` makes finished rows of `table`: here, since between two stages Ray cuts blocks by their bytes, which
-        a task that is repeated may not do in the same place."""
+    def __call__(
+        self,
+        table: pa.Table,
+        finish: Callable[[pa.Table], pa.Table],
+        unpack: Callable[[pa.Table], pa.Table] | None = None,
+    ) -> pa.Table:
+        """`finish` makes finished rows of those that `unpack` makes of `table`: here, since between two stages Ray cuts
+        blocks by their bytes, which a task that is repeated may not do in the same place."""
+        if unpack is not None:
+            if not table.num_rows:
+                return table
+            table = unpack(table)
         parts = range(0, max(table.num_rows, 1), FINISHED_AT_ONCE)
         finished = pa.concat_tables([finish(table.slice(at, FINISHED_AT_ONCE)) for at in parts])
         if finished.num_rows:
@@ -59,20 +71,37 @@ class RunSink:
         return finished.select([STATUS]).slice(0, 0)
 
     def write(self, table: pa.Table, name: str) -> None:
-        """One file per status."""
-        for status in ("ok", "failed"):
+        """One file per status.
+
+        What an earlier attempt at the same task left goes first, or is replaced: a row that has changed sides since is
+        at no moment in both files. In neither is no harm: it is made again.
+        """
+        paths = {status: f"{self.place}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
+                 for status in STATUSES}  # fmt: skip
+        self._remove(paths["failed"])
+        for status, path in paths.items():
             rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
-            path = f"{self.place}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
             if rows.num_rows:
+                ids = {} if self.sum_ids is None else id_metadata(self.sum_ids(rows))
+                rows = rows.cast(self.schema).replace_schema_metadata(ids)
                 try:
-                    write_whole(self.filesystem, self.root, path, rows.cast(self.schema), self.session)
+                    write_whole(self.filesystem, self.root, path, rows, self.session)
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise
                     raise NoSpaceLeft(error.errno, str(error)) from error
-            else:
-                with suppress(FileNotFoundError):  # else of an earlier attempt, whose row has changed sides
-                    self.filesystem.delete_file(f"{self.root}/{path}")
+            elif status == "ok":
+                self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        target = f"{self.root}/{path}"
+        if self.filesystem.get_file_info(target).type == pafs.FileType.NotFound:
+            return
+        check_session(self.filesystem, self.root, self.session)  # the file may be another session's proof by now
+        with suppress(FileNotFoundError):
+            self.filesystem.delete_file(target)
+            if isinstance(self.filesystem, pafs.LocalFileSystem):
+                sync(os.path.dirname(target))  # else it might be there again, beside the other, when the machine is up
 
 
 def next_name() -> str:
@@ -81,21 +110,28 @@ def next_name() -> str:
     return f"{task:06d}-{batch:03d}"
 
 
+def check_session(filesystem: pafs.FileSystem, root: str, session: str) -> None:
+    """FileNotFoundError when the session is over: on a disk its staging folder is gone, elsewhere its lease."""
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        os.stat(f"{root}/{STAGING}/{session}")
+        return
+    lease = read_lease(RunFolder(filesystem, root, root))
+    if lease is None or lease["session"] != session:  # nothing else stops a writer that outlived its session
+        raise FileNotFoundError(f"{root}: session {session} holds this folder no more")
+
+
 def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:
     """Writes `root/path` so that it is seen complete or not at all; FileNotFoundError when the session is over."""
     target = f"{root}/{path}"
-    if not isinstance(filesystem, pafs.LocalFileSystem):
-        lease = read_lease(RunFolder(filesystem, root, root))
-        if lease is None or lease["session"] != session:  # nothing else stops a writer that outlived its session
-            raise FileNotFoundError(f"{root}: session {session} holds this folder no more")
-        whole = pa.BufferOutputStream()  # an error in the middle would close the upload, and half an object appear
-        pq.write_table(table, whole, write_page_checksum=True)
-        with filesystem.open_output_stream(target) as stream:
-            stream.write(whole.getvalue())
-        return
-    filesystem.create_dir(target.rpartition("/")[0], recursive=True)
     # of this attempt alone: another process may be at the same task, believed dead or not
     staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    if not isinstance(filesystem, pafs.LocalFileSystem):
+        check_session(filesystem, root, session)
+        whole = pa.BufferOutputStream()  # an error in the middle would close the upload, and half an object appear
+        pq.write_table(table, whole, write_page_checksum=True)
+        put(filesystem, target, whole.getvalue(), staging)
+        return
+    make_folder(os.path.dirname(target))
     top = path.partition("/")[0]
     fault_point(f"{top} begun")
     pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
@@ -104,3 +140,4 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
     fault_point(f"{top} synced")
     os.replace(staging, target)
     fault_point(f"{top} renamed")
+    sync(os.path.dirname(target))  # nor a finished run's books the name

@@ -11,11 +11,13 @@ from typing import Any
 from skipdecode.config import DecoderConfig, read_eos
 from skipdecode.families.llama import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from skipdecode.families.opt import OPTConfig
+from skipdecode.families.stablelm import StableLMConfig
 
 __all__ = ["FAMILIES", "OPTConfig", "config_of", "read_config", "released"]
 
 FAMILIES: dict[str, type[DecoderConfig]] = {
-    family.model_type: family for family in (OPTConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
+    family.model_type: family
+    for family in (OPTConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, StableLMConfig)
 }
 """By `model_type` of config.json."""
 

@@ -30,6 +30,8 @@ class LlamaConfig(DecoderConfig):
     }
     model_parts: ClassVar[Parts] = {"embed_tokens": ("embed_tokens",), "final_norm": ("norm",)}
     ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    rotary_share: ClassVar[float | None] = 1.0
+    """Of a head's numbers that turn, where the family leaves no choice."""
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {
         "smollm2-135m": {
             "vocab_size": 49152,
@@ -150,7 +152,9 @@ class LlamaConfig(DecoderConfig):
             if raw.get(key) == 0:
                 raise ValueError(f"{key} is 0, expected a positive integer")
         known["has_mlp_bias"] = bool(raw.get("mlp_bias", False))
-        known["rope"] = read_rope(raw, known.get("max_position_embeddings", cls.max_position_embeddings))
+        rope = known["rope"] = read_rope(raw, known.get("max_position_embeddings", cls.max_position_embeddings))
+        if cls.rotary_share not in (None, rope.share):
+            raise ValueError(f"partial_rotary_factor is {rope.share}; only {cls.rotary_share} is supported")
         return known
 
     @classmethod

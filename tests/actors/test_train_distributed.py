@@ -192,6 +192,13 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [SWIFT | {"distill": 1.0}, JOINT | {"distill": 0.5}], ids=["swift", "joint"])
+def test_swiftkv_under_fsdp(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Its layers go through the same call as all others, so that their weights are gathered."""
+    assert_close(run_two(changes | {"parallel": "fsdp", "accumulate": 2}, tmp_path / "two"), run(changes, tmp_path))
+
+
+@pytest.mark.slow
 def test_fsdp_with_everything_on(tmp_path: Path) -> None:
     """Distillation, recomputation and autocast under FSDP: near the same on one worker."""
     changes = {"distill": 0.5, "recompute": True, "precision": "bfloat16", "accumulate": 2}

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -120,13 +121,24 @@ def test_a_peer_that_dies_loses_nothing_but_itself(spec: Callable[[str], Spec]) 
         assert [(row["engine"], row["equal_rows"]) for row in checked] == [("full", 3), ("hf-dynamic", 3)]
 
         def keep(rows: list[dict[str, Any]]) -> None:
-            kept[:] = [(row["batch_size"], row["engine"]) for row in rows]
+            kept.extend((row["batch_size"], row["engine"]) for row in rows)
             if len(kept) == 2:
                 os.kill(other.pid, signal.SIGKILL)
 
-        compare(args, [full, other], VOCABULARY, errors, keep)
+        works = {batch: make_prompts(batch, 8, VOCABULARY) for batch in (1, 2, 3)}
+        compare(args, [full, other], works, errors, keep)
         assert kept == [(1, "full"), (1, "hf-dynamic"), (2, "full"), (3, "full")]
         assert errors == {"hf-dynamic": "batch 2: its process died"}
         os.kill(full.pid, signal.SIGKILL)
         with pytest.raises(SystemExit, match="full: batch 1: its process died"):
-            compare(args, [full, other], VOCABULARY, errors, keep)
+            compare(args, [full, other], works, errors, keep)
+
+
+@pytest.mark.process
+def test_prompts_of_mixed_lengths_come_back_in_their_order(spec: Callable[[str], Spec]) -> None:
+    prompts = [make_prompts(1, length, VOCABULARY)[0] for length in (3, 9, 5, 12, 4)]
+    two = {"max_batch": 2}
+    with Contestant(replace(spec("full"), **two)) as full, Contestant(replace(spec("hf-dynamic"), **two)) as other:
+        _, made = full.run(prompts, 4)
+        assert made == other.run(prompts, 4)[1]
+        assert made == [full.run([prompt], 4)[1][0] for prompt in prompts]

@@ -138,7 +138,8 @@ def _a_row_changes_sides(folder: RunFolder) -> None:
         folder.filesystem.delete_file(path)
 
 
-def test_the_run_folder_on_an_object_store(uri: Callable[[str], str]) -> None:
+def test_the_run_folder_on_an_object_store(uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.store.lease.SETTLE_S", 0.05)
     folder = RunFolder.open(uri("folder"))
     assert not folder.exists()
     assert folder.read_state() is None
@@ -160,11 +161,12 @@ def test_the_run_folder_on_an_object_store(uri: Callable[[str], str]) -> None:
         "bucket/folder/run.json",
     ]
     assert folder.count_rows("ok") == 2
-    late = folder.remove_late("s2", ["bucket/folder/data/status=ok/part-s1-one.parquet"])
+    late = folder.late_files(["data/status=ok/part-s1-one.parquet"], ["s1"])
     assert late == ["bucket/folder/data/status=ok/part-s1-two.parquet"]
+    folder.remove("data/status=ok/part-s1-two.parquet")
     folder.move("data/status=ok/part-s1-one.parquet", "data/status=failed/moved.parquet")
     assert (folder.count_rows("ok"), folder.count_rows("failed")) == (0, 1)
-    folder.clear()
+    folder.clear("s2", lambda: None)
     assert objects(uri, "folder") == []
     assert store(uri).get_file_info("bucket").type == pafs.FileType.Directory
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import cpu
-from skipdecode.backends.cpu import Columns
 from skipdecode.backends.layer import LayerKernel, LayerShape, Prompts, StoreKernel
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
@@ -20,7 +19,7 @@ from skipdecode.kv.padded import KVCache, attend_one
 from skipdecode.layers import Layer
 from skipdecode.linear import Linear
 from skipdecode.plan import LayerPlan
-from tests.support.cpu_backends import kind, num_threads, product_dtype
+from tests.support.cpu_backends import kind, num_threads, product_dtype, read_last
 
 __all__ = ["kind", "product_dtype"]  # fixtures
 
@@ -172,15 +171,9 @@ class Filled:
     def read(self, block: Layer, *, attends: bool, feeds: bool, only_last: bool = False) -> Tensor:
         assert block.kernel is not None
         h, memory = self.h.clone(), (self.k, self.v) if attends else None
-        if not only_last:
-            return block.kernel.read(h, self.prompts, memory, feeds=feeds)
-        columns = None
-        if memory is not None:
-            assert block.kernel.store is not None
-            block.kernel.store(h, self.prompts, {0: memory})
-            first = self.prompts.columns
-            columns = Columns(*memory, first, torch.full_like(first, self.prompts.num_columns - 1))
-        return block.kernel.step(self.prompts.last(h), columns, feeds=feeds)
+        if only_last:
+            return read_last(block.kernel, h, self.prompts, memory, feeds=feeds)
+        return block.kernel.read(h, self.prompts, memory, feeds=feeds)
 
 
 def exact_prompt(block: Layer, h: Tensor, *, attends: bool, feeds: bool) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,16 @@ from skipdecode.backends.cpu import Columns
 from skipdecode.backends.layer import LayerKernel, LayerShape, Product, Prompts, StoreKernel
 from skipdecode.config import Quantization
 from skipdecode.linear import Linear, check_int8, pack, product
-from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, int8_backend, kind, num_threads, product_dtype
+from tests.support.cpu_backends import (
+    DTYPES,
+    TOLERANCE,
+    backend,
+    int8_backend,
+    kind,
+    num_threads,
+    product_dtype,
+    read_last,
+)
 
 __all__ = ["backend", "int8_backend", "kind", "product_dtype"]  # fixtures
 
@@ -302,7 +311,7 @@ def check_prompts(layer: Layer, lengths: list[int], threads: int, *, feeds: bool
         alone.h = batch.h[batch.span(len(lengths) - 1)].clone()
         made_alone = kernel.read(alone.h.clone(), alone.prompts, (alone.k, alone.v), feeds=feeds)
         own = [x[-1, :, batch.pads[-1] : batch.columns].clone() for x in (batch.k, batch.v)]
-        last = kernel.read_last(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
+        last = read_last(kernel, batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
     assert torch.equal(made_alone, made[batch.span(len(lengths) - 1)])
     assert torch.equal(torch.stack(own), torch.stack([alone.k[0], alone.v[0]]))
     for row, h in batch.rows():

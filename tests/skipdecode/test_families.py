@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    StableLmConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from skipdecode.continuous import generate_continuous
@@ -69,7 +77,9 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "mistral": (MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "stablelm": (StableLmConfig, {"use_qkv_bias": True}),
 }
+NAIVE = [kind for kind in KINDS if kind != "stablelm"]  # the naive decoder knows no LayerNorm
 SCHEDULES = [SkipDecode(L, 5, 2, 1, 12), EarlyExit(L, 5, 2, 1, 9), Unified(L, 3)]
 LENGTHS = [5, 17, 1, 9]
 Make = Callable[..., Path]
@@ -112,6 +122,11 @@ def make_swift(make_folder: Make, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 @pytest.fixture(params=list(KINDS))
+def any_folder(request: pytest.FixtureRequest, make_folder: Make) -> Path:
+    return make_folder(request.param)
+
+
+@pytest.fixture(params=NAIVE)
 def folder(request: pytest.FixtureRequest, make_folder: Make) -> Path:
     return make_folder(request.param)
 
@@ -126,34 +141,34 @@ def decoded(model: Decoder, prompts: list[list[int]], schedule: Schedule, num_ne
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_full_depth_is_hugging_face(folder: Path, is_packed: bool) -> None:
-    theirs: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+def test_full_depth_is_hugging_face(any_folder: Path, is_packed: bool) -> None:
+    theirs: PreTrainedModel = AutoModelForCausalLM.from_pretrained(any_folder)
     prompts = prompts_of(LENGTHS)
     with torch.inference_mode():
         wanted = [
             theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0]
             for prompt in prompts
         ]
-    model = load_model(folder)
+    model = load_model(any_folder)
     made = decoded(model.pack() if is_packed else model, prompts, FullDepth(L), 24)
     assert [prompt + row for prompt, row in zip(prompts, made, strict=True)] == [row.tolist() for row in wanted]
 
 
-def test_logits_are_hugging_faces(folder: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
+def test_logits_are_hugging_faces(any_folder: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(any_folder)
     pairs = [(prompt, answer) for prompt, answer in zip(prompts_of(LENGTHS), prompts_of([7, 3, 9, 5], 1), strict=True)]
     with torch.inference_mode():
-        made = teacher_forced_logits(load_model(folder), teacher_batch(pairs, 0), FullDepth(L))
+        made = teacher_forced_logits(load_model(any_folder), teacher_batch(pairs, 0), FullDepth(L))
         for (prompt, answer), logits in zip(pairs, made, strict=True):
             wanted = theirs(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
             assert (logits[: len(answer)] - wanted).abs().max() <= TOLERANCE
 
 
-def test_what_we_save_opens_in_hugging_face(folder: Path, tmp_path: Path) -> None:
-    model = load_model(folder)
+def test_what_we_save_opens_in_hugging_face(any_folder: Path, tmp_path: Path) -> None:
+    model = load_model(any_folder)
     save_model(model, tmp_path)
     assert read_config(tmp_path) == model.config
-    theirs, again = AutoModelForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs, again = AutoModelForCausalLM.from_pretrained(any_folder), AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(again) is type(theirs)
     tokens = torch.tensor([prompts_of([30])[0]])
     with torch.inference_mode():
@@ -259,6 +274,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
     ({"intermediate_size": "128"}, "intermediate_size is '128'"),
     ({"head_dim": 15}, "head_dim is 15"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual is True"),
     ({"hidden_size": 97}, "hidden_size 97 is not a multiple"),
     ({"eos_token_id": None}, "eos_token_id is None"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -17,7 +17,7 @@ from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
 from skipdecode.kv.padded import KVCache
 from skipdecode.plan import FullDepth
-from skipdecode.weights import check_folder, load_model, save_model
+from skipdecode.weights import check_folder, load_model, save_model, weight_files
 
 STYLES = ["125m", "350m", "1.3b"]
 TOKENS = torch.tensor([[2, 9, 250, 17, 31, 4, 300], [2, 5, 5, 77, 140, 319, 8]])
@@ -289,3 +289,21 @@ def test_unreachable_source_names_the_key(hub_cache: Path, source: str) -> None:
 def test_local_folder_wins_over_a_hub_id(hub_cache: Path, small: Path) -> None:
     shutil.copytree(small, "facebook/opt-tiny")
     assert resolve_source("facebook/opt-tiny") == Path("facebook/opt-tiny")
+
+
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "shards/one.safetensors", "{absolute}", "./one.safetensors", 5]
+)
+def test_shards_lie_beside_their_index(small: Path, tmp_path: Path, name: str) -> None:
+    """The fingerprint looks nowhere else."""
+    folder = tmp_path / "model"
+    (folder / "shards").mkdir(parents=True)
+    for target in ("../other.safetensors", "shards/one.safetensors", "one.safetensors"):
+        shutil.copy(small / "model.safetensors", folder / target)
+    shutil.copy(small / "config.json", folder)
+    given = str(folder / "one.safetensors") if name == "{absolute}" else name
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": given}}))
+    with pytest.raises(ValueError, match=r"index\.json: names .*; shards lie beside their index, with bare names"):
+        weight_files(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "one.safetensors"}}))
+    assert weight_files(folder) == [folder / "one.safetensors"]

@@ -5,8 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
-from skipdecode.backends import choice
+from skipdecode.backends import choice, cpu
+from skipdecode.backends.layer import LayerKernel, Prompts
 from skipdecode.config import Quantization
 
 NAMES = [name for name in choice.possible() if name != "torch"]
@@ -75,3 +77,16 @@ def kind(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Quantiza
     """Each type and quantization that some back end has kernels for, by that back end."""
     with forced(request.param[0]):
         yield request.param[1:]
+
+
+def read_last(
+    kernel: LayerKernel, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool
+) -> Tensor:
+    """A layer behind whose keys and values only the last token of each prompt goes on: [N, D] -> [B, 1, D]."""
+    columns = None
+    if memory is not None:
+        assert kernel.store is not None
+        kernel.store(h, prompts, {0: memory})
+        last = torch.full_like(prompts.columns, prompts.num_columns - 1)
+        columns = cpu.Columns(*memory, prompts.columns, last)
+    return kernel.step(prompts.last(h), columns, feeds=feeds)

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include "buffer.h"
 #include "heads.h"
@@ -17,7 +18,7 @@ namespace cpu {
 #ifdef __AVX512F__
 
 using Lanes = __m512;
-constexpr int COLUMNS = 16, QUERIES_AT_ONCE = 8, WIDE = 2;  // keys and queries in registers; times 16 numbers of values
+constexpr int COLUMNS = 16, QUERIES_AT_ONCE = 8, WIDE = 2;  // keys, queries and 16 numbers of values in registers
 
 inline Lanes no_lanes() { return _mm512_setzero_ps(); }
 
@@ -105,6 +106,28 @@ inline void score(const T* query, const T* keys, int64_t count, int64_t dim_, fl
   }
 }
 
+// Weights of columns as `add_values` takes them, and how 32 sums lie while values are added: as they are, or, where two
+// columns of bfloat16 go at once, with their numbers in turns, as unpacking puts them.
+template <typename T>
+struct Weights {
+  using Type = float;
+  static Floats rounded(Floats x) { return x; }
+  static void order(float*) {}
+};
+#ifdef HAS_BFLOAT16
+template <>
+struct Weights<bfloat16> {
+  using Type = bfloat16;
+  static Floats rounded(Floats x) { return cpu::rounded(x, bfloat16{}); }
+  static void order(float* sums) {
+    const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + 16);
+    const __m512 first = _mm512_shuffle_f32x4(low, high, 0x44), second = _mm512_shuffle_f32x4(low, high, 0xee);
+    _mm512_storeu_ps(sums, _mm512_shuffle_f32x4(first, first, 0xd8));
+    _mm512_storeu_ps(sums + 16, _mm512_shuffle_f32x4(second, second, 0xd8));
+  }
+};
+#endif
+
 // `count` values, `left` numbers of each from `values` on, times their weights, added to `sums`; of QUERIES queries, `apart`
 // weights and `width` sums from one to the next.
 template <int QUERIES, bool ALL, typename T>
@@ -132,16 +155,58 @@ template <int QUERIES, bool ALL, typename T>
     for (int j = 0; j < WIDE; ++j) store16(sums + r * width + 16 * j, sum[r][j]);
 }
 
+#ifdef HAS_BFLOAT16
+// Two columns at a time: weights behind the last one are zero.
+template <int QUERIES, bool ALL>
+[[gnu::noinline]] void add_values(int64_t count, const bfloat16* weights, int64_t apart, const bfloat16* values, int64_t dim,
+                                  int64_t left, float* sums, int64_t width) {
+  const __mmask32 some = ALL ? ~0u : (1u << left) - 1;
+  __m512 sum[QUERIES][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) sum[r][j] = _mm512_loadu_ps(sums + r * width + 16 * j);
+  for (int64_t s = 0; s < count; s += 2, values += 2 * dim) {
+    const bfloat16* other = s + 1 < count ? values + dim : values;  // none behind the last: memory may end there
+    const __m512i a = ALL ? _mm512_loadu_si512(values) : _mm512_maskz_loadu_epi16(some, values);
+    const __m512i b = ALL ? _mm512_loadu_si512(other) : _mm512_maskz_loadu_epi16(some, other);
+    const __m512bh low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
+    const __m512bh high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
+#pragma GCC unroll 8
+    for (int r = 0; r < QUERIES; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, weights + r * apart + s, 4);
+      const __m512bh weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], low, weight);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], high, weight);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) _mm512_storeu_ps(sums + r * width + 16 * j, sum[r][j]);
+}
+#endif
+
+template <int QUERIES, bool ALL, typename T>
+constexpr auto adder() {
+#ifdef HAS_BFLOAT16
+  if constexpr (std::is_same<T, bfloat16>::value) return &add_values<QUERIES, ALL>;
+  else
+#endif
+    return &add_values<QUERIES, ALL, T>;
+}
+
 // The same for any number of queries and all of a value's numbers.
 template <typename T>
-void add_all_values(int64_t queries, int64_t count, const float* weights, int64_t apart, const T* values, int64_t dim,
-                    float* sums, int64_t width) {
-  using Run = void (*)(int64_t, const float*, int64_t, const T*, int64_t, int64_t, float*, int64_t);
+void add_all_values(int64_t queries, int64_t count, const typename Weights<T>::Type* weights, int64_t apart,
+                    const T* values, int64_t dim, float* sums, int64_t width) {
+  using Run = void (*)(int64_t, const typename Weights<T>::Type*, int64_t, const T*, int64_t, int64_t, float*, int64_t);
   static constexpr Run RUNS[2][8] = {
-      {add_values<1, false, T>, add_values<2, false, T>, add_values<3, false, T>, add_values<4, false, T>,
-       add_values<5, false, T>, add_values<6, false, T>, add_values<7, false, T>, add_values<8, false, T>},
-      {add_values<1, true, T>, add_values<2, true, T>, add_values<3, true, T>, add_values<4, true, T>,
-       add_values<5, true, T>, add_values<6, true, T>, add_values<7, true, T>, add_values<8, true, T>}};
+      {adder<1, false, T>(), adder<2, false, T>(), adder<3, false, T>(), adder<4, false, T>(), adder<5, false, T>(),
+       adder<6, false, T>(), adder<7, false, T>(), adder<8, false, T>()},
+      {adder<1, true, T>(), adder<2, true, T>(), adder<3, true, T>(), adder<4, true, T>(), adder<5, true, T>(),
+       adder<6, true, T>(), adder<7, true, T>(), adder<8, true, T>()}};
   for (int64_t d = 0; d < dim; d += 16 * WIDE)
     for (int64_t from = 0; from < queries; from += QUERIES_AT_ONCE) {
       const int64_t some = queries - from < QUERIES_AT_ONCE ? queries - from : QUERIES_AT_ONCE;
@@ -155,7 +220,8 @@ template <typename T>
 struct GroupRoom {
   int64_t apart, width;  // from one query's weights and numbers to the next one's
   T *queries, *made;
-  float *weights, *sums, *tops;
+  float *scores, *sums, *tops;
+  typename Weights<T>::Type* weights;
 
   GroupRoom(const Heads& heads, int64_t capacity)
       : apart((capacity + 31) / 16 * 16), width((heads.dim + 31) / 32 * 32) {
@@ -163,7 +229,8 @@ struct GroupRoom {
     thread_local Buffer<float> floats_kept;
     const int64_t each = heads.each();
     queries = kept.room((each + 1) * width), made = queries + each * width;
-    weights = floats_kept.room(each * (apart + width + 16)), sums = weights + each * apart, tops = sums + each * width;
+    scores = floats_kept.room(each * (2 * apart + width + 16)), sums = scores + each * apart, tops = sums + each * width;
+    weights = reinterpret_cast<typename Weights<T>::Type*>(tops + each * 16);
     std::memset(static_cast<void*>(queries), 0, each * width * sizeof(T));
   }
 };
@@ -178,7 +245,7 @@ void weigh(int64_t each, int64_t count, const T* keys, const T* values, int64_t 
     const int64_t some = count - s < 16 ? count - s : 16;
     prefetch(values + s * dim, some * dim);
     for (int64_t r = 0; r < each; ++r) {
-      float* scores = room.weights + r * room.apart + s;
+      float* scores = room.scores + r * room.apart + s;
       const auto run = some == 16 ? score<DIM, true, T> : score<DIM, false, T>;
       run(room.queries + r * room.width, keys + s * dim, some, dim, scores);
       const Floats scaled = first_of(some, load16(scores) * all(scale), all(-FLT_MAX));
@@ -190,10 +257,10 @@ void weigh(int64_t each, int64_t count, const T* keys, const T* values, int64_t 
     const Floats top = all(largest(load16(room.tops + 16 * r)));
     Floats total = all(0.0f);
     for (int64_t s = 0; s < count; s += 16) {
-      float* at = room.weights + r * room.apart + s;
-      const Floats weight = first_of(count - s, exp_of_negatives(load16(at) - top), all(0.0f));
-      store16(at, weight);
-      total = total + weight;
+      const int64_t at = r * room.apart + s;
+      const Floats weight = first_of(count - s, exp_of_negatives(load16(room.scores + at) - top), all(0.0f));
+      store_first(room.weights + at, weight, 16);
+      total = total + Weights<T>::rounded(weight);
     }
     room.tops[16 * r] = 1.0f / sum(total);
   }
@@ -226,6 +293,7 @@ void attend_groups(const Heads& heads, int64_t rows, const T* q, const T* new_k,
       add_all_values(each, some, room.weights + s, room.apart, values + (start + s) * dim, dim, room.sums, room.width);
     }
     for (int64_t r = 0; r < each; ++r) {
+      for (int64_t d = 0; d < dim; d += 32) Weights<T>::order(room.sums + r * room.width + d);
       for (int64_t d = 0; d < dim; d += 16)
         store_first(room.made + d, load16(room.sums + r * room.width + d) * all(room.tops[16 * r]), dim - d);
       put(row, group * each + r, room.made);

@@ -321,6 +321,15 @@ def test_openai_batch_in_and_out(job: Job, tmp_path: Path, tiny_checkpoint: Path
     assert body["object"] == "text_completion"
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["completion_tokens"] == 3
+    for name, is_lost in (("batch_output.jsonl", False), ("batch_errors.jsonl", True)):
+        torn = tmp_path / "run" / name
+        whole = torn.read_bytes()
+        torn.unlink() if is_lost else torn.write_bytes(whole[: len(whole) // 2])
+        code, report, err = job("-i", str(tmp_path / "batch.jsonl"), "decode.method=full", "--resume")
+        assert (code, report["was_finished"]) == (3, False)
+        assert "its OpenAI batch files are not whole" in err
+        assert torn.read_bytes() == whole
+    assert job("-i", str(tmp_path / "batch.jsonl"), "decode.method=full", "--resume")[1]["was_finished"]
 
 
 @pytest.mark.slow

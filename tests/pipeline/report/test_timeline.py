@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.report import main as report_main
-from pipeline.report.figures import finish_report, make_report
+from pipeline.report.figures import finish_report, last_sign_of_life, make_report
 from pipeline.report.page import render_report
 from pipeline.report.records import BATCH_SCHEMA, WINDOW_SCHEMA, WORKER_SCHEMA
 from pipeline.report.timeline import Clock, Windows, actors, lanes, tail
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import Session
 
 SESSION = Clock(((1000.0, 1100.0),))
 
@@ -150,7 +151,8 @@ def test_memory_does_not_grow_by_records(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_made_is_no_failed_run(tmp_path: Path) -> None:
     """The counts are kept, the note says what to do, and what a retry left behind is gone."""
     write_records(tmp_path, 100)
-    (tmp_path / f"metrics/batches-{'0' * 12}-00003.parquet").write_bytes(b"torn")
+    (tmp_path / "data/status=ok").mkdir(parents=True)
+    (tmp_path / "data/status=ok/part-0-0-0.parquet").write_bytes(b"torn")
     (tmp_path / "report.json").write_text("{}")
     notes: list[str] = []
     found = finish_report(RunFolder.open(str(tmp_path)), STATE, notes.append)
@@ -159,7 +161,7 @@ def test_a_report_that_cannot_be_made_is_no_failed_run(tmp_path: Path) -> None:
     (note,) = notes
     assert "report: could not be made (Arrow" in note
     assert f"python -m jobs.report {tmp_path}" in note
-    (tmp_path / f"metrics/batches-{'0' * 12}-00003.parquet").unlink()
+    (tmp_path / "data/status=ok/part-0-0-0.parquet").unlink()
     (tmp_path / "run.json").write_text(json.dumps(STATE))
     assert report_main([str(tmp_path)]) == 0
     assert (tmp_path / "report.json").is_file()
@@ -180,3 +182,22 @@ def test_metrics_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     assert figures["layers_per_token"] == pytest.approx(0.5)
     assert figures["split_batches"] == {"count": 0, "first": None}
     assert figures["tail"]["left"] == 0
+
+
+def test_damaged_metrics_cost_figures_and_no_more(tmp_path: Path) -> None:
+    """Torn, empty, or damaged in the middle: neither the report nor a resume needs them."""
+    write_records(tmp_path, 100)
+    for number, kind in enumerate(("batches", "windows", "workers")):
+        path = tmp_path / f"metrics/{kind}-{'0' * 12}-{number:05d}.parquet"
+        pq.write_table(pq.read_table(path), tmp_path / "again", write_page_checksum=True)
+        whole = (tmp_path / "again").read_bytes()
+        for bad, damaged in enumerate((b"", b"torn", whole[:-9], whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])):
+            path.with_name(f"{kind}-{'0' * 12}-{3 + bad:05d}.parquet").write_bytes(damaged)
+    folder, notes = RunFolder.open(str(tmp_path)), list[str]()
+    figures = finish_report(folder, STATE, notes.append)
+    assert sum(actor["rows"] for actor in figures["actors"]) == 100  # type: ignore[attr-defined]
+    assert len(notes) >= 11
+    assert all("left out, the figures lack what it says" in note for note in notes)
+    assert (tmp_path / "report.json").exists()
+    session: Session = {"id": "0" * 12, "started_at": 5.0, "ended_at": None}
+    assert last_sign_of_life(folder, session) > 5.0

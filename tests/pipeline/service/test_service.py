@@ -22,13 +22,14 @@ from pipeline.config import ConfigError
 from pipeline.service.answers import Choice
 from pipeline.service.app import make_spec, replica_threads
 from pipeline.service.config import ServeConfig
-from pipeline.service.endpoint import Endpoint
+from pipeline.service.endpoint import Endpoint, settle_stall_s
 from pipeline.service.errors import ApiError
-from pipeline.service.keys import check_caller, digest, is_loopback, read_keys
-from pipeline.service.metrics import ours
+from pipeline.service.keys import digest, read_keys
+from pipeline.service.metrics import ours, urls
 from pipeline.service.parse import parse_body, parse_completion
 from pipeline.service.run import load
 from skipdecode.request import Request, TokenLogprobs
+from skipdecode.sampling import Sampling
 from tests.support.service_helpers import DEMO, ROOT, free_port, local, make_endpoint, scripted
 
 CONFIG = str(ROOT / "configs/serve.yaml")
@@ -98,17 +99,6 @@ def test_keys(generator: Generator) -> None:
     endpoint.close()
 
 
-def test_without_keys_only_loopback_is_answered() -> None:
-    for host in ("127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1", "localhost"):
-        assert is_loopback(host)
-        check_caller([], host, None)
-    for host in ("10.0.0.5", "0.0.0.0", "192.0.2.1", "::ffff:10.0.0.1", "example.org", "", None):
-        assert not is_loopback(host)
-        with pytest.raises(Exception, match="no API keys") as caught:
-            check_caller([], host, "Bearer anything")
-        assert getattr(caught.value, "status", None) == 403
-
-
 def test_keys_are_read_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     auth = ServeConfig().auth
     monkeypatch.delenv(auth.api_keys_env, raising=False)
@@ -122,10 +112,26 @@ def test_keys_are_read_from_environment_and_file(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="fewer than 8"):
         read_keys(auth)
     monkeypatch.delenv(auth.api_keys_env)
+    closed = auth.model_copy(update={"open_on_loopback": False})
+    with pytest.raises(ConfigError, match=r"auth\.open_on_loopback: false, and there are no API keys"):
+        read_keys(closed)  # the variable was set in another shell
+    assert read_keys(closed.model_copy(update={"api_keys_file": str(tmp_path / "keys")}))
     for content in (None, "\n"):
         (tmp_path / "keys").unlink() if content is None else (tmp_path / "keys").write_text(content)
         with pytest.raises(ConfigError, match="api_keys_file"):
             read_keys(with_file)
+
+
+def test_a_key_may_have_any_letters(generator: Generator) -> None:
+    endpoint = make_endpoint(generator, [digest("schlüssel-🔑-1"), digest("clé-secrète")])
+    with local(endpoint) as url:
+        for key, status in (
+            ("schlüssel-🔑-1".encode(), 200), ("clé-secrète".encode(), 200), ("clé-secrète".encode("latin-1"), 200),
+            ("clé-secrete".encode(), 401), (b"\xff\xfe", 401),
+        ):  # fmt: skip
+            answer = httpx.get(f"{url}/v1/models", headers={"Authorization": b"Bearer " + key})
+            assert answer.status_code == status, key
+    endpoint.close()
 
 
 # Limits
@@ -179,7 +185,7 @@ def test_too_slow_is_408_and_frees_the_row(url: str, endpoint: Endpoint, monkeyp
 def test_a_body_that_does_not_come_is_408(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt"')
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"prompt"')
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
@@ -255,6 +261,20 @@ def test_one_that_cannot_be_decoded_is_500_alone(
     answers = asyncio.run(together())
     assert [answer.status_code for answer in answers] == [200, 200, 500, 200, 200]
     assert "poison" in answers[2].json()["error"]["message"]
+
+
+def test_a_slow_model_may_take_longer_over_a_prompt(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one long request would restart the replica again and again."""
+    config = ServeConfig.model_validate({"limits": {"stall_s": 2}})
+    assert settle_stall_s(generator, config) == 2
+    embed = generator.model.embed
+
+    def slow(tokens: Any, positions: Any) -> Any:
+        time.sleep(0.004 * tokens.shape[-1])
+        return embed(tokens, positions)
+
+    monkeypatch.setattr(generator.model, "embed", slow)
+    assert 0.004 * 4096 * 2 < settle_stall_s(generator, config) < 300
 
 
 # Streams
@@ -472,6 +492,50 @@ def test_another_host_needs_keys(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str], url: str) -> None:
     assert serve_verb.main(["--config", CONFIG, "--port", url.rpartition(":")[2]]) == 2
     assert "cannot be had" in capsys.readouterr().err
+
+
+def test_a_head_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray.nodes()` waits for minutes when the head is down."""
+    monkeypatch.setattr("pipeline.service.metrics.SCRAPE_S", 0.2)
+    is_back, asked = threading.Event(), list[int]()
+
+    def ask() -> list[str]:
+        asked.append(1)
+        assert is_back.wait(30)
+        return ["http://node/metrics"]
+
+    async def some_at_once() -> list[Any]:
+        ticks = 0
+        scrapes = [asyncio.ensure_future(urls(ask)) for _ in range(5)]
+        while not all(scrape.done() for scrape in scrapes):
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert ticks > 10, "the event loop went on"
+        return await asyncio.gather(*scrapes, return_exceptions=True)
+
+    found = asyncio.run(some_at_once())
+    assert [(error.status, error.body["error"]["code"]) for error in found] == [(503, "head_silent")] * 5
+    assert len(asked) == 1
+    is_back.set()
+    assert asyncio.run(urls(ask)) == ["http://node/metrics"]
+
+
+@pytest.mark.parametrize("endpoint", [{"limits": {"max_client_prompts": 3}}], indirect=True)
+def test_one_client_has_its_share_and_no_more(generator: Generator, endpoint: Endpoint) -> None:
+    with local(endpoint) as url:
+        assert post(url, prompt=["a"] * 3).status_code == 200
+        assert error_of(post(url, prompt=["a"] * 4)) == (429, "queue_full")
+        assert post(url, prompt=["a"] * 3).status_code == 200, "what is over counts no more"
+    assert not endpoint._by_client
+
+    async def two() -> None:
+        one = [Request("r", [2], Sampling(max_new_tokens=2))]
+        async with endpoint.answering(one * 3, "first"), endpoint.answering(one * 3, "second"):
+            with pytest.raises(ApiError, match="3 prompts of yours"):
+                async with endpoint.answering(one, "first"):
+                    pytest.fail("there was room")
+
+    asyncio.run(two())
 
 
 def test_metrics_are_ours_alone() -> None:

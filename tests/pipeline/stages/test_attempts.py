@@ -6,6 +6,7 @@ test_poison.py.
 
 import math
 import random
+import time
 
 import pytest
 
@@ -221,3 +222,16 @@ def test_last_words_are_kept_and_workers_described() -> None:
     assert isinstance(plan, Plan)
     assert "host pid 7 (AcceleratorError: device-side assert)" in plan.parked["r0"]
     assert "pid 8, waiting for 0 s, started 2 times" in ledger.describe()[0]
+
+
+def test_the_budget_is_looked_at_in_no_time_however_many_windows_have_failed() -> None:
+    """Everyone waits for the ledger."""
+    ledger = Ledger(1, 1, math.inf, failed=3)
+    ledger.starting("w", process(0))
+    for number in range(100_000):
+        ledger.finished("w", f"window {number}", (), 1)
+    began = time.perf_counter()
+    for number in range(1000):
+        ledger.finished("w", f"window {number}", (), 2)
+    assert time.perf_counter() - began < 0.2  # a sum over all takes 1 to 2 s
+    assert ledger._num_failed == 3 + 100_000 + 1000

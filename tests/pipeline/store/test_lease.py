@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,11 +68,16 @@ def test_a_holder_elsewhere_is_given_time_for_a_sign_of_life(tmp_path: Path, mon
     assert read_lease(RunFolder.open(str(tmp_path))) == lease, "the lease of another stays"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"session": "x"}'])
-def test_a_torn_lease_bars_nobody(tmp_path: Path, text: str) -> None:
-    (tmp_path / "lease.json").write_text(text)
-    with Lease(RunFolder.open(str(tmp_path)), "second", print):
-        pass
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"session": "x"}', "\xff"])
+def test_a_torn_lease_bars_nobody_for_long(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder may be writing it."""
+    monkeypatch.setattr(pipeline.store.lease, "LEASE_S", 0.3)
+    (tmp_path / "lease.json").write_bytes(text.encode("latin-1"))
+    notes: list[str] = []
+    began = time.monotonic()
+    with Lease(RunFolder.open(str(tmp_path)), "second", notes.append):
+        assert time.monotonic() - began > 0.25
+    assert "a run whose lease.json cannot be read holds this folder" in notes[0]
     assert not RunFolder.open(str(tmp_path)).exists()
 
 
@@ -99,3 +106,101 @@ def test_who_may_live(tmp_path: Path) -> None:
     assert may_live(own)
     assert may_live(own | {"machine": "another container", "pid": dead.pid})
     assert not may_live(own | {"pid": dead.pid})
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.store.lease, "BEAT_S", 0.02)
+    monkeypatch.setattr(pipeline.store.lease, "LEASE_S", 0.2)
+
+
+FAR = {"session": "far", "host": "elsewhere", "machine": "another boot", "pid": 1, "beat": 3}
+
+
+@pytest.mark.parametrize("left", [None, FAR], ids=["free", "of a dead holder"])
+def test_of_several_that_start_at_once_one_gets_it(
+    tmp_path: Path, left: dict[str, object] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch)
+    for trial in range(12):
+        root = tmp_path / str(trial)
+        root.mkdir()
+        if left:
+            (root / "lease.json").write_text(json.dumps(left))
+        together = threading.Barrier(6)
+
+        def start(number: int, root: Path = root, together: threading.Barrier = together) -> Lease | str:
+            lease = Lease(RunFolder.open(str(root)), f"s{number}", lambda _: None)
+            together.wait()
+            try:
+                return lease.__enter__()
+            except ConfigError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(start, range(6)))
+        holders = [lease for lease in found if isinstance(lease, Lease)]
+        assert len(holders) == 1, found
+        assert all("is at work in" in one for one in found if isinstance(one, str))
+        holders[0].check()
+        holders[0].__exit__()
+        assert list(root.iterdir()) == []
+
+
+def test_a_holder_that_stood_still_in_mid_beat_changes_no_other_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Lease(RunFolder.open(str(tmp_path)), "first", print).__enter__()
+    assert first.holds()  # and here it stands still
+    quick(monkeypatch)
+    with Lease(RunFolder.open(str(tmp_path)), "second", print) as second:
+        first._beat()
+        second.check()
+        with pytest.raises(RuntimeError, match="another run has taken over"):
+            first.check()
+        first.__exit__()
+        second.check()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_that_changed_hands_in_the_last_moment_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch)
+    (tmp_path / "lease.json").write_text(json.dumps(FAR))
+    real, others = os.rename, []
+
+    def meanwhile(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "rename", real)
+        others.append(Lease(RunFolder.open(str(tmp_path)), "faster", print).__enter__())
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", meanwhile)
+    with pytest.raises(ConfigError, match=r"run faster .* is at work"):
+        Lease(RunFolder.open(str(tmp_path)), "slower", print).__enter__()
+    others[0].check()
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]
+    others[0].__exit__()
+
+
+def test_every_beat_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    folder = RunFolder.open(str(tmp_path))
+    with Lease(folder, "s1", print):
+        seen, ends_at = [], time.monotonic() + 0.4
+        while time.monotonic() < ends_at:
+            seen.append(read_lease(folder))
+    assert None not in seen
+    assert len({lease["beat"] for lease in seen if lease}) > 3
+
+
+def test_without_links_the_lease_is_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(source: str, target: str) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", none)
+    quick(monkeypatch)
+    with Lease(RunFolder.open(str(tmp_path)), "first", print) as first:
+        first.check()
+        with pytest.raises(ConfigError, match="is at work"):
+            Lease(RunFolder.open(str(tmp_path)), "second", print).__enter__()
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """The run folder: what counts as taken, what is cleared, and how a writer of an earlier session is kept out."""
 
 import os
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,8 +39,30 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "data/status=ok").mkdir(parents=True)
     (tmp_path / "data/status=ok/x.parquet").write_text("x")
     (tmp_path / "run.json").write_text("{}")
-    RunFolder.open(str(tmp_path)).clear()
+    RunFolder.open(str(tmp_path)).clear("s1", lambda: None)
+    RunFolder.open(str(tmp_path)).leave("s1")
     assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_who_lost_the_folder_while_it_clears_it_deletes_no_more(tmp_path: Path) -> None:
+    """Asked before each step; and what is under way on a disk lies where no other session looks for it."""
+    folder = RunFolder.open(str(tmp_path))
+    for name in ("data/status=ok/x.parquet", "metrics/x.parquet", "run.json"):
+        folder.write_text(name, "old")
+    steps = 0
+
+    def check() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            folder.write_text("data/status=ok/new.parquet", "of the successor")
+            raise RuntimeError("another run has taken over")
+
+    with pytest.raises(RuntimeError, match="taken over"):
+        folder.clear("s1", check)
+    assert [path.name for path in (tmp_path / "data").rglob("*.parquet")] == ["new.parquet"]
+    assert (tmp_path / "metrics/x.parquet").exists()
+    assert (tmp_path / "run.json").exists()
 
 
 def test_what_no_run_wrote_is_named_before_it_is_cleared(tmp_path: Path) -> None:
@@ -56,7 +79,9 @@ def test_what_no_run_wrote_is_named_before_it_is_cleared(tmp_path: Path) -> None
     assert folder.foreign_files() == ["data/notes.csv"]
 
 
-@pytest.mark.parametrize("left", [["run.json.tmp"], ["lease.json", "lease.json.tmp"]])
+@pytest.mark.parametrize(
+    "left", [["run.json.tmp"], ["lease.json", "lease.json.tmp"], ["run.json.1f.tmp", "lease.json.2e.gone"]]
+)
 def test_a_run_that_was_killed_before_it_had_begun_leaves_a_free_folder(tmp_path: Path, left: list[str]) -> None:
     for name in left:
         (tmp_path / name).write_text("{")
@@ -110,27 +135,67 @@ def test_a_writer_that_outlived_its_session_adds_nothing(tmp_path: Path, monkeyp
     assert folder.count_rows("ok") == 1
 
 
-def test_a_file_that_came_late_is_removed(tmp_path: Path) -> None:
-    """As on an object store, where an upload cannot be called off."""
+def test_a_file_that_came_late_is_found(tmp_path: Path) -> None:
+    """As on an object store, where an upload cannot be called off. One of a later session is nobody's to judge."""
     folder = RunFolder.open(str(tmp_path))
-    for name in ("part-s1-x-000000", "part-s1-x-000001", "part-s2-y-000000"):
+    for name in ("part-s1-x-000000", "part-s1-x-000001", "part-s2-y-000000", "rest-s3-000000", "part-s4-z-000000"):
         for status in ("ok", "failed"):
-            path = tmp_path / f"data/status={status}/{name}.parquet"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("")
-    known = [str(path) for path in tmp_path.rglob("part-s1-x-000000.parquet")]
-    folder.write_known("s2", known)
-    assert folder.read_known() == ("s2", known)  # when the session that wrote it is killed, the next one does the same
-    tmp_path.rename(tmp_path.with_name("moved"))
-    moved = RunFolder.open(str(tmp_path.with_name("moved"))).read_known()
-    assert moved == ("s2", [path.replace(str(tmp_path), str(tmp_path.with_name("moved"))) for path in known])
-    tmp_path.with_name("moved").rename(tmp_path)
-    late = folder.remove_late("s2", known)
-    assert {path.rpartition("data/")[2] for path in late} == {
-        "status=ok/part-s1-x-000001.parquet",
-        "status=failed/part-s1-x-000001.parquet",
+            folder.write_text(f"data/status={status}/{name}.parquet", "")
+    known = {f"data/status={status}/part-s1-x-000000.parquet" for status in ("ok", "failed")}
+    late = folder.late_files(known, {"s1", "s3"})
+    assert {folder.name(path) for path in late} == {
+        f"data/status={status}/{name}.parquet"
+        for status in ("ok", "failed")
+        for name in ("part-s1-x-000001", "rest-s3-000000")
     }
-    assert len(list(tmp_path.rglob("*.parquet"))) == 4
+
+
+def test_ten_thousand_files_are_looked_through_at_once(tmp_path: Path) -> None:
+    names = [f"data/status=ok/part-s1-x-{number:06d}.parquet" for number in range(10_000)]
+    (tmp_path / "data/status=ok").mkdir(parents=True)
+    for name in names:
+        (tmp_path / name).touch()
+    folder = RunFolder.open(str(tmp_path))
+    folder.late_files((), ())  # the listing is in the cache of the machine
+    began = time.perf_counter()
+    assert folder.late_files(frozenset(names[1:]), {"s1"}) == [folder.path(names[0])]
+    assert time.perf_counter() - began < 1
+
+
+def test_what_a_session_leaves_is_its_own(tmp_path: Path) -> None:
+    """One that stood still ends when its successor writes: the staging folder of that one stays."""
+    folder = RunFolder.open(str(tmp_path))
+    folder.fence("s2")
+    folder.write_text("checkpoint/retry-s1/x", "")
+    folder.leave("s1")
+    write_whole(folder.filesystem, folder.root, "data/status=ok/1.parquet", pa.table({"id": ["a"]}), "s2")
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["staging"]
+    folder.leave("s2")
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_two_that_replace_a_file_at_once_each_have_their_own(tmp_path: Path) -> None:
+    folder = RunFolder.open(str(tmp_path))
+    with folder.replacing("run.json") as first:
+        with folder.replacing("run.json") as second:
+            second.write(b"second")
+        first.write(b"first")
+    assert folder.read_text("run.json") == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    with pytest.raises(ZeroDivisionError), folder.replacing("run.json") as file:
+        file.write(b"half of it" * (1 // 0))
+    assert folder.read_text("run.json") == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_what_a_killed_process_left_beside_a_file_is_taken_away(tmp_path: Path) -> None:
+    folder = RunFolder.open(str(tmp_path))
+    left = ["run.json.0a1b2c3d.tmp", "report.json.0a1b2c3d.tmp", f"lease.json.{'0' * 12}.gone", "run.json.tmp"]
+    for name in [*left, "run.json"]:
+        (tmp_path / name).write_text("{")
+    assert folder.unexpected_files() == []
+    folder.fence("s1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "run.json"]
 
 
 def test_a_write_that_fails_leaves_no_file_among_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,46 @@
+"""StableLM (Stability AI): a Llama with LayerNorm, of whose heads a quarter turns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from skipdecode.config import refuse
+from skipdecode.families.llama import LlamaConfig
+
+
+@dataclass(frozen=True)
+class StableLMConfig(LlamaConfig):
+    """Field names are those of `transformers.StableLmConfig`."""
+
+    model_type: ClassVar[str] = "stablelm"
+    architecture: ClassVar[str] = "StableLmForCausalLM"
+    released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    rotary_share: ClassVar[float | None] = None
+
+    num_key_value_heads: int = 32
+    layer_norm_eps: float = 1e-5
+    use_qkv_bias: bool = False
+
+    @property
+    def norm(self) -> Literal["layer", "rms"]:
+        return "layer"
+
+    @property
+    def norm_epsilon(self) -> float:
+        return self.layer_norm_eps
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.use_qkv_bias
+
+    @property
+    def out_bias(self) -> bool:
+        return False
+
+    @classmethod
+    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        refuse(raw, "qk_layernorm", False)
+        refuse(raw, "use_parallel_residual", False)
+        rope = raw.get("rope_parameters") or {}
+        share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))  # as transformers
+        return super().read_fields(raw | {"partial_rotary_factor": share})

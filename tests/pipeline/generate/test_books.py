@@ -1,0 +1,109 @@
+"""The books are closed by id: a row that is lost and one that is there twice do not make up for each other."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.generate.books import close_books, refuse_open_books
+from pipeline.generate.row_index import sum_duplicates
+from pipeline.input.ids import (
+    ID_MODULUS,
+    already_used,
+    describe_place,
+    digest_id,
+    digest_ids,
+    sum_digests,
+    sum_made_ids,
+    sum_outputs,
+)
+from pipeline.schema import STATUS
+from pipeline.store.run_folder import RunFolder
+from pipeline.store.write import RunSink
+from tests.support.input_helpers import make_config, make_plan
+
+SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "error_code", "error_message")])
+
+
+def rows(*ids: str, code: str = "", message: str = "") -> pa.Table:
+    return pa.table({"id": list(ids), "error_code": [code] * len(ids), "error_message": [message] * len(ids)})
+
+
+def duplicate(id: str, place: str) -> pa.Table:
+    return rows(id, code="duplicate_id", message=f"{place}{already_used(id)}in row 1; bad_line: x")
+
+
+@given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"])), max_size=40), st.randoms())
+def test_the_sum_is_that_of_the_numbers_in_any_order(ids: list[str], random: Any) -> None:
+    wanted = sum(int.from_bytes(digest_id(id), "little") for id in ids) % ID_MODULUS
+    assert sum_digests(digest_ids(ids)) == wanted
+    random.shuffle(ids)
+    cut = random.randrange(len(ids) + 1)
+    assert (sum_outputs(rows(*ids[:cut])) + sum_outputs(rows(*ids[cut:]))) % ID_MODULUS == wanted
+
+
+def test_made_ids_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.input.ids.SUMMED_AT_ONCE", 3)
+    (tmp_path / "a.txt").write_text("x\n" * 10)
+    plan = make_plan(make_config(tmp_path / "a.txt"))
+    wanted = sum_digests(digest_ids([f"a.txt:{row}" for row in range(10)]))
+    assert sum_made_ids(plan.listing.files[0], 10) == wanted
+
+
+def test_rows_with_one_id_are_told_apart_by_their_places(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "i", "prompt": "x"}\n' * 3)
+    plan = make_plan(make_config(tmp_path / "a.jsonl"))
+    of_input = 3 * sum_digests(digest_ids(["i"])) + sum_duplicates(plan)
+    second, third = (duplicate("i", describe_place("a.jsonl", row)) for row in (1, 2))
+    assert sum(map(sum_outputs, (rows("i"), second, third))) % ID_MODULUS == of_input % ID_MODULUS
+    assert sum(map(sum_outputs, (rows("i"), second, second))) % ID_MODULUS != of_input % ID_MODULUS
+    assert sum(map(sum_outputs, (rows("i"), rows("i"), third))) % ID_MODULUS != of_input % ID_MODULUS
+
+
+def state(num_rows: int) -> Any:
+    return {"state": "running", "books": {"input": num_rows, "ok": None, "failed": None, "closed": False}}
+
+
+@pytest.mark.parametrize(
+    ("ok", "failed", "is_closed"),
+    [
+        ("ab", "c", True),
+        ("abc", "", True),
+        ("", "cba", True),
+        ("ab", "b", False),  # c is lost, b doubled
+        ("aab", "", False),
+        ("abd", "", False),
+        ("ab", "", False),
+        ("abc", "c", False),
+    ],
+)
+@pytest.mark.parametrize("says_ids", [True, False], ids=["", "of an earlier version"])
+def test_a_lost_row_and_a_doubled_one_do_not_cancel_out(
+    tmp_path: Path, ok: str, failed: str, is_closed: bool, says_ids: bool
+) -> None:
+    folder = RunFolder.open(str(tmp_path))
+    folder.fence("s1")
+    sink = RunSink(
+        folder.filesystem, folder.root, "s1", SCHEMA, None, stream="x", sum_ids=sum_outputs if says_ids else None
+    )
+    for number, (id, status) in enumerate([*((i, "ok") for i in ok), *((i, "failed") for i in failed)]):
+        sink.write(rows(id).append_column(STATUS, pa.array([status])), f"{number}")
+    for path in tmp_path.rglob("*.parquet"):
+        assert (b"skipdecode.ids" in (pq.read_metadata(path).metadata or {})) == says_ids
+    expected, closed = sum_digests(digest_ids(list("abc"))), state(3)
+    close_books(folder, closed, lambda: None, expected)
+    assert closed["books"] == {"input": 3, "ok": len(ok), "failed": len(failed), "closed": is_closed}
+    assert len(closed["files"]) == len(ok) + len(failed)
+    assert closed["ids"]["input"] == f"{expected:032x}"
+    assert folder.read_state() == closed
+    if not is_closed:
+        with pytest.raises(RuntimeError, match="the books do not close"):
+            refuse_open_books(folder, closed, lambda: None)
+        assert folder.read_state() == closed | {"state": "interrupted"}
+    unknown = state(3)
+    close_books(folder, unknown, lambda: None, None)  # where nobody knows the ids of the input, the counts decide
+    assert unknown["books"]["closed"] == (len(ok) + len(failed) == 3)

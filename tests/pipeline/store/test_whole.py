@@ -1,0 +1,182 @@
+"""Files are seen whole or not at all, on stores that show them early too, killed in every step; and on the disk."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import ConfigError
+from pipeline.schema import STATUS
+from pipeline.store.lease import Lease
+from pipeline.store.run_folder import RunFolder
+from pipeline.store.whole import check_renames, is_whole_on_close
+from pipeline.store.write import RunSink, write_whole
+from tests.support.early_store import EarlyStore, Killed
+
+SCHEMA = pa.schema([("id", pa.string())])
+
+
+def early(root: Path, replaces: bool = True) -> tuple[EarlyStore, RunFolder]:
+    (root / "run").mkdir(parents=True)
+    store = EarlyStore(root, replaces)
+    return store, RunFolder(pafs.PyFileSystem(store), "run", "early://run")
+
+
+def work(folder: RunFolder, session: str) -> None:
+    """What a session writes, in small."""
+    with Lease(folder, session, lambda _: None):
+        folder.write_state({"state": "running"})  # type: ignore[typeddict-item]
+        folder.fence(session)
+        for number in range(2):
+            path = f"data/status=ok/part-{session}-x-{number}.parquet"
+            write_whole(folder.filesystem, folder.root, path, pa.table({"id": [f"{session} {number}"]}), session)
+        folder.write_state({"state": "finished"})  # type: ignore[typeddict-item]
+        folder.leave(session)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.store.lease.SETTLE_S", 0)
+    monkeypatch.setattr("pipeline.store.lease.LEASE_S", 0.01)
+
+
+@pytest.mark.parametrize("replaces", [True, False], ids=["Azure", "HDFS"])
+def test_killed_in_every_step_no_half_file_is_seen(tmp_path: Path, replaces: bool) -> None:
+    store, folder = early(tmp_path / "whole", replaces)
+    work(folder, "s1")
+    num_steps = store.num_steps
+    assert num_steps > 15
+    for at in range(1, num_steps + 1):
+        store, folder = early(tmp_path / str(at), replaces)
+        store.dies_at = at
+        with pytest.raises(Killed):
+            work(folder, "s1")
+        store.dies_at = None
+        for path in (tmp_path / str(at) / "run/data").rglob("*"):
+            assert path.is_dir() or pq.read_metadata(path).num_rows == 1, f"killed in step {at}"
+        state = folder.read_state()  # whole, or none
+        assert replaces or state is None or state["state"] in ("running", "finished")
+        work(folder, "s2")
+        assert folder.read_state() == {"state": "finished"}
+        left = {path.name for path in (tmp_path / str(at) / "run").iterdir()}
+        assert left == {"data", "run.json"}, f"killed in step {at}"
+
+
+def test_a_store_that_cannot_rename_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, folder = early(tmp_path)
+    check_renames(folder.filesystem, folder.root, folder.shown)
+
+    def none(source: str, target: str) -> None:
+        raise NotImplementedError("no move")
+
+    monkeypatch.setattr(store, "move", none)
+    with pytest.raises(ConfigError, match=r"output\.path: early://run: a file system \(py::early\) on which files are"):
+        check_renames(folder.filesystem, folder.root, folder.shown)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_which_stores_need_no_renaming(tmp_path: Path) -> None:
+    assert is_whole_on_close(pafs.S3FileSystem(anonymous=True, region="eu-west-1"))
+    assert not is_whole_on_close(pafs.LocalFileSystem())
+    assert not is_whole_on_close(early(tmp_path)[1].filesystem)
+
+
+def sink_on(root: Path) -> RunSink:
+    folder = RunFolder.open(str(root))
+    folder.fence("s1")
+    return RunSink(folder.filesystem, folder.root, "s1", SCHEMA, None, stream="x")
+
+
+def rows(**by_status: str) -> pa.Table:
+    pairs = [(id, status) for status, ids in by_status.items() for id in ids]
+    return pa.table({"id": [id for id, _ in pairs], STATUS: [status for _, status in pairs]})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"ok": "ab", "failed": "c"}, {"ok": "abc"}),
+        ({"ok": "ab", "failed": "c"}, {"failed": "abc"}),
+        ({"ok": "abc"}, {"ok": "b", "failed": "ac"}),
+        ({"ok": "a", "failed": "bc"}, {"ok": "bc", "failed": "a"}),
+        ({"failed": "abc"}, {"ok": "abc"}),
+    ],
+)
+def test_a_repeated_task_killed_in_every_step_doubles_no_row(
+    tmp_path: Path, first: dict[str, str], second: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds what its first attempt wrote; a row may have changed sides."""
+    replace, seen = os.replace, []
+
+    def ids(root: Path) -> list[str]:
+        return sorted(
+            id for path in root.glob("data/*/*.parquet") for id in pq.ParquetFile(path).read()["id"].to_pylist()
+        )
+
+    class Watched(RunSink):
+        def _remove(self, path: str) -> None:
+            super()._remove(path)
+            seen.append(ids(tmp_path))
+
+    def watched(source: str, target: str) -> None:
+        replace(source, target)
+        seen.append(ids(tmp_path))
+
+    plain = sink_on(tmp_path)
+    plain.write(rows(**first), "000000-000")
+    monkeypatch.setattr(os, "replace", watched)
+    Watched(plain.filesystem, plain.root, "s1", SCHEMA, None, stream="x").write(rows(**second), "000000-000")
+    assert len(seen) >= 2
+    for at, found in enumerate(seen):
+        assert len(found) == len(set(found)), f"after step {at}"
+    assert seen[-1] == list("abc")
+
+
+def test_a_writer_that_outlived_its_session_deletes_nothing(tmp_path: Path) -> None:
+    sink = sink_on(tmp_path)
+    sink.write(rows(ok="a", failed="b"), "000000-000")
+    RunFolder.open(str(tmp_path)).fence("s2")
+    with pytest.raises(FileNotFoundError):
+        sink.write(rows(ok="ab"), "000000-000")
+    assert len(list(tmp_path.glob("data/*/*.parquet"))) == 2
+
+
+def test_names_are_on_the_disk_when_a_write_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes before the name, then the name; folders that are new, from the top; and what was deleted."""
+    sink = sink_on(tmp_path)
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def name(path: str) -> str:
+        return Path(path).relative_to(tmp_path).as_posix() if "staging" not in path else "staged"
+
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (steps.append(name(os.readlink(f"/proc/self/fd/{file}"))), fsync(file))
+    )
+    monkeypatch.setattr(os, "replace", lambda *names: (steps.append("rename"), replace(*names)))
+    sink.write(rows(ok="a"), "000000-000")
+    assert steps == [".", "data", "staged", "rename", "data/status=ok"]
+    steps.clear()
+    sink.write(rows(failed="a"), "000000-000")
+    assert steps == ["data/status=ok", "data", "staged", "rename", "data/status=failed"]
+    steps.clear()
+    RunFolder.open(str(tmp_path)).remove("data/status=failed/part-s1-x-000000-000.parquet")
+    assert steps == ["data/status=failed"]
+
+
+def test_the_sink_needs_few_requests(tmp_path: Path) -> None:
+    """Two looks at what may be there already; deletions only of what is."""
+    store, folder = early(tmp_path)
+    asked: list[Any] = []
+    store.get_file_info = lambda paths: (asked.append(paths), EarlyStore.get_file_info(store, paths))[1]  # type: ignore[method-assign]
+    with Lease(folder, "s1", print):
+        folder.fence("s1")
+        asked.clear()
+        steps = store.num_steps
+        RunSink(folder.filesystem, "run", "s1", SCHEMA, None, stream="x").write(rows(ok="a"), "0")
+        assert len(asked) <= 2
+        assert store.num_steps - steps == 3  # opened, written, renamed
