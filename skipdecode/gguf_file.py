@@ -7,9 +7,9 @@ Unlike transformers 5, `rope_freqs.weight` counts: it is how a file says that po
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from gguf.quants import dequantize
@@ -19,7 +19,9 @@ from skipdecode.gguf_header import Header, TensorInfo, is_gguf, read_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["chat_template", "is_gguf", "read_config", "shapes", "tensors"]
+Made = TypeVar("Made")
+
+__all__ = ["chat_template", "checked", "is_gguf", "read_config", "shapes", "tensors"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SIZES = {
@@ -53,9 +55,14 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The contents of a Hugging Face config.json; ValueError names the file, and the key at fault."""
+    return checked(path, lambda raw: raw)
+
+
+def checked(path: str | Path, use: Callable[[dict[str, Any]], Made]) -> Made:
+    """What `use` makes of the configuration; its ValueError names the file too."""
     header = read_header(path)
     try:
-        return _config(path, header)
+        return use(_config(path, header))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except (TypeError, ArithmeticError) as error:  # a text where a number belongs, and the like
