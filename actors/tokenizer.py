@@ -67,6 +67,10 @@ class Tokenizer:
         """Tokens -> text without special tokens; bytes that are no UTF-8 become U+FFFD."""
 
     def _load(self, folder: Path, config: TokenizerConfig) -> tokenizers.Tokenizer:
+        if folder.is_file():
+            from actors import gguf_tokenizer  # only a GGUF file needs it
+
+            return gguf_tokenizer.tokenizer(folder)
         return load_opt_folder(folder) if self._is_opt else load_folder(folder, config.model_type, config.vocab_size)
 
     def _special_ids(self, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> set[int]:

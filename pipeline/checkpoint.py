@@ -151,7 +151,7 @@ def check_quantization(
 def worker_path(source: str, folder: Path) -> str:
     """How a worker finds the model: a relative path travels with a job's working_dir; else absolute, or the hub id
     with its revision."""
-    if not Path(source).expanduser().is_dir():
+    if not Path(source).expanduser().exists():
         return pin(source, folder)  # a hub id: each node fetches it once
     has_working_dir = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     return source if has_working_dir and not Path(source).is_absolute() else str(folder.resolve())

@@ -42,9 +42,9 @@ MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
 
 class ModelConfig(Section):
     source: str = "models/opt-e2e"
-    """A folder or a hub id in Hugging Face layout, of a family in docs/models.md."""
+    """A folder or a hub id in Hugging Face layout, or a .gguf file, of a family in docs/models.md."""
     tokenizer: str | None = None
-    """A folder or a hub id; null: the model's own."""
+    """A folder, a hub id or a .gguf file; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
     quantization: Quantization | None = None

@@ -1,4 +1,7 @@
-"""Where a model lies: a folder here, or a hub id. Without torch; what is in the folder is `config` and `weights`."""
+"""Where a model lies: a folder or a GGUF file here, or a hub id. Without torch.
+
+What is in it is `families` and `weights`.
+"""
 
 import re
 from pathlib import Path
@@ -20,14 +23,14 @@ HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 
 
 def resolve_source(source: str, key: str = "model.source") -> Path:
-    """The local folder of a model: `source` itself, or a snapshot of that hub id (downloaded once, then cached), of the
-    revision where it is `pin`ned. `key` is what an error blames.
+    """The local folder (or `.gguf` file) of a model: `source` itself, or a snapshot of that hub id (downloaded once,
+    then cached), of the revision where it is `pin`ned. `key` is what an error blames.
     """
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
     if folder.is_absolute() or source.startswith(".") or source.count("/") != 1 or (folder.parent).is_dir():
-        raise ValueError(f"{key}: {source!r} is not a folder")
+        raise ValueError(f"{key}: {source!r} is not a folder, nor a .gguf file")
     from huggingface_hub import snapshot_download  # only a hub id needs it
 
     pinned = PINNED.fullmatch(source)

@@ -1,7 +1,8 @@
 """Weights: Hugging Face folders (and hub ids) in, and folders that `AutoModelForCausalLM.from_pretrained` opens out.
 
-Reads safetensors (single or sharded) and `pytorch_model.bin` (single or sharded). A missing, unexpected or misshapen
-tensor is an error that names it; nothing is initialised silently. No quantised formats.
+Reads safetensors (single or sharded), `pytorch_model.bin` (single or sharded) and GGUF files, whose blocks are
+dequantised; no other quantised formats. A missing, unexpected or misshapen tensor is an error that names it; nothing is
+initialised silently.
 """
 
 import json
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from skipdecode import gguf_file
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import Decoder
 from skipdecode.families import read_config
@@ -145,6 +147,8 @@ def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         with _open(path) as file:
             for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 yield theirs, tuple(file.get_slice(theirs).get_shape())
+    elif path.suffix == ".gguf":
+        yield from gguf_file.shapes(path)
     else:
         for theirs, tensor in _load_bin(path).items():
             yield theirs, tuple(tensor.shape)
@@ -166,12 +170,19 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             with _open(path) as file:
                 for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
                     yield theirs, file.get_tensor(theirs)
+        elif path.suffix == ".gguf":
+            yield from gguf_file.tensors(path)
         else:
             yield from _load_bin(path).items()
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a Hugging Face folder, safetensors preferred; ValueError when one is gone."""
+    """The weight files of a Hugging Face folder, safetensors preferred; ValueError when one is gone.
+
+    Of a GGUF file itself.
+    """
+    if folder.is_file():
+        return [folder]
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():

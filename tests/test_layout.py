@@ -24,6 +24,7 @@ ONLY_IN = {  # third party -> the packages that may import it
     "rouge_score": {"pipeline"},
     "tokenizers": {"actors"},
     "safetensors": {"skipdecode"},
+    "gguf": {"skipdecode"},
     "huggingface_hub": {"skipdecode"},
     "transformers": set(),  # the reference of the tests, never part of the product
 }

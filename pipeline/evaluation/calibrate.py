@@ -35,11 +35,12 @@ from pipeline.evaluation.documents import CalibrationDocument, FFNSkip, Proposal
 from pipeline.input.prompts import read_prompts
 from pipeline.machine import device_facts, version_of
 from pipeline.plots import new_figure, save_figure
-from pipeline.store.model_folder import new_folder, written_whole
+from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.units import Note
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
+from skipdecode.weights import load_model, save_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,11 +157,16 @@ def write_checkpoint(
 ) -> None:
     """The model's files, its `config.json` with `ffn_skip`, and `calibration/`."""
     (staging / "calibration").mkdir()
-    for path in model.folder.iterdir():
+    if model.folder.is_file():  # a GGUF file has no room for what is to be written
+        save_model(load_model(model.folder), staging)
+        for name, content in tokenizer_files(model.folder).items():
+            (staging / name).write_bytes(content)
+    for path in model.folder.iterdir() if model.folder.is_dir() else ():
         if path.is_file() and path.name != "config.json":
             place = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
             place(path.resolve(), staging / path.name)
-    raw = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
+    source = staging if model.folder.is_file() else model.folder
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     assert isinstance(layers.schedule, SkipBand)
     raw["ffn_skip"] = {
         "num_layers": model.config.num_hidden_layers,

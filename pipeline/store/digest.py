@@ -10,19 +10,31 @@ from pipeline.units import Json
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file
 
 
-def digest_files(folder: Path) -> str:
-    """Of configuration and tokenizer files all bytes; of weight files the size and NUM_SAMPLES samples of 64 KiB."""
+def digest_files(source: Path) -> str:
+    """Of a model folder or a GGUF file. Of configuration and tokenizer files all bytes, and of a GGUF file all before
+    its tensors; of weight files the size and NUM_SAMPLES samples of 64 KiB."""
     total = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".txt", ".safetensors", ".bin")):
+    for path in _files(source):
         size = path.stat().st_size
         total.update(f"{path.name}\0{size}\0".encode())
-        is_weights = path.suffix in (".safetensors", ".bin")
+        if path.suffix == ".gguf":
+            from skipdecode.gguf_header import read_header  # only such a file needs it
+
+            with path.open("rb") as file:
+                total.update(file.read(read_header(path).num_bytes))
+        is_weights = path.suffix in (".safetensors", ".bin", ".gguf")
         step = max(size // NUM_SAMPLES, SAMPLE_BYTES) if is_weights else SAMPLE_BYTES
         with path.open("rb") as file:
             for offset in range(0, size, step):
                 file.seek(offset)
                 total.update(file.read(SAMPLE_BYTES))
     return total.hexdigest()
+
+
+def _files(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    return sorted(p for p in source.iterdir() if p.suffix in (".json", ".txt", ".safetensors", ".bin"))
 
 
 def refuse_differences(

@@ -1,4 +1,4 @@
-"""Where a checkpoint that a verb makes goes: a new folder, written whole or not at all."""
+"""Where a checkpoint that a verb makes goes: a new folder, written whole or not at all; and the tokenizer's files."""
 
 import os
 import shutil
@@ -8,6 +8,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config import ConfigError
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
+Files = dict[str, bytes]
+"""Name -> contents."""
+
+
+def tokenizer_files(source: Path) -> Files:
+    """Those of a model folder; of a GGUF file those that a folder would have."""
+    if source.is_dir():
+        return {name: (source / name).read_bytes() for name in TOKENIZER_FILES if (source / name).is_file()}
+    from actors import gguf_tokenizer  # only a GGUF file needs them
+    from skipdecode.gguf_file import chat_template
+
+    files, template = {"tokenizer.json": gguf_tokenizer.tokenizer(source).to_str().encode()}, chat_template(source)
+    return files if template is None else files | {"chat_template.jinja": template.encode()}
 
 
 def new_folder(path: str) -> Path:

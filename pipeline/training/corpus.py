@@ -14,15 +14,14 @@ from actors.tokenizer import Tokenizer, train_tokenizer
 from actors.train_workers import Pair
 from pipeline.config import ConfigError
 from pipeline.input.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
+from pipeline.store.model_folder import Files, tokenizer_files
 from pipeline.training.config import FinetuneData
-from pipeline.training.folder import TOKENIZER_FILES, TrainingFolder
+from pipeline.training.folder import TrainingFolder
 from skipdecode.config import DecoderConfig
 
 TOKENS_COMPARED = 256  # pairs
 
 Texts = list[tuple[str, str]]
-Files = dict[str, bytes]
-"""Name -> contents."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ def make_tokenizer(
         if folder is None:
             folder = Path(scratch)
             train_tokenizer((text for pair in texts for text in pair), opt.vocab_size, folder)
-        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-        return files, Tokenizer(folder, opt)
+        return tokenizer_files(folder), Tokenizer(folder, opt)
 
 
 def check_same_tokens(teacher: Path, tokenizer: Tokenizer, opt: DecoderConfig, texts: Texts) -> None:

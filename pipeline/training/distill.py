@@ -4,15 +4,13 @@ The training is `finetune`, with the recipe of the paper for defaults; `init_swi
  which is enough to run, to time and to test SwiftKV, while its texts are far from the teacher's.
 """
 
-import shutil
 from typing import TypedDict
 
 import torch
 
 from pipeline.config import ConfigError
-from pipeline.store.model_folder import new_folder, written_whole
+from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig
-from pipeline.training.folder import TOKENIZER_FILES
 from pipeline.training.plan import stored_dtype
 from pipeline.units import Json, Note
 from skipdecode.families import read_config
@@ -88,9 +86,8 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     model = load_model(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
     with written_whole(target) as staging:
         save_model(model, staging)
-        for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                shutil.copy2(folder / name, staging / name)
+        for name, content in tokenizer_files(folder).items():
+            (staging / name).write_bytes(content)
     extra = [] if model.swift is None else [p.numel() for p in model.swift.parameters()]
     total = sum(p.numel() for p in model.parameters())
     made: SwiftKVShape = {"kv_layers": shape.kv_layers, "group_size": shape.group_size}

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.config import ConfigError
+from pipeline.store.model_folder import TOKENIZER_FILES
 from pipeline.training.records import LogLine, TrainingRecord, TrainingState
 from pipeline.units import Json
 
 KEEP = 2  # checkpoints
 WEIGHTS = "model.safetensors"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 # the weights last: with them the folder is a model, and by then the rest is there
 MODEL_FILES = (*TOKENIZER_FILES, "config.json", WEIGHTS)
 OURS = (*MODEL_FILES, "training.json", "training")  # the last holds run.json, which says that the rest is ours

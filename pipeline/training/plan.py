@@ -12,10 +12,10 @@ from actors.trainer import TrainConfig, num_steps
 from pipeline.config import ConfigError
 from pipeline.demo_corpus import vary_names
 from pipeline.store.digest import digest_files
+from pipeline.store.model_folder import Files
 from pipeline.training.config import HOW, FinetuneConfig, FinetuneModel, TrainSection
 from pipeline.training.corpus import (
     Corpus,
-    Files,
     blame,
     check_same_tokens,
     digest_texts,

@@ -33,10 +33,15 @@ def config_of(raw: Any) -> DecoderConfig:
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
-    """Of a Hugging Face folder: config.json, and what generation_config.json says of the end of a text.
+    """Of a Hugging Face folder: config.json, and what generation_config.json says of the end of a text. Of a GGUF file:
+    its metadata.
 
     ValueError when config.json is absent or asks for what we do not have.
     """
+    if Path(folder).is_file():
+        from skipdecode import gguf_file  # reads arrays, and a head node that prices a job has no numpy loaded
+
+        return gguf_file.checked(folder, config_of)
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OPTForCausalLM
 
 from skipdecode.decoder import Decoder
 from skipdecode.families import read_config
-from skipdecode.hub import resolve_source
+from skipdecode.hub import HUB_FILES, resolve_source
 from skipdecode.kv.padded import KVCache
 from skipdecode.plan import FullDepth
 from skipdecode.weights import check_folder, load_model, save_model, weight_files
@@ -307,3 +308,12 @@ def test_shards_lie_beside_their_index(small: Path, tmp_path: Path, name: str) -
         weight_files(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "one.safetensors"}}))
     assert weight_files(folder) == [folder / "one.safetensors"]
+
+
+def test_what_a_hub_id_brings() -> None:
+    """All that a folder is read by, and no weights twice."""
+    brings = ["config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors",
+              "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+              "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja"]  # fmt: skip
+    others = ["README.md", "pytorch_model.bin", "tf_model.h5", "model.gguf", "original/consolidated.00.pth"]
+    assert sorted(filter_repo_objects(brings + others, allow_patterns=HUB_FILES)) == sorted(brings)

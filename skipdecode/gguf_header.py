@@ -1,0 +1,156 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie. Nothing of the tensors is read, no torch.
+
+Files may come from anywhere. Every length is checked against the size of the file before anything is read or made, so
+that a truncated or foreign file is one ValueError that names it, whatever its bytes say.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Type of a value -> its `struct` format; u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64."""
+MAX_DIMS = 4  # GGML_MAX_DIMS
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]
+    """Rows first, as torch has it."""
+    kind: GGMLQuantizationType
+    start: int
+    """Bytes from the beginning of the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    num_bytes: int
+    """What it takes of the file; tensors follow."""
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether `path` is meant as a GGUF file: a file by that name."""
+    return Path(path).suffix == ".gguf" and Path(path).is_file()
+
+
+def read_header(path: str | Path) -> Header:
+    """ValueError names the file and what is wrong with it."""
+    try:
+        with Path(path).open("rb") as file:
+            if file.seek(0, 2) == 0:
+                raise ValueError("is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse(_Cursor(data))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no GGUF file that can be read: {error}") from error
+
+
+class _Cursor:
+    """Reads values one after another; ValueError where the file ends before they do."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at, self.size = data, 0, len(data)
+
+    def need(self, count: int) -> None:
+        if count > self.size - self.at:
+            raise ValueError(f"it is truncated, or damaged: {count} bytes are to follow byte {self.at} of {self.size}")
+
+    def take(self, kinds: str) -> tuple[Any, ...]:
+        width = struct.calcsize("<" + kinds)
+        self.need(width)
+        values = struct.unpack_from("<" + kinds, self.data, self.at)
+        self.at += width
+        return values
+
+    def text(self) -> str:
+        (length,) = self.take("Q")
+        self.need(length)
+        start, self.at = self.at, self.at + length
+        try:
+            return self.data[start : self.at].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the text at byte {start} is no UTF-8: {error}") from error
+
+    def value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self.take(SCALARS[kind])[0]
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY:
+            raise ValueError(f"it is damaged: there is no type {kind} of values, before byte {self.at}")
+        inner, count = self.take("IQ")
+        if inner == STRING:
+            self.need(8 * count)  # a text takes as many bytes at least
+            return [self.text() for _ in range(count)]
+        if inner not in SCALARS:
+            raise ValueError(f"arrays of type {inner} are not supported, before byte {self.at}")
+        self.need(struct.calcsize("<" + SCALARS[inner]) * count)
+        return list(self.take(f"{count}{SCALARS[inner]}"))
+
+
+def _parse(cursor: _Cursor) -> Header:
+    if cursor.data[:4] != MAGIC:
+        raise ValueError(f"it begins with {cursor.data[:4]!r}, expected {MAGIC!r}")
+    cursor.at = 4
+    version, num_tensors, num_values = cursor.take("IQQ")
+    if version not in VERSIONS:
+        raise ValueError(f"its version is {version}, supported are {', '.join(map(str, VERSIONS))} (little-endian)")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = cursor.text()
+        (kind,) = cursor.take("I")
+        metadata[key] = cursor.value(kind)
+    if metadata.get("split.count", 1) != 1:
+        raise ValueError(
+            f"it is one of {metadata['split.count']} parts (split.count); merge them with llama-gguf-split"
+        )
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}, expected a positive integer")
+    found = []
+    for _ in range(num_tensors):
+        found.append(_tensor(cursor))
+    start = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, shape, kind, offset in found:
+        info = TensorInfo(name, shape, kind, start + offset, _num_bytes(name, shape, kind))
+        if info.start + info.num_bytes > cursor.size:
+            raise ValueError(
+                f"it is truncated: tensor {name!r} ends at byte {info.start + info.num_bytes} of {cursor.size}"
+            )
+        if name in tensors:
+            raise ValueError(f"tensor {name!r} is there twice")
+        tensors[name] = info
+    return Header(metadata, tensors, min(start, cursor.size))
+
+
+def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+    name = cursor.text()
+    (num_dims,) = cursor.take("I")
+    if not 1 <= num_dims <= MAX_DIMS:
+        raise ValueError(f"tensor {name!r} has {num_dims} dimensions, expected 1 to {MAX_DIMS}")
+    dims = cursor.take(f"{num_dims}Q")
+    kind, offset = cursor.take("IQ")
+    try:
+        return name, tuple(reversed(dims)), GGMLQuantizationType(kind), offset
+    except ValueError:
+        raise ValueError(f"tensor {name!r} has values of an unknown type {kind}") from None
+
+
+def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    values, width = map(int, GGML_QUANT_SIZES[kind])
+    if shape[-1] % values or 0 in shape:
+        raise ValueError(f"tensor {name!r} is {list(shape)}, and {kind.name} has {values} values to a block")
+    return math.prod(shape) // values * width
