@@ -17,7 +17,7 @@ import torch
 
 from actors.batching import Batch, cut_batches
 from actors.tokenizer import Tokenizer
-from skipdecode.backends import choice
+from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Completion, Request, generate
@@ -85,8 +85,8 @@ class Generator:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         self.model = load_model(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
-        if self.device.type == "cpu" and choice.choose().name == "torch":
-            logger.warning("the CPU kernels are not used, decoding is slower: %s", choice.choose().reason)
+        if (reason := backend_on(self.device).why_slow) is not None:
+            logger.warning("decoding is slower than it could be: %s", reason)
         # a graph attends over padded columns behind a mask, the engine over exact ones: other bits for the same row
         self._graphs = None if config.deterministic else step_graphs(self.model)
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
@@ -304,10 +304,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 on CUDA, and on CPUs what the back end takes (`skipdecode.backends.choice`)."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else choice.choose().dtype
-    dtype: torch.dtype = getattr(torch, name)
+    """`auto`: what the device's back end takes."""
+    dtype: torch.dtype = getattr(torch, backend_on(device).dtype if name == "auto" else name)
     return dtype
 
 

@@ -14,8 +14,7 @@ import torch
 import skipdecode.kv.graphed
 import skipdecode.kv.padded
 import skipdecode.kv.ragged
-from skipdecode.backends import cpu
-from skipdecode.backends.layer import LayerKernel
+from skipdecode.backends.device import backend_on
 from skipdecode.cohort import Cohort
 from skipdecode.decoder import Decoder
 from skipdecode.generate import Request
@@ -64,12 +63,13 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
 
         return run
 
+    backend = backend_on(model.device)
     places: list[tuple[Any, str, str]] = [
         (model, "embed", "embedding"),
         (model, "head", "head"),
         (model, "likeliest", "head"),  # and the choice of tokens
         (Sampler, "__call__", "choice of tokens"),
-        (cpu, "attend", "attention"),
+        *backend.timed_calls(),
         (KVCache, "append", "cache write"),
         *((module, "attention", "attention") for module in (skipdecode.kv.padded, skipdecode.kv.ragged)),
         (skipdecode.kv.graphed, "attention", "attention"),
@@ -80,17 +80,16 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
         places += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
     if model.swift is not None:
         places += [(model.swift, "write", "swiftkv"), *((q, "forward", "query, key, value") for q in model.swift.q)]
-    LayerKernel.seconds = in_blocks = torch.zeros(len(LayerKernel.STAGES), dtype=torch.float64)
     had = [vars(owner).get(name) for owner, name, _ in places]  # None: it comes from the class
     try:
         for owner, name, stage in places:
             setattr(owner, name, timed(stage, getattr(owner, name)))
-        yield seconds
-        for stage, took in zip(LayerKernel.STAGES, in_blocks.tolist(), strict=True):
+        with backend.timed_layers() as in_layers:
+            yield seconds
+        for stage, took in in_layers.items():
             if took:
                 seconds[stage] = seconds.get(stage, 0.0) + took
     finally:
-        LayerKernel.seconds = None
         for (owner, name, _), before in zip(places, had, strict=True):
             delattr(owner, name) if before is None else setattr(owner, name, before)
 

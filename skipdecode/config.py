@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
 Quantization = Literal["int8"]
+WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
 """Of a model that decodes: weights as whole numbers of 8 bits times a scale per output; the embedding stays."""
 
 Parts = Mapping[str, tuple[str, ...]]

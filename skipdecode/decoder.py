@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.backends.backend import Packed
+from skipdecode.backends.device import backend_on
+from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.families.opt import POSITION_OFFSET
 from skipdecode.ffn_rows import RowFFNs
 from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
 from skipdecode.kv.view import KVView
 from skipdecode.layers import Layer, make_norm
-from skipdecode.linear import Linear, Packed, check_int8, pack
+from skipdecode.linear import Linear, pack
 from skipdecode.plan import LayerPlan
 from skipdecode.rope import rotations
 from skipdecode.sampler import likeliest
@@ -169,15 +171,13 @@ class Decoder(nn.Module):
         if self.is_packed:
             assert quantization == self.quantization, "packed already"
             return self
-        if quantization == "int8":  # all of them first: half a model is of no use
-            check_int8(self._head_weight)
-            for module in self.modules():
-                if isinstance(module, Linear):
-                    check_int8(module.weight, is_gated=module.is_gated)
+        backend, linears = backend_on(self.device), [m for m in self.modules() if isinstance(m, Linear)]
+        backend.check(self._head_weight, quantization)  # all of them first: half a model is of no use
+        for linear in linears:
+            backend.check(linear.weight, quantization, is_gated=linear.is_gated)
         self._packed_head = pack(self._head_weight, quantization)
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack(quantization)
+        for linear in linears:
+            linear.pack(quantization)
         if self.swift is not None:
             self.swift.pack(quantization, self.layers, self.rotations)
         for i, layer in enumerate(self.layers):
@@ -213,13 +213,13 @@ class Decoder(nn.Module):
 
     @property
     def is_fused(self) -> bool:
-        """Whether every layer is one kernel (`backends.layer`)."""
+        """Whether every layer is one kernel (`Backend.fuse`)."""
         return all(layer.kernel is not None for layer in self.layers)
 
     @property
     def weight_itemsize(self) -> int:
         """Bytes that a product reads per weight."""
-        return 1 if self.quantization == "int8" else self.dtype.itemsize
+        return self.dtype.itemsize if self.quantization is None else WEIGHT_BYTES[self.quantization]
 
     @property
     def layers(self) -> list[Layer]:

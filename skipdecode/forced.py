@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.backends.backend import FusedLayer, FusedStore
 from skipdecode.decoder import Decoder, Extents, run_layers
 from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.kv.padded import causal_mask, diagonal
@@ -131,10 +131,10 @@ class ForcedView:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.shared[layer] = (k, v)
 
-    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
         raise AssertionError("kernels have no gradient")
 
-    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("kernels have no gradient")
 
     def part(self, where: slice) -> "ForcedView":

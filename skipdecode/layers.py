@@ -6,11 +6,9 @@ view (`skipdecode.kv.view`) holds keys and values and knows where columns stand.
 B rows, T columns, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width.
 """
 
-from typing import cast
-
 from torch import Tensor, nn
 
-from skipdecode.backends.layer import LayerKernel, LayerShape, Product
+from skipdecode.backends.backend import FusedLayer, LayerShape
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.view import KVView
 from skipdecode.linear import Linear
@@ -45,23 +43,20 @@ class Layer(nn.Module):
         self.ffn_norm = make_norm(config, width)
         self.fc1 = Linear(width, gates * config.ffn_dim, bias=config.mlp_bias, is_gated=gates == 2)
         self.fc2 = Linear(config.ffn_dim, width, bias=config.mlp_bias)
-        self.kernel: LayerKernel | None = None
-        self.query_kernel: LayerKernel | None = None
+        self.kernel: FusedLayer | None = None
+        self.query_kernel: FusedLayer | None = None
 
     def fuse(self, rotations: Tensor | None, query: Linear | None = None) -> None:
-        """The layer as one kernel, where its products are the kernels' own; `query` as in `forward`."""
-        linears = (self.qkv, self.out_proj, self.fc1, self.fc2, *([] if query is None else [query]))
-        products = [linear.product() for linear in linears]
-        if None not in products:
-            qkv, out, fc1, fc2, *queries = cast(list[Product], products)
-            shape = kernel_shape(self.config, rotations)
+        """The layer as one kernel, where the back end has one; `query` as in `forward`."""
+        shape = kernel_shape(self.config, rotations)
 
-            def kernel(first: Product) -> LayerKernel:
-                parts = (self.attn_norm, first, out, self.ffn_norm, fc1, fc2)
-                return LayerKernel(shape, *parts, q_norm=self.q_norm, k_norm=self.k_norm)
+        def fused(first: Linear) -> FusedLayer | None:
+            products = [linear.product() for linear in (first, self.out_proj, self.fc1, self.fc2)]
+            norms = (self.attn_norm, self.ffn_norm)
+            return first.backend.fuse(shape, norms, products, q_norm=self.q_norm, k_norm=self.k_norm)
 
-            self.kernel = kernel(qkv)
-            self.query_kernel = kernel(queries[0]) if queries else None
+        self.kernel = fused(self.qkv)
+        self.query_kernel = None if query is None else fused(query)
 
     def forward(
         self, h: Tensor, kv: KVView, number: int, *, attends: bool, feeds: bool, query: Linear | None = None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.backends import cpu
+from skipdecode.backends.device import backend_on
 from skipdecode.sampling import Sampling, row_uniforms
 
 
@@ -42,7 +42,7 @@ class Sampler:
 
 def likeliest(logits: Tensor) -> Tensor:
     """[B, V] -> [B] int64; the lower token id where two are equal."""
-    return cpu.argmax(logits) if cpu.is_available(logits) else logits.argmax(dim=-1)
+    return backend_on(logits.device).argmax(logits)
 
 
 def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:

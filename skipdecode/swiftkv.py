@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.layer import Product, StoreKernel
+from skipdecode.backends.backend import FusedStore, Packed
+from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.kv.view import KVView
 from skipdecode.layers import Layer, kernel_shape, make_norm
-from skipdecode.linear import Linear, Packed, pack, product
+from skipdecode.linear import Linear
 
 
 class SwiftKV(nn.Module):
@@ -33,7 +34,7 @@ class SwiftKV(nn.Module):
         self.q = nn.ModuleList(Linear(width, config.q_dim, bias=bias) for _ in range(shape.num_shared(config)))
         self._num_groups = shape.num_groups(config)
         self._packed: list[Packed] = []  # the parts of `kv.weight`, one per group
-        self._store_kernel: StoreKernel | None = None
+        self._store_kernel: FusedStore | None = None
         # [group][K, V] along its rows
         self.kv = nn.Linear(width, 2 * config.kv_dim * shape.num_groups(config), bias=bias)
 
@@ -53,16 +54,16 @@ class SwiftKV(nn.Module):
     def pack(self, quantization: Quantization | None, layers: Sequence[Layer], rotations: Tensor | None) -> None:
         """As `Linear.pack`, for K/V by group, since a step needs those of the layers it runs only; `layers` and
         `rotations` of the model."""
-        packed = [pack(part, quantization) for part in self.kv.weight.chunk(self._num_groups)]
-        if None not in packed:
-            self._packed = [part for part in packed if part is not None]
-            self.kv.register_parameter("weight", None)
-            biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
-            products = [product(part, bias) for part, bias in zip(self._packed, biases, strict=True)]
-            if None not in products:
-                shape = kernel_shape(self.config, rotations)
-                k_norms = [layers[self.leader(group)].k_norm for group in range(self._num_groups)]
-                self._store_kernel = StoreKernel(shape, self.norm, cast(list[Product], products), k_norms)
+        backend = backend_on(self.kv.weight.device)
+        packed = [backend.pack(part, quantization) for part in self.kv.weight.chunk(self._num_groups)]
+        if None in packed:
+            return
+        self._packed = [part for part in packed if part is not None]
+        self.kv.register_parameter("weight", None)
+        biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
+        products = [part.product(bias) for part, bias in zip(self._packed, biases, strict=True)]
+        k_norms = [layers[self.leader(group)].k_norm for group in range(self._num_groups)]
+        self._store_kernel = backend.fuse_store(kernel_shape(self.config, rotations), self.norm, products, k_norms)
 
     def query(self, layer: int) -> Linear:
         """The query projection of `layer` >= first."""

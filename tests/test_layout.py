@@ -76,6 +76,30 @@ def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 
+def imported_from(path: Path, package: str) -> set[str]:
+    """The modules of `package` that the file imports, by their bare names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+            found.add((node.module or "").removeprefix(f"{package}.").split(".")[0])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[2] for a in node.names if a.name.startswith(f"{package}.")}
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in MODULES if p.relative_to(ROOT).parts[0] in ("skipdecode", "actors") and p.parent.name != "backends"],
+    ids=name,
+)
+def test_only_a_back_end_knows_its_kernels(path: Path) -> None:
+    """All others hold a `Backend` and use it. `linear` passes a question of `cost`'s on."""
+    doors = {"backend", "device"} | ({"compiled"} if path.name == "linear.py" else set())
+    assert imported_from(path, "skipdecode.backends") <= doors
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.py")), ids=name)
 def test_jobs_hold_no_classes(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.backends.backend import FusedLayer, FusedStore
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.view import attention
 from skipdecode.rope import Turn, turn_of
@@ -65,10 +65,10 @@ class GraphedView:
         self._cache.k[layer].index_copy_(2, self._at, k)
         self._cache.v[layer].index_copy_(2, self._at, v)
 
-    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
         raise AssertionError("a kernel for CPUs")
 
-    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("a kernel for CPUs")
 
     def part(self, where: slice) -> "GraphedView":

@@ -14,9 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends import cpu
-from skipdecode.backends.cpu import Columns
-from skipdecode.backends.layer import LayerKernel, Prompts, StoreKernel
+from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore, Prompts
+from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.view import attention
 from skipdecode.rope import Turn, turn_of
@@ -74,12 +73,12 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in own)
 
     @property
-    def can_attend(self) -> bool:
-        """Whether `cpu.attend` is there for this device and type."""
-        return cpu.is_available(self.k[0])
+    def attend_one(self) -> ColumnAttention | None:
+        """The back end's attention of one new column per row (`Backend.column_attention`)."""
+        return backend_on(self.num_pad.device).column_attention(self.k[0])
 
     def columns(self, layer: int) -> Columns:
-        """Memory, first and last column of every row for one new column per row (`cpu.attend`)."""
+        """Memory, first and last column of every row for one new column per row (`ColumnAttention`)."""
         assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
         if self._last is None or self._last[0] != self.length:  # once per step, not once per layer
             self._last = (self.length, torch.full_like(self.num_pad, self.length))
@@ -142,7 +141,8 @@ class PaddedView:
         """`positions` [B, T] int64, -1 for padding; `table`: of `rope.rotations`."""
         self._cache, self._positions, self._table = cache, positions, table
         self._num_new = positions.shape[1]
-        self.has_kernels = self._num_new == 1 and cache.can_attend and not torch.is_grad_enabled()  # without a gradient
+        self._attend_one = cache.attend_one if self._num_new == 1 else None
+        self.has_kernels = self._attend_one is not None
 
     @cached_property
     def turn(self) -> Turn | None:
@@ -153,8 +153,8 @@ class PaddedView:
         return self._cache.mask(self._num_new)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        if self.has_kernels:
-            return attend_one(q, k, v, self._cache.columns(layer))
+        if self._attend_one is not None:
+            return self._attend_one(q, k, v, self._cache.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
         return attention(q, *self._cache.read(layer, self._num_new), self._mask)
@@ -162,10 +162,10 @@ class PaddedView:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._cache.append(layer, k, v)
 
-    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
         return kernel.step(h, self._cache.columns(layer) if attends else None, feeds=feeds)
 
-    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("a kernel for prompts, and one column")
 
     def part(self, where: slice) -> "PaddedView":
@@ -190,8 +190,8 @@ class PromptsView:
 
     @staticmethod
     def serves(cache: KVCache) -> bool:
-        """Whether the kernels take such a cache; they have no gradient."""
-        return cache.can_attend and not torch.is_grad_enabled()
+        """Whether fused layers run on such a cache."""
+        return cache.attend_one is not None
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         raise AssertionError("a layer by parts, and prompts without their padding")
@@ -199,10 +199,10 @@ class PromptsView:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         raise AssertionError("a layer by parts, and prompts without their padding")
 
-    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
         return kernel.read(h, self.prompts, self._memory(layer) if attends else None, feeds=feeds)
 
-    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
 
     def part(self, where: slice) -> "PromptsView":
@@ -215,15 +215,6 @@ class PromptsView:
 
     def _memory(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._cache.k[layer], self._cache.v[layer]
-
-
-def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
-    """One new column per row by the kernel: q [B, H, 1, K], k and v [B, G, 1, K] (None: stored already) -> as q."""
-    flat = [x[:, :, 0].flatten(1) for x in (q, k, v) if x is not None]  # [B, heads x K] each
-    if len({x.stride() for x in flat}) > 1:  # turned ones lie apart
-        flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
-    new = (flat[1], flat[2]) if len(flat) == 3 else None
-    return cpu.attend(flat[0], *columns, new).view(q.shape)
 
 
 def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:

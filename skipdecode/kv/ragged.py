@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.backends import cpu
-from skipdecode.backends.cpu import Columns
-from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore
+from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
-from skipdecode.kv.padded import KVCache, attend_one
+from skipdecode.kv.padded import KVCache
 from skipdecode.kv.view import attention
 from skipdecode.rope import Turn, turn_of
 
@@ -39,6 +38,7 @@ class Arena:
     ) -> None:
         """`owners` as in `KVCache`; `ends` [L]: the decode step from which on a layer does not run."""
         self._config, self._owners, self._dtype, self._device = config, list(owners), dtype, device
+        self._backend = backend_on(device)
         # what layers share is as long as the longest of them needs
         self._ends = {owner: max(e for e, o in zip(ends, owners, strict=True) if o == owner) for owner in set(owners)}
         self.prompts: list[int] = []
@@ -111,13 +111,10 @@ class Arena:
 
     def view(self, table: Tensor | None = None) -> "ArenaSlice":
         """All rows of the batch, in the step begun; `table` as in `ArenaSlice`."""
-        return ArenaSlice(self, 0, len(self._visible), table)
+        attend_one = self._backend.column_attention(self._k[0])
+        return ArenaSlice(self, 0, len(self._visible), table, attend_one)
 
     # --- of rows start..end-1, in the step begun
-
-    @property
-    def has_kernels(self) -> bool:
-        return cpu.is_available(self._k[0]) and not torch.is_grad_enabled()
 
     def columns_at(self, start: int, end: int) -> Tensor:
         """[n] int64: the column that each row writes, which is its position."""
@@ -160,15 +157,12 @@ class Arena:
         self._k, self._v = self._allocate(0, dict.fromkeys(self._ends, 0))
 
     def _allocate(self, num_rows: int, columns: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """K and V in one piece: many of a few MB each would leave holes behind when they are freed.
-
-        Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros to
-        all of them would take half a second, so where nobody reads them nothing is written.
-        """
+        """K and V in one piece: many of a few MB each would leave holes behind when they are freed."""
         heads, dim = self._config.num_kv_heads, self._config.head_dim
         shapes = [(num_rows, heads, columns[owner], dim) for owner in self._ends] * 2
         sizes = [math.prod(shape) for shape in shapes]
-        pieces = torch.split(_memory(sum(sizes), self._dtype, self._device), sizes)
+        memory = self._backend.cache_memory(sum(sizes), self._dtype, self._device)
+        pieces = torch.split(memory, sizes)
         views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         count = len(self._ends)
         return dict(zip(self._ends, views[:count], strict=True)), dict(zip(self._ends, views[count:], strict=True))
@@ -208,13 +202,6 @@ def _of_like_length(lengths: Sequence[int], stay: int) -> list[list[int]]:
     return [part for part in parts if part]
 
 
-def _memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[count] numbers: rubbish where attention reads a row's own columns alone, else zeros, for what is masked must be
-    finite."""
-    empty = torch.empty(count, dtype=dtype, device=device)
-    return empty if cpu.is_available(empty) else empty.zero_()
-
-
 def _with_spare(num_rows: int) -> int:
     """Rows of memory for a batch: half as many again."""
     return -(-(num_rows + num_rows // 2) // ROW_STEP) * ROW_STEP
@@ -225,18 +212,20 @@ class ArenaSlice:
 
     stores_by_kernel = False
 
-    def __init__(self, arena: Arena, start: int, end: int, table: Tensor | None = None) -> None:
-        """`table`: of `rope.rotations`."""
+    def __init__(
+        self, arena: Arena, start: int, end: int, table: Tensor | None, attend_one: ColumnAttention | None
+    ) -> None:
+        """`table`: of `rope.rotations`; `attend_one` as in `KVCache`."""
         self._arena, self._start, self._end, self._table = arena, start, end, table
-        self.has_kernels = arena.has_kernels
+        self._attend_one, self.has_kernels = attend_one, attend_one is not None
 
     @property
     def turn(self) -> Turn | None:
         return turn_of(self._table, self._arena.columns_at(self._start, self._end)[:, None])
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        if self.has_kernels:
-            return attend_one(q, k, v, self._arena.memory(layer, self._start, self._end))
+        if self._attend_one is not None:
+            return self._attend_one(q, k, v, self._arena.memory(layer, self._start, self._end))
         if k is not None and v is not None:
             self.store(layer, k, v)
         keys, values, mask = self._arena.visible(layer, self._start, self._end)
@@ -245,15 +234,15 @@ class ArenaSlice:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._arena.write(layer, self._start, self._end, k, v)
 
-    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
         return kernel.step(h, self._arena.memory(layer, self._start, self._end) if attends else None, feeds=feeds)
 
-    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("a kernel for prompts, and one column")
 
     def part(self, where: slice) -> "ArenaSlice":
         start, end, _ = where.indices(self._end - self._start)
-        return ArenaSlice(self._arena, self._start + start, self._start + end, self._table)
+        return ArenaSlice(self._arena, self._start + start, self._start + end, self._table, self._attend_one)
 
     def last(self, h: Tensor) -> tuple[Tensor, "ArenaSlice"]:
         raise AssertionError("one new column already")

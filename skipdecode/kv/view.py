@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.backends.backend import FusedLayer, FusedStore
 from skipdecode.rope import Turn
 
 
@@ -36,10 +36,10 @@ class KVView(Protocol):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """K and V [B, G, T, K] of the new columns."""
 
-    def run(self, kernel: LayerKernel, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
         """A layer, or one block of it, as one kernel; in place."""
 
-    def store_by_kernel(self, kernel: StoreKernel, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         """K and V of the new columns as one kernel: of each of its products in the layer that `layers` gives."""
 
     def part(self, where: slice) -> Self:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import cpu
+from skipdecode.backends.compiled import attend_one
 from skipdecode.backends.layer import LayerKernel, LayerShape, Prompts, StoreKernel
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.families.opt import OPTConfig
 from skipdecode.forced import ForcedView
-from skipdecode.kv.padded import KVCache, attend_one
+from skipdecode.kv.padded import KVCache
 from skipdecode.layers import Layer
 from skipdecode.linear import Linear
 from skipdecode.plan import LayerPlan

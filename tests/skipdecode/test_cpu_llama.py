@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu
+from skipdecode.backends.compiled import check_int8
 from skipdecode.backends.cpu import Columns
 from skipdecode.backends.layer import LayerKernel, LayerShape, Product, Prompts, StoreKernel
 from skipdecode.config import Quantization
-from skipdecode.linear import Linear, check_int8, pack, product
+from skipdecode.linear import Linear, pack, product
 from tests.support.cpu_backends import (
     DTYPES,
     TOLERANCE,

@@ -1,0 +1,165 @@
+"""What the decoder asks of whatever computes: one `Backend` per kind of device, here that of torch's own operators.
+
+The decoder, its caches and its sampler hold a back end (`skipdecode.backends.device`) and never ask which one it is or
+what kernels it has: where it has nothing better than torch's operators it says None, and the work is done by parts.
+A back end knows weights, one layer, one column of attention and logits. Plans, schedules and rows are none of its
+business.
+
+B rows, T columns, N tokens of all prompts, D width, H heads of queries, G of keys and values, S columns of memory, K
+head dim, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipdecode.backends.cpu import Activation, Columns
+from skipdecode.backends.layer import LayerShape, Product, Prompts
+from skipdecode.config import Quantization
+
+__all__ = [
+    "TORCH", "Activation", "Backend", "ColumnAttention", "Columns", "FusedLayer", "FusedStore", "LayerShape", "Packed",
+    "Product", "Prompts", "activate",
+]  # fmt: skip
+
+
+class Packed(Protocol):
+    """A packed weight [out, in], to be called as `Linear` is: [..., in] -> [..., out]."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, activation: Activation = "none", residual: Tensor | None = None
+    ) -> Tensor: ...
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        """The output that is largest, without a bias, the lower of two that are equal: [B, in] -> [B] int64."""
+
+    def ordered(self, bias: Tensor) -> Tensor:
+        """A bias [out] in the order in which the weight's outputs are packed."""
+
+    def product(self, bias: Tensor | None) -> Product | None:
+        """For a kernel that does more than this product (`Backend.fuse`); None where there is no such kernel."""
+
+
+class ColumnAttention(Protocol):
+    """Attention of one new column per row, which reads no column but a row's own."""
+
+    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
+        """q [B, H, 1, K], k and v [B, G, 1, K] to be stored first (None: stored already) -> as q."""
+
+
+class FusedStore(Protocol):
+    """A norm, and keys and values of the tokens of prompts in one or several layers, as one call."""
+
+    def __call__(self, h: Tensor, prompts: Prompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """h [N, D] -> for each product that `memory` names k, v [B, G, S, K], filled up to the prompts' ends."""
+
+
+class FusedLayer(Protocol):
+    """A decoder layer as one call; in place."""
+
+    @property
+    def store(self) -> FusedStore | None:
+        """Its keys and values alone; None where it makes none (SwiftKV's queries)."""
+
+    def step(self, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
+        """h [B, 1, D] through attention (with `columns`) and the feed-forward block (where it `feeds`)."""
+
+    def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
+        """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, G, S, K], filled up to the prompts' ends."""
+
+
+class Backend:
+    """torch's operators, which serve on every device, and are the reference for all other back ends."""
+
+    @property
+    def dtype(self) -> Literal["bfloat16", "float32"]:
+        """What `dtype: auto` takes."""
+        return "bfloat16"
+
+    @property
+    def why_slow(self) -> str | None:
+        """For people: why decoding is slower than it could be here; None: it is not."""
+        return None
+
+    def pack(
+        self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
+    ) -> Packed | None:
+        """The weight [out, in] as this back end reads it; None where that is no gain. `is_gated`: for `swiglu`.
+
+        ValueError where there are no weights of that quantization (`check`).
+        """
+        self.check(weight, quantization, is_gated=is_gated)
+        return None
+
+    def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
+        """ValueError where `pack` has no weight of that quantization in place of this one."""
+        if quantization is not None:
+            kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+            raise ValueError(f"quantization: {quantization} weights are for bfloat16 on CPUs, and this is {kind}")
+
+    def fuse(
+        self,
+        shape: LayerShape,
+        norms: tuple[nn.Module, nn.Module],
+        products: Sequence[Product | None],
+        *,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> FusedLayer | None:
+        """A layer as one call: norms of attention and feed-forward, products qkv (or queries alone), out, fc1, fc2.
+
+        None: run it by parts.
+        """
+        return None
+
+    def fuse_store(
+        self,
+        shape: LayerShape,
+        norm: nn.Module,
+        products: Sequence[Product | None],
+        k_norms: Sequence[nn.Module | None],
+    ) -> FusedStore | None:
+        """Keys and values of several layers from one state as one call; None: by parts."""
+        return None
+
+    def column_attention(self, memory: Tensor) -> ColumnAttention | None:
+        """Attention over memory of this kind [B, G, S, K], on which fused layers run, too.
+
+        None: torch's reads it (`skipdecode.kv.view.attention`), all columns that any row sees behind a mask. Also where
+        a gradient is wanted.
+        """
+        return None
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """[B, V] -> [B] int64; the lower index where two are equal."""
+        return logits.argmax(dim=-1)
+
+    def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[count] numbers for keys and values: zeros where masked ones are read, for these must be finite."""
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    # --- for `actors.profile`
+
+    def timed_calls(self) -> list[tuple[Any, str, str]]:
+        """Calls of its own that are a stage of a decode step: owner, name, stage."""
+        return []
+
+    @contextmanager
+    def timed_layers(self) -> Iterator[dict[str, float]]:
+        """Seconds by stage within fused layers that ran in the block; filled at its end."""
+        yield {}
+
+
+TORCH = Backend()
+
+
+def activate(y: Tensor, activation: Activation) -> Tensor:
+    """[..., out] -> [..., out], or [..., out / 2] for `swiglu`."""
+    if activation == "swiglu":
+        gate, other = y.chunk(2, dim=-1)
+        return F.silu(gate) * other
+    return F.relu(y) if activation == "relu" else y

@@ -1,0 +1,194 @@
+"""The back end of CPUs: compiled kernels of the instruction set at hand (`choice`), else oneDNN's or torch's operators.
+
+oneDNN reorders a plain bfloat16 weight in every call; with few rows that is half of the time. What the kernels
+multiply themselves goes through them (`cpu`, `layer`), the rest through oneDNN. Some instruction sets take int8
+weights, which is another model in half of the weights' bytes. Where `torch` is chosen, all that is left is oneDNN.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from skipdecode.backends import choice, cpu
+from skipdecode.backends.backend import (
+    Activation,
+    Backend,
+    ColumnAttention,
+    Columns,
+    LayerShape,
+    Packed,
+    Product,
+    activate,
+)
+from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.config import Quantization
+
+
+class CompiledBackend(Backend):
+    """As `Backend`, for CPUs."""
+
+    @property
+    def dtype(self) -> Literal["bfloat16", "float32"]:
+        return choice.choose().dtype
+
+    @property
+    def why_slow(self) -> str | None:
+        chosen = choice.choose()
+        return f"the CPU kernels are not used: {chosen.reason}" if chosen.name == "torch" else None
+
+    def pack(
+        self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
+    ) -> Packed | None:
+        self.check(weight, quantization, is_gated=is_gated)
+        if quantization is not None:
+            return _Kernel(cpu.pack_int8(weight, gated=is_gated), len(weight), is_gated)
+        if _fits_kernels(weight, is_gated):
+            return _Kernel(cpu.pack(weight, gated=is_gated), len(weight), is_gated)
+        if onednn_lays_out(weight.dtype):
+            return _OneDNN(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous()))
+        return None
+
+    def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
+        if quantization is not None and weight.dtype != torch.bfloat16:
+            super().check(weight, quantization)
+        if quantization is not None:
+            check_int8(weight, is_gated=is_gated)
+
+    def fuse(
+        self,
+        shape: LayerShape,
+        norms: tuple[nn.Module, nn.Module],
+        products: Sequence[Product | None],
+        *,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> LayerKernel | None:
+        if None in products:
+            return None
+        qkv, out, fc1, fc2 = cast(Sequence[Product], products)
+        return LayerKernel(shape, norms[0], qkv, out, norms[1], fc1, fc2, q_norm=q_norm, k_norm=k_norm)
+
+    def fuse_store(
+        self,
+        shape: LayerShape,
+        norm: nn.Module,
+        products: Sequence[Product | None],
+        k_norms: Sequence[nn.Module | None],
+    ) -> StoreKernel | None:
+        return None if None in products else StoreKernel(shape, norm, cast(Sequence[Product], products), k_norms)
+
+    def column_attention(self, memory: Tensor) -> ColumnAttention | None:
+        has_kernels = cpu.is_available(memory) and not torch.is_grad_enabled()  # which have no gradient
+        return attend_one if has_kernels else None
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return cpu.argmax(logits) if cpu.is_available(logits) else super().argmax(logits)
+
+    def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros
+        to all of them would take half a second, so where nobody reads them nothing is written."""
+        empty = torch.empty(count, dtype=dtype, device=device)
+        return empty if cpu.is_available(empty) else empty.zero_()
+
+    def timed_calls(self) -> list[tuple[Any, str, str]]:
+        return [(cpu, "attend", "attention")]
+
+    @contextmanager
+    def timed_layers(self) -> Iterator[dict[str, float]]:
+        seconds: dict[str, float] = {}
+        LayerKernel.seconds = found = torch.zeros(len(LayerKernel.STAGES), dtype=torch.float64)
+        try:
+            yield seconds
+        finally:
+            LayerKernel.seconds = None
+            seconds |= zip(LayerKernel.STAGES, found.tolist(), strict=True)
+
+
+CPU = CompiledBackend()
+
+
+def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
+    """One new column per row by the kernel (`ColumnAttention`): q [B, H, 1, K] -> as q."""
+    flat = [x[:, :, 0].flatten(1) for x in (q, k, v) if x is not None]  # [B, heads x K] each
+    if len({x.stride() for x in flat}) > 1:  # turned ones lie apart
+        flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
+    new = (flat[1], flat[2]) if len(flat) == 3 else None
+    return cpu.attend(flat[0], *columns, new).view(q.shape)
+
+
+def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:
+    """ValueError where there is no kernel for int8 weights in place of this one of bfloat16."""
+    if (problem := choice.choose().no_int8) is not None:
+        raise ValueError(f"quantization: no int8 weights here: {problem}")
+    if is_gated and len(weight) % (2 * cpu.GATES):
+        raise ValueError(f"quantization: int8 weights need gates in a multiple of 16, and these are {len(weight) // 2}")
+    if not _fits_kernels(weight, is_gated):
+        raise ValueError(f"quantization: int8 weights need inputs in a multiple of 32, and these are {weight.shape[1]}")
+    if weight.shape[1] > cpu.MAX_INT8_INPUTS:
+        raise ValueError(f"quantization: int8 weights have at most {cpu.MAX_INT8_INPUTS} inputs")
+
+
+def onednn_lays_out(dtype: torch.dtype) -> bool:
+    """Whether oneDNN lays weights of this type out once on this CPU; it raises where it cannot."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    has_bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16)
+
+
+def _fits_kernels(weight: Tensor, is_gated: bool) -> bool:
+    fits = weight.shape[1] % 32 == 0 and not (is_gated and len(weight) % (2 * cpu.GATES))
+    return fits and cpu.multiplies(weight.dtype)
+
+
+@dataclass
+class _Kernel:
+    weight: Tensor | cpu.Int8Weight
+    outputs: int
+    is_gated: bool = False
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, activation: Activation = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        return cpu.linear(x, self.weight, self.outputs, bias, activation=activation, residual=residual)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return cpu.argmax_linear(x, self.weight, self.outputs)
+
+    def ordered(self, bias: Tensor) -> Tensor:
+        return cpu.interleave(bias) if self.is_gated else bias
+
+    def product(self, bias: Tensor | None) -> Product:
+        return Product(self.weight, self.outputs, bias, self.is_gated)
+
+
+@dataclass
+class _OneDNN:
+    """By the operators of `torch.compile`'s frozen graphs."""
+
+    weight: Tensor
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, activation: Activation = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        y: Tensor
+        if residual is not None:
+            assert activation == "none", "one of the two"
+            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, bias, "add")
+            return y
+        name = "relu" if activation == "relu" else "none"
+        y = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, name, [], "")
+        return activate(y, "swiglu") if activation == "swiglu" else y
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return CPU.argmax(self(x, None))
+
+    def ordered(self, bias: Tensor) -> Tensor:
+        return bias
+
+    def product(self, bias: Tensor | None) -> None:
+        return None
