@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from actors.train_state import Weights, collect_state, full_state, restore_state
 from actors.train_workers import Pair, inner, no_sync, parts_of, rank_and_size, wrap
+from skipdecode.config import Trainable
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch
 from skipdecode.plan import Schedule
@@ -53,8 +54,7 @@ class TrainConfig:
     """Of the distributions that are compared."""
     hidden: float
     """Weight of the squared difference of the last states, beside them."""
-    trainable: Literal["all", "swiftkv"]
-    """swiftkv: what was added to a model for SwiftKV; the model itself stays as it is."""
+    trainable: Trainable
     precision: Literal["float32", "bfloat16"]
     """bfloat16: autocast; weights and optimiser stay float32."""
     recompute: bool
@@ -133,8 +133,8 @@ def train(
     schedules = [listed_schedule(model.config, entry, config.horizon + 1) for entry in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
     model.train().requires_grad_(config.trainable == "all")
-    if model.swift is not None:
-        model.swift.requires_grad_(True)
+    if model.added is not None:
+        model.added.requires_grad_(True)
     loss = ResponseLoss(
         model,
         distill=config.distill,

@@ -12,6 +12,9 @@ Quantization = Literal["int8"]
 WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
 """Of a model that decodes: weights as whole numbers of 8 bits times a scale per output; the embedding stays."""
 
+Trainable = Literal["all", "swiftkv"]
+"""What a training changes: all weights, or those alone that were added to a model for SwiftKV."""
+
 Parts = Mapping[str, tuple[str, ...]]
 """Our module -> its Hugging Face names, in the order of its rows; several where we fuse what they keep apart."""
 

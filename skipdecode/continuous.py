@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts, rounded_columns
-from skipdecode.decoder import Decoder, Extents, Run, run_layers
+from skipdecode.decoder import Decoder, run_layers
+from skipdecode.extents import Extents, Run
 from skipdecode.kv.ragged import Arena
 from skipdecode.logprobs import LogprobRecorder
 from skipdecode.plan import Schedule, has_no_kv_holes, kv_owners

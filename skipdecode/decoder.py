@@ -8,8 +8,8 @@ B rows, T new columns, D width, E embedding width, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from skipdecode.backends.backend import Packed
 from skipdecode.backends.device import backend_on
 from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.extents import ALL, Extents
 from skipdecode.families.opt import POSITION_OFFSET
 from skipdecode.ffn_rows import RowFFNs
 from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
@@ -29,56 +30,10 @@ from skipdecode.linear import Linear, pack
 from skipdecode.plan import LayerPlan
 from skipdecode.rope import rotations
 from skipdecode.sampler import likeliest
-from skipdecode.swiftkv import SwiftKV
+from skipdecode.swiftkv import SwiftKV, hf_parts
 
-Run = slice | None
-"""The rows or columns that run a sublayer; None: it does not run."""
-ALL = slice(None)
-
-
-@dataclass(frozen=True)
-class Extents:
-    """Which part of the states each sublayer runs on: [L] each."""
-
-    attn: tuple[Run, ...]
-    ffn: tuple[Run, ...]
-    """With the blocks of `by_row`."""
-    by_row: tuple[bool, ...] = ()
-    """Blocks that the rows decide on (`skipdecode.ffn_rows`); empty: none."""
-    kv_layers: int | None = None
-    """K/V of the layers from here on come from the state that enters the first of them that runs (SwiftKV)."""
-    axis: int = 0
-    """What `attn` and `ffn` are parts of: 0 rows from one on, 1 columns up to one."""
-    narrows_at: int | None = None
-    """Behind the keys and values of this layer (SwiftKV: of all above, too) a prompt goes on with its last column."""
-
-    @classmethod
-    @lru_cache(maxsize=4096)
-    def of_plan(cls, plan: LayerPlan, *, is_prompt: bool = False) -> "Extents":
-        """The same for all rows. `is_prompt`: nobody wants more than the last column's state."""
-        attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
-        narrows_at = None
-        if is_prompt and not plan.by_row:
-            upper = [] if plan.kv_layers is None else [i for i in plan.layers if i >= plan.kv_layers and plan.attn[i]]
-            narrows_at = min(upper) if upper else max(plan.layers, default=None)
-        return cls(attn, ffn, plan.by_row, plan.kv_layers, narrows_at=narrows_at)
-
-    def entering(self, layer: int, entered: slice | None) -> Run:
-        """The tokens whose first upper layer `layer` is: their K and V of all upper layers are to be written.
-        `entered`: those that have them."""
-        part = self.attn[layer]
-        assert part is not None, "a layer that does not run"
-        if entered is None:
-            return part if self.axis == 0 else ALL  # columns all at once: their states stay until they run a layer
-        if self.axis == 1 or (part.start or 0) >= (entered.start or 0):
-            return None
-        return slice(part.start, entered.start)
-
-    def layers_of(self, part: slice) -> list[bool]:
-        """[L] whose attention runs on any of `part`."""
-        if self.axis == 1 or part.stop is None:
-            return [run is not None for run in self.attn]
-        return [run is not None and (run.start or 0) < part.stop for run in self.attn]
+ADDED_PARTS: dict[str, Callable[[str, DecoderConfig], list[tuple[str, int]]]] = {"swift": hf_parts}
+"""Modules that a method adds to a model, and how folders call their weights (as `weights.hf_parts`)."""
 
 
 def run_layers(
@@ -203,9 +158,14 @@ class Decoder(nn.Module):
         assert not self.is_packed, "packed weights cannot be shared"
         with torch.device("meta"):
             other = Decoder(replace(self.config, swiftkv=shape))
-        own = {name: value for name, value in self.state_dict().items() if not name.startswith("swift.")}
+        own = {name: value for name, value in self.state_dict().items() if name.partition(".")[0] not in ADDED_PARTS}
         other.load_state_dict(own, strict=False, assign=True)
         return other.eval().requires_grad_(False)
+
+    @property
+    def added(self) -> SwiftKV | None:
+        """What a method has added to the model; there are then plans that leave weights out, of either."""
+        return self.swift
 
     @property
     def is_packed(self) -> bool:

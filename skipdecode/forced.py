@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.backend import FusedLayer, FusedStore
-from skipdecode.decoder import Decoder, Extents, run_layers
+from skipdecode.decoder import Decoder, run_layers
+from skipdecode.extents import Extents
 from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.kv.padded import causal_mask, diagonal
 from skipdecode.kv.view import attention

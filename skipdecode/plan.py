@@ -44,6 +44,16 @@ class LayerPlan:
     def num_layers_run(self) -> int:
         return len(self.layers)
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is left to the rows."""
+        return not self.by_row
+
+    @property
+    def num_settled_ffns(self) -> int:
+        """Feed-forward blocks that run for all rows."""
+        return sum(self.ffn) - sum(self.by_row)
+
 
 @dataclass(frozen=True)
 class SaturationRule:

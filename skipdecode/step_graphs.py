@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipdecode.decoder import Decoder, Extents, run_layers
+from skipdecode.decoder import Decoder, run_layers
+from skipdecode.extents import Extents
 from skipdecode.kv.graphed import COLUMN_STEP, GraphedCache, GraphedView
 from skipdecode.kv.padded import KVCache
 from skipdecode.plan import LayerPlan
@@ -87,7 +88,7 @@ class StepGraphs:
     def __call__(self, newest: Tensor, cache: KVCache, plan: LayerPlan) -> Tensor:
         """Feeds `newest` [B] behind what is in `cache`: logits [B, V], good until the next call."""
         assert isinstance(cache, GraphedCache), "a cache from elsewhere"
-        assert not plan.by_row, "which rows run a block is not known before"
+        assert plan.is_settled, "which rows run a block is not known before"
         rows, columns = len(newest), -(-(cache.length + 1) // COLUMN_STEP) * COLUMN_STEP
         self._tokens[:rows].copy_(newest)
         self._num_pad[:rows].copy_(cache.num_pad)

@@ -8,7 +8,7 @@ B rows, T columns, D width, G heads of keys and values, K head dim.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,10 @@ class SwiftKV(nn.Module):
         k_norms = [layers[self.leader(group)].k_norm for group in range(self._num_groups)]
         self._store_kernel = backend.fuse_store(kernel_shape(self.config, rotations), self.norm, products, k_norms)
 
+    def timed_calls(self) -> list[tuple[Any, str, str]]:
+        """Calls that are a stage of a decode step: owner, name, stage (`actors.profile`)."""
+        return [(self, "write", "swiftkv"), *((query, "forward", "query, key, value") for query in self.q)]
+
     def query(self, layer: int) -> Linear:
         """The query projection of `layer` >= first."""
         return cast(Linear, self.q[layer - self.first])
@@ -104,3 +108,16 @@ class SwiftKV(nn.Module):
                 leader = self.leader(group)
                 kv.store(leader, layers[leader].keys(k, kv), v)
         return None
+
+
+def hf_parts(module: str, config: DecoderConfig) -> list[tuple[str, int]]:
+    """Hugging Face names of our `module`, and rows of each (0: all), as the released checkpoints have them: a
+    `_swiftkv` behind the name of what it stands in for."""
+    assert config.swiftkv is not None
+    first, size = config.swiftkv.kv_layers, config.swiftkv.group_size
+    if module == "norm":
+        return [("norm_swiftkv", 0)]
+    if module == "kv":
+        leaders = range(first, config.num_hidden_layers, size)
+        return [(f"layers.{leader}.self_attn.{x}_proj_swiftkv", config.kv_dim) for leader in leaders for x in "kv"]
+    return [(f"layers.{first + int(module.removeprefix('q.'))}.self_attn.q_proj_swiftkv", 0)]

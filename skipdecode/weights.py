@@ -20,7 +20,7 @@ from torch import Tensor
 
 from skipdecode import gguf_file
 from skipdecode.config import DecoderConfig
-from skipdecode.decoder import Decoder
+from skipdecode.decoder import ADDED_PARTS, Decoder
 from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
 
@@ -28,10 +28,11 @@ from skipdecode.hub import resolve_source
 def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
     """The parts, along its rows, of our parameter `name`: (Hugging Face name, rows). One but for fused ones."""
     module, _, kind = name.rpartition(".")
+    added, _, rest = module.partition(".")
+    if added in ADDED_PARTS:
+        return [(f"{config.prefix}{one}.{kind}", rows) for one, rows in ADDED_PARTS[added](rest, config)]
     if module == "lm_head":
         return [(f"lm_head.{kind}", config.vocab_size)]
-    if module.startswith("swift."):
-        return [(f"{config.prefix}{one}.{kind}", rows) for one, rows in _swift_parts(module[6:], config)]
     if module.startswith("blocks."):
         _, number, part = module.split(".")
         rows = {"qkv": [config.q_dim, config.kv_dim, config.kv_dim], "fc1": [config.ffn_dim] * 2}.get(part, [0])
@@ -40,18 +41,6 @@ def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
         return [(f"{config.prefix}layers.{number}.{one}.{kind}", n) for one, n in zip(theirs, rows, strict=True)]
     (theirs_of,) = config.model_parts[module]
     return [(f"{config.prefix}{theirs_of}.{kind}", 0)]
-
-
-def _swift_parts(module: str, config: DecoderConfig) -> list[tuple[str, int]]:
-    """As the released SwiftKV checkpoints have them: a `_swiftkv` behind the name of what it stands in for."""
-    assert config.swiftkv is not None
-    first, size = config.swiftkv.kv_layers, config.swiftkv.group_size
-    if module == "norm":
-        return [("norm_swiftkv", 0)]
-    if module == "kv":
-        leaders = range(first, config.num_hidden_layers, size)
-        return [(f"layers.{leader}.self_attn.{x}_proj_swiftkv", config.kv_dim) for leader in leaders for x in "kv"]
-    return [(f"layers.{first + int(module.removeprefix('q.'))}.self_attn.q_proj_swiftkv", 0)]
 
 
 def load_model(

@@ -147,7 +147,7 @@ def _fits_kernels(weight: Tensor, is_gated: bool) -> bool:
 
 @dataclass
 class _Kernel:
-    weight: Tensor | cpu.Int8Weight
+    weight: cpu.Weight
     outputs: int
     is_gated: bool = False
 

@@ -189,6 +189,10 @@ class Int8Weight(NamedTuple):
     inputs: int
 
 
+Weight = Tensor | Int8Weight
+"""As `pack` or `pack_int8` gives it."""
+
+
 def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
     """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127; `gated`
     as in `pack`."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu
-from skipdecode.backends.cpu import INT64, POINTER, Columns, Heads, Int8Weight
+from skipdecode.backends.cpu import INT64, POINTER, Columns, Heads, Weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +73,9 @@ class _Block(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer: its weight as `pack` or `pack_int8` gives it, its bias [outputs] or None."""
+    """A linear layer: its weight as the back end packs it, its bias [outputs] or None."""
 
-    packed: Tensor | Int8Weight
+    packed: Weight
     outputs: int
     bias: Tensor | None
     is_gated: bool = False
@@ -83,29 +83,29 @@ class Product:
 
     def struct(self) -> _Product:
         bias = _pointer(self.bias)
-        if isinstance(self.packed, Int8Weight):
-            tiles, scales, totals, inputs = self.packed
-            return _Product(self.outputs, inputs, _pointer(tiles), _pointer(scales), _pointer(totals), bias)
-        return _Product(self.outputs, self.packed.shape[1] * 32, _pointer(self.packed), None, None, bias)
+        if isinstance(self.packed, Tensor):
+            return _Product(self.outputs, self.inputs, _pointer(self.packed), None, None, bias)
+        tiles, scales, totals, inputs = self.packed
+        return _Product(self.outputs, inputs, _pointer(tiles), _pointer(scales), _pointer(totals), bias)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the numbers that are multiplied."""
-        return torch.bfloat16 if isinstance(self.packed, Int8Weight) else self.packed.dtype
+        return self.packed.dtype if isinstance(self.packed, Tensor) else torch.bfloat16
 
     @property
     def inputs(self) -> int:
-        return self.packed.inputs if isinstance(self.packed, Int8Weight) else self.packed.shape[1] * 32
+        return self.packed.shape[1] * 32 if isinstance(self.packed, Tensor) else self.packed.inputs
 
     def tail(self, start: int) -> "Product":
         """That of the outputs from `start` on, a multiple of 32."""
         assert start % 32 == 0, start
         packed = self.packed
-        if isinstance(packed, Int8Weight):
-            tiles, scales, totals, inputs = packed
-            packed = Int8Weight(tiles[start // 32 :], scales[start:], totals[start:], inputs)
-        else:
+        if isinstance(packed, Tensor):
             packed = packed[start // 32 :]
+        else:
+            tiles, scales, totals, _ = packed
+            packed = packed._replace(tiles=tiles[start // 32 :], scales=scales[start:], totals=totals[start:])
         return Product(packed, self.outputs - start, None if self.bias is None else self.bias[start:])
 
 

@@ -1,0 +1,59 @@
+"""What part of the states each sublayer runs on, in one pass through the layers: a value that the layer loop reads.
+
+Made of a plan (all rows alike), of the ages of rows (continuous batches), or of the plans of all steps (teacher-forced
+passes). No torch.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from skipdecode.plan import LayerPlan
+
+Run = slice | None
+"""The rows or columns that run a sublayer; None: it does not run."""
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Which part of the states each sublayer runs on: [L] each."""
+
+    attn: tuple[Run, ...]
+    ffn: tuple[Run, ...]
+    """With the blocks of `by_row`."""
+    by_row: tuple[bool, ...] = ()
+    """Blocks that the rows decide on (`skipdecode.ffn_rows`); empty: none."""
+    kv_layers: int | None = None
+    """K/V of the layers from here on come from the state that enters the first of them that runs (SwiftKV)."""
+    axis: int = 0
+    """What `attn` and `ffn` are parts of: 0 rows from one on, 1 columns up to one."""
+    narrows_at: int | None = None
+    """Behind the keys and values of this layer (SwiftKV: of all above, too) a prompt goes on with its last column."""
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of_plan(cls, plan: LayerPlan, *, is_prompt: bool = False) -> "Extents":
+        """The same for all rows. `is_prompt`: nobody wants more than the last column's state."""
+        attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
+        narrows_at = None
+        if is_prompt and not plan.by_row:
+            upper = [] if plan.kv_layers is None else [i for i in plan.layers if i >= plan.kv_layers and plan.attn[i]]
+            narrows_at = min(upper) if upper else max(plan.layers, default=None)
+        return cls(attn, ffn, plan.by_row, plan.kv_layers, narrows_at=narrows_at)
+
+    def entering(self, layer: int, entered: slice | None) -> Run:
+        """The tokens whose first upper layer `layer` is: their K and V of all upper layers are to be written.
+        `entered`: those that have them."""
+        part = self.attn[layer]
+        assert part is not None, "a layer that does not run"
+        if entered is None:
+            return part if self.axis == 0 else ALL  # columns all at once: their states stay until they run a layer
+        if self.axis == 1 or (part.start or 0) >= (entered.start or 0):
+            return None
+        return slice(part.start, entered.start)
+
+    def layers_of(self, part: slice) -> list[bool]:
+        """[L] whose attention runs on any of `part`."""
+        if self.axis == 1 or part.stop is None:
+            return [run is not None for run in self.attn]
+        return [run is not None and (run.start or 0) < part.stop for run in self.attn]
