@@ -152,8 +152,6 @@ def _check_swiftkv(config: FinetuneConfig, opt: DecoderConfig) -> SwiftKVConfig 
         raise ConfigError("model.swiftkv", "its weights are taken from a trained model's; give model.source")
     with blame("model."):
         shape = wanted.shape(opt)
-    if config.train.parallel == "fsdp" and opt.has_qk_norm:
-        raise ConfigError("train.parallel", "fsdp gathers whole layers, and SwiftKV reads their norms of keys; use ddp")
     if shape.num_shared(opt) == 0:
         raise ConfigError(
             "model.swiftkv.kv_layers", f"all {shape.kv_layers} layers keep their own K/V: nothing to train"

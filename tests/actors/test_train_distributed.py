@@ -15,11 +15,14 @@ from actors.train_state import load_state, model_of, save_state
 from actors.train_workers import Pair
 from actors.trainer import Hooks, TrainConfig, init_weights, train
 from skipdecode.decoder import Decoder
+from skipdecode.families.llama import Qwen3Config
 from skipdecode.families.opt import OPTConfig
 
 pytestmark = pytest.mark.process
 
 SHAPE = OPTConfig(vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08)
+QWEN3 = Qwen3Config(vocab_size=24, hidden_size=32, num_hidden_layers=4, intermediate_size=48, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, init_std=0.08)  # fmt: skip
 RECIPE: dict[str, Any] = {
     "schedules": ({"method": "full"}, {"method": "skipdecode", "speedup": 2}),
     "horizon": 8,
@@ -66,13 +69,15 @@ NEVER = {"trainable": "all", "schedules": SWIFT["schedules"]}  # the upper layer
 def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = None) -> Curve:
     """One worker's part of a training; checkpoints and the best weights go to `folder`.
 
-    With `schedules` under SwiftKV the model gets its weights, and a teacher if all is trained.
+    With `schedules` under SwiftKV the model gets its weights, and a teacher if all is trained. `shape` is its own.
     """
     torch.set_num_threads(1)
-    model, teacher = Decoder(SHAPE), None
+    start = changes.get("shape", SHAPE)
+    recipe = {key: value for key, value in (RECIPE | changes).items() if key != "shape"}
+    model, teacher = Decoder(start), None
     init_weights(model, 0)
     if any("prefill" in entry for entry in changes.get("schedules", ())):
-        teacher = Decoder(SHAPE).requires_grad_(False)
+        teacher = Decoder(start).requires_grad_(False)
         init_weights(teacher, 3)
         model, teacher = model.with_swiftkv(2, 1), teacher if changes["trainable"] == "all" else None
     shape = model.config
@@ -88,7 +93,7 @@ def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = N
 
     hooks = Hooks(lambda r: found.append((r["step"], r.get("train_loss", r.get("mean")))), keep, write)
     pairs = make_pairs()
-    train(model, pairs, pairs[:16], TrainConfig(**(RECIPE | changes)), hooks, resume, teacher)
+    train(model, pairs, pairs[:16], TrainConfig(**recipe), hooks, resume, teacher)
     return found
 
 
@@ -192,9 +197,13 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [SWIFT | {"distill": 1.0}, JOINT | {"distill": 0.5}], ids=["swift", "joint"])
+@pytest.mark.parametrize(
+    "changes",
+    [SWIFT | {"distill": 1.0}, JOINT | {"distill": 0.5}, JOINT | {"distill": 0.5, "shape": QWEN3}],
+    ids=["swift", "joint", "joint, norms of keys"],
+)
 def test_swiftkv_under_fsdp(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Its layers go through the same call as all others, so that their weights are gathered."""
+    """Its layers go through the same call as all others, so that their weights are gathered; norms of keys too."""
     assert_close(run_two(changes | {"parallel": "fsdp", "accumulate": 2}, tmp_path / "two"), run(changes, tmp_path))
 
 
