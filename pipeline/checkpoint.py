@@ -139,7 +139,9 @@ def check_quantization(
             f"{quantization} weights need a back end that has kernels for them; {no_int8}; null keeps the weights as "
             "they are",
         )
-    widths = {"hidden_size": opt.hidden_size, "ffn_dim": opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
+    ffn = "intermediate_size" if "intermediate_size" in opt.sizes else "ffn_dim"
+    widths = {"hidden_size": opt.hidden_size, ffn: opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
+    widths["num_attention_heads * head_dim"] = opt.q_dim
     for key, width in widths.items():
         if width % 32 or width > MAX_INT8_INPUTS:
             raise ConfigError(

@@ -3,6 +3,7 @@
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import get_args
@@ -22,6 +23,7 @@ from pipeline.service.run import load as load_serve_config
 from pipeline.training.config import FinetuneConfig, load_finetune_config
 from pipeline.training.distill import with_defaults
 from skipdecode.families import released
+from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.schedule import METHOD_KEYS
 
@@ -299,6 +301,12 @@ def test_quantization_that_no_worker_could_load_is_refused() -> None:
         check_quantization("int8", opt, "bfloat16", "cpu", "the back end is avx2 (on a)")
     with pytest.raises(ConfigError, match=r"model\.quantization: hidden_size 48 "):
         check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu", None)
+    llama = LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=3, head_dim=24)
+    with pytest.raises(ConfigError, match=r"model\.quantization: num_attention_heads \* head_dim 72 "):
+        check_quantization("int8", llama, "bfloat16", "cpu", None)
+    with pytest.raises(ConfigError, match=r"model\.quantization: intermediate_size 40 "):
+        check_quantization("int8", replace(llama, intermediate_size=40), "bfloat16", "cpu", None)
+    check_quantization("int8", replace(llama, head_dim=32), "bfloat16", "cpu", None)
     with pytest.raises(ConfigError, match=r"model\.quantization"):
         build_config(JobConfig, {"model": {"quantization": "int4"}})
 
