@@ -12,9 +12,10 @@ from torch import Tensor
 from actors.bench import random_model
 from skipdecode import continuous, sampler
 from skipdecode.backends import cpu
-from skipdecode.config import Quantization
+from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
+from skipdecode.families.llama import LlamaConfig, Qwen3Config
 from skipdecode.families.opt import OPTConfig
 from skipdecode.generate import Request, generate
 from skipdecode.kv.padded import KVCache
@@ -147,6 +148,14 @@ def test_int8_weights_where_they_cannot_be() -> None:
 
 CONFIG = OPTConfig(vocab_size=96, hidden_size=64, num_hidden_layers=6, ffn_dim=160, num_attention_heads=2)
 
+LLAMA = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 6, "intermediate_size": 160}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048}
+CONFIGS: dict[str, DecoderConfig] = {
+    "opt": CONFIG,
+    "llama": LlamaConfig(**LLAMA),
+    "qwen3": Qwen3Config(**LLAMA | {"head_dim": 64}),  # its heads together are wider than the model
+}
+
 
 @dataclass
 class Run:
@@ -192,11 +201,14 @@ def logits_of(model: Decoder, run: Run, monkeypatch: pytest.MonkeyPatch) -> list
     return seen
 
 
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_layers_in_one_call_are_the_decoder_of_parts(kind: Kind, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_in_one_call_are_the_decoder_of_parts(
+    kind: Kind, run: Run, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the same weights in float32, plain: as near as layers made of their parts in that type are."""
     dtype, quantization = kind
-    model = random_model(CONFIG, device="cpu", dtype=torch.float32)
+    model = random_model(CONFIGS[family], device="cpu", dtype=torch.float32)
     if isinstance(run.schedule, SwiftPrefill):
         model = model.with_swiftkv(2, 2)
     for parameter in model.parameters():
@@ -211,7 +223,7 @@ def test_layers_in_one_call_are_the_decoder_of_parts(kind: Kind, run: Run, monke
         if exact.swift is not None:
             numbers, scales = whole(exact.swift.kv.weight)
             exact.swift.kv.weight.copy_(numbers * scales)
-        numbers, scales = whole(exact.embed_tokens.weight)
+        numbers, scales = whole(exact.embed_tokens.weight if exact.lm_head is None else exact.lm_head.weight)
         head = (numbers * scales).float()
         monkeypatch.setattr(exact, "head", lambda h: exact.final_norm(h) @ head.T)  # type: ignore[misc]
     model.pack(quantization)
