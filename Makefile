@@ -34,12 +34,13 @@ setup-dev: .venv/installed-test  ## installs what a developer needs, too
 demo: .venv/installed  ## the main job on the demo model and a corpus made on the spot
 	$(BIN)/skipdecode demo
 
-# What starts Ray or a process runs alone, since it takes all cores itself.
 FAST := $(BIN)/python -m pytest -n auto -m "not slow and not ray and not process"
+# Two at a time on any machine: each takes several processes, which wait for each other half of the time.
+RAY := $(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and (ray or process)"
 
 test: .venv/installed-test check  ## what CI runs: lint, types, tests; about twelve minutes on two cores
 	$(FAST)
-	$(BIN)/python -m pytest -m "not slow and (ray or process)"
+	$(RAY)
 
 test-fast: .venv/installed-test  ## what starts no Ray and no process; under three minutes on two cores
 	$(FAST)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipdecode.backends import build, choice
+from skipdecode.backends.memory import LargePages
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_INT8_INPUTS = 1 << 16
@@ -21,6 +22,7 @@ Activation = Literal["none", "relu", "swiglu"]
 """What follows on a product. `swiglu`: of outputs [gate; other], silu(gate) * other."""
 GATES = 16
 """Gates that lie together in a packed weight, before as many of what they let through (`interleave`)."""
+_WEIGHTS = LargePages()
 POINTER, INT, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 
 
@@ -172,7 +174,7 @@ def pack(weight: Tensor, *, gated: bool = False) -> Tensor:
     assert multiplies(weight.dtype), weight.dtype
     assert inputs % 32 == 0, inputs
     weight = weight.detach().contiguous()
-    packed = torch.empty(-(-outputs // 32), inputs // 32, 2, 512, dtype=weight.dtype)
+    packed = _WEIGHTS.empty((-(-outputs // 32), inputs // 32, 2, 512), weight.dtype)
     function("pack", weight.dtype)(outputs, inputs, weight.data_ptr(), packed.data_ptr())
     return packed
 
@@ -204,7 +206,8 @@ def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
     scales = weight.abs().amax(dim=1) / 127.0
     whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
     tiles = whole.view(-1, 2, 16, whole.shape[1] // 64, 16, 4).permute(0, 3, 1, 4, 2, 5)
-    return Int8Weight(tiles.contiguous(), scales, whole.sum(dim=1, dtype=torch.int32), inputs)
+    packed = _WEIGHTS.empty(tuple(tiles.shape), torch.int8).copy_(tiles)
+    return Int8Weight(packed, scales, whole.sum(dim=1, dtype=torch.int32), inputs)
 
 
 def linear(

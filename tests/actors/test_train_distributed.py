@@ -159,7 +159,7 @@ def test_the_best_weights_are_kept_again_when_the_stop_came_before_they_were_wri
     assert all(torch.equal(kept[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_workers_change_nothing(alone: tuple[Path, Curve], tmp_path: Path, parallel: str) -> None:
     changes = {"parallel": parallel, "accumulate": 2}
     assert_close(run_two(changes, tmp_path / "two"), alone[1])

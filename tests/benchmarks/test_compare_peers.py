@@ -111,6 +111,7 @@ def test_missing_peers_are_named_and_the_others_compared(tiny_checkpoint: Path, 
         assert row["output_tokens_per_s"] == pytest.approx(row["batch_size"] * 4 / (sum(row["seconds"]) / 2))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_peer_that_dies_loses_nothing_but_itself(spec: Callable[[str], Spec]) -> None:
     args = arguments("--batch-sizes 1 2 3 --rounds 1 --prompt-tokens 8 --new-tokens 4".split())

@@ -76,6 +76,7 @@ def test_a_healthy_run_prints_no_line_that_looks_like_an_error(tiny_checkpoint: 
     assert "20/20 rows" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_healthy_endpoint_and_its_end_print_no_line_that_looks_like_an_error(tmp_path: Path) -> None:
     with served(tmp_path) as server:

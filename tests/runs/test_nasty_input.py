@@ -41,6 +41,7 @@ def rows(tmp_path: Path, status: str) -> list[dict[str, Any]]:
     return row_list(tmp_path / "run", status)
 
 
+@pytest.mark.slow
 def test_a_folder_of_nasty_files(tmp_path: Path, job: Job) -> None:
     source = tmp_path / "in"
     source.mkdir()

@@ -149,6 +149,7 @@ def fail_a_row(folder: Path, row: str) -> None:
     (folder / "run.json").write_text(json.dumps(document), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_failed_rows_are_tried_again(place: Path) -> None:
     fail_a_row(place / "finished", "demo-00005")
     done = retry("finished", {}, [], print)

@@ -66,6 +66,7 @@ def test_few_blocks_wait_for_a_slow_stage() -> None:
     assert most_waiting([FewBlocksAhead]) <= BLOCKS_PER_TASK * 2 + 2
 
 
+@pytest.mark.slow
 def test_without_it_reading_runs_ahead() -> None:
     """The reason why it is there; when Ray Data bounds this by itself, it can go."""
     assert most_waiting([]) > BLOCKS_PER_TASK * 2 + 2

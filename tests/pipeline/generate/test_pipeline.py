@@ -132,11 +132,14 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
         {"method": "skipdecode", "max_layers": 5, "min_layers": 2},
         pytest.param({"method": "early_exit", "speedup": 2}, marks=pytest.mark.slow),
         pytest.param({"method": "unified", "layers": 3}, marks=pytest.mark.slow),
-        {
-            "method": "unified",
-            "layers": 5,
-            "ffn_skip": {"threshold": 0.85, "cold_start": 1, "cold_end": 1, "warmup_tokens": 2},
-        },
+        pytest.param(
+            {
+                "method": "unified",
+                "layers": 5,
+                "ffn_skip": {"threshold": 0.85, "cold_start": 1, "cold_end": 1, "warmup_tokens": 2},
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda decode: f"{decode['method']}{'-ffn' * ('ffn_skip' in decode)}",
 )
@@ -200,6 +203,7 @@ def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
     assert policy.schedule == SwiftPrefill(FullDepth(6), 3)
 
 
+@pytest.mark.slow
 def test_the_same_schedule_as_full_depth_agrees_with_it(job: Job, tmp_path: Path) -> None:
     rows = [{"prompt": prompt} for prompt in prompts(20)]
     settings = ["decode.max_layers=6", "decode.min_layers=6", "decode.method=skipdecode", "baseline.fraction=1.0"]
@@ -208,6 +212,7 @@ def test_the_same_schedule_as_full_depth_agrees_with_it(job: Job, tmp_path: Path
     assert report["speedup"]["layers"] == 1.0
 
 
+@pytest.mark.slow
 def test_report_figures_are_those_of_the_files(job: Job, tmp_path: Path) -> None:
     rows = [{"prompt": prompt} for prompt in prompts(50)] + [{"prompt": None}]
     code, report, _ = job("-i", str(write_jsonl(tmp_path / "in.jsonl", rows)), "limits.max_failed_rows=1")
@@ -260,6 +265,7 @@ def test_output_schema_is_the_contract_in_every_file(job: Job, tmp_path: Path) -
         }
 
 
+@pytest.mark.slow
 def test_csv_and_text_and_several_inputs(job: Job, tmp_path: Path) -> None:
     folder = tmp_path / "many"
     folder.mkdir()
@@ -344,6 +350,7 @@ def test_sampled_tokens_do_not_depend_on_workers_or_batches(job: Job, tmp_path: 
     assert len({tuple(tokens) for tokens in first.values()}) > 20
 
 
+@pytest.mark.slow
 def test_deterministic_bfloat16_tokens_do_not_depend_on_neighbours(job: Job, tmp_path: Path) -> None:
     rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts(24))]
     fixed = ["model.dtype=bfloat16", "sampling.deterministic=true", "actors.batch_size=8"]
@@ -386,7 +393,10 @@ def test_bad_rows_fail_alone(job: Job, tmp_path: Path) -> None:
     assert report["books"]["closed"]
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("truncate_left", "right"), ("truncate_right", "left")])
+@pytest.mark.parametrize(
+    ("mode", "kept"),
+    [("truncate_left", "right"), pytest.param("truncate_right", "left", marks=pytest.mark.slow)],
+)
 def test_long_prompts_can_be_cut(
     job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: Decoder, mode: str, kept: str
 ) -> None:

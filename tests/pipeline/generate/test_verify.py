@@ -217,6 +217,7 @@ def test_retry_makes_good_what_can_be(run: Path, call: Call) -> None:
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == written
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_again_stays_failed(run: Path, call: Call) -> None:
     code, document, err = call(retry, run, "sampling.max_new_tokens=9", "limits.max_failed_rows=3")
     assert code == 3, err
