@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pipeline.cluster import Cluster
 from pipeline.config import ConfigError
 from skipdecode.backends import choice
-from skipdecode.backends.choice import Backend, BackendError
+from skipdecode.backends.choice import BackendError, Choice
 
 TIMEOUT_S = 300  # a node may compile its kernels first, beside a start of torch
 
@@ -27,7 +27,7 @@ class NodeBackend:
 
     node: str
     """Its host name."""
-    backend: Backend | None
+    backend: Choice | None
     problem: str = ""
 
 

@@ -10,7 +10,7 @@ import torch
 from actors.generator import free_bytes
 from pipeline.cluster import OBJECT_STORE_BYTES, num_cores
 from pipeline.config import ConfigError
-from skipdecode.backends.choice import Backend, BackendError, choose, cpu_flags
+from skipdecode.backends.choice import BackendError, Choice, choose, cpu_flags
 
 GIB = 1 << 30
 
@@ -34,7 +34,7 @@ class Gpu:
     free_memory_bytes: int
 
 
-def cpu_backend() -> Backend:
+def cpu_backend() -> Choice:
     """What a CPU of this machine decodes with, and why; ConfigError where it was told to use what it cannot."""
     try:
         return choose()

@@ -35,7 +35,7 @@ class BackendError(ValueError):
 
 
 @dataclass(frozen=True)
-class Backend:
+class Choice:
     """What decodes on this CPU, for people (`name`, `reason`) and for those who pick a type (`dtype`, `no_int8`)."""
 
     name: Name
@@ -49,7 +49,7 @@ class Backend:
         return f"{self.name} ({self.reason})"
 
 
-def choose() -> Backend:
+def choose() -> Choice:
     """The back end of this process. Compiles its kernels on the first call.
 
     BackendError where `SKIPDECODE_KERNELS` asks for the impossible. Without a working compiler the automatic choice is
@@ -89,7 +89,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 @cache
-def _choose(wanted: str, flags: frozenset[str]) -> Backend:
+def _choose(wanted: str, flags: frozenset[str]) -> Choice:
     names = possible(flags)
     if wanted in ("", "auto"):
         return _automatic(names, flags)
@@ -105,7 +105,7 @@ def _choose(wanted: str, flags: frozenset[str]) -> Backend:
     return make_backend(name, f"forced by {VARIABLE}; this CPU has {describe_cpu(flags)}", flags)
 
 
-def _automatic(names: tuple[Name, ...], flags: frozenset[str]) -> Backend:
+def _automatic(names: tuple[Name, ...], flags: frozenset[str]) -> Choice:
     """The first that works; the reason says what is wrong with those before it."""
     problems: list[str] = []
     for name in names:
@@ -127,9 +127,9 @@ def _problem(name: Name, flags: frozenset[str]) -> str | None:
     return None if library.is_allowed() else "this system does not let programs use AMX"
 
 
-def make_backend(name: Name, reason: str, flags: frozenset[str]) -> Backend:
+def make_backend(name: Name, reason: str, flags: frozenset[str]) -> Choice:
     """What follows from a back end on a CPU with these flags."""
-    return Backend(name, reason, _dtype(name, flags), _why_no_int8(name, flags))
+    return Choice(name, reason, _dtype(name, flags), _why_no_int8(name, flags))
 
 
 def _dtype(name: Name, flags: frozenset[str]) -> Literal["bfloat16", "float32"]:

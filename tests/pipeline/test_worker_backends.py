@@ -13,11 +13,11 @@ from pipeline.cluster import Cluster
 from pipeline.config import ConfigError
 from pipeline.worker_backends import NodeBackend, find_backends, settle_dtype, why_no_int8
 from skipdecode.backends import choice
-from skipdecode.backends.choice import Backend
+from skipdecode.backends.choice import Choice
 
 ROOT = Path(__file__).parents[2]
-WIDE = NodeBackend("wide", Backend("avx512", "AVX-512 with BF16 and VNNI; no AMX", "bfloat16", None))
-OLD = NodeBackend("old", Backend("avx2", "AVX2; no AVX-512", "float32", "the back end is avx2, which has none"))
+WIDE = NodeBackend("wide", Choice("avx512", "AVX-512 with BF16 and VNNI; no AMX", "bfloat16", None))
+OLD = NodeBackend("old", Choice("avx2", "AVX2; no AVX-512", "float32", "the back end is avx2, which has none"))
 ASK = """
 import json, os, ray
 from pipeline.cluster import start_ray

@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
 @contextmanager
-def forced(name: str) -> Iterator[choice.Backend]:
+def forced(name: str) -> Iterator[choice.Choice]:
     """The process decodes by this back end; skips where there is no compiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(choice.VARIABLE, name)
