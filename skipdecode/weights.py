@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skipdecode import gguf_file
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import ADDED_PARTS, Decoder
 from skipdecode.families import read_config
@@ -137,6 +136,8 @@ def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 yield theirs, tuple(file.get_slice(theirs).get_shape())
     elif path.suffix == ".gguf":
+        from skipdecode import gguf_file  # the worker of a checkpoint needs no gguf
+
         yield from gguf_file.shapes(path)
     else:
         for theirs, tensor in _load_bin(path).items():
@@ -160,6 +161,8 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
                     yield theirs, file.get_tensor(theirs)
         elif path.suffix == ".gguf":
+            from skipdecode import gguf_file
+
             yield from gguf_file.tensors(path)
         else:
             yield from _load_bin(path).items()
