@@ -7,17 +7,17 @@ model of the family, in eval mode.
 B rows, T new columns, D width, E embedding width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from skipdecode.backends.backend import Packed
+from skipdecode.backends.backend import FusedLayer, Packed
 from skipdecode.backends.device import backend_on
 from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.extents import ALL, Extents
@@ -51,31 +51,60 @@ def run_layers(
     pass. Where kernels work in place, h is overwritten.
     """
     entered: slice | None = None  # tokens whose K and V of the upper layers are written
-    for i, layer in enumerate(model.layers):
-        attn, ffn, query = extents.attn[i], extents.ffn[i], None
-        if attn is not None and extents.kv_layers is not None and i >= extents.kv_layers:
+    layers = model.layers
+    for group in extents.groups:
+        i = group[0]
+        attn, ffn = extents.attn[i], extents.ffn[i]
+        is_upper = attn is not None and extents.kv_layers is not None and i >= extents.kv_layers
+        if is_upper and (new := extents.entering(i, entered)) is not None:
             assert model.swift is not None, "a plan for SwiftKV, and a model without"
-            if (new := extents.entering(i, entered)) is not None:
-                part = h if new == ALL else h[new]
-                model.swift.write(part, kv.part(new), extents.layers_of(new), model.layers)
-                entered = attn
-            query = model.swift.query(i)
+            part = h if new == ALL else h[new]
+            model.swift.write(part, kv.part(new), extents.layers_of(new), layers)
+            entered = attn
         if i == extents.narrows_at:
-            if attn is not None and query is None:
-                layer.store(h, kv, i)
+            if attn is not None and not is_upper:
+                layers[i].store(h, kv, i)
             h, kv = kv.last(h)
-        call = partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+        call = partial(checkpoint, use_reentrant=False) if recompute else _call
         is_by_row = bool(extents.by_row) and extents.by_row[i]
         feeds_too = ffn is not None and ffn == attn and not is_by_row
         if attn is not None:
-            run = partial(call, kv=kv.part(attn), number=i, attends=True, feeds=feeds_too, query=query)
+            swift = model.swift if is_upper else None
+            run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, swift=swift, call=call)
             h = _on(h, attn, extents.axis, run)
         if ffn is not None and is_by_row:
             assert ffns is not None, "the plan leaves blocks to the rows, and nothing decides for them"
-            h = _on(h, ffn, extents.axis, partial(ffns.feed, i, layer))
+            h = _on(h, ffn, extents.axis, partial(ffns.feed, i, layers[i]))
         elif ffn is not None and not feeds_too:
-            h = _on(h, ffn, extents.axis, partial(call, kv=kv.part(ffn), number=i, attends=False, feeds=True))
+            run = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
+            h = _on(h, ffn, extents.axis, run)
     return h, kv
+
+
+def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:
+    made: Tensor = layer(h, **how)
+    return made
+
+
+def _run_group(
+    layers: Sequence[Layer],
+    group: Sequence[int],
+    kv: KVView,
+    h: Tensor,
+    *,
+    feeds: bool,
+    swift: SwiftKV | None,
+    call: Callable[..., Tensor],
+) -> Tensor:
+    """Attention of the layers of a group, and their feed-forward where it `feeds`; `swift`: with its queries."""
+    if kv.has_kernels:
+        fused = [layers[i].kernel if swift is None else layers[i].query_kernel for i in group]
+        if None not in fused:
+            return kv.run(cast(list[FusedLayer], fused), h, group, attends=True, feeds=feeds)
+    for i in group:
+        query = None if swift is None else swift.query(i)
+        h = call(layers[i], h, kv=kv, number=i, attends=True, feeds=feeds, query=query)
+    return h
 
 
 def _on(h: Tensor, part: slice, axis: int, run: Callable[[Tensor], Tensor]) -> Tensor:

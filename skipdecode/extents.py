@@ -5,7 +5,7 @@ passes). No torch.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from skipdecode.plan import LayerPlan
 
@@ -40,6 +40,28 @@ class Extents:
             upper = [] if plan.kv_layers is None else [i for i in plan.layers if i >= plan.kv_layers and plan.attn[i]]
             narrows_at = min(upper) if upper else max(plan.layers, default=None)
         return cls(attn, ffn, plan.by_row, plan.kv_layers, narrows_at=narrows_at)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that run, in order. Those of a group run both sublayers on the same part, and between them there
+        is nothing else to do."""
+        found: list[list[int]] = []
+        for i, (attn, ffn) in enumerate(zip(self.attn, self.ffn, strict=True)):
+            if attn is None and ffn is None:
+                continue
+            if found and self._is_like(found[-1][0], i):
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return tuple(map(tuple, found))
+
+    def _is_like(self, first: int, layer: int) -> bool:
+        part = self.attn[first]
+        if part is None or not part == self.ffn[first] == self.attn[layer] == self.ffn[layer]:
+            return False
+        has_choice = bool(self.by_row) and (self.by_row[first] or self.by_row[layer])
+        is_entered = self.kv_layers is not None and first < self.kv_layers <= layer
+        return not has_choice and not is_entered and layer != self.narrows_at
 
     def entering(self, layer: int, entered: slice | None) -> Run:
         """The tokens whose first upper layer `layer` is: their K and V of all upper layers are to be written.

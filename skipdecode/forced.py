@@ -132,7 +132,9 @@ class ForcedView:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.shared[layer] = (k, v)
 
-    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
         raise AssertionError("kernels have no gradient")
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:

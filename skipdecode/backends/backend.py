@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends.cpu import Activation, Columns
-from skipdecode.backends.layer import LayerShape, Product, Prompts
+from skipdecode.backends.layer import LayerShape, Product
+from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 
 __all__ = [
@@ -65,11 +66,8 @@ class FusedLayer(Protocol):
     def store(self) -> FusedStore | None:
         """Its keys and values alone; None where it makes none (SwiftKV's queries)."""
 
-    def step(self, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
-        """h [B, 1, D] through attention (with `columns`) and the feed-forward block (where it `feeds`)."""
-
     def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
-        """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, G, S, K], filled up to the prompts' ends."""
+        """h [N, D], whole prompts, through the layer; `memory`: k, v [B, G, S, K], filled up to the prompts' ends."""
 
 
 class Backend:
@@ -116,6 +114,13 @@ class Backend:
         """
         return None
 
+    def step(
+        self, layers: Sequence[FusedLayer], h: Tensor, columns: Sequence[Columns] | None, *, feeds: bool
+    ) -> Tensor:
+        """h [B, 1, D] through layers that this back end fused, one behind the other, in place: attention of each over
+        its `columns` (None: none attends), and its feed-forward block (where it `feeds`)."""
+        raise AssertionError("nothing is fused here")
+
     def fuse_store(
         self,
         shape: LayerShape,
@@ -141,6 +146,12 @@ class Backend:
     def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[count] numbers for keys and values: zeros where masked ones are read, for these must be finite."""
         return torch.zeros(count, dtype=dtype, device=device)
+
+    def filled_memory(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Memory whose numbers are written before they are read, nearly all of them."""
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     # --- for `actors.profile`
 

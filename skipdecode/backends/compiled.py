@@ -19,12 +19,14 @@ from skipdecode.backends.backend import (
     Backend,
     ColumnAttention,
     Columns,
+    FusedLayer,
     LayerShape,
     Packed,
     Product,
     activate,
 )
-from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.backends.layer import LayerKernel, StoreKernel, step
+from skipdecode.backends.memory import large_pages
 from skipdecode.config import Quantization
 
 
@@ -72,6 +74,11 @@ class CompiledBackend(Backend):
         qkv, out, fc1, fc2 = cast(Sequence[Product], products)
         return LayerKernel(shape, norms[0], qkv, out, norms[1], fc1, fc2, q_norm=q_norm, k_norm=k_norm)
 
+    def step(
+        self, layers: Sequence[FusedLayer], h: Tensor, columns: Sequence[Columns] | None, *, feeds: bool
+    ) -> Tensor:
+        return step(cast(Sequence[LayerKernel], layers), h, columns, feeds=feeds)
+
     def fuse_store(
         self,
         shape: LayerShape,
@@ -93,6 +100,11 @@ class CompiledBackend(Backend):
         to all of them would take half a second, so where nobody reads them nothing is written."""
         empty = torch.empty(count, dtype=dtype, device=device)
         return empty if cpu.is_available(empty) else empty.zero_()
+
+    def filled_memory(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        return large_pages(shapes, dtype)
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
         return [(cpu, "attend", "attention")]

@@ -285,7 +285,7 @@ def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tenso
 THEN = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
 """As `Then` in `cpp/gemm.h`."""
 ARGUMENTS = {
-    "step": [POINTER, INT64, POINTER, INT, INT, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
+    "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 6, INT],
     "prompt": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
     "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 6, INT],
     "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu
 from skipdecode.backends.cpu import INT64, POINTER, Columns, Heads, Weight
+from skipdecode.backends.prompts import Prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,37 +109,6 @@ class Product:
         return Product(packed, self.outputs - start, None if self.bias is None else self.bias[start:])
 
 
-class Prompts:
-    """Left-padded prompts [B, T] laid one behind the other, without the padding: [N, ...]."""
-
-    def __init__(self, positions: Tensor) -> None:
-        """`positions` [B, T] int64: -1 a padding column (`Decoder.embed`)."""
-        self._is_real = positions >= 0
-        lengths = self._is_real.sum(dim=1)
-        assert bool((positions[:, -1] == lengths - 1).all() & (lengths > 0).all()), (
-            "left-padded, and none of them empty"
-        )
-        self.columns = positions.shape[1] - lengths
-        """[B] int64: the column of each prompt's first token."""
-        self.starts = F.pad(lengths.cumsum(dim=0), (1, 0))
-        """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
-        self.num_columns, self.num_tokens = positions.shape[1], int(self.starts[-1])  # T, N
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def pack(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [N, ...]"""
-        return x[self._is_real]
-
-    def last(self, h: Tensor) -> Tensor:
-        """The last token of each prompt: [N, D] -> [B, 1, D]."""
-        return h[self.starts[1:] - 1][:, None]
-
-    def pointers(self) -> tuple[int, int, int]:
-        return len(self), self.starts.data_ptr(), self.columns.data_ptr()
-
-
 class StoreKernel:
     """A norm, and keys and values of the tokens of prompts in one or several layers, as one call."""
 
@@ -155,26 +124,26 @@ class StoreKernel:
         self._weights = [_head_norm(norm) for norm in k_norms or [None] * len(products)]
         assert len(self._weights) == len(products), (len(self._weights), len(products))
         self._held = (shape, norm, products)  # what the pointers point to
-        self._shape, self._dtype = shape, products[0].dtype
+        self._shape, self.dtype = shape, products[0].dtype
         biases = [product.bias for product in products]
-        _check_types(self._dtype, *_parameters(norm), *biases, *self._weights)
+        _check_types(self.dtype, *_parameters(norm), *biases, *self._weights)
         self._heads = _heads(shape, None, None)
         self._norm = None if norm is None else ctypes.byref(_norm(shape, norm))
         self._products = [product.struct() for product in products]
-        self._width = products[0].inputs
+        self.width = products[0].inputs
         for product in products:
-            assert (product.inputs, product.outputs) == (self._width, 2 * shape.kv_heads * shape.head_dim)
+            assert (product.inputs, product.outputs) == (self.width, 2 * shape.kv_heads * shape.head_dim)
         for weight in self._weights:
             assert weight is None or weight.shape == (shape.head_dim,), "a norm of other heads"
-        self._call = cpu.function("store", self._dtype)
+        self._call = cpu.function("store", self.dtype)
 
     def __call__(self, h: Tensor, prompts: Prompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """h [N, D] -> for each product that `memory` names k, v [B, G, S, K], filled up to the prompts' ends."""
         if not memory:
             return
-        _check_states(self._dtype, h, (prompts.num_tokens, self._width))
+        _check_states(self.dtype, h, (prompts.num_tokens, self.width))
         for k, v in memory.values():
-            _check_cache(self._dtype, len(prompts), self._shape, k, v)
+            _check_cache(self.dtype, len(prompts), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
         count = len(memory)
         self._call(
@@ -219,12 +188,12 @@ class LayerKernel:
         """`qkv`: D -> (H + 2 G) K, queries above keys above values; or queries alone, for steps whose keys and values
         are in the cache already (SwiftKV). `q_norm`, `k_norm`: RMS norms of each head's K numbers, before they turn."""
         self._held = (shape, attn_norm, qkv, out, ffn_norm, fc1, fc2, q_norm, k_norm)  # what the pointers point to
-        self._shape, self._dtype = shape, out.dtype
+        self._shape, self.dtype = shape, out.dtype
         biases = [product.bias for product in (qkv, out, fc1, fc2)]
         norms = [_head_norm(q_norm), _head_norm(k_norm)]
-        _check_types(self._dtype, *_parameters(attn_norm), *_parameters(ffn_norm), *biases, *norms)
+        _check_types(self.dtype, *_parameters(attn_norm), *_parameters(ffn_norm), *biases, *norms)
         width, queries, kv = out.outputs, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self._width = width
+        self.width = width
         _check_products(width, queries, kv, qkv, out)
         is_gated = shape.mlp == "swiglu"
         assert fc1.is_gated == is_gated, "a feed-forward block that is packed for another activation"
@@ -245,39 +214,64 @@ class LayerKernel:
         has_keys = qkv.outputs > queries
         self.store = StoreKernel(shape, first_norm, [qkv.tail(queries)], [k_norm]) if has_keys else None
         self._reference = ctypes.byref(self._block)
-        self._step = cpu.function("step", self._dtype)
-        self._read = cpu.function("prompt", self._dtype)
+        self._read = cpu.function("prompt", self.dtype)
 
-    def step(self, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
-        """h [B, 1, D] through attention (with `columns`) and the feed-forward block (where it `feeds`), in place."""
-        rows = len(h)
-        _check_states(self._dtype, h, (rows, 1, self._width))
-        memory: tuple[Any, ...] = (None, None, 0, None, None)
-        if columns is not None:
-            k, v, first, last = columns
-            _check_cache(self._dtype, rows, self._shape, k, v)
-            _check_indices(rows, first)
-            _check_indices(rows, last)
-            memory = (k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr())
-        seconds = _pointer(LayerKernel.seconds)
-        self._step(
-            self._reference, rows, h.data_ptr(), columns is not None, feeds, *memory, seconds, torch.get_num_threads()
-        )
-        return h
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._block)
+
+    def pointers(self, rows: int, columns: Columns) -> tuple[int, int, int, int, int]:
+        """Keys, values, capacity, first and last columns, as `step` takes them."""
+        k, v, first, last = columns
+        _check_cache(self.dtype, rows, self._shape, k, v)
+        _check_indices(rows, first)
+        _check_indices(rows, last)
+        return k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr()
 
     def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
-        """As `step` for whole prompts, h [N, D]; `memory`: k, v [B, G, S, K], filled up to the prompts' ends."""
-        _check_states(self._dtype, h, (prompts.num_tokens, self._width))
+        """h [N, D], whole prompts, through the layer, in place; `memory`: k, v [B, G, S, K], filled up to the prompts'
+        ends."""
+        _check_states(self.dtype, h, (prompts.num_tokens, self.width))
         assert self.store is not None, "no keys and values"
         where: tuple[Any, ...] = (None, None, 0)
         if memory is not None:
             k, v = memory
-            _check_cache(self._dtype, len(prompts), self._shape, k, v)
+            _check_cache(self.dtype, len(prompts), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
             where = (k.data_ptr(), v.data_ptr(), k.shape[2])
         threads = torch.get_num_threads()
         self._read(self._reference, *prompts.pointers(), h.data_ptr(), memory is not None, feeds, *where, threads)
         return h
+
+
+def step(layers: Sequence[LayerKernel], h: Tensor, columns: Sequence[Columns] | None, *, feeds: bool) -> Tensor:
+    """h [B, 1, D] through layers of one type, one behind the other, in place: attention of each over its `columns`
+    (None: none attends), and its feed-forward block (where it `feeds`)."""
+    rows, count, dtype = len(h), len(layers), layers[0].dtype
+    memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
+    if columns is not None:
+        memory = [kernel.pointers(rows, at) for kernel, at in zip(layers, columns, strict=True)]
+    for kernel in layers:
+        assert kernel.dtype == dtype, kernel.dtype
+        _check_states(dtype, h, (rows, 1, kernel.width))
+    k, v, capacities, first, last = zip(*memory, strict=True)
+    pointers = POINTER * count
+    cpu.function("step", dtype)(
+        pointers(*(kernel.address for kernel in layers)),
+        count,
+        rows,
+        h.data_ptr(),
+        columns is not None,
+        feeds,
+        pointers(*k),
+        pointers(*v),
+        (INT64 * count)(*capacities),
+        pointers(*first),
+        pointers(*last),
+        _pointer(LayerKernel.seconds),
+        torch.get_num_threads(),
+    )
+    return h
 
 
 def _parameters(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:

@@ -8,6 +8,7 @@ import contextlib
 import math
 import mmap
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,10 +19,23 @@ SLAB_BYTES = 16 * PAGE_BYTES
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
 
 
+def large_pages(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors side by side in memory of their own; in ordinary memory where they do not fill a page."""
+    if sum(math.prod(shape) for shape in shapes) * dtype.itemsize < PAGE_BYTES:
+        return [torch.empty(shape, dtype=dtype) for shape in shapes]
+    pages = LargePages(sum(_in_lines(math.prod(shape) * dtype.itemsize) for shape in shapes))
+    return [pages.empty(shape, dtype) for shape in shapes]
+
+
+def _in_lines(size: int) -> int:
+    return -(-size // LINE_BYTES) * LINE_BYTES
+
+
 class LargePages:
     """Tensors cut one behind the other from slabs of large pages. A slab lives as long as one of its tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, slab_bytes: int = SLAB_BYTES) -> None:
+        self._slab_bytes = slab_bytes
         self._lock = threading.Lock()
         self._slab: mmap.mmap | None = None
         self._next = self._end = 0  # bytes of the slab
@@ -34,9 +48,9 @@ class LargePages:
             return torch.empty(shape, dtype=dtype)
         with self._lock:
             if self._slab is None or self._end - self._next < size:
-                self._begin(max(size, SLAB_BYTES))
+                self._begin(max(size, self._slab_bytes))
             assert self._slab is not None
-            at, self._next = self._next, self._next + -(-size // LINE_BYTES) * LINE_BYTES
+            at, self._next = self._next, self._next + _in_lines(size)
             return torch.frombuffer(self._slab, dtype=dtype, count=count, offset=at).view(shape)
 
     def _begin(self, size: int) -> None:

@@ -6,7 +6,7 @@ attention reads columns in whole steps of COLUMN_STEP behind a mask.
 B rows, S columns visible, H heads of queries, G of keys and values, K head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Self
 
@@ -65,7 +65,9 @@ class GraphedView:
         self._cache.k[layer].index_copy_(2, self._at, k)
         self._cache.v[layer].index_copy_(2, self._at, v)
 
-    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
         raise AssertionError("a kernel for CPUs")
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:

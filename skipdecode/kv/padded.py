@@ -59,10 +59,9 @@ class KVCache:
         assert len(capacities) == len(owners) == config.num_hidden_layers, (len(capacities), config.num_hidden_layers)
         rows, heads, dim = len(num_pad), config.num_kv_heads, config.head_dim
 
-        def make(columns: int) -> Tensor:
-            return torch.empty(rows, heads, columns, dim, dtype=dtype, device=num_pad.device)
-
-        own = {owner: (make(capacities[owner]), make(capacities[owner])) for owner in sorted(set(owners))}
+        shapes = [(rows, heads, capacities[owner], dim) for owner in sorted(set(owners)) for _ in "kv"]
+        memory = iter(backend_on(num_pad.device).filled_memory(shapes, dtype, num_pad.device))
+        own = {owner: (next(memory), next(memory)) for owner in sorted(set(owners))}
         k, v = [own[owner][0] for owner in owners], [own[owner][1] for owner in owners]
         return cls(k, v, num_pad, owners, is_masked=is_masked)
 
@@ -162,8 +161,11 @@ class PaddedView:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._cache.append(layer, k, v)
 
-    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
-        return kernel.step(h, self._cache.columns(layer) if attends else None, feeds=feeds)
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        columns = [self._cache.columns(layer) for layer in layers] if attends else None
+        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("a kernel for prompts, and one column")
@@ -199,8 +201,12 @@ class PromptsView:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         raise AssertionError("a layer by parts, and prompts without their padding")
 
-    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
-        return kernel.read(h, self.prompts, self._memory(layer) if attends else None, feeds=feeds)
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        for kernel, layer in zip(kernels, layers, strict=True):
+            h = kernel.read(h, self.prompts, self._memory(layer) if attends else None, feeds=feeds)
+        return h
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})

@@ -234,8 +234,11 @@ class ArenaSlice:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._arena.write(layer, self._start, self._end, k, v)
 
-    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
-        return kernel.step(h, self._arena.memory(layer, self._start, self._end) if attends else None, feeds=feeds)
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        columns = [self._arena.memory(layer, self._start, self._end) for layer in layers] if attends else None
+        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("a kernel for prompts, and one column")

@@ -5,7 +5,7 @@ A view is made for one forward call: it knows which columns are new, where they 
 B rows, T new columns, S columns visible, H heads of queries, G of keys and values, K head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol, Self
 
@@ -36,8 +36,10 @@ class KVView(Protocol):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """K and V [B, G, T, K] of the new columns."""
 
-    def run(self, kernel: FusedLayer, h: Tensor, layer: int, *, attends: bool, feeds: bool) -> Tensor:
-        """A layer, or one block of it, as one kernel; in place."""
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        """Layers one behind the other, or one block of each, as kernels; in place."""
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         """K and V of the new columns as one kernel: of each of its products in the layer that `layers` gives."""

@@ -51,7 +51,10 @@ def test_the_demo_installs_what_a_user_needs_once(checkout: Path) -> None:
 def test_tests_add_to_what_the_demo_has_installed(checkout: Path) -> None:
     checks = ["ruff check .", "ruff format --check .", "mypy"]
     assert make(checkout, "setup") == ["install ."]
-    lanes = ["-n auto -m not slow and not ray and not process", "-n 2 --dist loadscope -m not slow and (ray or process)"]
+    lanes = [
+        "-n auto -m not slow and not ray and not process",
+        "-n 2 --dist loadscope -m not slow and (ray or process)",
+    ]
     assert make(checkout, "test") == ["install .[test]", *checks, *(f"python -m pytest {lane}" for lane in lanes)]
     assert make(checkout, "check") == checks
     assert make(checkout, "setup-dev") == []

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from skipdecode.backends import cpu
 from skipdecode.backends.compiled import attend_one
-from skipdecode.backends.layer import LayerKernel, LayerShape, Prompts, StoreKernel
+from skipdecode.backends.layer import LayerKernel, LayerShape, StoreKernel, step
+from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.families.opt import OPTConfig
@@ -75,8 +76,8 @@ class OneLayer:
     def attend(self, _: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return attend_one(q, k, v, self.held)
 
-    def run(self, kernel: LayerKernel, h: Tensor, _: int, *, attends: bool, feeds: bool) -> Tensor:
-        return kernel.step(h, self.held if attends else None, feeds=feeds)
+    def run(self, kernels: list[LayerKernel], h: Tensor, _: list[int], *, attends: bool, feeds: bool) -> Tensor:
+        return step(kernels, h, [self.held] * len(kernels) if attends else None, feeds=feeds)
 
 
 @given(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from skipdecode.backends import cpu
 from skipdecode.backends.compiled import check_int8
 from skipdecode.backends.cpu import Columns
-from skipdecode.backends.layer import LayerKernel, LayerShape, Product, Prompts, StoreKernel
+from skipdecode.backends.layer import LayerKernel, LayerShape, Product, StoreKernel
+from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 from skipdecode.linear import Linear, pack, product
 from tests.support.cpu_backends import (
@@ -27,6 +28,7 @@ from tests.support.cpu_backends import (
     num_threads,
     product_dtype,
     read_last,
+    step_one,
 )
 
 __all__ = ["backend", "int8_backend", "kind", "product_dtype"]  # fixtures
@@ -245,8 +247,8 @@ def check_step(
     row = rows // 2
     one = Columns(*(x[row : row + 1].clone() for x in (k, v, first, last)))
     with num_threads(threads):
-        alone = kernel.step(h[row : row + 1].clone(), one if attends else None, feeds=feeds)
-        made = kernel.step(h.clone(), Columns(k, v, first, last) if attends else None, feeds=feeds)
+        alone = step_one(kernel, h[row : row + 1].clone(), one if attends else None, feeds=feeds)
+        made = step_one(kernel, h.clone(), Columns(k, v, first, last) if attends else None, feeds=feeds)
     assert torch.equal(alone[0], made[row])
     assert_close(made[:, 0], wanted, dtype)
     assert_close(k, wanted_k, dtype)
@@ -371,7 +373,7 @@ def test_a_prompt_and_steps_are_one_pass(kind: Kind, spec: Spec) -> None:
     made = [[read[batch.span(row)]] for row in range(3)]
     for step in range(num_steps):
         last = torch.full((3,), batch.columns + step)
-        out = kernel.step(new[step].clone(), Columns(batch.k, batch.v, batch.prompts.columns, last), feeds=True)
+        out = step_one(kernel, new[step].clone(), Columns(batch.k, batch.v, batch.prompts.columns, last), feeds=True)
         for row in range(3):
             made[row].append(out[row])
     for row, h in batch.rows():
@@ -414,7 +416,7 @@ def test_positions_past_the_table_are_its_last(product_dtype: torch.dtype) -> No
     k, v = (torch.randn(2, 2, capacity, 32).to(product_dtype) for _ in "kv")
     first, last = torch.tensor([0, 9]), torch.tensor([capacity - 1] * 2)
     h = torch.randn(1, 1, 64).expand(2, 1, 64).to(product_dtype).contiguous()
-    kernel.step(h, Columns(k, v, first, last), feeds=False)
+    step_one(kernel, h, Columns(k, v, first, last), feeds=False)
     assert torch.equal(k[0, :, -1], k[1, :, -1])
 
 
@@ -621,7 +623,7 @@ def test_a_layer_of_wrong_parts_is_refused(product_dtype: torch.dtype) -> None:
     kernel = build(shape, parts)
     k, at = torch.zeros(3, 2, 5, 32, dtype=product_dtype), torch.zeros(3, dtype=torch.int64)
     h = torch.zeros(3, 1, 64, dtype=product_dtype)
-    kernel.step(h, Columns(k, k.clone(), at, at), feeds=True)
+    step_one(kernel, h, Columns(k, k.clone(), at, at), feeds=True)
     for held in (k[:, :1], k.repeat(1, 2, 1, 1), k[..., :16]):
         with pytest.raises(AssertionError):
-            kernel.step(h, Columns(held.contiguous(), held.contiguous(), at, at), feeds=True)
+            step_one(kernel, h, Columns(held.contiguous(), held.contiguous(), at, at), feeds=True)

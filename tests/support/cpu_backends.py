@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends import choice, cpu
-from skipdecode.backends.layer import LayerKernel, Prompts
+from skipdecode.backends.layer import LayerKernel, step
+from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 
 NAMES = [name for name in choice.possible() if name != "torch"]
@@ -89,4 +90,9 @@ def read_last(
         kernel.store(h, prompts, {0: memory})
         last = torch.full_like(prompts.columns, prompts.num_columns - 1)
         columns = cpu.Columns(*memory, prompts.columns, last)
-    return kernel.step(prompts.last(h), columns, feeds=feeds)
+    return step_one(kernel, prompts.last(h), columns, feeds=feeds)
+
+
+def step_one(kernel: LayerKernel, h: Tensor, columns: cpu.Columns | None, *, feeds: bool) -> Tensor:
+    """`step` of one layer."""
+    return step([kernel], h, None if columns is None else [columns], feeds=feeds)

@@ -1,6 +1,6 @@
-// One decoder layer for one new column per row, in one parallel region: norm, query/key/value, attention over the cache,
-// output, norm, feed-forward. As calls of their own these are seven, each with its entry from Python and its fork and
-// join of threads; where the layers are small that is most of a step.
+// Decoder layers for one new column per row, in one parallel region: norm, query/key/value, attention over the cache,
+// output, norm, feed-forward. As calls of their own these are seven per layer, each with its entry from Python and its
+// fork and join of threads; where the layers are small that is most of a step.
 
 #include "layer.h"
 
@@ -51,81 +51,122 @@ void multiply(int64_t rows, const Product& p, const T* x, WholeRows whole, const
   of_product<THEN>({false}, true, rows, p, x, whole, residual, y, layout);
 }
 
+// What the threads of a step share: rows that a product reads, rows that it makes, and rows as whole numbers.
 template <typename T>
-void run_step(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
-              const int64_t* first, const int64_t* last, double* seconds, int num_threads) {
+struct Room {
+  T *narrow, *wide;
+  WholeRows whole;
+
+  Room(const Block* const* blocks, int64_t count, int64_t rows) {
+    const int64_t filled = (rows + 31) / 32 * 32;  // a tile reads 32 rows
+    int64_t narrowest = 0, widest = 0, deepest = 0;
+    bool is_whole = false;
+    for (int64_t i = 0; i < count; ++i) {
+      const Block& block = *blocks[i];
+      narrowest = std::max({narrowest, block.width(), block.heads.width()});
+      widest = std::max({widest, block.qkv.outputs, block.inner()});
+      deepest = std::max({deepest, narrowest, block.inner()});
+      is_whole = is_whole || block.qkv.scales;
+    }
+    thread_local Buffer<T> kept;
+    thread_local Buffer<uint8_t> bytes_kept;
+    thread_local Buffer<float> scales_kept;
+    narrow = kept.room(filled * (narrowest + widest)), wide = narrow + filled * narrowest;
+    whole = {is_whole ? bytes_kept.room(filled * ((deepest + 63) / 64) * 128) : nullptr, scales_kept.room(rows)};
+  }
+};
+
+// Where the time of a step goes, by stage; nowhere where nobody asks.
+class Clock {
+ public:
+  explicit Clock(double* seconds) : seconds_(seconds), begun_(now()) {}
+
+  void end(Stage stage) {  // for all threads
+#pragma omp barrier
+    if (seconds_) {
+#pragma omp master
+      {
+        const auto time = now();
+        seconds_[stage] += std::chrono::duration<double>(time - begun_).count();
+        begun_ = time;
+      }
+    }
+  }
+
+ private:
+  static std::chrono::steady_clock::time_point now() { return std::chrono::steady_clock::now(); }
+
+  double* seconds_;
+  std::chrono::steady_clock::time_point begun_;
+};
+
+// A layer, by all threads of a parallel region.
+template <typename T>
+void run_layer(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
+               const int64_t* first, const int64_t* last, const Room<T>& room, Clock& clock) {
   const Heads& heads = block->heads;
-  const int64_t width = block->width(), room = (rows + 31) / 32 * 32;  // a tile reads 32 rows
-  const int64_t attended = heads.width(), inner = block->inner(), made = block->qkv.outputs;
+  const int64_t width = block->width(), attended = heads.width(), made = block->qkv.outputs;
   const bool is_pre = block->is_pre_norm;
   const float epsilon = block->epsilon();
-  const int64_t narrowest = std::max(width, attended), widest = std::max(made, inner);
-  const int64_t deepest = std::max(narrowest, inner);
-  thread_local Buffer<T> kept;
-  thread_local Buffer<uint8_t> bytes_kept;
-  thread_local Buffer<float> scales_kept;
-  T *narrow = kept.room(room * (narrowest + widest)), *wide = narrow + room * narrowest;
-  const WholeRows whole = {block->qkv.scales ? bytes_kept.room(room * ((deepest + 63) / 64) * 128) : nullptr,
-                           scales_kept.room(rows)};
+  T *narrow = room.narrow, *wide = room.wide;
+  const WholeRows whole = room.whole;
+  if (attends) {
+    normalise(rows, block->qkv, is_pre ? &block->attn_norm : nullptr, epsilon, h, narrow, whole);
+    clock.end(NORMS);
+    multiply<NOTHING>(rows, block->qkv, narrow, whole, static_cast<const T*>(nullptr), wide, in_lines(made));
+    clock.end(QKV);
+    const T* new_k = made > attended ? wide + attended : nullptr;  // not where they are in the cache (SwiftKV)
+    const int64_t dim = heads.dim;
+    const Layout layout = layout_for<T>(block->out, rows);
+    attend_of<T>(heads, rows, wide, new_k, new_k ? new_k + heads.kv_width() : nullptr, made, k, v, capacity, first, last,
+                 [=](int64_t row, int64_t head, const T* from) {
+                   for (int64_t d = 0, n; d < dim; d += n) {  // up to the end of a block of 32
+                     const int64_t column = head * dim + d;
+                     n = 32 - column % 32 < dim - d ? 32 - column % 32 : dim - d;
+                     std::memcpy(narrow + layout.at(row, column / 32) + column % 32, from + d, n * sizeof(T));
+                   }
+                 });
+    clock.end(ATTENTION);
+    prepare(rows, block->out, narrow, whole);
+    multiply<ADD>(rows, block->out, narrow, whole, static_cast<const T*>(h), h, in_lines(width));
+    if (!is_pre) settle(rows, width, block->attn_norm, epsilon, h);
+    clock.end(OUT);
+  }
+  if (feeds) {
+    normalise(rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, whole);
+    clock.end(NORMS);
+    const auto feed = block->is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
+    feed(rows, block->fc1, narrow, whole, static_cast<const T*>(nullptr), wide, layout_for<T>(block->fc2, rows));
+#pragma omp barrier
+    prepare(rows, block->fc2, wide, whole);
+    multiply<ADD>(rows, block->fc2, wide, whole, static_cast<const T*>(h), h, in_lines(width));
+    if (!is_pre) settle(rows, width, block->ffn_norm, epsilon, h);
+    clock.end(FEED);
+  }
+}
+
+template <typename T>
+void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int feeds, T* const* k,
+              T* const* v, const int64_t* capacities, const int64_t* const* first, const int64_t* const* last,
+              double* seconds, int num_threads) {
+  const Room<T> room(blocks, count, rows);
 #pragma omp parallel num_threads(num_threads)
   {
     const Unit unit;
-    auto begun = std::chrono::steady_clock::now();
-    auto end = [&](Stage stage) {
-#pragma omp barrier
-      if (seconds) {
-#pragma omp master
-        {
-          const auto now = std::chrono::steady_clock::now();
-          seconds[stage] += std::chrono::duration<double>(now - begun).count();
-          begun = now;
-        }
-      }
-    };
-    if (attends) {
-      normalise(rows, block->qkv, is_pre ? &block->attn_norm : nullptr, epsilon, h, narrow, whole);
-      end(NORMS);
-      multiply<NOTHING>(rows, block->qkv, narrow, whole, static_cast<const T*>(nullptr), wide, in_lines(made));
-      end(QKV);
-      const T* new_k = made > attended ? wide + attended : nullptr;  // not where they are in the cache (SwiftKV)
-      const int64_t dim = heads.dim;
-      const Layout layout = layout_for<T>(block->out, rows);
-      attend_of<T>(heads, rows, wide, new_k, new_k ? new_k + heads.kv_width() : nullptr, made, k, v, capacity, first, last,
-                   [=](int64_t row, int64_t head, const T* from) {
-                     for (int64_t d = 0, n; d < dim; d += n) {  // up to the end of a block of 32
-                       const int64_t column = head * dim + d;
-                       n = 32 - column % 32 < dim - d ? 32 - column % 32 : dim - d;
-                       std::memcpy(narrow + layout.at(row, column / 32) + column % 32, from + d, n * sizeof(T));
-                     }
-                   });
-      end(ATTENTION);
-      prepare(rows, block->out, narrow, whole);
-      multiply<ADD>(rows, block->out, narrow, whole, static_cast<const T*>(h), h, in_lines(width));
-      if (!is_pre) settle(rows, width, block->attn_norm, epsilon, h);
-      end(OUT);
-    }
-    if (feeds) {
-      normalise(rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, whole);
-      end(NORMS);
-      const auto feed = block->is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
-      feed(rows, block->fc1, narrow, whole, static_cast<const T*>(nullptr), wide, layout_for<T>(block->fc2, rows));
-#pragma omp barrier
-      prepare(rows, block->fc2, wide, whole);
-      multiply<ADD>(rows, block->fc2, wide, whole, static_cast<const T*>(h), h, in_lines(width));
-      if (!is_pre) settle(rows, width, block->ffn_norm, epsilon, h);
-      end(FEED);
-    }
+    Clock clock(seconds);
+    for (int64_t i = 0; i < count; ++i)
+      run_layer<T>(blocks[i], rows, h, attends, feeds, k[i], v[i], capacities[i], first[i], last[i], room, clock);
   }
 }
 
 }  // namespace
 
-// h [rows, width], in place. k, v: the cache of the layer [rows, groups, capacity, dim]. `seconds` by stage are added to,
-// where asked for.
+// `count` layers, one behind the other: h [rows, width], in place. k, v, capacities, first, last: of each layer; k and v are
+// its cache [rows, groups, capacity, dim]. `seconds` by stage are added to, where asked for.
 #define EXPORT(NAME, T)                                                                                                  \
-  extern "C" void step_##NAME(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v,               \
-                              int64_t capacity, const int64_t* first, const int64_t* last, double* seconds,             \
-                              int num_threads) {                                                                         \
-    run_step<T>(block, rows, h, attends, feeds, k, v, capacity, first, last, seconds, num_threads);                     \
+  extern "C" void step_##NAME(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int feeds,    \
+                              T* const* k, T* const* v, const int64_t* capacities, const int64_t* const* first,         \
+                              const int64_t* const* last, double* seconds, int num_threads) {                           \
+    run_step<T>(blocks, count, rows, h, attends, feeds, k, v, capacities, first, last, seconds, num_threads);           \
   }
 FOR_EACH_TYPE(EXPORT)
