@@ -2,6 +2,7 @@
 are written. S3 is a server on loopback, in this process."""
 
 import io
+import logging
 import os
 import sys
 import threading
@@ -15,9 +16,8 @@ import pyarrow.fs as pafs
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
-from jobs import verify
 from tests.support.faults import QUICK_LEASE_S, Fault, ends_well, must_have_hit
-from tests.support.trials import LOOPBACK_KEYS, RUN_TIMEOUT_S, Trial
+from tests.support.trials import LOOPBACK_KEYS, RUN_TIMEOUT_S, Trial, verified
 
 BUCKET = "trials"
 
@@ -61,6 +61,7 @@ def _shows_data(environ: WSGIEnvironment) -> bool:
 @contextmanager
 def object_store() -> Iterator[tuple[Callable[[str], str], Delay]]:
     """`uri("run")`: `s3://.../run?...` on a server of our own; and what delays an upload there."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
     delay = Delay(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, delay, threaded=True, request_handler=MotoRequestHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -106,7 +107,7 @@ def delayed_put(trial: Trial) -> None:
             trial.resume()
             delay.may_go.set()
             assert delay.is_done.wait(RUN_TIMEOUT_S)
-            assert verify.main([str(trial.output)]) == 1, "the file that came late is not named"
+            assert not verified(trial.output)[0], "the file that came late is not named"
         trial.resume()
 
 

@@ -137,14 +137,19 @@ def judge(output: str | Path, expected: Mapping[str, frozenset[Tokens]]) -> Verd
     verdict = Verdict(lost=len(expected.keys() - counts.keys()), doubled=sum(counts.values()) - len(counts))
     verdict.changed = sum(tokens not in expected.get(id, ()) for id, tokens in found)
     verdict.closed = state is not None and state["state"] == "finished" and bool(state["books"]["closed"])
-    said = StringIO()
-    with redirect_stdout(StringIO()), redirect_stderr(said):
-        verdict.verified = verify.main([str(output)]) == 0
-    if not verdict.verified:
-        verdict.trouble = said.getvalue()[-2000:]
+    verdict.verified, said = verified(output)
+    verdict.trouble = "" if verdict.verified else said
     if strays := [name for name in folder.unexpected_files() if name.startswith("data/")]:
         verdict.trouble += f"in data/: {strays}"
     return verdict
+
+
+def verified(output: str | Path) -> tuple[bool, str]:
+    """Whether `skipdecode verify` finds nothing, and the end of what it says."""
+    said = StringIO()
+    with redirect_stdout(StringIO()), redirect_stderr(said):
+        is_proven = verify.main([str(output)]) == 0
+    return is_proven, said.getvalue()[-2000:]
 
 
 class Site:
