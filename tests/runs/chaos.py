@@ -14,6 +14,7 @@ import datetime
 import json
 import platform
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def deck(names: Sequence[str], trials: int, seed: int) -> Iterator[str]:
 def one_trial(site: Site, fault: Fault, name: str, seed: int) -> Verdict:
     """With a verdict whatever happens, but for Ctrl-C."""
     for miss in range(MOST_MISSES):
-        folder = site.root / f"trial-{seed}-{miss}"
+        folder = site.root / re.sub(r"\W+", "-", f"{name} {seed} {miss}")
         folder.mkdir()
         trial = Trial(site, random.Random(f"{name} {seed} {miss}"), folder)
         try:
