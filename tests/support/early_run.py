@@ -10,17 +10,10 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from jobs import generate
-from pipeline.faults import fault_point
 from pipeline.store.run_folder import RunFolder
-from tests.support.early_store import EarlyStore
+from tests.support.early_store import FaultyStore
 
 SCHEME = "early://"
-
-
-class FaultyStore(EarlyStore):
-    def step(self) -> None:
-        super().step()
-        fault_point("store step")
 
 
 def opened(opens: Any) -> Any:
