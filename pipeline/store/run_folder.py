@@ -214,7 +214,8 @@ class RunFolder:
         """
         gone = f"checkpoint/gone-{session}"
         if self.is_local:
-            there = [name for name in (*self._names(STAGING), *self._names("checkpoint")) if name != STAGING]
+            names = (*self._names(STAGING), *self._names("checkpoint"))
+            there = [name for name in names if name not in (STAGING, gone)]
             left = [name for name in self._names() if TEMPORARY.fullmatch(name)]
             check()
             os.makedirs(self.path(gone), exist_ok=True)
