@@ -289,8 +289,8 @@ class Trial:
             raise
 
     def wait_for_files(self, driver: Driver, most: int = 10) -> None:
-        """Until a random number of data files is there, and a moment longer."""
-        wanted = self.rng.randrange(most)
+        """Until a random number of data files is there, one at least, and a moment longer."""
+        wanted = self.rng.randrange(1, most + 1)
         folder = RunFolder.open(str(self.output))
         self.wait(driver, lambda: len(folder.data_files("ok")) >= wanted)
         self.pause()
