@@ -1,16 +1,13 @@
-"""The endpoint as an outside tester would try it: bodies that are bombs, clients that never read, requests at random,
-and connections that say nothing. Real HTTP; the last ones against a whole `jobs.serve`."""
+"""The endpoint as an outside tester would try it: bodies that are bombs, a client that never reads, requests at random.
+
+Real HTTP of one replica. Left out: many connections, against a whole `jobs.serve` (`test_idle_connections`).
+"""
 
 import json
 import os
-import resource
-import socket
-import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,9 @@ from hypothesis import strategies as st
 from actors.generator import Generator, GeneratorConfig
 from pipeline.json_size import MAX_MARKS
 from pipeline.service.parse import OWN_KEYS
-from tests.support.processes import descendants, wait_for, workers
-from tests.support.service_helpers import Served, local, make_endpoint, served
+from tests.support.processes import wait_for
+from tests.support.service_helpers import local, make_endpoint
+from tests.support.sockets import ask, connect, head, status
 
 MIB = 1 << 20
 MAX_BODY = 4 * MIB
@@ -45,30 +43,6 @@ def url(generator: Generator) -> Iterator[str]:
     with local(endpoint) as running:
         yield running
     endpoint.close()
-
-
-def connect(url: str, receive_bytes: int | None = None) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    made = socket.socket()
-    if receive_bytes is not None:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    made.settimeout(30)
-    made.connect((host, int(port)))
-    return made
-
-
-def head(url: str, *lines: str) -> bytes:
-    host = url.removeprefix("http://")
-    return "\r\n".join(["POST /v1/completions HTTP/1.1", f"Host: {host}", *lines, "", ""]).encode()
-
-
-def ask(connection: socket.socket, url: str, **body: Any) -> None:
-    text = json.dumps(body).encode()
-    connection.sendall(head(url, f"Content-Length: {len(text)}") + text)
-
-
-def status(connection: socket.socket) -> int:
-    return int(connection.recv(4096).split()[1])
 
 
 # Bodies
@@ -181,9 +155,22 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "return_token_ids": st.booleans(),
     "return_layers": st.booleans(),
 }
-BODIES = st.fixed_dictionaries(
+MAD = st.fixed_dictionaries(
     {"prompt": LIKELY["prompt"] | LIKELY["prompt"] | LIKELY["prompt"] | ANY},
     optional={name: likely | likely | ANY for name, likely in LIKELY.items() if name != "prompt"},
+)
+GOOD = st.fixed_dictionaries(
+    {"prompt": TEXT | st.lists(TEXT, min_size=1, max_size=4) | st.lists(st.integers(0, 319), min_size=1, max_size=20)},
+    optional={
+        "max_tokens": st.integers(1, 12),
+        "temperature": st.floats(0, 1e300),
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "top_k": st.integers(-1, 400),
+        "seed": st.integers(-(2**63), 2**63 - 1),
+        "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=16),
+        "logprobs": st.integers(0, 5),
+        **{name: st.booleans() for name in ("echo", "stream", "ignore_eos", "return_token_ids", "return_layers")},
+    },
 )
 
 
@@ -216,7 +203,7 @@ def test_no_request_breaks_the_server(client: httpx.Client) -> None:
     seen: dict[int, int] = {}
 
     @FUZZ
-    @given(body=BODIES)
+    @given(body=GOOD | MAD)
     def fuzz(body: dict[str, Any]) -> None:
         answer = client.post("/v1/completions", content=json.dumps(body).encode())
         check_answer(answer)
@@ -224,7 +211,7 @@ def test_no_request_breaks_the_server(client: httpx.Client) -> None:
 
     fuzz()
     print(f"{NUM_FUZZED} requests: {seen}")
-    assert seen.keys() >= {200, 400}
+    assert seen[200] > NUM_FUZZED / 10 < seen[400]
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
@@ -245,102 +232,3 @@ def test_no_route_breaks_the_server(client: httpx.Client, method: str, path: str
         assert answer.status_code in STATUSES | {204, 307}
     elif answer.status_code != 307:  # Starlette's, to the path without a slash at its end
         check_answer(answer)
-
-
-# Connections that say nothing
-
-
-def most_connections() -> int:
-    """10,000, or as many as this machine lets a process have open."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # processes that are started now have it too
-    return min(10_000, hard - 1000)
-
-
-def proxy_and_replica(server: Served) -> set[int]:
-    started = descendants(server.process.pid)
-    pids = workers(started, "ray::ProxyActor") | workers(started, "ray::ServeReplica")
-    assert len(pids) == 2
-    return pids
-
-
-def threads_and_bytes(pids: set[int]) -> tuple[int, int]:
-    """Of all of them together."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    taken = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids)
-    return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pids), taken
-
-
-def answered_in(server: Served) -> float:
-    """Seconds; the median of five."""
-    times = []
-    for _ in range(5):
-        began = time.monotonic()
-        assert server.post({"prompt": "name[The Mill]", "max_tokens": 2, "temperature": 0}).status_code == 200
-        times.append(time.monotonic() - began)
-    return sorted(times)[2]
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_connections_that_say_nothing_or_little(tmp_path: Path) -> None:
-    """1,000, then 10,000 or as many as there may be: half of them silent, half with half a header, some of it slow."""
-    most = most_connections()
-    print(f"up to {most} connections; a process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open")
-    with served(tmp_path) as server, ExitStack() as stack:
-        pids = proxy_and_replica(server)
-        answered_in(server)
-        threads, taken = threads_and_bytes(pids)
-        calm_s = answered_in(server)
-        made: list[socket.socket] = []
-        for count in (1000, most):
-            while len(made) < count:
-                made.append(stack.enter_context(connect(server.url)))
-                if len(made) % 2:
-                    made[-1].sendall(head(server.url)[:-4])
-            drip = threading.Thread(target=drip_headers, args=(made[1:200:2], 5.0))
-            drip.start()
-            seconds = answered_in(server)
-            drip.join()
-            threads_now, taken_now = threads_and_bytes(pids)
-            each = (taken_now - taken) / count / 1024
-            print(f"{count}: {threads} -> {threads_now} threads, {each:.0f} KiB each, {calm_s:.3f} -> {seconds:.3f} s")
-            assert threads_now <= threads + 4
-            assert taken_now - taken < 32 * MIB + count * 32 * 1024
-            assert seconds < calm_s + 1
-
-
-def drip_headers(connections: list[socket.socket], seconds: float) -> None:
-    """A byte of a header at a time, as slowloris does."""
-    ends_at = time.monotonic() + seconds
-    for connection in connections:
-        connection.sendall(b"GET / HTTP/1.1\r\nX-A: ")
-    while time.monotonic() < ends_at:
-        for connection in connections:
-            connection.sendall(b"b")
-        time.sleep(0.1)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_streams_that_nobody_reads(tmp_path: Path) -> None:
-    """Others are answered, what the streams hold is bounded, and the endpoint ends when it is told to."""
-    with served(tmp_path, "limits.request_timeout_s=20") as server:
-        pids = proxy_and_replica(server)
-        answered_in(server)
-        _, taken = threads_and_bytes(pids)
-        with ExitStack() as stack:
-            for _ in range(20):
-                connection = stack.enter_context(connect(server.url, 4096))
-                ask(connection, server.url, prompt=["a"] * 8, max_tokens=200, ignore_eos=True, logprobs=5, stream=True)
-            wait_for(lambda: server.get("/health").json()["running"] > 0, timeout_s=60)
-            idle = {"running": 0, "waiting": 0}
-            wait_for(lambda: idle.items() <= server.get("/health").json().items(), timeout_s=60)
-            assert answered_in(server) < 5
-            _, taken_now = threads_and_bytes(pids)
-            print(f"{(taken_now - taken) >> 20} MiB more")
-            assert taken_now - taken < 300 * MIB
-            server.process.terminate()
-            assert server.process.wait(timeout=100) == 0
