@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -150,9 +151,9 @@ def test_the_judge_sees_what_is_lost_doubled_or_changed(site: Site, tmp_path: Pa
     first.unlink()
     verdict = judge(tmp_path / "run", expected)
     assert (verdict.lost, verdict.doubled, verdict.changed, verdict.verified) == (8, 8, 0, False)
-    others = [tokens[::-1] for tokens in found["generated_tokens"].to_pylist()]
     at = found.schema.get_field_index("generated_tokens")
-    pq.write_table(found.set_column(at, found.schema.field(at), [others]), first)
+    others = pa.array([tokens[::-1] for tokens in found.column(at).to_pylist()], found.schema.field(at).type)
+    pq.write_table(found.set_column(at, found.schema.field(at), others), first)
     assert judge(tmp_path / "run", expected).changed == 8
 
 
