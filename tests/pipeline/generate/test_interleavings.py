@@ -260,7 +260,7 @@ def stream(planned: Any, work: Any, state: Any, lease: Lease, note: Any) -> None
 QUICK = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-MUTANTS = settings(QUICK, max_examples=3000, phases=[Phase.generate], report_multiple_bugs=False)
+MUTANTS = settings(QUICK, max_examples=20_000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
 def test_sessions_in_any_order_close_their_books() -> None:
