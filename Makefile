@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --root-user-action
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-fast test-all check docs bench quality swiftkv-shapes clean
+.PHONY: help setup setup-dev demo test test-fast test-all chaos check docs bench quality swiftkv-shapes clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,11 @@ test-fast: .venv/installed-test  ## what starts no Ray and no process; under thr
 
 test-all: .venv/installed-test  ## the slow tests, too
 	$(BIN)/python -m pytest
+
+TRIALS ?= 100
+SEED ?= 0
+chaos: .venv/installed-test  ## runs killed, paused and delayed at random; each must lose nothing: TRIALS=100 SEED=0
+	$(BIN)/python -m tests.runs.chaos --trials $(TRIALS) --seed $(SEED)
 
 check: .venv/installed-test  ## lint, format and types
 	$(BIN)/ruff check .

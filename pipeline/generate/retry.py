@@ -96,8 +96,7 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     expected: int | None = None
     try:
         folder.write_state(state, lease.check)
-        lease.check()
-        folder.fence(session)
+        folder.fence(session, lease.check)
         if total:
             expected = expected_ids(planned, _generate(planned, state, total, lease, note))
             lease.check()

@@ -55,8 +55,7 @@ def run(config: JobConfig, note: Note) -> RunResult:
 def _clear(folder: RunFolder, session: str, lease: Lease) -> list[str]:
     """Removes the run that is there; its sessions, whose writers may still come."""
     old = folder.read_state()
-    lease.check()
-    folder.fence(session)  # first: a writer of the old run must not add to the new one
+    folder.fence(session, lease.check)  # first: a writer of the old run must not add to the new one
     folder.clear(session, lease.check)
     return [*old.get("former", []), *(one["id"] for one in old.get("sessions", []))] if old else []
 
@@ -68,8 +67,7 @@ def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease,
     state = first_state(planned, session, "running", former)
     if earlier is None:
         folder.write_state(state, lease.check)  # before anything else lies there: a folder without it cannot be resumed
-    lease.check()
-    folder.fence(session)
+    folder.fence(session, lease.check)
     if earlier is not None:
         remove_late(folder, earlier, lease.check, note)
     known = all_data_files(folder)

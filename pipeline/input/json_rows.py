@@ -11,14 +11,18 @@ from typing import Final
 from pipeline.config import InputConfig
 from pipeline.input.lines import LongLine
 from pipeline.input.row import JsonObject, Row, RowError, describe_utf8, is_clean
+from pipeline.json_size import FEW_MARKS, MARK_BYTES, MAX_MARKS, count_marks
 from pipeline.schema import BAD_LINE, PROMPT_MISSING, PROMPT_NOT_TEXT
 from pipeline.units import Json
 
 MAX_JSON_DEPTH: Final = 100  # well under Python's recursion limit, for json and for Arrow
+MAX_JSON_KEYS: Final = 10_000  # of the line's own object: each is a column
 
 
-def parse_object(line: bytes) -> JsonObject:
-    """The JSON object of one line; a `RowError` says why there is none."""
+def parse_object(line: bytes, num_marks: int) -> JsonObject:
+    """The JSON object of one line; a `RowError` says why there is none. `num_marks`: of `count_marks`."""
+    if num_marks > MAX_MARKS:
+        raise RowError(BAD_LINE, f"{num_marks} commas and brackets, more than the {MAX_MARKS} that JSON may have here")
     try:
         # Decoded here: json.loads(bytes) would guess UTF-16 and let encoded surrogates pass.
         value = json.loads(line.decode())
@@ -32,6 +36,8 @@ def parse_object(line: bytes) -> JsonObject:
         raise RowError(BAD_LINE, f"JSON nested deeper than {MAX_JSON_DEPTH} levels") from error
     if not isinstance(value, dict):
         raise RowError(BAD_LINE, f"expected a JSON object, got {json_kind(value)}")
+    if len(value) > MAX_JSON_KEYS:
+        raise RowError(BAD_LINE, f"an object of {len(value)} keys, more than {MAX_JSON_KEYS}")
     if line.count(b"[") + line.count(b"{") > MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
         raise RowError(BAD_LINE, f"JSON nested deeper than {MAX_JSON_DEPTH} levels")
     return value
@@ -66,9 +72,10 @@ def json_rows(
             continue
         if not line or line.isspace():
             continue  # not a row, but its number is used up: made ids bear line numbers
-        row = Row(number, len(line))
+        num_marks = count_marks(line)
+        row = Row(number, len(line) + (MARK_BYTES * num_marks if num_marks > FEW_MARKS else 0))
         try:
-            value = parse_object(line)
+            value = parse_object(line, num_marks)
             # A lone surrogate can only come from an escape: cheaper to look for that than to encode all.
             dirty = _dirty_keys(value) if b"\\ud" in line or b"\\uD" in line else []
             value = {key: item for key, item in value.items() if key not in dirty}

@@ -11,6 +11,7 @@ from typing import Final
 from pipeline.config import InputConfig
 from pipeline.input.json_rows import json_kind, parse_object, to_json
 from pipeline.input.row import JsonObject, Row, RowError
+from pipeline.json_size import count_marks
 from pipeline.openai_params import MAX_TOKEN_ID, BadParameter, is_token_list, sampling_parameters, shown
 from pipeline.schema import BAD_LINE, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
 from pipeline.units import Json
@@ -25,7 +26,7 @@ def looks_like_batch(lines: Iterable[bytes]) -> bool | None:
     """Whether the first line that is a JSON object is an OpenAI batch line; None without such a line."""
     for line in lines:
         try:
-            return parse_object(line).keys() >= BATCH_KEYS
+            return parse_object(line, count_marks(line)).keys() >= BATCH_KEYS
         except RowError:
             continue
     return None

@@ -3,6 +3,8 @@
 Left out: opening files (`scan`, `read`), and text inside lists and structs, which is not looked at.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,6 +13,9 @@ import pyarrow.parquet as pq
 from pipeline.input.arrays import Mask, Rows
 from pipeline.input.files import SourceFile
 from pipeline.input.ids import made_id
+
+VALUE_BYTES = 8  # of a value in a list: a number, or where its text begins
+LISTS = ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list))
 
 
 def is_text_type(type_: pa.DataType) -> bool:
@@ -28,10 +33,14 @@ def plain_type(type_: pa.DataType) -> pa.DataType:
     """`type_` with the type of the values for dictionaries, which differ from file to file."""
     if pa.types.is_dictionary(type_):
         return plain_type(type_.value_type)
-    if pa.types.is_list(type_):
-        return pa.list_(type_.value_field.with_type(plain_type(type_.value_type)))
     if pa.types.is_struct(type_):
         return pa.struct([child.with_type(plain_type(child.type)) for child in type_])
+    if pa.types.is_map(type_):
+        key, item = (field.with_type(plain_type(field.type)) for field in (type_.key_field, type_.item_field))
+        return type_ if (key.type, item.type) == (type_.key_type, type_.item_type) else pa.map_(key, item)
+    for is_it, make in LISTS:
+        if is_it(type_):
+            return make(type_.value_field.with_type(plain_type(type_.value_type)))
     return type_
 
 
@@ -73,17 +82,48 @@ def parquet_ids(column: pa.Array, file: SourceFile, first: int) -> tuple[list[st
     return ids, np.fromiter(map(bool, given), bool, len(given)), bad
 
 
-def text_columns(file: pq.ParquetFile) -> list[str]:
-    """Columns of text or bytes, at the top level, of which some part is written as a dictionary."""
+def encoded_columns(file: pq.ParquetFile) -> list[int]:
+    """Columns of text or bytes, nested ones too, of which some part is written as a dictionary; as Parquet counts."""
     groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-    places = {file.metadata.schema.column(place).path: place for place in range(file.metadata.num_columns)}
-    names = [field.name for field in file.schema_arrow if _has_length(field.type)]
-    return [name for name in names if any(group.column(places[name]).has_dictionary_page for group in groups)]
+    leaves = [leaf for field in file.schema_arrow for leaf in _leaves(field.type)]
+    if len(leaves) != file.metadata.num_columns:  # a type that we do not know
+        return []
+    found = [place for place, leaf in enumerate(leaves) if _has_length(leaf)]
+    return [place for place in found if any(group.column(place).has_dictionary_page for group in groups)]
+
+
+def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
+    """Types of the columns that Parquet has for one of this type, without dictionaries; null: of no use here."""
+    if pa.types.is_dictionary(type_):
+        yield from _leaves(type_.value_type)
+    elif pa.types.is_struct(type_):
+        yield from (leaf for child in type_ for leaf in _leaves(child.type))
+    elif pa.types.is_map(type_):
+        yield from (leaf for part in (type_.key_type, type_.item_type) for leaf in _leaves(part))
+    elif any(is_it(type_) for is_it, _ in LISTS):
+        yield from _leaves(type_.value_type)
+    elif pa.types.is_nested(type_):
+        yield from (pa.null() for _ in _leaves(type_.value_type))
+    else:
+        yield type_
+
+
+def row_bytes(metadata: pq.FileMetaData) -> int:
+    """About what a row takes in memory, in the row group where it takes most: also where many values in its lists are
+    few bytes in the file. Dictionaries are left out."""
+    schema = metadata.schema
+    repeated = [place for place in range(metadata.num_columns) if schema.column(place).max_repetition_level]
+    most = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        values = sum(group.column(place).num_values for place in repeated)
+        most = max(most, max(group.total_byte_size, values * VALUE_BYTES) // max(group.num_rows, 1))
+    return most
 
 
 def block_cuts(batch: pa.RecordBatch, max_bytes: int) -> list[int]:
     """Where to cut a batch so that no part, without its dictionaries, has more than `max_bytes`, or else one row."""
-    sizes = decoded_bytes(batch)
+    sizes = sum((decoded_bytes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
     cuts, total = [0], 0
     for row, size in enumerate(sizes.tolist()):
         if total + size > max_bytes and row > cuts[-1]:
@@ -93,16 +133,34 @@ def block_cuts(batch: pa.RecordBatch, max_bytes: int) -> list[int]:
     return [*cuts, batch.num_rows]
 
 
-def decoded_bytes(batch: pa.RecordBatch) -> Rows:
-    """int64 [rows]: about what each row takes without dictionaries."""
-    sizes = np.zeros(batch.num_rows, dtype=np.int64)
-    for column in batch.columns:
-        if pa.types.is_dictionary(column.type) and _has_length(column.type.value_type):
-            lengths = pc.fill_null(pc.binary_length(column.dictionary).cast(pa.int64()), 0)
-            sizes += pc.fill_null(lengths.take(column.indices), 0).to_numpy(zero_copy_only=False)
-        else:
-            sizes += column.nbytes // max(batch.num_rows, 1)
-    return sizes
+def without_bombs(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch, Mask]:
+    """Rows whose lists and structs would take more than `max_bytes` have null in these, and which they are."""
+    nested = {name: column for name, column in zip(batch.schema.names, batch.columns, strict=True)
+              if pa.types.is_nested(column.type)}  # fmt: skip
+    sizes = sum((decoded_bytes(column) for column in nested.values()), np.zeros(batch.num_rows, dtype=np.int64))
+    bad = sizes > max_bytes
+    if bad.any():
+        rows = pa.array(np.arange(batch.num_rows), mask=bad)  # a null index gives a null
+        for name, column in nested.items():
+            batch = batch.set_column(batch.schema.get_field_index(name), name, column.take(rows))
+    return batch, bad
+
+
+def decoded_bytes(column: pa.Array) -> Rows:
+    """int64 [rows]: about what each value takes without dictionaries."""
+    type_ = column.type
+    if pa.types.is_dictionary(type_) and _has_length(type_.value_type):
+        lengths = pc.fill_null(pc.binary_length(column.dictionary).cast(pa.int64()), 0)
+        found: Rows = pc.fill_null(lengths.take(column.indices), 0).to_numpy(zero_copy_only=False)
+        return found
+    if pa.types.is_struct(type_):
+        return sum((decoded_bytes(child) for child in column.flatten()), np.zeros(len(column), dtype=np.int64))
+    if pa.types.is_map(type_) or any(is_it(type_) for is_it, _ in LISTS):
+        values = [column.keys, column.items] if pa.types.is_map(type_) else [column.values]
+        sizes = sum((decoded_bytes(part) for part in values), np.zeros(len(values[0]), dtype=np.int64))
+        ends = np.concatenate([[0], np.cumsum(sizes)])[column.offsets.to_numpy()]
+        return np.asarray(np.diff(ends))
+    return np.full(len(column), column.nbytes // max(len(column), 1), dtype=np.int64)
 
 
 def _has_length(type_: pa.DataType) -> bool:

@@ -4,7 +4,7 @@ Left out: rows that are done already, and Ray (`source`).
 """
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 
@@ -21,10 +21,12 @@ from pipeline.input.ids import already_used, describe_place, made_id, split_plac
 from pipeline.input.json_rows import to_json
 from pipeline.input.parquet_columns import (
     block_cuts,
+    encoded_columns,
     parquet_ids,
     plain_type,
-    text_columns,
+    row_bytes,
     to_text,
+    without_bombs,
     without_invalid_utf8,
 )
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
@@ -100,25 +102,27 @@ def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
     file = plan.listing.files[index]
     source = plan.listing.filesystem.open_input_file(file.path)
     with pq.ParquetFile(source) as footer:
-        metadata, names = footer.metadata, text_columns(footer)
-        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-        batch_rows = max(1, min(rows_per_block, BLOCK_BYTES // max(row_bytes, 1)))
+        metadata, encoded = footer.metadata, encoded_columns(footer)
+        batch_rows = max(1, min(rows_per_block, BLOCK_BYTES // max(row_bytes(metadata), 1)))
         # text stays encoded until it is known how much of it there is: a dictionary of one value may stand for a
         # thousand of them
         with pq.ParquetFile(
-            source, metadata=metadata, page_checksum_verification=True, read_dictionary=names
+            source, metadata=metadata, page_checksum_verification=True, read_dictionary=encoded
         ) as parquet:
-            first = 0
-            for batch in parquet.iter_batches(batch_rows):
+            first, limit = 0, plan.listing.max_line_bytes
+            for whole in parquet.iter_batches(batch_rows):
+                batch, bad = without_bombs(whole, limit)
                 for start, end in itertools.pairwise(block_cuts(batch, BLOCK_BYTES)):
-                    yield _from_batch(batch[start:end], file, first + start, plan, config)
+                    errors = _Errors(end - start, file.name, first + start)
+                    errors.set(bad[start:end], BAD_LINE, f"its lists hold more than limits.max_line_bytes ({limit})")
+                    yield _from_batch(batch[start:end], file, first + start, plan, config, errors)
                 first += batch.num_rows
 
 
-def _from_batch(batch: pa.RecordBatch, file: SourceFile, first: int, plan: InputPlan, config: InputConfig) -> pa.Table:
+def _from_batch(
+    batch: pa.RecordBatch, file: SourceFile, first: int, plan: InputPlan, config: InputConfig, errors: "_Errors"
+) -> pa.Table:
     count = batch.num_rows
-    errors = _Errors(count, lambda row: f"{file.name} row {first + row + 1}")
     if config.id_column in batch.schema.names:
         ids, _, bad_ids = parquet_ids(batch.column(config.id_column), file, first)
         errors.set(bad_ids, BAD_LINE, f"column {config.id_column!r} is not valid UTF-8")
@@ -145,15 +149,16 @@ def _from_batch(batch: pa.RecordBatch, file: SourceFile, first: int, plan: Input
 
 
 class _Errors:
-    """`error_code` and `error_message` of a block; the first reason stays."""
+    """`error_code` and `error_message` of a block that begins with row `first` of a file; the first reason stays."""
 
-    def __init__(self, count: int, where: Callable[[int], str]) -> None:
-        self._codes, self._messages, self._where = [""] * count, [""] * count, where
+    def __init__(self, count: int, name: str, first: int) -> None:
+        self._codes, self._messages = [""] * count, [""] * count
+        self._name, self._first = name, first
 
     def set(self, mask: Mask, code: str, reason: str) -> None:
         for row in np.flatnonzero(mask):
             if not self._codes[row]:
-                self._codes[row], self._messages[row] = code, f"{self._where(int(row))}: {reason}"
+                self._codes[row], self._messages[row] = code, f"{self._name} row {self._first + row + 1}: {reason}"
 
     def columns(self) -> list[pa.Array]:
         return [pa.array(self._codes, pa.string()), pa.array(self._messages, pa.string())]

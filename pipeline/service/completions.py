@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
 
@@ -108,7 +108,7 @@ async def _next(answering: Answering, ends_at: float, limit_s: float) -> tuple[i
         raise errors.timed_out(limit_s) from None
 
 
-async def continued(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+async def continued(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """The stream with its first event again in front; closed with whoever reads it, which frees the rows."""
     async with aclosing(stream):
         yield first

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.openai_params import (
     BadParameter,
     SamplingParameters,
@@ -45,6 +46,9 @@ class CompletionRequest:
 
 def parse_body(body: bytes) -> dict[str, Json]:
     """The JSON object of a request; ApiError 400."""
+    if (num_marks := count_marks(body)) > MAX_MARKS:
+        message = f"the body has {num_marks} commas and brackets, more than the {MAX_MARKS} that it may have"
+        raise ApiError(400, message, code="invalid_json")
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError

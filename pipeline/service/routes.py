@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -24,6 +24,7 @@ from skipdecode.request import Request as EngineRequest
 
 SMALL_BODY_BYTES = 8 << 10  # milliseconds of tokenizing, in the event loop; a larger body is read beside it
 PAGE = Path(__file__).with_name("page.html")
+CUT_S = 5.0  # beyond limits.request_timeout_s, in which a stream may say that it has taken too long
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -127,7 +128,7 @@ class Routes:
         stream = streamed(self._endpoint, asked, requests, client, watch, ends_at)
         # the first event decides the status: an overloaded server says so, it does not stream it
         first = await anext(stream)
-        return StreamingResponse(continued(first, stream), media_type="text/event-stream", headers=STREAM_HEADERS)
+        return TimedStream(continued(first, stream), ends_at + CUT_S)
 
 
 async def on_api_error(_: Request, error: Exception) -> Response:
@@ -143,6 +144,24 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 async def on_error(_: Request, error: Exception) -> Response:
     return reply(ApiError(500, f"{type(error).__name__}: {error}"[:500], kind="server_error").body, 500)
+
+
+class TimedStream(StreamingResponse):
+    """Events, cut off at `ends_at` of the loop's clock where the client has not taken them: what it holds is freed."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], ends_at: float) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+        self._events, self._ends_at = events, ends_at
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            async with asyncio.timeout_at(self._ends_at) as limit:
+                await super().stream_response(send)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        finally:
+            await self._events.aclose()
 
 
 class CountResponses:

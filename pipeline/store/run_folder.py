@@ -86,8 +86,7 @@ class RunFolder:
         """Whether there is anything at the place: a file, or a folder that is not empty."""
         kind = self.filesystem.get_file_info(self.root).type
         if kind == pafs.FileType.Directory:
-            infos = self.filesystem.get_file_info(pafs.FileSelector(self.root))
-            return any(info.base_name != LEASE and not TEMPORARY.fullmatch(info.base_name) for info in infos)
+            return any(name != LEASE and not TEMPORARY.fullmatch(name) for name in self._names())
         return bool(kind != pafs.FileType.NotFound)
 
     def read_state(self) -> RunState | None:
@@ -168,22 +167,23 @@ class RunFolder:
     def clear(self, session: str, check: Callable[[], None]) -> None:
         """Removes what runs before `session` have written, and nothing else; `check` is asked before each step.
 
-        On a disk it is taken away at once, before it is deleted: a process that stands still in the middle, and goes on
-        when another session works here, deletes nothing of that one's.
+        On a disk it is taken away at once, before it is deleted: into a folder that the next fence takes away itself.
+        So a process that stands still in the middle, and goes on when another session works here, takes nothing.
         """
         gone = f"checkpoint/gone-{session}"
-        for name in OURS:
+        if self.is_local:
+            os.makedirs(self.path(gone), exist_ok=True)
+        for name in (name for name in OURS if name != "checkpoint"):
             check()
-            if self.is_local and name not in ("run.json", "checkpoint"):
-                self._take_away(name, f"{gone}/{name}")
-            elif name != "checkpoint":
+            if not self.is_local:
                 self.remove(name)
+            elif os.path.lexists(self.path(name)):
+                try:
+                    os.rename(self.path(name), self.path(f"{gone}/{name}"))
+                except FileNotFoundError:
+                    check()  # says who has fenced us off
+                    raise
         self.remove(gone)
-
-    def _take_away(self, name: str, place: str) -> None:
-        if os.path.lexists(self.path(name)):
-            os.makedirs(os.path.dirname(self.path(place)), exist_ok=True)
-            os.rename(self.path(name), self.path(place))
 
     def remove(self, name: str) -> None:
         """Removes a file or folder if it is there."""
@@ -204,28 +204,42 @@ class RunFolder:
             sync(folder)
             return
         self.filesystem.create_dir(folder, recursive=True)
-        rename(
-            self.filesystem, self.path(source), self.path(target)
-        )  # or a copy, which is seen when whole, and a delete
+        rename(self.filesystem, self.path(source), self.path(target))  # or a whole copy, and a delete
 
-    def fence(self, session: str) -> None:
+    def fence(self, session: str, check: Callable[[], None] = lambda: None) -> None:
         """From here on no writer of an earlier session can add a data file on a disk: what it would rename is gone.
 
-        On an object store a late upload still can; `late_files` finds it.
+        On an object store a late upload still can; `late_files` finds it. `check` is asked behind a look at what is
+        there: so of a session that has come since, nothing is taken away.
         """
-        gone = self.path(f"checkpoint/gone-{session}")
-        if self.filesystem.get_file_info(self.path(STAGING)).type == pafs.FileType.Directory:
-            if self.is_local:
-                os.rename(self.path(STAGING), gone)  # at once, unlike deleting
-            elif not is_whole_on_close(self.filesystem):
-                self.filesystem.move(self.path(STAGING), gone)
-        self.remove("checkpoint")
-        if is_whole_on_close(self.filesystem):
-            return
-        for info in self.filesystem.get_file_info(pafs.FileSelector(self.root, allow_not_found=True)):
-            if TEMPORARY.fullmatch(info.base_name):
-                self.remove(info.base_name)
+        gone = f"checkpoint/gone-{session}"
+        if self.is_local:
+            names = (*self._names(STAGING), *self._names("checkpoint"))
+            there = [name for name in names if name not in (STAGING, gone)]
+            left = [name for name in self._names() if TEMPORARY.fullmatch(name)]
+            check()
+            os.makedirs(self.path(gone), exist_ok=True)
+            for name in there:
+                with suppress(FileNotFoundError):
+                    os.rename(self.path(name), self.path(f"{gone}/{name.replace('/', '_')}"))  # at once, not one by one
+            self.remove(gone)
+        else:
+            check()
+            if is_whole_on_close(self.filesystem):
+                self.remove("checkpoint")
+                return
+            if self.filesystem.get_file_info(self.path(STAGING)).type == pafs.FileType.Directory:
+                self.filesystem.move(self.path(STAGING), self.path(gone))
+            self.remove("checkpoint")
+            left = [name for name in self._names() if TEMPORARY.fullmatch(name)]
+        for name in left:
+            self.remove(name)
         self.filesystem.create_dir(self.path(f"{STAGING}/{session}"), recursive=True)
+
+    def _names(self, place: str = "") -> list[str]:
+        """What lies in a folder, relative to this one."""
+        selector = pafs.FileSelector(self.path(place).rstrip("/"), allow_not_found=True)
+        return [self.name(info.path) for info in self.filesystem.get_file_info(selector)]
 
     def leave(self, session: str) -> None:
         """Removes what the session has in `checkpoint/`; what another may have begun there stays."""
@@ -254,8 +268,7 @@ class RunFolder:
         return self.files(f"{place}/status={status}")
 
     def files(self, folder: str) -> list[str]:
-        selector = pafs.FileSelector(self.path(folder), allow_not_found=True)
-        return sorted(i.path for i in self.filesystem.get_file_info(selector) if i.path.endswith(".parquet"))
+        return sorted(self.path(name) for name in self._names(folder) if name.endswith(".parquet"))
 
     def count_rows(self, status: str, place: str = "data") -> int:
         """Rows of one status, from the file footers."""

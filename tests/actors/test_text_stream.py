@@ -10,7 +10,7 @@ from actors.text_stream import TextStream
 from actors.tokenizer import Tokenizer
 from skipdecode.decoder import Decoder
 from skipdecode.sampling import GrowingText, StopScan, cut_at_stop
-from tests.conftest import VOCAB
+from tests.support.tiny_models import VOCAB
 
 
 def streamed(stream: TextStream, tokens: Sequence[int]) -> list[str]:

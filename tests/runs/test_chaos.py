@@ -1,78 +1,54 @@
-"""Processes killed with SIGKILL at random moments and at each step of a commit, on a Ray of several nodes.
+"""Each fault of `make chaos` once, and what that leaves out: commits cut off at a step that a test names.
 
-After each trial, and a resume where the driver died: every row once, tokens as in an undisturbed run, no other file
-among the data. The short version runs on an embedded Ray; the long one is marked slow.
+After each, and a resume where the driver died: every row once, tokens as in an undisturbed run, no other file among the
+data.
 """
 
 import json
 import os
-import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from ray.cluster_utils import Cluster
 
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.generate import Completion, Request
 from skipdecode.sampling import Sampling
-from tests.support.processes import command, descendants, environment, hits, rows, run, start, state, wait_for, workers
+from tests.runs import chaos
+from tests.support.processes import command, environment, hits, rows, run, start, state, wait_for
+from tests.support.trials import Missed, Site, Trial, Verdict, judge
 
 pytestmark = pytest.mark.ray
 
 NUM_ROWS = 320
-SAMPLINGS = {"greedy": ["sampling.temperature=0"], "sampled": ["sampling.temperature=0.9", "sampling.seed=7"]}
-COMMIT_STEPS = ("begun", "staged", "synced", "renamed")
 
 
 @dataclass
 class Run:
-    """One run that is to be hurt: how to start it, what it must give in the end."""
+    """One run that is to be hurt."""
 
     command: list[str]
     output: Path
     folder: Path
-    expected: dict[str, list[int]]
-    env: dict[str, str]
 
     def faults(self, plan: dict[str, Any]) -> dict[str, str]:
         """The environment with this fault plan; forgets the hits of another."""
         for hit in self.folder.glob("faults.json.*.hit"):
             hit.unlink()
-        return self.env | environment(plan, self.folder)
-
-    def resume(self) -> None:
-        done = run([*self.command, "--resume"], self.faults({}))
-        assert done.returncode == 0, done.stderr
-
-    def judge(self) -> None:
-        """Books closed, every row once, tokens as undisturbed, no stray file; and `jobs.verify` says so too."""
-        assert state(self.output)["state"] == "finished"
-        assert state(self.output)["books"] == {"input": NUM_ROWS, "ok": NUM_ROWS, "failed": 0, "closed": True}
-        assert {row: found["generated_tokens"] for row, found in rows(self.output).items()} == self.expected
-        strays = [path for path in (self.output / "data").rglob("*") if path.is_file() and path.suffix != ".parquet"]
-        assert not strays
-        verified = run([sys.executable, "-m", "jobs.verify", str(self.output)], self.env)
-        assert verified.returncode == 0, verified.stderr
+        return environment(plan, self.folder)
 
 
 def write_rows(path: Path) -> Path:
     path.write_text("".join(json.dumps({"id": f"r{i}", "prompt": f"row {i % 53}"}) + "\n" for i in range(NUM_ROWS)))
     return path
-
-
-def tokens(command: list[str], output: Path, env: dict[str, str]) -> dict[str, list[int]]:
-    """Of an undisturbed run."""
-    done = run(command, env)
-    assert done.returncode == 0, done.stderr
-    return {row: found["generated_tokens"] for row, found in rows(output).items()}
 
 
 def kill_at(process: Any, fault: str, env_of: Run) -> None:
@@ -89,15 +65,15 @@ def kill_at(process: Any, fault: str, env_of: Run) -> None:
 @pytest.mark.timeout(900)
 def test_a_driver_killed_in_a_commit_then_a_row_that_kills_its_worker(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Commit cut off, resume, poison row parked; all other rows as the decoder alone makes them."""
-    source, env = write_rows(tmp_path / "in.jsonl"), environment(None, tmp_path)
-    fixed = [*SAMPLINGS["sampled"], "decode.method=full", "limits.max_row_attempts=1"]
+    source = write_rows(tmp_path / "in.jsonl")
+    fixed = ["sampling.temperature=0.9", "sampling.seed=7", "decode.method=full", "limits.max_row_attempts=1"]
     wanted = command(tiny_checkpoint, source, tmp_path / "run", *fixed)
     generator = Generator(GeneratorConfig(str(tiny_checkpoint), {"method": "full"}, dtype="float32", device="cpu"))
     sampling = Sampling(8, temperature=0.9, seed=7)
     prompts = generator.tokenizer.encode([f"row {i % 53}" for i in range(NUM_ROWS)])
     answers = generator([Request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]).answers
     expected = {f"r{i}": answer.tokens for i, answer in enumerate(answers) if isinstance(answer, Completion)}
-    hurt = Run(wanted, tmp_path / "run", tmp_path, expected, env)
+    hurt = Run(wanted, tmp_path / "run", tmp_path)
     driver = start(wanted, hurt.faults({"data staged": {"signal": "SIGSTOP", "after": 1}}))
     kill_at(driver, "data staged", hurt)
     assert 0 < len(rows(hurt.output)) < NUM_ROWS
@@ -150,102 +126,77 @@ def test_a_retry_killed_in_its_exchange(
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Path]]:
-    """A head and two nodes on this machine, whose workers read the fault plan of the folder."""
-    folder = tmp_path_factory.mktemp("chaos")
-    os.environ.update({key: environment({}, folder)[key] for key in ("PYTHONPATH", "SKIPDECODE_FAULTS")})
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    small = {"num_cpus": 3, "object_store_memory": 150 << 20}
-    made = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False})
-    try:
-        for _ in range(2):
-            made.add_node(**small)
-        yield made, folder
-    finally:
-        made.shutdown()
-        del os.environ["SKIPDECODE_FAULTS"], os.environ["PYTHONPATH"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(cluster: tuple[Cluster, Path], tiny_checkpoint: Path) -> dict[str, dict[str, list[int]]]:
-    """Tokens of every row, by sampling."""
-    made, folder = cluster
-    source, env = write_rows(folder / "in.jsonl"), environment({}, folder, RAY_ADDRESS=made.address)
-    return {
-        name: tokens(command(tiny_checkpoint, source, folder / name, *sampling), folder / name, env)
-        for name, sampling in SAMPLINGS.items()
-    }
-
-
-TRIALS = [
-    *(("actor", "") for _ in range(4)),
-    *(("writer", "") for _ in range(3)),
-    *(("node", "") for _ in range(4)),
-    *(("driver", "") for _ in range(3)),
-    *(("commit", step) for step in COMMIT_STEPS),
-    *(("books", f"run.json {step}") for step in ("staged", "renamed")),
-    *(("books at the end", f"run.json {step}") for step in ("staged", "renamed")),
-]
+def site(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with Site(tmp_path_factory.mktemp("chaos"), tiny_checkpoint).up() as made:
+        yield made
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("trial", range(len(TRIALS)), ids=lambda i: f"{i}-{' '.join(TRIALS[i]).strip()}")
-def test_chaos(
-    cluster: tuple[Cluster, Path],
-    undisturbed: dict[str, dict[str, list[int]]],
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    trial: int,
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", chaos.FAULTS)
+def test_every_fault_once(site: Site, fault: str) -> None:
+    verdict = chaos.one_trial(site, chaos.FAULTS[fault], fault, 0)
+    assert verdict.is_good, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_judge_sees_what_is_lost_doubled_or_changed(site: Site, tmp_path: Path) -> None:
+    expected = {id: frozenset([tokens]) for id, tokens in site.expected("plain").items()}
+    shutil.copytree(site.undisturbed("plain"), tmp_path / "run")
+    assert judge(tmp_path / "run", expected).is_good
+    first, second = sorted(tmp_path.glob("run/data/status=ok/*.parquet"))[:2]
+    shutil.copy(second, second.with_name(second.name.replace("part-", "part-0")))
+    found = pq.ParquetFile(first).read()
+    first.unlink()
+    verdict = judge(tmp_path / "run", expected)
+    assert (verdict.lost, verdict.doubled, verdict.changed, verdict.verified) == (8, 8, 0, False)
+    at = found.schema.get_field_index("generated_tokens")
+    others = pa.array([tokens[::-1] for tokens in found.column(at).to_pylist()], found.schema.field(at).type)
+    pq.write_table(found.set_column(at, found.schema.field(at), others), first)
+    assert judge(tmp_path / "run", expected).changed == 8
+
+
+def test_a_bad_trial_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, folder = cluster
-    rng = random.Random(trial)
-    kind, step = TRIALS[trial]
-    sampling = list(SAMPLINGS)[trial % 2]
-    wanted = command(
-        tiny_checkpoint, folder / "in.jsonl", tmp_path / "run", *SAMPLINGS[sampling], "actors.num_actors=2",
-        "actors.num_cpus=1",
-    )  # fmt: skip
-    env = environment({}, folder, RAY_ADDRESS=made.address)
-    hurt = Run(wanted, tmp_path / "run", folder, undisturbed[sampling], env)
-    plan: dict[str, Any] = {}
-    if kind == "writer":
-        plan = {f"data {rng.choice(COMMIT_STEPS)}": {"signal": "SIGKILL", "after": rng.randrange(2)}}
-    elif kind == "commit":
-        plan = {f"data {step}": {"signal": "SIGSTOP", "after": rng.randrange(2)}}
-    elif kind.startswith("books"):
-        plan = {step: {"signal": "SIGKILL", "after": 0 if kind == "books" else rng.randrange(1, 3)}}
-    driver = start(wanted, hurt.faults(plan))
-    try:
-        if kind == "commit":
-            kill_at(driver, f"data {step}", hurt)
-        elif not plan:
-            moment = rng.randrange(12)
-            wait_for(lambda: len(list(tmp_path.glob("run/data/status=ok/*.parquet"))) >= moment, driver)
-            time.sleep(rng.random() / 2)
-            hurt_one(kind, driver, made, rng)
-        _, err = driver.communicate(timeout=900)
-    finally:
-        if driver.poll() is None:
-            driver.kill()
-    assert hits(folder) == list(plan), "the fault must have happened"
-    if kind in ("actor", "writer", "node"):
-        assert driver.returncode == 0, err
-    else:
-        assert driver.returncode == -signal.SIGKILL, err
-        hurt.resume()
-    hurt.judge()
+    """Its figures are in the table and in the JSON, and the exit code is 1."""
+    for name in ("save_tokenizer", "save_model"):
+        monkeypatch.setattr(chaos, name, lambda folder, *_: folder)
+    bad = Verdict(lost=3, closed=True, verified=False, trouble="said why")
+    good = Verdict(closed=True, verified=True)
+    names = ["driver killed", "node lost"]
+    monkeypatch.setattr(chaos, "one_trial", lambda site, fault, name, seed: bad if seed == 8 else good)
+    arguments = ["--trials", "4", "--seed", "7", "--output", str(tmp_path / "found.json")]
+    assert chaos.main([*arguments, *(word for name in names for word in ("--only", name))]) == 1
+    document = json.loads((tmp_path / "found.json").read_text())
+    (all_of_it,) = [row for row in document["rows"] if row["fault"] == "all"]
+    assert all_of_it == {"fault": "all", "trials": 4, "good": 3, "lost": 3, "doubled": 0, "changed": 0,
+                         "closed": 4, "verified": 3}  # fmt: skip
+    assert [(one["seed"], one["trouble"]) for one in document["bad"]] == [(8, "said why")]
+    said = capsys.readouterr()
+    assert "| all | 4 | 3 | 0 | 0 | 3 of 4 |" in said.out
+    assert said.err.count("(--seed") == 4
+    monkeypatch.setattr(chaos, "one_trial", lambda *_: good)
+    assert chaos.main(arguments) == 0
 
 
-def hurt_one(kind: str, driver: Any, cluster: Cluster, rng: random.Random) -> None:
-    """Kills one process of that kind, which must be at work."""
-    if kind == "driver":
-        driver.kill()
-    elif kind == "node":
-        node = rng.choice(cluster.list_all_nodes()[1:])
-        cluster.remove_node(node, allow_graceful=False)
-        cluster.add_node(num_cpus=3, object_store_memory=150 << 20)
-    else:
-        found = wait_for(lambda: workers(descendants(os.getpid())), driver)
-        os.kill(rng.choice(sorted(found)), signal.SIGKILL)
-    assert driver.poll() is None or kind == "driver", "the run was over before the fault"
+def test_trials_are_each_fault_once_and_then_any() -> None:
+    names = list(chaos.FAULTS)
+    made = list(chaos.deck(names, 300, 5))
+    assert sorted(made[: len(names)]) == sorted(names)
+    assert made.count(chaos.ONCE) == 1
+    assert set(made[len(names) :]) == set(names) - {chaos.ONCE}
+    assert made == list(chaos.deck(names, 300, 5)) != list(chaos.deck(names, 300, 6))
+
+
+def test_a_run_that_is_over_before_its_fault_is_tried_again(tmp_path: Path) -> None:
+    tried: list[Trial] = []
+
+    def too_late(trial: Trial) -> None:
+        tried.append(trial)
+        raise Missed
+
+    verdict = chaos.one_trial(Site(tmp_path, tmp_path), too_late, "x", 3)
+    assert not verdict.is_good
+    assert len({trial.rng.random() for trial in tried}) == len(tried) == chaos.MOST_MISSES

@@ -6,6 +6,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from pipeline.faults import fault_point
+
 
 class Killed(Exception):
     """The process would be gone here."""
@@ -86,6 +88,14 @@ class EarlyStore(pafs.FileSystemHandler):  # type: ignore[misc]
 
     def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         raise NotImplementedError
+
+
+class FaultyStore(EarlyStore):
+    """Each step is a fault point of the process that makes it."""
+
+    def step(self) -> None:
+        super().step()
+        fault_point("store step")
 
 
 class EarlyObject:

@@ -31,7 +31,7 @@ def write_prompts(path: Path, count: int) -> Path:
     return path
 
 
-def command(model: Path, source: Path, output: Path, *arguments: str) -> list[str]:
+def command(model: Path, source: Path, output: str | Path, *arguments: str) -> list[str]:
     """Small windows of 8 rows, no measurements beside the work; `arguments` come last and win."""
     return [
         sys.executable, "-m", "jobs.generate", f"model.source={model}", "model.dtype=float32", "-i", str(source),
@@ -124,13 +124,22 @@ def alive(pids: set[int]) -> set[int]:
     return living
 
 
-def workers(pids: set[int], name: str = "ray::MapWorker") -> set[int]:
-    """Those of `pids` whose title begins with `name`; Ray names its processes by what they run."""
-    found = set()
+def titles(pids: set[int]) -> dict[int, str]:
+    """Command lines; Ray names its processes by what they run."""
+    found = {}
     for pid in pids:
         try:
-            if Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").startswith(name):
-                found.add(pid)
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
+
+
+def workers(pids: set[int], name: str = "ray::MapWorker") -> set[int]:
+    """Those of `pids` whose title begins with `name`."""
+    return {pid for pid, title in titles(pids).items() if title.startswith(name)}
+
+
+def programs(pids: set[int], name: str) -> set[int]:
+    """Those of `pids` that run the program `name`, in whatever folder it lies."""
+    return {pid for pid, title in titles(pids).items() if Path(title.partition("\0")[0]).name == name}

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,10 +87,13 @@ def served(folder: Path, *overrides: str, config: str = "configs/serve.yaml", **
 
 
 @contextmanager
-def local(endpoint: Endpoint) -> Iterator[str]:
-    """The HTTP of one replica under uvicorn, in a thread: the URL."""
+def local(endpoint: Endpoint, send_bytes: int | None = None) -> Iterator[str]:
+    """The HTTP of one replica under uvicorn, in a thread: the URL. `send_bytes`: what the kernel keeps for a client."""
     server = uvicorn.Server(uvicorn.Config(create_app(endpoint), host="127.0.0.1", port=free_port(), log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
+    listener = socket.create_server(("127.0.0.1", server.config.port))
+    if send_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
@@ -98,6 +102,7 @@ def local(endpoint: Endpoint) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(timeout=10)
+        listener.close()
 
 
 def make_endpoint(generator: Generator, digests: Sequence[bytes] = (), **sections: Any) -> Endpoint:

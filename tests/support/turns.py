@@ -1,7 +1,7 @@
 """Threads that take turns: each stops before everything that changes or judges a run folder, and goes on when told.
 
 So a test decides who does which step when, and a process that is killed or stands still between two steps is one that
-is not told to go on. `Turns.patched` puts the stops into the real code.
+is not told to go on. `turns` puts the stops into the real code.
 """
 
 import os
@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pipeline.store.lease import Lease
+from pipeline.store.run_folder import RunFolder
 
 STOPS = ("replace", "rename", "link", "unlink", "rmdir")
 WAIT_S = 30.0
@@ -74,7 +75,8 @@ def _stop() -> None:
 
 @contextmanager
 def turns() -> Iterator[None]:
-    """Actors stop before each change of names in a file system, and behind each look at a lease; nothing is flushed."""
+    """Actors stop before each change of names in a file system, before a folder is listed, and behind each look at a
+    lease; nothing is flushed."""
 
     def stopping(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keys: Any) -> Any:
@@ -83,7 +85,12 @@ def turns() -> Iterator[None]:
 
         return call
 
-    look = Lease.holds
+    def data_files(folder: RunFolder, status: str, place: str = "data") -> list[str]:
+        if status == "ok":  # the other one is listed directly behind it
+            _stop()
+        return list_them(folder, status, place)
+
+    look, list_them = Lease.holds, RunFolder.data_files
 
     def holds(lease: Lease) -> bool:
         found = look(lease)
@@ -92,6 +99,7 @@ def turns() -> Iterator[None]:
 
     patches = [patch.object(os, name, stopping(getattr(os, name))) for name in STOPS]
     patches += [patch.object(os, "fsync", lambda _: None), patch.object(Lease, "holds", holds)]
+    patches.append(patch.object(RunFolder, "data_files", data_files))
     for one in patches:
         one.start()
     try:

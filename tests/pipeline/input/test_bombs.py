@@ -3,14 +3,19 @@
 import gzip
 import io
 import json
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.config import InputConfig
 from pipeline.input.files import list_input
@@ -20,6 +25,7 @@ from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.read import read_file
 from pipeline.input.row import BLOCK_BYTES
 from pipeline.input.scan import scan_file
+from pipeline.json_size import count_marks
 from tests.support.input_helpers import make_config
 
 MOST = 300 << 20
@@ -139,3 +145,106 @@ def test_a_dictionary_that_stands_for_much_comes_in_smaller_blocks(tmp_path: Pat
                 assert text.as_py() == (None if wanted is None else texts[wanted])
             rows += len(block)
     assert rows == count
+
+
+@pytest.mark.parametrize("type_", [pa.list_(pa.string()), pa.map_(pa.string(), pa.string())])
+def test_a_list_of_texts_that_all_rows_share_comes_in_smaller_blocks(tmp_path: Path, type_: pa.DataType) -> None:
+    """And a row that alone would be too much fails, its neighbours do not."""
+    count, texts = 300, [letter * (512 << 10) for letter in "ab"]
+    picks = [[row % 2] * (row % 4) if row % 7 else None for row in range(count)]
+    picks[5] = [0] * 1000
+    offsets = np.concatenate([[0], np.cumsum([len(pick or ()) for pick in picks])])
+    values = pa.DictionaryArray.from_arrays(pa.array([i for pick in picks for i in pick or ()], pa.int32()), texts)
+    mask = pa.array([pick is None for pick in picks])
+    if pa.types.is_map(type_):
+        keys = pa.array(["k"] * len(values)).dictionary_encode()
+        column: pa.Array = pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), keys, values, mask=mask)
+    else:
+        column = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, mask=mask)
+    table = pa.table({"prompt": [f"row {row}" for row in range(count)], "tags": column})
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
+    config, rows = make_config(tmp_path / "a.parquet"), 0
+    with most_bytes(MOST):
+        plan = planned(config)
+        for block in read_file(plan, 0, config):
+            assert block.nbytes < BLOCK_BYTES + (2 << 20)
+            assert block.schema.field("tags").type == type_
+            for offset, (code, tags) in enumerate(zip(block["error_code"], block["tags"], strict=True)):
+                pick = picks[rows + offset]
+                is_bomb = pick is not None and len(pick) == 1000
+                assert code.as_py() == ("bad_line" if is_bomb else "")
+                made = tags.as_py()
+                found = made and [tag[1] if isinstance(tag, tuple) else tag for tag in made]
+                assert found == (None if is_bomb or pick is None else [texts[i] for i in pick])
+            rows += len(block)
+    assert rows == count
+
+
+def test_lists_of_one_number_over_and_over_are_few_rows_at_a_time(tmp_path: Path) -> None:
+    """Their lengths and their dictionary are all that the file holds of them."""
+    offsets = pa.array(range(0, 1001 * 20_000, 20_000), pa.int32())
+    lists = pa.ListArray.from_arrays(offsets, pa.nulls(1000 * 20_000, pa.int64()).fill_null(7))
+    pq.write_table(pa.table({"prompt": ["x"] * 1000, "n": lists}), tmp_path / "a.parquet", compression="zstd")
+    del lists
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
+    config = make_config(tmp_path / "a.parquet")
+    with most_bytes(MOST):
+        plan = planned(config)
+        assert sum(len(block) for block in read_file(plan, 0, config) if block.nbytes < BLOCK_BYTES + (2 << 20)) == 1000
+
+
+def test_json_that_is_much_in_memory_fails_alone(tmp_path: Path) -> None:
+    """60 MiB of empty lists; 30 MiB of text with commas is none of it."""
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"prompt": "one", "a": [' + b"[]," * (20 << 20) + b"[]]}\n")
+        file.write(b'{"prompt": "' + b"a, " * (10 << 20) + b'"}\n')
+        file.write(b'{"prompt": "two"}\n')
+    config = make_config(path)
+    with most_bytes(MOST):
+        plan = planned(config)
+        tables = list(read_file(plan, 0, config))
+    codes = [code for table in tables for code in table["error_code"].to_pylist()]
+    lengths = [len(prompt or "") for table in tables for prompt in table["prompt"].to_pylist()]
+    assert codes == ["bad_line", "", ""]
+    assert lengths == [0, 30 << 20, 3]
+    assert "commas and brackets, more than the 500000 that" in tables[0]["error_message"][0].as_py()
+
+
+@pytest.mark.slow
+def test_rows_of_many_values_come_in_smaller_blocks(tmp_path: Path) -> None:
+    line = json.dumps({"prompt": "x", "a": [{"k": 0}] * 30_000}).encode() + b"\n"
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line * 60)
+    assert 60 * 30_000 * sys.getsizeof({"k": 0}) > MOST, "as objects, all at once"
+    config = make_config(path)
+    with most_bytes(MOST):
+        plan = planned(config)
+        assert [len(block) for block in read_file(plan, 0, config)] == [6] * 10
+
+
+def test_an_object_of_too_many_keys_is_no_row() -> None:
+    line = json.dumps({"prompt": "x"} | {f"k{n}": n for n in range(10_000)}).encode()
+    rows = list(iter_rows(io.BytesIO(line + b'\n{"prompt": "y"}\n'), "a", "jsonl", make_config("a"), 1 << 20))
+    assert [(row.error_code, row.prompt) for row in rows] == [("bad_line", None), ("", "y")]
+    assert "an object of 10001 keys, more than 10000" in rows[0].error_message
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('\\",[{aé')),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('\\",[')), inner),
+)
+
+
+@given(value=JSON, chunk=st.integers(1, 9))
+def test_marks_are_counted_outside_of_text(value: object, chunk: int) -> None:
+    def count(value: object) -> int:
+        """Of the marks `[`, `{` and `,`."""
+        if not isinstance(value, list | dict):
+            return 0
+        inner = value.values() if isinstance(value, dict) else value
+        return 1 + max(len(value) - 1, 0) + sum(map(count, inner))
+
+    with patch("pipeline.json_size.FEW_MARKS", 0), patch("pipeline.json_size.COUNTED_BYTES", chunk):
+        assert count_marks(json.dumps(value, ensure_ascii=False).encode()) == count(value)

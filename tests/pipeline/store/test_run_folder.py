@@ -174,6 +174,36 @@ def test_what_a_session_leaves_is_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.parametrize("stands_at", range(8))
+def test_one_that_stood_still_takes_nothing_of_its_successor(tmp_path: Path, stands_at: int) -> None:
+    """At each look at the lease of `--overwrite`: another session takes over behind it, and has written a row."""
+    folder, table = RunFolder.open(str(tmp_path)), pa.table({"id": ["a"]})
+    folder.fence("s0")
+    folder.write_text("run.json", "of s0")
+    write_whole(folder.filesystem, folder.root, "data/status=ok/part-s0-1.parquet", table, "s0")
+    looks = 0
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > stands_at + 1:
+            raise RuntimeError("taken over")
+        if looks == stands_at + 1:
+            folder.fence("s2")
+            folder.write_text("run.json", "of s2")
+            write_whole(folder.filesystem, folder.root, "data/status=ok/part-s2-1.parquet", table, "s2")
+
+    def overwrite() -> None:
+        folder.fence("s1", check)
+        folder.clear("s1", check)
+
+    with pytest.raises(RuntimeError, match="taken over"):
+        overwrite()
+    assert folder.read_text("run.json") == "of s2"
+    write_whole(folder.filesystem, folder.root, "data/status=ok/part-s2-2.parquet", table, "s2")
+    assert len(list(tmp_path.glob("data/status=ok/part-s2-*"))) == 2
+
+
 def test_two_that_replace_a_file_at_once_each_have_their_own(tmp_path: Path) -> None:
     folder = RunFolder.open(str(tmp_path))
     with folder.replacing("run.json") as first:
