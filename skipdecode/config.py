@@ -222,7 +222,8 @@ class DecoderConfig:
     @property
     def filler_token_id(self) -> int:
         """What stands where no token is: a valid id that nobody reads."""
-        return self.eos_token_ids[0] if self.pad_token_id is None else self.pad_token_id
+        pad = self.pad_token_id  # -1 in old checkpoints
+        return self.eos_token_ids[0] if pad is None or not 0 <= pad < self.vocab_size else pad
 
     def kv_layers(self, prefill: str) -> int | None:
         """Where a prompt stops under `prefill.method`; None: it runs all layers."""

@@ -160,6 +160,8 @@ class Decoder(nn.Module):
         for linear in linears:
             backend.check(linear.weight, quantization, is_gated=linear.is_gated)
         self._packed_head = pack(self._head_weight, quantization)
+        if self.lm_head is not None and self._packed_head is not None:
+            self.lm_head.register_parameter("weight", None)
         for linear in linears:
             linear.pack(quantization)
         if self.swift is not None:

@@ -33,6 +33,8 @@ NEEDS: dict[Name, frozenset[str]] = {
 class BackendError(ValueError):
     """`SKIPDECODE_KERNELS` names a back end that is unknown, or that cannot run here."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True)
 class Choice:

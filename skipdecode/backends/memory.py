@@ -56,8 +56,12 @@ class LargePages:
     def _begin(self, size: int) -> None:
         """A slab with room for `size` bytes that begins where a page does."""
         assert _ADVICE is not None
-        self._end = (-(-size // PAGE_BYTES) + 1) * PAGE_BYTES
-        slab = mmap.mmap(-1, self._end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        end = (-(-size // PAGE_BYTES) + 1) * PAGE_BYTES
+        try:
+            slab = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{end} bytes for weights or a cache: {error}") from error
         with contextlib.suppress(OSError):  # a system without them
             slab.madvise(_ADVICE)
-        self._slab, self._next = slab, -torch.frombuffer(slab, dtype=torch.uint8).data_ptr() % PAGE_BYTES
+        start = -torch.frombuffer(slab, dtype=torch.uint8).data_ptr() % PAGE_BYTES
+        self._slab, self._next, self._end = slab, start, end

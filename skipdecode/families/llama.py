@@ -165,6 +165,8 @@ class LlamaConfig(DecoderConfig):
         raw = super().to_dict() | {"hidden_act": "silu"}
         raw["mlp_bias"] = raw.pop("has_mlp_bias")
         del raw["rope"]
+        if self.rotary_share is None:  # where it may be any, an absent key is not 1
+            raw["partial_rotary_factor"] = self.rope.share
         return raw | write_rope(self.rope)
 
 

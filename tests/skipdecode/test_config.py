@@ -12,6 +12,7 @@ from transformers import OPTForCausalLM
 
 from skipdecode.decoder import Decoder
 from skipdecode.families import read_config, released
+from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import RELEASED, OPTConfig
 from skipdecode.weights import expected_tensors
 
@@ -62,6 +63,11 @@ def test_released_shapes_have_hugging_faces_tensors(name: str) -> None:
 def test_released_refuses_an_unknown_name() -> None:
     with pytest.raises(ValueError, match=r"opt-175b.*opt-125m"):
         released("opt-175b")
+
+
+@pytest.mark.parametrize(("pad", "filler"), [(None, 2), (3, 3), (-1, 2), (32_000, 2)])
+def test_what_stands_where_no_token_is_is_a_token(pad: int | None, filler: int) -> None:
+    assert LlamaConfig(vocab_size=32_000, pad_token_id=pad, eos_token_id=2).filler_token_id == filler
 
 
 @pytest.mark.parametrize(

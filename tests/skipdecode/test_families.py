@@ -78,8 +78,9 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"head_dim": 32}),
     "stablelm": (StableLmConfig, {"use_qkv_bias": True}),
+    "stablelm, whole heads turn": (StableLmConfig, {"partial_rotary_factor": 1.0}),
 }
-NAIVE = [kind for kind in KINDS if kind != "stablelm"]  # the naive decoder knows no LayerNorm
+NAIVE = [kind for kind in KINDS if not kind.startswith("stablelm")]  # the naive decoder knows no LayerNorm
 SCHEDULES = [SkipDecode(L, 5, 2, 1, 12), EarlyExit(L, 5, 2, 1, 9), Unified(L, 3)]
 LENGTHS = [5, 17, 1, 9]
 Make = Callable[..., Path]

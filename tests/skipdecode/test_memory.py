@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends import memory
-from skipdecode.backends.memory import LINE_BYTES, PAGE_BYTES, SLAB_BYTES, LargePages
+from skipdecode.backends.memory import LINE_BYTES, PAGE_BYTES, SLAB_BYTES, LargePages, large_pages
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the system's own list of memory is read")
 
@@ -31,8 +31,9 @@ def mapping_of(tensor: Tensor) -> dict[str, str]:
 
 def test_tensors_do_not_overlap() -> None:
     pages = LargePages()
-    shapes = [(3,), (7, 5), (1, 32, 2, 512), (SLAB_BYTES // 2,), (SLAB_BYTES,), (2,), (0, 4)]
+    shapes = [(3,), (7, 5), (1, 32, 2, 512), (SLAB_BYTES // 4,), (2,), (0, 4)]
     tensors = [pages.empty(shape, dtype) for shape in shapes for dtype in (torch.bfloat16, torch.int8, torch.float32)]
+    tensors += large_pages([*shapes, (PAGE_BYTES,)], torch.bfloat16)
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)
     for number, tensor in enumerate(tensors):
@@ -51,6 +52,7 @@ def test_slabs_are_for_large_pages_and_given_back() -> None:
     kept = torch.empty(0, dtype=torch.int8).set_(second)
     other = pages.empty((SLAB_BYTES,), torch.int8)  # the slab is not the current one any more
     place = second.data_ptr()
+    before = Path("/proc/self/maps").read_text().splitlines()
     del first, second
     gc.collect()
     assert kept.fill_(1).sum() == kept.numel()
@@ -58,7 +60,7 @@ def test_slabs_are_for_large_pages_and_given_back() -> None:
     del kept
     gc.collect()
     still = [line for line in Path("/proc/self/maps").read_text().splitlines() if spans(line, place)]
-    assert not still
+    assert not [line for line in still if line in before]  # another one may lie there by now
     assert len(other) == SLAB_BYTES
 
 
