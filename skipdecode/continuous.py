@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -214,19 +215,23 @@ def generate_continuous(
 
 @lru_cache(maxsize=256)
 def _layer_ends(schedule: Schedule, num_steps: int) -> tuple[list[int], list[int]]:
-    """`_ends` of attention and of feed-forward. Kept: thousands of plans, for every batch of a schedule the same."""
-    plans = [schedule.step(k) for k in range(num_steps)]
+    """`_ends` of attention and of feed-forward. Kept: thousands of steps, for every batch of a schedule the same."""
+    plans, counts = [], []  # a plan, and for how many steps: few, where steps are as many as a context has positions
+    for plan, steps in groupby(map(schedule.step, range(num_steps))):
+        plans.append(plan)
+        counts.append(sum(1 for _ in steps))
     assert has_no_kv_holes(plans), f"{schedule} is not nested over its steps"
-    return _ends([plan.attn for plan in plans]), _ends([plan.ffn for plan in plans])
+    return _ends([plan.attn for plan in plans], counts), _ends([plan.ffn for plan in plans], counts)
 
 
-def _ends(runs: Sequence[Sequence[bool]]) -> list[int]:
-    """[L] the decode step from which on a sublayer is left out; NEVER for one that always runs."""
+def _ends(runs: Sequence[Sequence[bool]], counts: Sequence[int]) -> list[int]:
+    """[L] the decode step from which on a sublayer is left out; NEVER for one that always runs. `runs`: what runs for
+    `counts` steps each."""
     ends = []
     for layer in range(len(runs[0])):
-        count = sum(step[layer] for step in runs)
-        assert all(step[layer] == (k < count) for k, step in enumerate(runs)), f"layer {layer} is skipped and run again"
-        ends.append(NEVER if count == len(runs) else count)
+        last = sum(step[layer] for step in runs)
+        assert all(step[layer] == (k < last) for k, step in enumerate(runs)), f"layer {layer} is skipped and run again"
+        ends.append(NEVER if last == len(runs) else sum(counts[:last]))
     return ends
 
 
