@@ -10,7 +10,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, SkipDecode, Unified, has_no_kv_holes, steps_per_layer
+from skipdecode.extents import ALL, Extents
+from skipdecode.plan import (
+    EarlyExit,
+    FullDepth,
+    LayerPlan,
+    SkipDecode,
+    SwiftPrefill,
+    Unified,
+    has_no_kv_holes,
+    steps_per_layer,
+)
 from skipdecode.schedule import METHOD_KEYS, make_schedule, preset
 
 HALF = Fraction(1, 2)
@@ -268,6 +278,18 @@ def test_steps_per_layer_by_hand() -> None:
     assert steps_per_layer(SkipDecode(4, 4, 2, 1, 4), 4) == [4, 1, 3, 4]
     assert steps_per_layer(EarlyExit(4, 4, 2, 1, 4), 4) == [4, 4, 3, 1]
     assert steps_per_layer(FullDepth(2), 0) == [0, 0]
+
+
+def test_layers_with_nothing_between_them_are_a_group() -> None:
+    plan = SkipDecode(6, 4, 2, 1, 9).step(1)
+    assert Extents.of_plan(plan).groups == (plan.layers,)
+    assert Extents.of_plan(FullDepth(4).step(1), is_prompt=True).groups == ((0, 1, 2), (3,))  # then the last column
+    swift = SwiftPrefill(FullDepth(6), 3)
+    assert Extents.of_plan(swift.step(1)).groups == ((0, 1, 2), (3, 4, 5))  # K and V of the upper ones come between
+    by_row = LayerPlan((True,) * 4, (True,) * 4, (False, True, False, False))
+    assert Extents.of_plan(by_row).groups == ((0,), (1,), (2, 3))
+    rows = Extents((ALL, slice(2, None), slice(2, None), None), (ALL, slice(2, None), None, None))
+    assert rows.groups == ((0,), (1,), (2,))
 
 
 @pytest.mark.process
