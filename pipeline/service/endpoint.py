@@ -187,6 +187,9 @@ class Endpoint:
         """Queues the requests; on leaving, whatever of them still runs is cancelled. ApiError when there is no room, or
         the client has its share."""
         limit = self.config.limits.max_client_prompts
+        if limit is not None and len(requests) > limit:  # never, however long the client waits
+            message = f"{len(requests)} prompts in one request (limits.max_client_prompts is {limit})"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
         if limit is not None and self._by_client[client] + len(requests) > limit:
             mine = self._by_client[client]
             message = f"{mine} prompts of yours are being answered (limits.max_client_prompts is {limit})"

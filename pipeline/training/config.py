@@ -31,7 +31,7 @@ class ModelShape(Section):
 
 class FinetuneModel(Section):
     source: str | None = None
-    """The checkpoint to start from, a folder or a hub id; null: from scratch, in `shape`."""
+    """The checkpoint to start from, a folder, a hub id or a .gguf file; null: from scratch, in `shape`."""
     shape: ModelShape = ModelShape()
     swiftkv: SwiftKVSection | None = None
     """Gives the model SwiftKV's weights, so that `train.schedules` may have `prefill: swiftkv`: those of `source` if
