@@ -17,12 +17,11 @@ from skipdecode.placing import choose_device, choose_dtype
 from skipdecode.plan import Schedule
 from skipdecode.request import TokenLogprobs, refuse_too_long
 from skipdecode.sampling import Sampling, cut_at_stop
-from skipdecode.schedule import METHOD_KEYS, make_schedule
+from skipdecode.schedule import METHOD_KEYS, listed_schedule
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
 DECODE_KEYS = frozenset({"method", "ffn_skip"}).union(*METHOD_KEYS.values())
-PREFILLS = ("full", "swiftkv")
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,7 @@ class TextModel:
         given = {key: value for key, value in decode.items() if value is not None}
         skip = given.pop("ffn_skip", None)
         base = {"method": "skipdecode"} | given if given else dict(config.skip_decode or {"method": "skipdecode"})
-        if prefill not in PREFILLS:
-            raise ValueError(f"prefill: {prefill!r} is not one of {', '.join(PREFILLS)}")
-        if prefill == "swiftkv" and config.swiftkv is None:
-            raise ValueError("prefill: 'swiftkv' needs a checkpoint that carries SwiftKV's weights; 'full' needs none")
-        return make_schedule(
-            base | ({} if skip is None else {"ffn_skip": skip}),
-            num_layers=config.num_hidden_layers,
-            max_new_tokens=max_new_tokens,
-            kv_layers=config.kv_layers(prefill),
-        )
+        return listed_schedule(config, base | {"ffn_skip": skip, "prefill": prefill}, max_new_tokens)
 
 
 @dataclass(frozen=True)

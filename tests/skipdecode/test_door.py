@@ -86,7 +86,7 @@ def test_one_text_is_a_list_of_one(model: TextModel) -> None:
         ({"max_new_tokens": 127}, "do not fit the model's 128 positions"),
         ({"method": "ful"}, "decode.method: 'ful'"),
         ({"speedup": 9}, "decode.speedup"),
-        ({"prefill": "swiftkv"}, "prefill: 'swiftkv' needs a checkpoint"),
+        ({"prefill": "swiftkv"}, "prefill: swiftkv needs a model"),
     ],
 )
 def test_what_cannot_be_done_is_named(model: TextModel, keys: dict[str, Any], words: str) -> None:
