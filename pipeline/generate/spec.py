@@ -36,7 +36,6 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         deterministic=s.deterministic,
         baseline_fraction=config.baseline.fraction,
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
-        *min(1.0, pool.num_gpus or 1.0),  # of workers that share a GPU each its own
     )
     return PipelineSpec(
         input=config.input,
