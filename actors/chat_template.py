@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.jinja_sandbox import Template, TemplateError
-from actors.tokenizer_files import FILE_ALONE, LLAMA_TOKENS, content_of, read_json
 from skipdecode.gguf_header import read_header
 from skipdecode.hub import resolve_source
+from skipdecode.tokenizer_files import FILE_ALONE, LLAMA_TOKENS, NAMED_TOKENS, content_of, read_json
 
 ROLES = ("system", "developer", "user", "assistant")
 PASSED_ON = ("role", "content", "name")
 TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 DEFAULT = "default"  # the name of the template that is meant where there are several
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GGUF_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _END = "<|endoftext|>"
 CLASS_TOKENS: dict[str, Mapping[str, str]] = {
