@@ -104,6 +104,7 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             itemsize=model.dtype.itemsize,
             weight_itemsize=model.weight_itemsize,
             ffn_rows=stats.ffn_rows,
+            in_graphs=graphs is not None and graphs.failure is None,
         )
         decode_s, prefill_s = (median(getattr(s, key) for s in runs[name]) for key in ("decode_s", "prefill_s"))
         steps = stats.decode_steps

@@ -304,6 +304,7 @@ class Generator:
                 itemsize=self.dtype.itemsize,
                 weight_itemsize=self.model.weight_itemsize,
                 ffn_rows=result.stats.ffn_rows if chosen is schedule else None,
+                in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
             record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
         return record

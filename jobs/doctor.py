@@ -1,5 +1,6 @@
 """`python -m jobs.doctor`: versions, devices, free memory, what a run would choose here, and what is wrong.
 
+`--gpu NAME` looks at nothing: it predicts what runs should cost on such a GPU, from its data sheet.
 Takes the configuration of a run (`--config`, `-i`, `-o`, `key=value`), loads its model once, and starts nothing else.
 The last line on stdout is one JSON document. Exit codes: 0 nothing is wrong; 1 something is (the list is on stderr);
 2 bad configuration.
@@ -16,6 +17,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("doctor", __doc__, overrides="dotted keys, e.g. model.source=my-model")
     parser.add_argument("-i", "--input", action="append", metavar="PATH", help="prompts to look at too: input.path")
     parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
+    parser.add_argument("--gpu", metavar="NAME", help="what runs should cost on such a GPU (h100, l4, ...); no more")
+    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="with --gpu: of every prompt")
+    parser.add_argument("--price-per-hour", type=float, metavar="DOLLARS", help="with --gpu: of one GPU")
     return parser.parse_intermixed_args(argv)
 
 
@@ -32,6 +36,14 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         return {"problems": missing}, ERROR
     from pipeline.config import JobConfig, build_config
     from pipeline.config_tree import section_of
+
+    if arguments.gpu is not None:
+        from pipeline.doctor.predicted import predicted
+
+        price, settings = arguments.price_per_hour, read_settings(arguments, {})
+        is_set = "max_new_tokens" in section_of(settings, "sampling")
+        num_new = build_config(JobConfig, settings).sampling.max_new_tokens if is_set else 512
+        return predicted(arguments.gpu, note, arguments.prompt_tokens, num_new, price_per_hour=price), OK
     from pipeline.doctor.examine import examine
 
     tree = read_settings(arguments, {"input.path": arguments.input, "output.path": arguments.output})

@@ -7,7 +7,7 @@ models cannot hide. Predictions are bounds to print beside measurements, not res
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -154,24 +154,30 @@ def predict_s(
     weight_itemsize: int | None = None,
     rows: int | None = None,
     ffn_rows: Sequence[Sequence[int]] | None = None,
+    in_graphs: bool = False,
 ) -> tuple[float, float]:
     """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
 
     Padding of prompts is paid for, though not every kernel runs it. `rows` None: as many prompts as rows at step 0,
     which is wrong where rows ended with y_0. `ffn_rows`: for schedules by row, what each step came to
-    (`BatchStats.ffn_rows`), since nothing can know it before.
+    (`BatchStats.ffn_rows`), since nothing can know it before. `in_graphs`: decode steps are one launch each, and the
+    calls within cost next to nothing.
     """
     if rows is None:
         rows = batch_rows[0] if batch_rows else 1
 
-    def seconds(plan: LayerPlan, rows: int, new: int, context: int, ran: Sequence[int] | None = None) -> float:
+    in_step = replace(ceilings, call_s=0.0) if in_graphs else ceilings
+
+    def seconds(
+        by: Ceilings, plan: LayerPlan, rows: int, new: int, context: int, ran: Sequence[int] | None = None
+    ) -> float:
         shape = {"rows": rows, "new_columns": new, "context": context, "itemsize": itemsize}
         parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, ffn_rows=ran)
-        return sum(map(ceilings.seconds, parts))
+        return sum(map(by.seconds, parts))
 
-    prefill = seconds(schedule.prefill(), rows, prompt_columns, prompt_columns)
+    prefill = seconds(ceilings, schedule.prefill(), rows, prompt_columns, prompt_columns)
     decode = sum(
-        seconds(schedule.step(k), n, 1, prompt_columns + k + 1, ffn_rows[k] if ffn_rows else None)
+        seconds(in_step, schedule.step(k), n, 1, prompt_columns + k + 1, ffn_rows[k] if ffn_rows else None)
         for k, n in enumerate(batch_rows)
     )
     return prefill, decode
