@@ -6,6 +6,8 @@ from typing import Any
 
 from skipdecode.config import DecoderConfig
 from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.lossless import KEYS as LOSSLESS_KEYS
+from skipdecode.lossless import lossless_schedule
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 
 # Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
@@ -37,15 +39,16 @@ def make_schedule(
 ) -> Schedule:
     """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
 
-    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again); None
-    counts as absent. `kv_layers`: of SwiftKV, when the prompt is to stop there.
+    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again), lossless,
+    draft_tokens; None counts as absent. `kv_layers`: of SwiftKV, when the prompt is to stop there.
     """
     given = {key: value for key, value in decode.items() if value is not None}
-    skip = given.pop("ffn_skip", None)
+    skip, (lossless, draft_tokens) = given.pop("ffn_skip", None), (given.pop(key, None) for key in LOSSLESS_KEYS)
     base = _layer_schedule(given, num_layers, max_new_tokens)
     if kv_layers is not None and kv_layers < num_layers:
         base = SwiftPrefill(base, kv_layers)
-    return base if skip is None else _with_ffn_skip(base, skip)
+    drafts = base if skip is None else _with_ffn_skip(base, skip)
+    return lossless_schedule(drafts, lossless, draft_tokens)
 
 
 def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:
