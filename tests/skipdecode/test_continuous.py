@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from actors.tokenizer import Tokenizer
 from skipdecode.cohort import rounded_columns
-from skipdecode.continuous import ContinuousBatch, layer_ends, check_continuous, generate_continuous
+from skipdecode.continuous import ContinuousBatch, check_continuous, generate_continuous, layer_ends
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
