@@ -56,6 +56,8 @@ def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens
     keys. ValueError names the key at fault."""
     decode = dict(entry)
     prefill = decode.pop("prefill", None) or "full"
+    if decode.get("lossless"):
+        raise ValueError("decode.lossless: has no meaning in a list of schedules, each of which is to be decoded by")
     if prefill not in ("full", "swiftkv"):
         raise ValueError(f"decode.prefill: {prefill!r} is not one of full, swiftkv")
     if prefill == "swiftkv" and config.swiftkv is None:

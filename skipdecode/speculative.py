@@ -46,7 +46,7 @@ class LosslessStats(BatchStats):
 
     draft_s: float = 0.0
     verify_s: float = 0.0
-    predicted_decode_s: float = 0.0
+    model_decode_s: float = 0.0
     """By the cost model alone (`Prices.model_s`)."""
     drafted_at: list[int] = field(default_factory=list)
     """Drafted tokens by their place in a draft."""
@@ -287,7 +287,7 @@ class SpeculativeBatch(ContinuousBatch):
     def _price(self, kind: str, plan: LayerPlan, chains: Sequence[_Chain], tokens: int, took_s: float) -> None:
         rows = len(chains) if kind == "verify" else tokens
         context = self._context(chains)
-        self.stats.predicted_decode_s += self._length.prices.model_s(plan, rows, tokens, context)
+        self.stats.model_decode_s += self._length.prices.model_s(plan, rows, tokens, context)
         self._length.prices.saw(kind, plan, rows, tokens, context, took_s)
 
     def _give_logprobs(self, taken: Sequence[tuple[Row, int, int]], logits: Tensor, made: Tensor) -> None:
@@ -337,7 +337,9 @@ def generate_lossless(
         batch.step()
     stats.decode_s = now(model.device) - start - stats.prefill_s
     completions = complete(rows, schedule)
-    stats.output_tokens = sum(len(c.tokens) for c in completions)
+    lengths = [len(c.tokens) for c in completions]
+    stats.batch_rows = [sum(n > k + 1 for n in lengths) for k in range(max(lengths) - 1)]  # as full depth has them
+    stats.output_tokens = sum(lengths)
     stats.layers_run = sum(c.layers_run for c in completions)
     stats.ffns_run = sum(c.ffns_run for c in completions)
     return BatchResult(completions, stats)
