@@ -26,14 +26,15 @@ HOLDS = 8
 MARGIN = 1.03
 # Rounds without drafts until one tries again whether they are accepted; so seldom that it costs a percent at most.
 PROBE_EVERY = 128
+LEAST_CHANCE = 0.1  # of a repeated token: below it, looking for it costs more than it brings
 KEEP = 0.998  # of what was counted, at each count: old text says little about new
 # What acceptance is taken for before anything is known, as if so many drafts had been seen: of skipped passes (a tuned
 # model's; an untuned one is soon known better), and of repeats of 2, 3 and 4 tokens.
 PRIOR, PRIOR_WEIGHT = {0: 0.8, 2: 0.3, 3: 0.5, 4: 0.7}, 8.0
 SKIPPED = 0
 """The source of a draft by a skipped pass; that of a repeat is how many tokens repeat."""
-# A machine to decide by where the one at hand must not be measured: 2 cores with AVX-512, in the order of magnitude.
-REFERENCE = Ceilings(flops_per_s=2e11, bytes_per_s=2e10, call_s=3e-6)
+# A machine to decide by where the one at hand is not to be measured: 2 cores with matrix units, by order of magnitude.
+REFERENCE = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
 Source = tuple[int, int]
 """Where a drafted token comes from: SKIPPED or the length of a repeat, and how many of the same draft come before."""
 
@@ -146,7 +147,7 @@ class DraftLength:
         if not self.schedule.may_rest:
             skipped = max(skipped, 1) if drafts_by_skipping else 0
             repeated = {length: repeated.get(length, 1) for length in lengths} if not drafts_by_skipping else repeated
-        self._resting = 0 if skipped or repeated else self._resting + HOLDS
+        self._resting = 0 if skipped or (repeated and not drafts_by_skipping) else self._resting + HOLDS
         if self._resting >= PROBE_EVERY:  # what was not accepted may be by now
             self._resting = 0
             return Decision(1 if drafts_by_skipping else 0, dict.fromkeys(lengths, 1))
@@ -171,7 +172,7 @@ class DraftLength:
         for n in range(1, MOST + 1):
             chance *= self.acceptance.rate(length, n - 1)
             token_s = (passes_s[n] - passes_s[n - 1]) / rows
-            if chance / rate < MARGIN * token_s:
+            if chance < LEAST_CHANCE or chance / rate < MARGIN * token_s:
                 break
             count = n
         return count

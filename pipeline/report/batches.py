@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.report import drafts
 from pipeline.report.document import Agreement, Speedup
+from pipeline.report.drafts import COLUMNS as DRAFT_COLUMNS
+from pipeline.report.drafts import DraftTotals
 
 Number = TypeVar("Number", float, np.ndarray)
 
@@ -34,7 +35,7 @@ PAIRED = (
 BOTH, DECODE = ("prefill_s", "decode_s"), ("decode_s",)
 COLUMNS = tuple(
     dict.fromkeys(
-        (*ALL, *PAIRED, *drafts.COLUMNS, "layers", "prompt_columns", "full_output_tokens", "full_error", "split_error")
+        (*ALL, *PAIRED, *DRAFT_COLUMNS, "layers", "prompt_columns", "full_output_tokens", "full_error", "split_error")
     )
 )
 
@@ -67,7 +68,7 @@ class BatchTotals:
     num_pairs: int = 0
     logs: dict[tuple[str, ...], list[np.ndarray]] = field(default_factory=lambda: {BOTH: [], DECODE: []})
     """Logarithms of `per_token_ratio`, by the parts that it is of."""
-    drafts: drafts.DraftTotals = field(default_factory=drafts.DraftTotals)
+    drafts: DraftTotals = field(default_factory=DraftTotals)
     split: Errors = field(default_factory=Errors)
     full: Errors = field(default_factory=Errors)
     """Full-depth passes that failed."""
