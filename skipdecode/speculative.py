@@ -63,7 +63,7 @@ class LosslessStats(BatchStats):
 
 
 @dataclass
-class _Chain:
+class Chain:
     """A row in a round: its newest token, and what is drafted behind it."""
 
     at: int
@@ -122,7 +122,7 @@ class SpeculativeBatch(ContinuousBatch):
         """One round."""
         self._drop_ended(carry=CARRY_ENDED)
         chains = [
-            _Chain(at, len(row.tokens) - 1, [row.tokens[-1]], row.request.sampling.max_new_tokens - 1 - len(row.tokens))
+            Chain(at, len(row.tokens) - 1, [row.tokens[-1]], row.request.sampling.max_new_tokens - 1 - len(row.tokens))
             for at, row in enumerate(member.row for member in self._members)
             if row.is_running
         ]
@@ -147,7 +147,7 @@ class SpeculativeBatch(ContinuousBatch):
 
     # --- how many
 
-    def _decide(self, chains: Sequence[_Chain]) -> Decision:
+    def _decide(self, chains: Sequence[Chain]) -> Decision:
         if self._held is None or self._held[0] == 0 or self._held[1] != len(chains):
             middle = sorted(chain.k for chain in chains)[len(chains) // 2]
             decision = self._length.decide(len(chains), middle, self._context(chains))
@@ -156,17 +156,17 @@ class SpeculativeBatch(ContinuousBatch):
         self._held = (left - 1, rows, decision)
         return decision
 
-    def _context(self, chains: Sequence[_Chain]) -> int:
+    def _context(self, chains: Sequence[Chain]) -> int:
         """Columns that a row sees in the mean."""
         return sum(self._arena.prompts[chain.at] + chain.k for chain in chains) // len(chains) + 1
 
     # --- drafts
 
-    def _eos(self, chain: _Chain) -> Sequence[int]:
+    def _eos(self, chain: Chain) -> Sequence[int]:
         sampling = self._members[chain.at].row.request.sampling
         return () if sampling.ignore_eos else tuple(self.model.config.eos_token_ids)
 
-    def _repeat(self, chain: _Chain, decision: Decision) -> None:
+    def _repeat(self, chain: Chain, decision: Decision) -> None:
         """Drafts what the row repeats, or leaves it to skipped passes."""
         chain.wanted = decision.skipped
         if not decision.repeated or chain.room <= 0:
@@ -184,7 +184,7 @@ class SpeculativeBatch(ContinuousBatch):
         rate = self._length.acceptance.rate
         return rate(found, 0) >= rate(SKIPPED, 0) if self._lossless.draft_tokens is None else found >= SURE
 
-    def _continue(self, chain: _Chain, decision: Decision) -> None:
+    def _continue(self, chain: Chain, decision: Decision) -> None:
         """Behind drafts of skipped passes: what follows on them elsewhere."""
         room, drafts = chain.room - chain.num_drafts, chain.tokens[1:]
         if not drafts or room <= 0 or chain.sources[0][0] != SKIPPED or self._lossless.draft_tokens is not None:
@@ -195,7 +195,7 @@ class SpeculativeBatch(ContinuousBatch):
         index.drop(len(drafts))
         chain.add(tokens[: decision.repeated.get(found, 0)], found or SURE, self._eos(chain))
 
-    def _index(self, chain: _Chain) -> Repeats:
+    def _index(self, chain: Chain) -> Repeats:
         """Of the row, with all its tokens."""
         row = self._members[chain.at].row
         if row not in self._repeats:
@@ -204,7 +204,7 @@ class SpeculativeBatch(ContinuousBatch):
         index.add(row.tokens[len(index) - made :])
         return index
 
-    def _skip(self, chains: Sequence[_Chain]) -> None:
+    def _skip(self, chains: Sequence[Chain]) -> None:
         """Drafts by skipped passes, one column of all rows that want one at a time. The rows that run a layer are the
         youngest ones, as in the batch below."""
         rows = sorted((c for c in chains if c.wanted > 0 and c.room > 0), key=lambda c: -c.k)
@@ -215,16 +215,20 @@ class SpeculativeBatch(ContinuousBatch):
             h = self._feed(rows, [chain.num_drafts for chain in rows], extents_of(ages, *self._draft_ends))
             places = [chain.at for chain in rows]
             _, made = self._choose_at(h, places, [age + 1 for age in ages])
-            for chain, token, age in zip(rows, made.tolist(), ages, strict=True):
+            for chain, token, age in zip(rows, self._drafted(rows, made), ages, strict=True):
                 plan = drafts.step(age)
                 chain.layers += plan.num_layers_run
                 chain.ffns += sum(plan.ffn)
                 chain.add([token], SKIPPED, self._eos(chain))
             self._price("draft", drafts.step(ages[len(ages) // 2]), chains, len(rows), now(self.model.device) - start)
 
+    def _drafted(self, chains: Sequence[Chain], made: Tensor) -> list[int]:
+        """The drafts of a skipped pass, from what it made of each chain [n]. A measurement may script them."""
+        return list(made.tolist())
+
     # --- passes
 
-    def _feed(self, chains: Sequence[_Chain], offsets: Sequence[int], extents: Extents) -> Tensor:
+    def _feed(self, chains: Sequence[Chain], offsets: Sequence[int], extents: Extents) -> Tensor:
         """The states [N, 1, D] behind the layers of token `offsets[i]` of `chains[i]`."""
         device, prompts = self.model.device, self._arena.prompts
         tokens = torch.tensor([[chain.tokens[i]] for chain, i in zip(chains, offsets, strict=True)], device=device)
@@ -248,7 +252,7 @@ class SpeculativeBatch(ContinuousBatch):
         has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
         return logits, pick(logits, temperature[at], top_k[at], top_p[at], uniforms, cuts=has_cuts)
 
-    def _verify(self, chains: Sequence[_Chain], start: float) -> None:
+    def _verify(self, chains: Sequence[Chain], start: float) -> None:
         """Feeds all chains at full depth, and gives the rows what they got."""
         spread = [(chain, i) for chain in chains for i in range(len(chain.tokens))]
         of, offsets = [chain for chain, _ in spread], [i for _, i in spread]
@@ -284,7 +288,7 @@ class SpeculativeBatch(ContinuousBatch):
         self.stats.layer_row_steps += sum(chain.layers for chain in chains)
         self.stats.verify_s += now(self.model.device) - start
 
-    def _price(self, kind: str, plan: LayerPlan, chains: Sequence[_Chain], tokens: int, took_s: float) -> None:
+    def _price(self, kind: str, plan: LayerPlan, chains: Sequence[Chain], tokens: int, took_s: float) -> None:
         rows = len(chains) if kind == "verify" else tokens
         context = self._context(chains)
         self.stats.model_decode_s += self._length.prices.model_s(plan, rows, tokens, context)
@@ -327,8 +331,14 @@ def generate_lossless(
     length: DraftLength | None = None,
 ) -> BatchResult:
     """Continues every request with the tokens of full depth; completions in the order of the requests."""
-    batch = SpeculativeBatch(model, schedule, decode_text=decode_text, length=length)
-    stats, start = batch.stats, now(model.device)
+    return run_to_the_end(SpeculativeBatch(model, schedule, decode_text=decode_text, length=length), requests)
+
+
+@torch.inference_mode()
+def run_to_the_end(batch: SpeculativeBatch, requests: Sequence[Request]) -> BatchResult:
+    """The same by an empty batch."""
+    model, stats = batch.model, batch.stats
+    start = now(model.device)
     rows = batch.join(requests)
     stats.rows, stats.input_tokens = len(rows), sum(len(r.prompt_tokens) for r in requests)
     stats.prompt_columns = rounded_columns(max(len(r.prompt_tokens) for r in requests))
@@ -336,7 +346,7 @@ def generate_lossless(
     while not batch.is_done:
         batch.step()
     stats.decode_s = now(model.device) - start - stats.prefill_s
-    completions = complete(rows, schedule)
+    completions = complete(rows, batch.schedule)
     lengths = [len(c.tokens) for c in completions]
     stats.batch_rows = [sum(n > k + 1 for n in lengths) for k in range(max(lengths) - 1)]  # as full depth has them
     stats.output_tokens = sum(lengths)
