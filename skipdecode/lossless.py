@@ -8,7 +8,7 @@ torch.
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.plan import FullDepth, Schedule, SwiftPrefill
+from skipdecode.plan import FullDepth, Schedule
 
 KEYS = ("lossless", "draft_tokens")
 """Of a `decode:` mapping, beside those of its schedule."""
@@ -41,13 +41,4 @@ def lossless_schedule(drafts: Schedule, lossless: Any, draft_tokens: Any) -> Sch
         if is_number:
             raise ValueError("decode.draft_tokens: has no meaning without decode.lossless; set it to true or auto")
         return drafts
-    if drafts.row_rule is not None:
-        raise ValueError(
-            "decode.ffn_skip.mode: with decode.lossless rows are at different steps, and cannot decide on blocks "
-            "themselves; use modes calibrated or fixed, or decode.lossless=false"
-        )
-    if isinstance(drafts, SwiftPrefill):
-        raise ValueError(
-            "decode.lossless: full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
-        )
     return Lossless(drafts.num_layers, drafts, draft_tokens if is_number else None, lossless == "auto")

@@ -8,7 +8,7 @@ from skipdecode.config import DecoderConfig
 from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.lossless import lossless_schedule
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified, leaves_to_rows
 
 # Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
 PRESETS = {
@@ -48,7 +48,23 @@ def make_schedule(
     if kv_layers is not None and kv_layers < num_layers:
         base = SwiftPrefill(base, kv_layers)
     drafts = base if skip is None else _with_ffn_skip(base, skip)
-    return lossless_schedule(drafts, lossless, draft_tokens)
+    schedule = lossless_schedule(drafts, lossless, draft_tokens)
+    if schedule is not drafts:
+        _check_drafts(drafts)
+    return schedule
+
+
+def _check_drafts(drafts: Schedule) -> None:
+    """ValueError for a schedule that cannot draft for full depth."""
+    if leaves_to_rows(drafts):
+        raise ValueError(
+            "decode.ffn_skip.mode: with decode.lossless rows are at different steps, and cannot decide on blocks "
+            "themselves; use modes calibrated or fixed, or decode.lossless=false"
+        )
+    if isinstance(drafts, SwiftPrefill):
+        raise ValueError(
+            "decode.lossless: full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
+        )
 
 
 def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:
