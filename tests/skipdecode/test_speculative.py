@@ -98,7 +98,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     return Request(name, prompt, sampling)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     data=st.data(),
     name=st.sampled_from(["opt", "llama"]),
