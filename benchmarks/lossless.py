@@ -22,7 +22,6 @@ from torch import Tensor
 
 from actors.bench import random_model
 from actors.generator import choose_dtype
-from actors.tokenizer import Tokenizer
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
@@ -37,6 +36,7 @@ from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.speculative import Chain, SpeculativeBatch, run_to_the_end
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
 DEMO, ACCEPTED, NEW_TOKENS, PROMPT_TOKENS = "models/opt-e2e", 0.93, 64, 64

@@ -44,6 +44,8 @@ class Completion:
     """Layers, summed over the row's decode steps."""
     ffns_run: int
     """Feed-forward blocks, likewise; fewer than `layers_run` under FFN-SkipLLM only."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token where the request asks for them."""
 
 
 class Row:
@@ -104,7 +106,8 @@ def complete(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
         layers, ran = depth[steps], ffns[steps] + sum(row.ffns[:steps])
         if row.layers:
             layers, ran = sum(row.layers), sum(row.ffns)
-        completions.append(Completion(row.tokens, row.finish_reason, layers, ran))
+        logprobs = row.logprobs[: len(row.tokens)]
+        completions.append(Completion(row.tokens, row.finish_reason, layers, ran, logprobs))
     return completions
 
 

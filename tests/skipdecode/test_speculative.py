@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.tokenizer import Tokenizer
 from skipdecode.backends import choice
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipBand
@@ -19,6 +18,7 @@ from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.request import Request, Row
 from skipdecode.sampling import Sampling
 from skipdecode.speculative import SpeculativeBatch, generate_lossless
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 from tests.support.cpu_backends import forced
 from tests.support.cuda_models import random_model
