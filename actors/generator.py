@@ -18,11 +18,12 @@ import torch
 from actors.batching import Batch, cut_batches
 from actors.devices import DeviceMemory, is_lost
 from skipdecode.backends.device import backend_on
-from skipdecode.config import Quantization
+from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.kv.pool import ALIGNMENT
 from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
 from skipdecode.placing import choose_dtype as choose_dtype
@@ -96,7 +97,6 @@ class Generator:
         self.model = load_model(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
         if (reason := backend_on(self.device).why_slow) is not None:
             logger.warning("decoding is slower than it could be: %s", reason)
-        self.graphs = self._make_graphs()
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
@@ -104,6 +104,7 @@ class Generator:
         if config.baseline_fraction > 0 or config.decode.get("lossless"):
             dtype = str(self.dtype).removeprefix("torch.")
             self.ceilings = measure_ceilings(str(self.device), dtype)
+        self.graphs = self._make_graphs()  # takes what is left of the device
         self._num_batches = self._num_turns = self._num_pairs = 0
         self._warm_up()
         self.load_s = time.perf_counter() - start
@@ -187,8 +188,8 @@ class Generator:
             weight * cache_bytes_per_row(self.model.config, schedule, **shape) for schedule, weight in schedules.items()
         )
         if is_cuda:  # so that shapes repeat from batch to batch, and graphs serve
-            fits = min(MAX_BATCH_ROWS["cuda"], int(self._cache_bytes() / per_row))
-            return max((rows for rows in ladder(MAX_BATCH_ROWS["cuda"]) if rows <= fits), default=1)
+            rounding = row_rounding(self.model.config, self.dtype.itemsize)
+            return largest_rung(self._cache_bytes(), int(per_row) + rounding, self.graphs)
         fits = int(CACHE_SHARE * free_bytes(self.device) / per_row)
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
 
@@ -346,6 +347,17 @@ def _figures(result: BatchResult) -> dict[str, Any]:
     for name in ("batch_rows", "ffn_rows", "model_decode_s"):
         stats.pop(name, None)
     return stats
+
+
+def row_rounding(config: DecoderConfig, itemsize: int) -> int:
+    """Bytes of a row that rounding up the columns of its layers may add, where graphs are (`kv.graphed`)."""
+    return 2 * config.num_hidden_layers * (ALIGNMENT - 1) * config.kv_dim * itemsize
+
+
+def largest_rung(cache_bytes: int, per_row: int, graphs: StepGraphs | None = None) -> int:
+    """The most rows of a batch on a GPU that fit and that need no padding."""
+    most = max(1, min(MAX_BATCH_ROWS["cuda"], cache_bytes // per_row))
+    return max(rows for rows in (ladder(most) if graphs is None else graphs.rungs) if rows <= most)
 
 
 def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:

@@ -184,6 +184,8 @@ def choice(config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend]
         return found
     note(f"model: loading {model.source} on {device}")
     generator = Generator(generator_config(config, model, device, dtype))
+    if generator.graphs is not None:
+        note(f"CUDA graphs: {generator.graphs.describe()}")
     sizes = {str(bucket): generator.batch_size(bucket, new) for bucket in buckets}
     return replace(found, load_s=generator.load_s, batch_size=sizes)
 
@@ -203,6 +205,7 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
         length_buckets=config.actors.length_buckets,
         deterministic=config.sampling.deterministic,
         baseline_fraction=config.baseline.fraction,
+        memory_share=config.actors.memory_share,
     )
 
 
