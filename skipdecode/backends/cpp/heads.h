@@ -25,6 +25,22 @@ struct Heads {
   bool turns_keys() const { return rotations || k_norm; }
 };
 
+// Columns before a row's own that several rows read: the head of their prompts (`skipdecode.prefix`). An even number of
+// them for bfloat16, whose values are added two at a time.
+struct Shared {
+  const void *k, *v;     // of T: [.., capacity, dim], from one group of heads to the next `capacity` columns
+  int64_t capacity;
+  const int64_t* where;  // [rows]: the first of them in the first group, in columns from k and v on
+  const int64_t* counts; // [rows]: how many
+
+  template <typename T>
+  const T* line(const void* from, int64_t row, int64_t group, int64_t dim) const {
+    return static_cast<const T*>(from) + (where[row] + group * capacity) * dim;
+  }
+};
+
+inline int64_t count_of(const Shared* shared, int64_t row) { return shared ? shared->counts[row] : 0; }
+
 // x [dim] -> y [dim], which may be x: x / rms(x) * weight where there is one, then number i and the one half of `rotary`
 // behind it as a point that is turned by the i-th angle of `position` (`rotate_half` of Hugging Face); numbers behind
 // `rotary` stay. Positions past the table are those of rows that have ended. Not inlined: sums may be reordered, and are
