@@ -1,4 +1,4 @@
-"""Attention over a shared head and a row's own columns: the bits of the same columns in one piece, on every back end."""
+"""Attention over a shared head and a row's own columns: the bits of these columns in one piece, on every back end."""
 
 import pytest
 import torch

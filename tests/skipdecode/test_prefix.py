@@ -1,4 +1,4 @@
-"""Heads of prompts that are run once: the tokens of prompts run one by one, for any mix, method, family and back end."""
+"""Heads of prompts that are run once: the tokens of prompts run alone, for any mix, method, family and back end."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -31,8 +31,8 @@ SCHEDULES: dict[str, Schedule] = {
     "skipdecode": SkipDecode(L, 4, 2, 1, 7),
     "early_exit": EarlyExit(L, 5, 2, 1, 7),
     "unified": Unified(L, 3),
-    "ffn row": SkipSaturated(SkipDecode(L, 5, 3, 1, 7), 0.9, 1, 1, 2),
-    "ffn calibrated": SkipBand(FullDepth(L), (2, 3), 2),
+    "ffn row": SkipSaturated(SkipDecode(L, 5, 3, 1, 7), threshold=0.9, cold_start=1, cold_end=1, warmup_tokens=2),
+    "ffn calibrated": SkipBand(FullDepth(L), layers=(2, 3), warmup_tokens=2),
 }
 SWIFT = {None: None, "swiftkv": (3, 1), "swiftkv, groups": (2, 2)}
 MIXES = st.lists(
