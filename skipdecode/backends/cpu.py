@@ -64,12 +64,14 @@ class SharedColumns(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Where one new column per row goes, and what it may attend to: as the arguments of `attend`."""
+    """Where one new column per row goes, and what it may attend to: as the arguments of `attend`. Where rows have
+    `places`, k and v are those of all places."""
 
     k: Tensor
     v: Tensor
     first: Tensor
     last: Tensor
+    places: Tensor | None = None
     shared: SharedColumns | None = None
 
 
@@ -124,22 +126,25 @@ def attend(
     last: Tensor,
     new: tuple[Tensor, Tensor] | None = None,
     *,
-    shared: SharedColumns | None = None,
     rotations: Tensor | None = None,
     epsilon: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    places: Tensor | None = None,
+    shared: SharedColumns | None = None,
 ) -> Tensor:
     """Attention of one query per row over its columns first..last: q [B, H K] -> [B, H K], heads side by side.
 
     k, v [B, G, S, K], contiguous: the cache, each of its G heads for H / G neighbours among those of q. `first`, `last`
-    [B] int64, both included; `shared` lie before them. `new`: key and value [B, G K] of column `last`, stored before it
-    is attended to; q and `new` may be columns of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS
-    norm over each head of q and of the new key; then `rotations` [positions, r] float32 (`LayerShape`) turns them by
-    their place, last - first behind what is shared. Finite numbers only: what becomes of NaN and infinities is not
-    defined.
+    [B] int64, both included. `new`: key and value [B, G K] of column `last`, stored before it is attended to; q and
+    `new` may be columns of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS norm over each head
+    of q and of the new key; then `rotations` [positions, r] float32 (`LayerShape`) turns them by their place, which is
+    last - first behind what is shared. Finite numbers only: what becomes of NaN and infinities is not defined. `places`
+    [B] int64: the row of k and v [R, G, S, K] that each row has; those that have one together are several new columns
+    of it, all of which are stored before any of them attends. `shared`: columns before a row's own.
     """
-    B, G, S, K = k.shape
+    B, (R, G, S, K) = len(q), k.shape
+    assert B == R or places is not None, (q.shape, k.shape)
     new_k, new_v = (None, None) if new is None else new
     # wrong ones would be read as if they were right
     for held in (k, v):
@@ -153,7 +158,7 @@ def attend(
         assert tensor.stride() == (q.stride(0), 1), (tensor.stride(), q.stride())
     norms = [weight for weight in (q_norm, k_norm) if weight is not None]
     assert len({tensor.dtype for tensor in (q, k, v, *(new or ()), *norms)}) == 1, "types differ"
-    for columns in (first, last):
+    for columns in (first, last, *(() if places is None else (places,))):
         assert columns.dtype == torch.int64, columns.dtype
         assert columns.shape == (B,), (columns.shape, B)
         assert columns.is_contiguous(), columns.stride()
@@ -171,6 +176,7 @@ def attend(
         S,
         first.data_ptr(),
         last.data_ptr(),
+        None if places is None else places.data_ptr(),
         None if shared is None else ctypes.byref(shared.struct(B, k)),
         out.data_ptr(),
         torch.get_num_threads(),
@@ -321,10 +327,10 @@ def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tenso
 THEN = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
 """As `Then` in `cpp/gemm.h`."""
 ARGUMENTS = {
-    "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 7, INT],
+    "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 8, INT],
     "prompt": [POINTER, INT64, *[POINTER] * 4, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
     "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 7, INT],
-    "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 4, INT],
+    "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 5, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack": [INT64, INT64, POINTER, POINTER],
     "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],

@@ -93,7 +93,7 @@ class KVCache:
         if self._last is None or self._last[0] != self.length:  # once per step, not once per layer
             self._last = (self.length, torch.full_like(self.num_pad, self.length))
         shared = None if self.shared is None else self.shared.columns(layer)
-        return Columns(self.k[layer], self.v[layer], self.num_pad, self._last[1], shared)
+        return Columns(self.k[layer], self.v[layer], self.num_pad, self._last[1], shared=shared)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [B, G, T, K] behind the filled columns; gives back all of the layer's K and V, [B, G, S, K]."""

@@ -1,5 +1,5 @@
 // Attention of one new column per row over that row's cached keys and values, at the speed of memory; for
-// attention.cpp and step.cpp.
+// attention.cpp and step.cpp. Several new columns of one row of the cache are as many rows here, with one `place`.
 //
 // Plain C++ that a compiler vectorises; no intrinsics, no torch headers, so that it compiles in a second. The prefetches
 // are what matters: while keys are read, the values of the same row and head are on their way, and while values are
@@ -98,22 +98,24 @@ template <> struct Head<bfloat16, 128> : Pairs<128> {};
 
 // A thread's part of it, to be called by all threads of a parallel region, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
-// put(row, head, numbers) is called with each row's and head's result [dim]. Here each head has keys and values of its own.
-// `shared` (null: none) comes before a row's own columns; rows that read the same ones do so one after the other, head by
-// head, so that they stay in a core's caches. A row's bits are those it has with all columns in one piece.
+// `places` [rows]: the row of the cache that each row has, where several may have one, whose keys and values are all there
+// (`store_all`); null: its own. `shared` (null: none) comes before a row's own columns; a row's bits are those it has with
+// all columns in one piece. put(row, head, numbers) is called with each row's and head's result [dim]. Here each head has
+// keys and values of its own.
 template <typename T, int DIM, typename Put>
 void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k, T* v,
-            int64_t capacity, const int64_t* first, const int64_t* last, const Shared* shared, Put put) {
+            int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, const Shared* shared,
+            Put put) {
   const int64_t dim = DIM ? DIM : heads.dim, count = heads.count;
   const float scale = 1.0f / std::sqrt(float(dim));
   const int64_t step = capacity * dim;  // from one head's cache to the next
   std::vector<float> weights(capacity + (shared ? shared->capacity : 0)), query(dim), sums(dim);
   std::vector<T> made(dim);
   share(rows * count, [&](int64_t unit) {
-    const int64_t row = shared ? unit % rows : unit / count, head = shared ? unit / rows : unit % count;
-    const int64_t before = count_of(shared, row), start = first[row], own = last[row] - start + 1, seen = before + own;
-    const int64_t memory = (row * count + head) * step + start * dim, next_row = shared ? (row + 1) % rows : row;
-    T *keys = k + memory, *values = v + memory;
+    const UnitOf of(unit, rows, count, places, shared);
+    const int64_t row = of.row, head = of.head, start = first[row], own = last[row] - start + 1;
+    const int64_t before = count_of(shared, row), seen = before + own;
+    T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
     if (new_k)
       store_new(heads, row, head, seen - 1, new_k, new_v, row_stride, keys + (own - 1) * dim, values + (own - 1) * dim);
     const T* from = q + row * row_stride + head * dim;
@@ -138,8 +140,8 @@ void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const 
         weights[s] = exp_of_negative(weights[s] - top);
         total += weights[s];
       }
-      const T* next = shared ? k + (next_row * count + head) * step + first[next_row] * dim
-                             : keys + (unit + 1 < rows * count ? step : 0);
+      const UnitOf following(unit + 1 < rows * count ? unit + 1 : unit, rows, count, places, shared);
+      const T* next = k + following.memory * step + start * dim;
       for (int64_t d = 0; d < dim; ++d) sum[d] = 0.0f;
       if (before) {
         const T* line = shared->line<T>(shared->v, row, head, dim);
@@ -163,21 +165,23 @@ void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const 
 
 template <typename T, int DIM, typename Put>
 void attend_any(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-                T* v, int64_t capacity, const int64_t* first, const int64_t* last, const Shared* shared, Put put) {
+                T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+                const Shared* shared, Put put) {
   const auto run = heads.count > heads.groups ? attend_groups<T, DIM, Put> : attend<T, DIM, Put>;
-  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, shared, put);
+  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
 }
 
 template <typename T, typename Put>
 void attend_of(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-               T* v, int64_t capacity, const int64_t* first, const int64_t* last, const Shared* shared, Put put) {
+               T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+               const Shared* shared, Put put) {
   const auto run = heads.dim == 32    ? attend_any<T, 32, Put>    // the demo model
                    : heads.dim == 64  ? attend_any<T, 64, Put>    // OPT-125m to 1.3B
                    : heads.dim == 80  ? attend_any<T, 80, Put>    // 2.7B
                    : heads.dim == 96  ? attend_any<T, 96, Put>
                    : heads.dim == 128 ? attend_any<T, 128, Put>   // 6.7B and larger
                                       : attend_any<T, 0, Put>;
-  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, shared, put);
+  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
 }
 
 }  // namespace cpu

@@ -274,15 +274,16 @@ void weigh(int64_t each, int64_t count, const GroupRoom<T>& room) {
 // As `attend` in attention.h.
 template <typename T, int DIM, typename Put>
 void attend_groups(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, const Shared* shared, Put put) {
+                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+                   const Shared* shared, Put put) {
   constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
   const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
   const GroupRoom<T> room(heads, capacity + (shared ? shared->capacity : 0));
   share(units, [&](int64_t unit) {
-    const int64_t row = shared ? unit % rows : unit / heads.groups, group = shared ? unit / rows : unit % heads.groups;
-    const int64_t before = count_of(shared, row), start = first[row], count = last[row] - start + 1;
-    const int64_t memory = (row * heads.groups + group) * step + start * dim, next_row = shared ? (row + 1) % rows : row;
-    T *keys = k + memory, *values = v + memory;
+    const UnitOf of(unit, rows, heads.groups, places, shared);
+    const int64_t row = of.row, group = of.head, start = first[row], count = last[row] - start + 1;
+    const int64_t before = count_of(shared, row);
+    T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
     const T *head_keys = before ? shared->line<T>(shared->k, row, group, dim) : nullptr;
     const T *head_values = before ? shared->line<T>(shared->v, row, group, dim) : nullptr;
     if (new_k)
@@ -300,8 +301,8 @@ void attend_groups(const Heads& heads, int64_t rows, const T* q, const T* new_k,
     score_all<DIM>(each, before, count, keys, values, dim, room);
     weigh(each, before + count, room);
     std::memset(room.sums, 0, each * room.width * sizeof(float));
-    const T* next = shared ? k + (next_row * heads.groups + group) * step + first[next_row] * dim
-                           : keys + (unit + 1 < units ? step : 0);
+    const UnitOf following(unit + 1 < units ? unit + 1 : unit, rows, heads.groups, places, shared);
+    const T* next = k + following.memory * step + start * dim;
     for (int64_t s = 0; s < before; s += AT_ONCE) {
       const int64_t some = before - s < AT_ONCE ? before - s : AT_ONCE;
       add_all_values(each, some, room.weights + s, room.apart, head_values + s * dim, dim, room.sums, room.width);
