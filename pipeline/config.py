@@ -91,6 +91,9 @@ class DecodeConfig(Section):
     """For `unified`: how many layers run."""
     ffn_skip: FFNSkipConfig | None = None
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
+    prefix: Literal["auto", "off"] = "auto"
+    """auto: what prompts of a window begin with alike is run once, where that saves time; off: every prompt by itself.
+    Without effect under `sampling.deterministic`, and where a method is measured alone (`jobs.evaluate`)."""
 
 
 class PrefillConfig(Section):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from skipdecode.cost import SharedShape
 from skipdecode.decoder import Decoder
 from skipdecode.kv.padded import KVCache, PromptsView
 from skipdecode.kv.shared import SharedHeads
@@ -47,6 +48,32 @@ class Sharing:
         """Of the rows' prompts, those that are not fed."""
         own = sum(len(head) - length for head, length in zip(self.heads, self.lengths(self.parents), strict=True))
         return sum(self.lengths(self.of_row)) - own
+
+    @property
+    def levels(self) -> list[range]:
+        """The heads that are run in one pass: those whose parents were run before."""
+        found, start = [], 0
+        while start < len(self.parents):
+            end = start + 1
+            while end < len(self.parents) and self.parents[end] < start:
+                end += 1
+            found.append(range(start, end))
+            start = end
+        return found
+
+    def shape(self, prompts: Sequence[Sequence[int]], *, copies: bool) -> SharedShape:
+        """For the cost model. `copies`: every row reads its own."""
+
+        def one_pass(wholes: Sequence[int], heads: Sequence[int]) -> tuple[int, int, int]:
+            count, seen = len(wholes), sum(wholes)
+            return count, -(-(seen - sum(self.lengths(heads))) // count), -(-seen // count)
+
+        lengths = [len(head) for head in self.heads]
+        passes = [one_pass([lengths[at] for at in level], [self.parents[at] for at in level]) for level in self.levels]
+        passes.append(one_pass([len(prompt) for prompt in prompts], self.of_row))
+        used = set(self.of_row)
+        once = sum(self.lengths(self.of_row)) - sum(lengths[head] for head in used if head >= 0)
+        return SharedShape(tuple(passes), 0 if copies else once)
 
 
 def share(prompts: Sequence[Sequence[int]], marks: Sequence[Sequence[int]]) -> Sharing | None:
@@ -128,17 +155,11 @@ class SharedPrompts:
 
     def _feed_heads(self, plan: LayerPlan) -> None:
         """Those without a parent, then those whose parents are there, and so on."""
-        parents, start = self.sharing.parents, 0
-        while start < len(parents):
-            end = start + 1
-            while end < len(parents) and parents[end] < start:
-                end += 1
-            level = self._heads.view(start, end)
-            of_level = torch.tensor(parents[start:end], device=self.model.device)
-            _copy(self._heads, of_level, level)
-            before = torch.tensor(self.sharing.lengths(parents[start:end]), device=self.model.device)
-            self._feed(self._head_tokens[start:end], level, before, plan, only_likeliest=True)
-            start = end
+        for at in self.sharing.levels:
+            level, parents = self._heads.view(at.start, at.stop), self.sharing.parents[at.start : at.stop]
+            _copy(self._heads, torch.tensor(parents, device=self.model.device), level)
+            before = torch.tensor(self.sharing.lengths(parents), device=self.model.device)
+            self._feed(self._head_tokens[at.start : at.stop], level, before, plan, only_likeliest=True)
 
     def _feed(self, tokens: Tensor, cache: KVCache, before: Tensor, plan: LayerPlan, *, only_likeliest: bool) -> Tensor:
         """What `cache` lacks of prompts [B, P] of which it has `before` [B] tokens each, or shares them; some rows at

@@ -18,6 +18,7 @@ from skipdecode.hub import resolve_source
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 NUM_SHOWN = 3  # input files that an error names
+PREFIX = "decode.prefix"
 
 
 def fingerprint(
@@ -39,7 +40,7 @@ def fingerprint(
 
 def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
     """The entries that the configuration alone decides."""
-    entries: Fingerprint = {"model.quantization": config.model.quantization}
+    entries: Fingerprint = {"model.quantization": config.model.quantization, PREFIX: config.decode.prefix}
     skip = decode.get("ffn_skip")
     entries |= {f"decode.{key}": value for key, value in decode.items() if key != "ffn_skip"}
     entries |= {f"decode.ffn_skip.{key}": value for key, value in (skip if isinstance(skip, dict) else {}).items()}
@@ -57,6 +58,14 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
 def defaults() -> Fingerprint:
     """What an entry means in the fingerprint of an earlier version, which did not have it."""
     return _settings(JobConfig(), DecodeConfig().model_dump(mode="json"))
+
+
+def shares_prefixes(config: JobConfig, earlier: RunState | None) -> bool:
+    """Whether a run shares what prompts begin with alike: `decode.prefix`, but for runs of before there was that key,
+    whose rows were all made without."""
+    if earlier is not None and PREFIX not in earlier["fingerprint"]:
+        return False
+    return config.decode.prefix == "auto"
 
 
 def list_files(plan: InputPlan) -> list[FileEntry]:
@@ -77,8 +86,11 @@ def _digest_rows(rows: Sequence[FileEntry]) -> str:
 def compare_fingerprints(state: RunState, now: Fingerprint, plan: InputPlan, free: Collection[str] = ()) -> None:
     """ConfigError that names each entry in which `now` differs from the run of `state` (run.json), with both values.
 
-    A key that the run lacks, of an earlier version, means its default. `free`: keys that may differ.
+    A key that the run lacks, of an earlier version, means its default. `free`: keys that may differ. A run without
+    `decode.prefix` goes on as it began, whatever is asked for (`shares_prefixes`).
     """
+    if PREFIX not in state["fingerprint"]:
+        free = {*free, PREFIX}
     default, lines = defaults(), list[str]()
     before = {key: default[key] for key in now if key in default} | state["fingerprint"]
     if before.get("input.files") != now.get("input.files"):

@@ -102,5 +102,6 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         batch_size=config.engine.batch_size,
         length_buckets=config.engine.length_buckets,
         deterministic=config.sampling.deterministic,
+        shares_prefixes=config.decode.prefix == "auto",
     )
     return EndpointSpec(config, generator, read_keys(config.auth))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.backends import cpu
@@ -22,6 +22,7 @@ __all__ = ["backend"]  # fixtures
     threads=st.integers(1, 3),
     turns=st.booleans(),
 )
+@settings(max_examples=25)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_columns_are_columns(
     backend: str,
@@ -45,7 +46,7 @@ def test_shared_columns_are_columns(
     own_k, own_v = (torch.randn(rows, G, capacity, dim).to(dtype) for _ in "kv")
     last = torch.randint(0, capacity, (rows,))
     first = (torch.rand(rows) * (last + 1)).long()
-    q, new_k, new_v = (torch.randn(rows, n * dim).to(dtype) for n in (H, G, G))
+    q, new_k, new_v = torch.randn(rows, (H + 2 * G) * dim).to(dtype).split([H * dim, G * dim, G * dim], dim=1)
     whole = torch.zeros(2, rows, G, most + capacity, dim, dtype=dtype)
     for row, head in enumerate(which.tolist()):
         n, own = int(counts[row]), slice(int(first[row]), int(last[row]) + 1)

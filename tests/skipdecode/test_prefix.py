@@ -66,7 +66,7 @@ def marks_of(mix: Sequence[tuple[int, Sequence[int]]]) -> list[list[int]]:
     temperature=st.sampled_from([0.0, 0.0, 0.9]),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_tokens_are_those_without(
     any_backend: str,
     mix: list[tuple[int, list[int]]],
@@ -77,6 +77,7 @@ def test_tokens_are_those_without(
     temperature: float,
     seed: int,
 ) -> None:
+    swift = None if family == "opt-350m" else swift  # whose norms are behind the blocks
     model, schedule = decoder(any_backend, family, swift, torch.float32), SCHEDULES[method]
     if (shape := SWIFT[swift]) is not None:
         schedule = SwiftPrefill(schedule, shape[0])
