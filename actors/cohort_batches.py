@@ -59,16 +59,18 @@ class CohortBatches(Admission):
     def start(self, tickets: list[Ticket]) -> None:
         generator, is_fixed, bucket = self.generator, self.generator.config.deterministic, tickets[0].bucket
         longest = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
+        requests = [ticket.request for ticket in tickets]
         columns = min(bucket, rounded_columns(max(len(ticket.request.prompt_tokens) for ticket in tickets)))
         cohort = Cohort(
             generator.model,
-            [ticket.request for ticket in tickets],
+            requests,
             tickets[0].schedule,
             decode_text=generator.tokenizer.decode,
             prompt_columns=bucket if is_fixed else columns,
             batch_rows=generator.batch_size(bucket, longest) if is_fixed else None,
             compact_at=0.0 if is_fixed else 1.0,
             check_every=1,
+            sharing=generator.sharing_of(requests, tickets[0].schedule),
         )
         for ticket, row in zip(tickets, cohort.rows, strict=True):
             ticket.row = row

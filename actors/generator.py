@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from actors.batching import Batch, cut_batches
-from actors.sharing_plan import NOMINAL, Prices, cut_window
+from actors.sharing_plan import NOMINAL, Prices, cut_window, share_batch
 from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, SharedShape, cache_bytes_per_row, measure_ceilings, predict_s
@@ -183,6 +183,13 @@ class Generator:
         prompts, steps = [request.prompt_tokens for request in requests], max_new_tokens - 1
         size = partial(self.batch_size, max_new_tokens=max_new_tokens)
         return cut_window(prompts, self.prices(schedule), steps, self.config.length_buckets, size, copies=self._copies)
+
+    def sharing_of(self, requests: Sequence[Request], schedule: Schedule) -> Sharing | None:
+        """What a batch of whoever waits together shares; None: nothing that pays."""
+        if not self.shares_prefixes:
+            return None
+        steps = max(request.sampling.max_new_tokens for request in requests) - 1
+        return share_batch([request.prompt_tokens for request in requests], self.prices(schedule), steps)
 
     def prices(self, schedule: Schedule) -> Prices:
         """What prompts cost under that schedule."""

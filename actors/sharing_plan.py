@@ -16,7 +16,7 @@ from actors.batching import Batch, bucket_of, cut_batches
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import Ceilings, predict_s
 from skipdecode.plan import Schedule
-from skipdecode.prefix import HEAD_STEP, share
+from skipdecode.prefix import HEAD_STEP, Sharing, share
 
 MIN_HEAD = 16  # tokens; shorter ones are mostly the same first word
 MIN_GAIN = 0.02  # of the time for all prompts of a window: below it batches stay as they are
@@ -181,6 +181,15 @@ def cut_window(
     more = (len(batches) - len(others)) * (1 + num_steps) + sum(tokens > 0 for tokens in saved)
     saved_s = sum(saved) * prices.token_s - more * prices.pass_s
     return batches if saved_s > MIN_GAIN * sum(lengths) * prices.token_s else None
+
+
+def share_batch(prompts: Sequence[Sequence[int]], prices: Prices, num_steps: int) -> Sharing | None:
+    """What the rows of one batch share; None: nothing that pays for the passes of its own."""
+    heads = find_heads(prompts, prices, num_steps)
+    sharing = share(prompts, [head.ends for head in heads]) if any(head.ends for head in heads) else None
+    if sharing is None or sharing.tokens_saved * prices.token_s <= len(sharing.levels) * prices.pass_s:
+        return None
+    return sharing
 
 
 def _head_columns(heads: Sequence[Head]) -> int:

@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actors.generator
+from actors.batches import EngineConfig
+from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
 from actors.sharing_plan import MIN_HEAD, NOMINAL, Head, Prices, cut_sharing, cut_window, find_heads
 from skipdecode.generate import Request, generate
 from skipdecode.plan import FullDepth
-from skipdecode.prefix import share
+from skipdecode.prefix import Sharing, share
 from skipdecode.sampling import Sampling
 from tests.support.shared_prompts import grouped_prompts, llama, opt
 from tests.support.tiny_models import save_model, save_tokenizer
@@ -194,3 +196,25 @@ def test_more_rows_fit_where_heads_lie_once(source: Path, monkeypatch: pytest.Mo
     sizes = [max(len(batch.rows) for batch in one.cut(requests)) for one in (alone, generator)]
     assert sizes[1] > 3 * sizes[0]
     assert torch.get_num_threads() > 0
+
+
+@pytest.mark.parametrize("scheduler", ["cohort", "continuous"])
+def test_requests_that_wait_together_share(source: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, list[int]] = {}
+    shared: list[Sharing] = []
+    for shares in (False, True):
+        engine = Engine(
+            Generator(config(source, shares_prefixes=shares)),
+            EngineConfig(scheduler=scheduler, batch_size=8),  # type: ignore[arg-type]
+        )
+        monkeypatch.setattr(Sharing, "__post_init__", shared.append, raising=False)
+        for request in window():
+            engine.add(request)
+        now: dict[str, list[int]] = {}
+        while not engine.is_idle:
+            for progress in engine.turn():
+                assert progress.error is None
+                now.setdefault(progress.ticket.request.id, []).extend(progress.tokens)
+        assert not made or now == made
+        assert bool(shared) == shares
+        made = now
