@@ -95,6 +95,11 @@ class DecodeConfig(Section):
     """auto: what prompts of a window begin with alike is run once, where that saves time; off: every prompt by itself.
     Without effect under `sampling.deterministic`, and where a method is measured alone (`jobs.evaluate`)."""
 
+    @field_validator("prefix", mode="before")
+    @classmethod
+    def _off_is_false_in_yaml(cls, value: object) -> object:
+        return "off" if value is False else value
+
 
 class PrefillConfig(Section):
     method: Literal["full", "swiftkv"] = "full"

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
 from actors.sharing_plan import MIN_HEAD, NOMINAL, Head, Prices, cut_sharing, cut_window, find_heads
 from skipdecode.generate import Request, generate
-from skipdecode.plan import FullDepth
+from skipdecode.plan import FullDepth, Schedule
 from skipdecode.prefix import Sharing, share
 from skipdecode.sampling import Sampling
 from tests.support.shared_prompts import grouped_prompts, llama, opt
@@ -199,22 +200,30 @@ def test_more_rows_fit_where_heads_lie_once(source: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("scheduler", ["cohort", "continuous"])
-def test_requests_that_wait_together_share(source: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, list[int]] = {}
-    shared: list[Sharing] = []
+def test_requests_that_wait_together_share(
+    source: Path, scheduler: Literal["cohort", "continuous"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[Sharing | None] = []
+    inner = Generator.sharing_of
+
+    def noted(generator: Generator, requests: list[Request], schedule: Schedule) -> Sharing | None:
+        shared.append(inner(generator, requests, schedule))
+        return shared[-1]
+
+    monkeypatch.setattr(Generator, "sharing_of", noted)
+    made: list[dict[str, list[int]]] = []
     for shares in (False, True):
-        engine = Engine(
-            Generator(config(source, shares_prefixes=shares)),
-            EngineConfig(scheduler=scheduler, batch_size=8),  # type: ignore[arg-type]
-        )
-        monkeypatch.setattr(Sharing, "__post_init__", shared.append, raising=False)
+        shared.clear()
+        generator = Generator(config(source, shares_prefixes=shares))
+        engine = Engine(generator, EngineConfig(scheduler=scheduler, batch_size=8))
         for request in window():
             engine.add(request)
-        now: dict[str, list[int]] = {}
+        tokens: dict[str, list[int]] = {}
         while not engine.is_idle:
             for progress in engine.turn():
                 assert progress.error is None
-                now.setdefault(progress.ticket.request.id, []).extend(progress.tokens)
-        assert not made or now == made
-        assert bool(shared) == shares
-        made = now
+                tokens.setdefault(progress.ticket.request.id, []).extend(progress.tokens)
+        made.append(tokens)
+        assert any(sharing is not None for sharing in shared) == shares
+    assert made[0] == made[1]
+    assert len(made[0]) == len(window())

@@ -168,7 +168,7 @@ def test_a_learning_rate_that_would_rise_is_refused() -> None:
 def test_a_run_can_be_told_every_method_and_every_key_of_it() -> None:
     names = get_args(get_args(DecodeConfig.model_fields["method"].annotation)[0])
     assert names == tuple(METHOD_KEYS)
-    assert SCHEDULE_KEYS | {"method", "ffn_skip"} == DecodeConfig.model_fields.keys()
+    assert SCHEDULE_KEYS | {"method", "ffn_skip", "prefix"} == DecodeConfig.model_fields.keys()
 
 
 def test_the_tree_is_frozen() -> None:
