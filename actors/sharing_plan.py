@@ -26,7 +26,7 @@ NOMINAL = {"cpu": Ceilings(2e11, 2e10, 5e-6), "cuda": Ceilings(3e14, 2e12, 5e-6)
 
 
 @dataclass(frozen=True)
-class Prices:
+class PromptPrices:
     """Of a model, by the cost model, in seconds."""
 
     token_s: float
@@ -39,7 +39,7 @@ class Prices:
     @classmethod
     def of(
         cls, config: DecoderConfig, schedule: Schedule, ceilings: Ceilings, *, itemsize: int, weight_itemsize: int
-    ) -> "Prices":
+    ) -> "PromptPrices":
         predict = partial(predict_s, config, schedule, ceilings, itemsize=itemsize, weight_itemsize=weight_itemsize)
         few, many = (predict(prompt_columns=64, batch_rows=(), rows=rows)[0] for rows in (32, 64))
         token_s = (many - few) / (32 * 64)
@@ -65,7 +65,7 @@ class Head:
         return self.ends[-1] if self.ends else 0
 
 
-def find_heads(prompts: Sequence[Sequence[int]], prices: Prices, num_steps: int) -> list[Head]:
+def find_heads(prompts: Sequence[Sequence[int]], prices: PromptPrices, num_steps: int) -> list[Head]:
     """The heads of each prompt. `num_steps`: decode steps of an answer, which read them."""
     order = sorted(range(len(prompts)), key=lambda row: list(prompts[row]))
     shared = [_common(prompts[a], prompts[b]) for a, b in itertools.pairwise(order)]
@@ -84,7 +84,7 @@ def find_heads(prompts: Sequence[Sequence[int]], prices: Prices, num_steps: int)
     return found
 
 
-def _gain(rows: int, end: int, before: int, prices: Prices, num_steps: int) -> float:
+def _gain(rows: int, end: int, before: int, prices: PromptPrices, num_steps: int) -> float:
     """Seconds that a head of so many rows brings, which shared their first `before` tokens anyway: tokens that are not
     run; less what they no longer read together with others."""
     saved_s = (rows - 1) * (end - before) * (prices.token_s + num_steps * prices.column_s)
@@ -154,7 +154,7 @@ class BatchSize(Protocol):
 
 def cut_window(
     prompts: Sequence[Sequence[int]],
-    prices: Prices,
+    prices: PromptPrices,
     num_steps: int,
     buckets: Sequence[int],
     batch_size: BatchSize,
@@ -183,7 +183,7 @@ def cut_window(
     return batches if saved_s > MIN_GAIN * sum(lengths) * prices.token_s else None
 
 
-def share_batch(prompts: Sequence[Sequence[int]], prices: Prices, num_steps: int) -> Sharing | None:
+def share_batch(prompts: Sequence[Sequence[int]], prices: PromptPrices, num_steps: int) -> Sharing | None:
     """What the rows of one batch share; None: nothing that pays for the passes of its own."""
     heads = find_heads(prompts, prices, num_steps)
     sharing = share(prompts, [head.ends for head in heads]) if any(head.ends for head in heads) else None

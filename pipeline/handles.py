@@ -189,6 +189,10 @@ class BatchRecord(TypedDict):
     prefix_tokens_saved: int
     prefill_s: float
     decode_s: float
+    draft_s: NotRequired[float]
+    verify_s: NotRequired[float]
+    drafted_at: NotRequired[list[int]]
+    accepted_at: NotRequired[list[int]]
     split_error: NotRequired[str]
     full_error: NotRequired[str]
     # what follows only of a batch that was decoded at full depth too

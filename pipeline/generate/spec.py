@@ -37,6 +37,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         deterministic=s.deterministic,
         baseline_fraction=config.baseline.fraction,
         shares_prefixes=shares_prefixes(config, planned.earlier),
+        memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
     return PipelineSpec(
         input=config.input,

@@ -13,7 +13,7 @@ import actors.generator
 from actors.batches import EngineConfig
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
-from actors.sharing_plan import MIN_HEAD, NOMINAL, Head, Prices, cut_sharing, cut_window, find_heads
+from actors.sharing_plan import MIN_HEAD, NOMINAL, Head, PromptPrices, cut_sharing, cut_window, find_heads
 from skipdecode.generate import Request, generate
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.prefix import Sharing, share
@@ -21,7 +21,7 @@ from skipdecode.sampling import Sampling
 from tests.support.shared_prompts import grouped_prompts, llama, opt
 from tests.support.tiny_models import save_model, save_tokenizer
 
-PRICES = Prices(token_s=1e-3, pass_s=2e-3, column_s=1e-6)
+PRICES = PromptPrices(token_s=1e-3, pass_s=2e-3, column_s=1e-6)
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -67,7 +67,7 @@ def test_a_few_tokens_more_are_not_worth_a_copy_of_the_rest() -> None:
     """Two documents of one template that begin with the same words read the template with all others."""
     template = grouped_prompts([(0, [400])], 1)[0]
     prompts = [template + end for end in [*grouped_prompts([(18, [9, 9])], 3), *grouped_prompts([(0, [27] * 9)], 4)]]
-    expensive = Prices(token_s=1e-4, pass_s=1e-3, column_s=1e-6)
+    expensive = PromptPrices(token_s=1e-4, pass_s=1e-3, column_s=1e-6)
     assert {head.ends for head in find_heads(prompts, expensive, 64)} == {(400,)}
     assert sorted({head.ends for head in find_heads(prompts, expensive, 0)}) == [(400,), (400, 418)]
 
@@ -112,7 +112,7 @@ def test_what_does_not_pay_is_not_shared() -> None:
 @pytest.mark.parametrize("config", [opt(), llama()], ids=["opt", "llama"])
 def test_prices_are_of_the_model(config: object) -> None:
     full = FullDepth(config.num_hidden_layers)  # type: ignore[attr-defined]
-    prices = Prices.of(config, full, NOMINAL["cpu"], itemsize=2, weight_itemsize=2)  # type: ignore[arg-type]
+    prices = PromptPrices.of(config, full, NOMINAL["cpu"], itemsize=2, weight_itemsize=2)  # type: ignore[arg-type]
     assert 0 < prices.token_s < prices.pass_s
     assert prices.column_s == 2 * 6 * config.kv_dim * 2 / NOMINAL["cpu"].bytes_per_s  # type: ignore[attr-defined]
 
