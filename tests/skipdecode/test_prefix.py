@@ -13,8 +13,10 @@ from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.generate import generate
+from skipdecode.lossless import Lossless
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prefix import Sharing, share
+from skipdecode.speculative import generate_lossless
 from skipdecode.step_graphs import StepGraphs
 from tests.support.cpu_backends import NAMES, forced
 from tests.support.shared_prompts import LAYERS as L
@@ -179,7 +181,7 @@ def test_graphs_read_copies() -> None:
     prompts, marks = nested()
     with forced("torch"):
         model = decoder("torch", "llama", None, torch.float32)
-        graphs, requests = StepGraphs(model), requests_of(prompts, [5, 8])
+        graphs, requests = StepGraphs(model, 1 << 26), requests_of(prompts, [5, 8])
         wanted = generate(model, requests, FullDepth(L))
         made = generate(model, requests, FullDepth(L), graphs=graphs, sharing=share(prompts, marks))
     assert [c.tokens for c in made.completions] == [c.tokens for c in wanted.completions]
@@ -247,3 +249,13 @@ def test_columns_behind_a_filled_cache_need_no_padding() -> None:
             model(tokens[:, :4], positions[:, :4], caches[1], plan)
             parts = model(tokens[:, 4:], positions[:, 4:], caches[1], plan)
         torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_lossless_rows_share(any_backend: str, family: str) -> None:
+    model, (prompts, marks) = decoder(any_backend, family, None, torch.float32), nested()
+    requests, sharing = requests_of(prompts, [9, 5]), share(prompts, marks)
+    made = generate_lossless(model, requests, Lossless(L, Unified(L, 3), 2), sharing=sharing)
+    full = generate(model, requests, FullDepth(L))
+    assert [c.tokens for c in made.completions] == [c.tokens for c in full.completions]
+    assert made.stats.prefix_tokens_saved == (0 if sharing is None else sharing.tokens_saved) > 0
