@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import pyarrow as pa
 
-from actors.tokenizer import Tokenizer
 from pipeline.schema import (
     BAD_PARAMETERS,
     ENGINE_ERROR,
@@ -26,6 +25,7 @@ from pipeline.schema import (
 )
 from skipdecode.config import DecoderConfig
 from skipdecode.sampling import Sampling, cut_at_stop
+from skipdecode.tokenizer import Tokenizer
 
 TOKENS = pa.list_(pa.int32())
 
