@@ -1,6 +1,7 @@
 """One pass over one file -> `FileScan`: how many rows, which columns of which types, which ids.
 
-Of Parquet only the footer and the id column are read. Left out: what the files have in common (`plan`).
+Of Parquet only the footer and the id column are read; of Arrow all of it.
+Left out: what the files have in common (`plan`).
 """
 
 from collections.abc import Collection, Sequence
@@ -14,15 +15,25 @@ import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.arrays import Digests
+from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.arrow_types import infer_json_type, merge_json_leaf, merge_types
 from pipeline.input.csv_rows import read_csv_header
-from pipeline.input.files import Listing, SourceFile, blame, open_stream, read_etag, sniff_batch
-from pipeline.input.formats import iter_rows
+from pipeline.input.files import Listing, SourceFile, blame, is_fsspec, open_stream, read_etag, sniff_batch
+from pipeline.input.formats import ARROW, iter_rows
 from pipeline.input.ids import DIGEST, digest_id, digest_ids, made_id
 from pipeline.input.openai_rows import BATCH_COLUMNS
-from pipeline.input.parquet_columns import is_id_type, is_text_type, parquet_ids, plain_type
+from pipeline.input.parquet_columns import (
+    is_id_type,
+    is_text_type,
+    parquet_ids,
+    plain_type,
+    unwritable,
+    without_views,
+)
 from pipeline.input.row import BLOCK_BYTES, Row
 from pipeline.schema import RESERVED_COLUMNS
+
+SCANNED_ROWS = 65536  # at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +62,12 @@ def scan_file(listing: Listing, index: int, config: InputConfig, index_all: bool
     unique. `ConfigError` for what is no row's fault.
     """
     file = listing.files[index]
-    with blame("input.path", file.path):
+    with blame("input.path", file.path, is_fsspec(listing.filesystem)):
         etag = read_etag(listing.filesystem, file)
         if listing.format == "parquet":
             scan, digests = _scan_parquet(listing.filesystem, file, config, index_all)
+        elif listing.format == ARROW:
+            scan, digests = _scan_arrow(listing.filesystem, file, config, index_all)
         else:
             scan, digests = _scan_rows(listing, file, config, index_all or listing.format != "text")
         return replace(scan, etag=etag), digests
@@ -159,9 +172,7 @@ def _scan_parquet(
         schema = parquet.schema_arrow if num_rows else pa.schema([])
         if num_rows:
             _check_parquet_columns(schema, file, config)
-        own = (config.prompt_column, config.id_column)
-        extra = pa.schema([(f.name, plain_type(f.type)) for f in schema if f.name not in own])
-        _refuse_reserved(extra.names, file)
+        extra = _extra_schema(schema, file, config)
         num_rows = min(num_rows, config.limit or num_rows)
         has_id = config.id_column in schema.names
         digests, has_own_ids = np.empty(0, DIGEST), False
@@ -181,6 +192,57 @@ def _scan_parquet(
             is_indexed=has_id or index_all,
         )
         return scan, digests
+
+
+def _extra_schema(schema: pa.Schema, file: SourceFile, config: InputConfig) -> pa.Schema:
+    """The columns but prompt and id, without dictionaries and views."""
+    fields = []
+    for field in schema:
+        if field.name not in (config.prompt_column, config.id_column):
+            try:
+                fields.append((field.name, plain_type(without_views(field.type))))
+            except pa.ArrowNotImplementedError as error:
+                raise unwritable(field, file.path) from error
+    _refuse_reserved([name for name, _ in fields], file)
+    return pa.schema(fields)
+
+
+def _scan_arrow(
+    filesystem: pafs.FileSystem, file: SourceFile, config: InputConfig, index_all: bool
+) -> tuple[FileScan, Digests]:
+    extra, has_id, is_indexed = pa.schema([]), False, index_all
+    digests, num_rows, num_bytes, num_own = bytearray(), 0, 0, 0
+    with open_arrow(filesystem, file) as reader:
+        stored = stored_schema(reader.schema, file)
+        for batch in arrow_batches(reader, stored, SCANNED_ROWS):
+            if not num_rows:  # a file without rows has no say
+                _check_parquet_columns(stored, file, config)
+                extra = _extra_schema(stored, file, config)
+                has_id = config.id_column in stored.names
+                is_indexed = has_id or index_all
+            batch = batch[: (config.limit or num_rows + batch.num_rows) - num_rows]
+            if has_id:
+                ids, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
+                num_own += int(is_own.sum())
+            elif is_indexed:
+                ids = [made_id(file, num_rows + row) for row in range(batch.num_rows)]
+            if is_indexed:
+                digests += b"".join(map(digest_id, ids))
+            num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
+            if num_rows == config.limit:
+                break
+    scan = FileScan(
+        file,
+        num_rows=num_rows,
+        num_bytes=num_bytes,
+        extra_schema=extra,
+        json_columns=frozenset(),
+        has_prompt=num_rows > 0,
+        has_id=has_id,
+        has_own_ids=num_own > 0,
+        is_indexed=is_indexed,
+    )
+    return scan, np.frombuffer(bytes(digests), dtype=DIGEST)
 
 
 def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputConfig) -> None:
@@ -209,7 +271,7 @@ def _parquet_digests(
 ) -> tuple[Digests, bool]:
     """Of every row, and whether some row has an id of its own."""
     digests, number, num_own = bytearray(), 0, 0
-    for batch in parquet.iter_batches(65536, columns=[config.id_column]):
+    for batch in parquet.iter_batches(SCANNED_ROWS, columns=[config.id_column]):
         ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
         digests += b"".join(map(digest_id, ids))
         number, num_own = number + len(ids), num_own + int(own.sum())

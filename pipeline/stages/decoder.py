@@ -7,11 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from actors.generator import DEVICE_LOST, Generator, GeneratorConfig, WindowResult
 from pipeline.handles import BackendRecord
-from skipdecode.backends import choice
+from skipdecode.backends.device import choice_on
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
 
@@ -48,7 +46,5 @@ class Decoder:
 
     def backend(self) -> BackendRecord:
         """Whose kernels it decodes with, and why."""
-        if self.generator.device.type == "cuda":
-            return {"name": "cuda", "reason": torch.cuda.get_device_name(self.generator.device)}
-        chosen = choice.choose()
+        chosen = choice_on(self.generator.device)
         return {"name": chosen.name, "reason": chosen.reason}

@@ -27,7 +27,7 @@ def choose_cuda() -> Choice:
     """
     wanted = os.environ.get(VARIABLE, "").strip().lower()
     if wanted in ("torch", "off", "0"):
-        return _choice("torch", f"forced by {VARIABLE}")
+        return _choice("torch", f"{_device()}; forced by {VARIABLE}")
     problem = _problem()
     if problem is None:
         return _choice("triton", f"{_device()}, Triton {_version()}")

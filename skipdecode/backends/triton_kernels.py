@@ -29,11 +29,8 @@ def ready(
     x = x.to(tl.float32)
     if HAS_NORM:
         rms = tl.rsqrt(tl.sum(x * x, 1) / K + epsilon)
-        x = (
-            (x * rms[:, None] * tl.load(WEIGHT + d, mask=d < K, other=0.0).to(tl.float32)[None, :])
-            .to(dtype)
-            .to(tl.float32)
-        )
+        weight = tl.load(WEIGHT + d, mask=d < K, other=0.0).to(tl.float32)
+        x = (x * rms[:, None] * weight[None, :]).to(dtype).to(tl.float32)
     if HALF > 0:
         turns = d < 2 * HALF
         partner = tl.where(d < HALF, d + HALF, tl.where(turns, d - HALF, d))

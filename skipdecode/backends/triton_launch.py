@@ -149,6 +149,7 @@ def _memory(columns: Columns | TableColumns, heads: Heads) -> tuple[Tensor, Tens
     """Where the kernel begins to count."""
     if isinstance(columns, TableColumns):
         return columns.memory, columns.memory
+    assert columns.places is None, "several columns of a row, which this kernel does not have"
     for own in (columns.k, columns.v):
         assert own.shape[1::2] == (heads.kv_heads, heads.head_dim), (own.shape, heads)
         assert own.stride()[2:] == (heads.head_dim, 1), own.stride()

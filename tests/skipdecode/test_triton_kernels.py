@@ -66,7 +66,7 @@ def check_compiled(found: dict[str, Any]) -> None:
 
 def test_compiled_kernels_spill_nothing_and_load_in_vectors(tmp_path: Path) -> None:
     found = said_by("triton_compiled", tmp_path, "90", "80", "100", interpreted=False)
-    assert len(found) == 12 + 2 * 6
+    assert len(found) == 12 + 2 * 4
     check_compiled(found)
 
 

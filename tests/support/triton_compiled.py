@@ -1,6 +1,6 @@
 """What Triton makes of the kernels for devices that are not there: `python -m`, in a process of its own.
 
-Capabilities are arguments; of the first one all kernels are compiled, of the others attention alone. `slow`: all, and
+Capabilities are arguments; for the first one all kernels are compiled, for the others attention alone. `slow`: all, and
 more of them.
 Prints one JSON document: of each kernel and capability its registers, stack, and loads by bytes for a thread.
 """
@@ -70,6 +70,7 @@ CASES: dict[str, Callable[[], object]] = {
     "argmax, OPT": lambda: KERNELS.argmax(torch.empty(64, 50272, dtype=BF16)),
     "draw, OPT": draw,
 }
+ATTENTION = [name for name in CASES if name.startswith("attention") and "parts" not in name]
 SLOW: dict[str, Callable[[], object]] = {
     "attention, OPT-1.3B, tensors": attend(64, 32, 32, 64, has_table=False),
     "attention, OPT-1.3B, float16": attend(64, 32, 32, 64, dtype=torch.float16),
@@ -94,7 +95,7 @@ def main() -> None:
     capabilities = [int(word) for word in sys.argv[1:] if word.isdigit()]
     for capability in capabilities:
         for name, case in cases.items():
-            if not is_slow and capability != capabilities[0] and not name.startswith("attention"):
+            if not is_slow and capability != capabilities[0] and name not in ATTENTION:
                 continue
             (launched,) = launches_of(case)
             found[f"{name}, sm_{capability}"] = asdict(compiled(launched, capability)) | _tile(launched)

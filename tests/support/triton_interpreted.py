@@ -215,7 +215,6 @@ CASES: dict[str, Callable[[], None]] = {
     "draw, ties": lambda: draw_ties((0, 3, 7), (0.25, 0.875), (0.55,)),
     "decoder, OPT": lambda: decoder("opt"),
     "decoder, OPT-350m": lambda: decoder("opt, norms behind"),
-    "decoder, Qwen3": lambda: decoder("qwen3"),
 }
 SLOW: dict[str, Callable[[], None]] = {
     "draw, many": lambda: draw(FP32, 5000, 3.0, 6),
@@ -228,6 +227,7 @@ SLOW: dict[str, Callable[[], None]] = {
     "decoder, Llama, sampled": lambda: decoder("llama", num_new=6, temperature=1.0, top_k=30, top_p=0.9),
     "decoder, Llama, one head of keys": lambda: decoder("llama, one head of keys", num_new=6),
     "decoder, Llama, SwiftKV": lambda: decoder("llama", num_new=6, swift=True),
+    "decoder, Qwen3": lambda: decoder("qwen3", num_new=6),
     "decoder, StableLM": lambda: decoder("stablelm", num_new=6),
 }
 
