@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.generator import DEVICE_LOST, Generator, GeneratorConfig, WindowResult
+from actors.devices import is_lost
+from actors.generator import Generator, GeneratorConfig, WindowResult
 from pipeline.handles import BackendRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.generate import Request
@@ -31,7 +32,9 @@ class Decoder:
         """One answer per request. Ends the process when its device is lost: a new one may get another context."""
         try:
             return self._thread.submit(self.generator, requests, may_measure).result()
-        except DEVICE_LOST as error:
+        except Exception as error:
+            if not is_lost(error, self.generator.device):
+                raise
             self._last_words(f"{type(error).__name__}: {error}"[:500])
             os._exit(1)
 
@@ -46,5 +49,6 @@ class Decoder:
 
     def backend(self) -> BackendRecord:
         """Whose kernels it decodes with, and why."""
-        chosen = choice_on(self.generator.device)
-        return {"name": chosen.name, "reason": chosen.reason}
+        chosen, graphs = choice_on(self.generator.device), self.generator.graphs
+        reason = chosen.reason if graphs is None else f"{chosen.reason}; {graphs.describe()}"
+        return {"name": chosen.name, "reason": reason}
