@@ -54,7 +54,6 @@ class TritonKernels:
         self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
     ) -> Tensor:
         B, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
-        assert K % 16 == 0, f"heads of {K} numbers, not a multiple of 16"
         has_new, splits, group, table = k is not None, splits_for(B, G), H // G, heads.rotations
         where = columns.where if isinstance(columns, TableColumns) else None
         keys, values = _memory(columns, heads)
@@ -71,7 +70,7 @@ class TritonKernels:
             parts = q.new_empty((B, G, splits, group, K), dtype=torch.float32)
             sums = q.new_empty((B, G, splits, group, 2), dtype=torch.float32)
             arrived = self._counters(q.device)
-        padded = _power(K)
+        padded = max(16, _power(K))  # what the matrix units take at least
         launch(
             kernels.attend_kernel,
             (G, B, splits),

@@ -78,6 +78,7 @@ SLOW: dict[str, Callable[[], object]] = {
     "attention, heads of 96": attend(96, 32, 32, 64),
     "attention, heads of 96 in groups": attend(96, 32, 8, 64, turns=1.0),
     "attention, StableLM": attend(80, 32, 32, 64, turns=0.25),
+    "attention, heads of 8 in groups": attend(8, 4, 2, 64, turns=1.0),
     "attention, TinyLlama": attend(64, 32, 4, 256, turns=1.0),
     "attention, TinyLlama, float32": attend(64, 32, 4, 256, turns=1.0, dtype=FP32),
     "attention, Qwen3, stored": attend(128, 16, 8, 128, turns=1.0, norms=True, is_stored=True),

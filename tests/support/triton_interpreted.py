@@ -197,6 +197,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, Qwen3": lambda: attention(128, 4, 2, FP32, turns=1.0, norms=True, splits=2),
     "attention, Qwen3, bfloat16": lambda: attention(128, 4, 2, BF16, turns=1.0, norms=True),
     "attention, a quarter turns, float16": lambda: attention(80, 3, 3, FP16, turns=0.25),
+    "attention, a test's heads of 12": lambda: attention(12, 4, 2, FP32, turns=1.0, has_table=True),
     "attention, stored already": lambda: attention(64, 4, 2, FP32, turns=1.0, is_stored=True, splits=4),
     "attention, stored already, a table": lambda: attention(64, 2, 2, FP32, is_stored=True, has_table=True),
     "norm, OPT": lambda: add_norm(768, "layer", FP32, is_pre=True, bias=True),
