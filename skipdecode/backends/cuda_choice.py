@@ -16,7 +16,7 @@ from skipdecode.backends.cuda import CudaBackend
 
 MIN_CAPABILITY = (8, 0)
 """bfloat16 products begin here (A100, L4); nothing older is tested."""
-NO_INT8 = "int8 weights are for CPUs"
+ONLY_PLAIN = "quantized weights are for CPUs"
 
 
 @cache
@@ -47,7 +47,7 @@ def cuda_backend() -> Backend:
 
 
 def _choice(name: str, reason: str) -> Choice:
-    return Choice("triton" if name == "triton" else "torch", reason, "bfloat16", NO_INT8)
+    return Choice("triton" if name == "triton" else "torch", reason, "bfloat16", ONLY_PLAIN)
 
 
 def _device() -> str:
