@@ -40,7 +40,11 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequenc
             "quantization": planned.config.model.quantization,
         },
         "decode": planned.model.decode,
-        "input": {"format": planned.input.listing.format, "files": list_files(planned.input)},
+        "input": {
+            "format": planned.input.listing.format,
+            "files": list_files(planned.input),
+            "documents": planned.input.num_documents,
+        },
         "columns": list_columns(output_schema(planned.input)),
         "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": time.time(), "ended_at": None}],
         "retries": earlier.get("retries", []) if earlier else [],
@@ -100,4 +104,4 @@ def refuse_open_books(folder: RunFolder, state: RunState, check: Check) -> None:
 
 def output_schema(plan: InputPlan) -> pa.Schema:
     """The columns of the data files."""
-    return pa.schema([*OUTPUT_SCHEMA, *plan.extra_schema])
+    return pa.schema([*OUTPUT_SCHEMA, *plan.carried_schema])

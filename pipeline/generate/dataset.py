@@ -79,7 +79,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: Helpers) -> Datas
         num_cpus=spec.pool.num_cpus,
         num_gpus=spec.pool.num_gpus or None,
     )
-    end = partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.extra_schema.names))
+    end = partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.carried_schema.names))
     windows_per_file = None if sink.rows_per_file is None else sink.rows_per_file // spec.window_rows
     return rows.map_batches(
         sink, fn_kwargs={"finish": end, "unpack": unpack}, batch_size=windows_per_file, batch_format="pyarrow",

@@ -15,6 +15,7 @@ from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.places import check_apart, check_output, has_all_rows
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
+from pipeline.input.expansion import LINES_BEFORE, LINES_NOW, Expansion
 from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.store.run_folder import RunFolder
@@ -53,7 +54,8 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     model = check_model(config, note)
     folder = RunFolder.open(config.output.path)
     earlier = check_output(folder, config)
-    listing = list_input(config.input, config.limits.max_line_bytes)
+    expansion = Expansion.of(config.input, config.sampling, lines_of(earlier))
+    listing = list_input(config.input, config.limits.max_line_bytes, expansion)
     check_apart(folder, listing)
     cluster = start_ray()
     stop_on_sigterm()
@@ -67,9 +69,15 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     scans, entries = scan_input(listing, config.input, index_all or is_open, note, sum_ids=index_all or not is_finished)
     plan = plan_input(listing, scans, config.input)
     id_sum = sum_input(plan, scans, config.input)
-    note(f"input: {plan.num_rows} rows in {count(len(listing.files), f'{listing.format} file')}")
+    note(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
     prints = fingerprint(config, model.decode, model.folder, dtype, plan)
     return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, id_sum, is_finished)
+
+
+def lines_of(earlier: RunState | None) -> int:
+    """How the run in the folder reads OpenAI batch lines."""
+    lines = earlier["fingerprint"].get("input.lines", LINES_BEFORE) if earlier is not None else LINES_NOW
+    return lines if isinstance(lines, int) else LINES_NOW
 
 
 def begun_in(earlier: RunState | None) -> str | None:

@@ -29,6 +29,14 @@ def is_id_type(type_: pa.DataType) -> bool:
     return is_text_type(type_) or pa.types.is_integer(type_.value_type if pa.types.is_dictionary(type_) else type_)
 
 
+def is_messages_type(type_: pa.DataType) -> bool:
+    """Lists of structs or maps, or text, which is then their JSON."""
+    if not any(is_it(type_) for is_it, _ in LISTS):
+        return is_text_type(type_)
+    value = type_.value_type
+    return bool(pa.types.is_struct(value) or pa.types.is_map(value) or pa.types.is_null(value))
+
+
 def plain_type(type_: pa.DataType) -> pa.DataType:
     """`type_` with the type of the values for dictionaries, which differ from file to file."""
     if pa.types.is_dictionary(type_):
@@ -123,14 +131,18 @@ def row_bytes(metadata: pq.FileMetaData) -> int:
 
 def block_cuts(batch: pa.RecordBatch, max_bytes: int) -> list[int]:
     """Where to cut a batch so that no part, without its dictionaries, has more than `max_bytes`, or else one row."""
-    sizes = sum((decoded_bytes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
     cuts, total = [0], 0
-    for row, size in enumerate(sizes.tolist()):
+    for row, size in enumerate(row_sizes(batch).tolist()):
         if total + size > max_bytes and row > cuts[-1]:
             cuts.append(row)
             total = 0
         total += size
     return [*cuts, batch.num_rows]
+
+
+def row_sizes(batch: pa.RecordBatch) -> Rows:
+    """int64 [rows]: about what each takes without dictionaries."""
+    return sum((decoded_bytes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
 
 
 def without_bombs(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch, Mask]:

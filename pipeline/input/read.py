@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import InputConfig
 from pipeline.input.arrays import Mask
+from pipeline.input.expand import Documents, expand
 from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import iter_rows
 from pipeline.input.ids import already_used, describe_place, made_id, split_place
@@ -25,37 +26,52 @@ from pipeline.input.parquet_columns import (
     parquet_ids,
     plain_type,
     row_bytes,
+    row_sizes,
     to_text,
     without_bombs,
     without_invalid_utf8,
 )
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
+from pipeline.input.prompting import Prompter, prompt_fields, template_columns
 from pipeline.input.row import BLOCK_BYTES, Row
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
-Blocks = Generator[pa.Table, None, None]
+Blocks = Generator[Documents, None, None]
 
 
-def read_file(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int = 1024) -> Iterator[pa.Table]:
+def read_file(
+    plan: InputPlan,
+    index: int,
+    config: InputConfig,
+    rows_per_block: int = 1024,
+    prompter: Prompter | None = None,
+    is_done: Mask | None = None,
+) -> Iterator[pa.Table]:
     """The rows of file `index` as blocks of `plan.schema`, of up to `rows_per_block` rows and about 32 MiB.
 
-    Raises `RuntimeError` if the file is not the one that was scanned: with other rows the books cannot close.
+    `prompter`: makes prompts where they are made; without it there are none. Nor are there for rows that are done:
+    bool [rows]. Raises `RuntimeError` if the file is not the one that was scanned: with other rows the books cannot
+    close.
     """
-    file = plan.listing.files[index]
-    wanted = plan.num_rows_per_file[index]
+    file, expansion = plan.listing.files[index], plan.listing.expansion
+    wanted = plan.num_documents_per_file[index]
     _check_unchanged(plan.listing.filesystem, file)
     reader = _read_parquet if plan.listing.format == "parquet" else _read_rows
-    done = 0
+    done = num_rows = 0
     try:
         with closing(reader(plan, index, config, rows_per_block)) as blocks:
-            while done < wanted and (block := next(blocks, None)) is not None:
-                block = _mark_duplicates(block[: wanted - done], done, plan, index)
-                done += len(block)
-                yield block
+            while done < wanted and (documents := next(blocks, None)) is not None:
+                documents = documents[: wanted - done]
+                done += len(documents.table)
+                mask = None if is_done is None else is_done[num_rows:]
+                for block in expand(documents, expansion, plan.schema, prompter, mask, rows_per_block):
+                    yield _mark_duplicates(block, num_rows, plan, index)
+                    num_rows += len(block)
     except (OSError, pa.ArrowException) as error:
         raise RuntimeError(f"input file {file.path}: cannot be read after row {done}: {error}") from error
-    if done != wanted:
-        raise RuntimeError(f"input file {file.path}: {done} rows now, {wanted} when it was scanned")
+    found, expected = (done, num_rows), (wanted, plan.num_rows_per_file[index])
+    if found != expected:
+        raise RuntimeError(f"input file {file.path}: {found} documents and rows now, {expected} when it was scanned")
 
 
 def _check_unchanged(filesystem: pafs.FileSystem, file: SourceFile) -> None:
@@ -65,19 +81,32 @@ def _check_unchanged(filesystem: pafs.FileSystem, file: SourceFile) -> None:
 
 
 def _read_rows(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
-    file, wanted = plan.listing.files[index], plan.num_rows_per_file[index]
+    file, wanted = plan.listing.files[index], plan.num_documents_per_file[index]
     with open_stream(plan.listing.filesystem, file) as stream:
         block: list[Row] = []
         num_bytes = 0
-        rows = iter_rows(stream, file.name, plan.listing.format, config, plan.listing.max_line_bytes)
+        listing = plan.listing
+        rows = iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes, listing.expansion)
         for row in islice(rows, wanted):
             block.append(row)
             num_bytes += row.num_bytes
             if len(block) == rows_per_block or num_bytes >= BLOCK_BYTES:
-                yield _to_table(block, file, plan)
+                yield _documents(block, file, plan)
                 block, num_bytes = [], 0
         if block:
-            yield _to_table(block, file, plan)
+            yield _documents(block, file, plan)
+
+
+def _documents(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> Documents:
+    format = plan.listing.format
+    word = "row" if format == "csv" else "line"
+    return Documents(
+        _to_table(rows, file, plan),
+        num_bytes=[row.num_bytes for row in rows],
+        places=[f"{file.name} {word} {row.number + 1}" for row in rows],
+        fields=[prompt_fields(row, format) for row in rows],
+        samples=[row.samples for row in rows] if format == "openai_batch" else (),
+    )
 
 
 def _to_table(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> pa.Table:
@@ -94,8 +123,9 @@ def _to_table(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> pa.Tabl
         if name in plan.json_columns:
             values = [None if value is None else to_json(value) for value in values]
         columns.append(values)
-    arrays = [pa.array(values, type=field.type) for values, field in zip(columns, plan.schema, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=plan.schema)
+    schema = plan.document_schema
+    arrays = [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
@@ -121,15 +151,13 @@ def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
 
 def _from_batch(
     batch: pa.RecordBatch, file: SourceFile, first: int, plan: InputPlan, config: InputConfig, errors: "_Errors"
-) -> pa.Table:
+) -> Documents:
     count = batch.num_rows
     if config.id_column in batch.schema.names:
         ids, _, bad_ids = parquet_ids(batch.column(config.id_column), file, first)
         errors.set(bad_ids, BAD_LINE, f"column {config.id_column!r} is not valid UTF-8")
     else:
         ids = [made_id(file, first + row) for row in range(count)]
-    prompts, bad_prompts = to_text(batch.column(config.prompt_column))
-    errors.set(bad_prompts, BAD_LINE, f"column {config.prompt_column!r} is not valid UTF-8")
     extras = []
     for field in plan.extra_schema:
         if field.name not in batch.schema.names:
@@ -140,12 +168,47 @@ def _from_batch(
         column, bad = without_invalid_utf8(plain)
         errors.set(bad, BAD_LINE, f"column {field.name!r} is not valid UTF-8")
         extras.append(column)
-    missing = np.asarray(prompts.is_null()) & ~bad_prompts
-    errors.set(missing, PROMPT_MISSING, f"column {config.prompt_column!r} is null")
+    prompts = pa.nulls(count, pa.string())
+    if config.text_column is not None:
+        prompts, bad_prompts = to_text(batch.column(config.text_column))
+        errors.set(bad_prompts, BAD_LINE, f"column {config.text_column!r} is not valid UTF-8")
+        _fail_missing(np.asarray(prompts.is_null()) & ~bad_prompts, config.text_column, errors)
+    elif config.messages_column is not None:
+        _fail_missing(np.asarray(batch.column(config.messages_column).is_null()), config.messages_column, errors)
+    fields = _parquet_fields(batch, config, errors)
     nothing = [pa.nulls(count, ROW_SCHEMA.field(name).type) for name in (PROMPT_TOKENS, SAMPLING)]
-    return pa.Table.from_arrays(
-        [pa.array(ids, pa.string()), prompts, *nothing, *errors.columns(), *extras], schema=plan.schema
+    columns = [pa.array(ids, pa.string()), prompts, *nothing, *errors.columns(), *extras]
+    return Documents(
+        pa.Table.from_arrays(columns, schema=plan.document_schema),
+        num_bytes=row_sizes(batch).tolist(),
+        places=[f"{file.name} row {first + row + 1}" for row in range(count)],
+        fields=fields,
+        samples=(),
     )
+
+
+def _fail_missing(missing: Mask, column: str, errors: "_Errors") -> None:
+    errors.set(missing, PROMPT_MISSING, f"column {column!r} is null")
+
+
+def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> list[dict[str, object]]:
+    """The columns that prompts are made of, as Python values, by row; of one that has none that is text, nothing."""
+    wanted = template_columns(config) | ({config.messages_column} if config.messages_column is not None else set())
+    part = batch.select([name for name in batch.schema.names if name in wanted])
+    if not part.num_columns:
+        return [{} for _ in range(batch.num_rows)]
+    try:
+        return list(part.to_pylist(maps_as_pydicts="lossy"))
+    except ValueError:  # text in it that is no UTF-8, or a time that Python cannot say
+        found = []
+    for row in range(batch.num_rows):
+        try:
+            found += part[row : row + 1].to_pylist(maps_as_pydicts="lossy")
+        except ValueError as error:
+            found.append({})
+            is_here = np.arange(batch.num_rows) == row
+            errors.set(is_here, BAD_LINE, f"a column of the prompt cannot be read: {error}")
+    return found
 
 
 class _Errors:
