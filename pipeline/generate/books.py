@@ -29,6 +29,7 @@ Check: TypeAlias = Callable[[], None]
 def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequence[str] = ()) -> RunState:
     """`run.json` at the start of a session. `former`: sessions before it that no earlier state names."""
     earlier = planned.earlier
+    began = time.time() if earlier else planned.started_at
     before = earlier.get("former", []) if earlier else []
     return {
         "state": phase,
@@ -46,7 +47,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequenc
             "documents": planned.input.num_documents,
         },
         "columns": list_columns(output_schema(planned.input)),
-        "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": time.time(), "ended_at": None}],
+        "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": began, "ended_at": None}],
         "retries": earlier.get("retries", []) if earlier else [],
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
         "former": list(dict.fromkeys([*before, *former])),

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from actors.chat_template import ChatTemplate
 from pipeline.config import DecodeConfig, JobConfig
 from pipeline.input.expansion import LINES_BEFORE
 from pipeline.input.plan import InputPlan
@@ -23,9 +24,15 @@ NUM_SHOWN = 3  # input files that an error names
 
 
 def fingerprint(
-    config: JobConfig, decode: dict[str, Json], model_folder: Path, dtype: str, plan: InputPlan
+    config: JobConfig,
+    decode: dict[str, Json],
+    model_folder: Path,
+    dtype: str,
+    plan: InputPlan,
+    chat: ChatTemplate | None = None,
 ) -> Fingerprint:
-    """`decode`, `dtype`: as they are settled, never "auto". A resumed run must agree in every entry."""
+    """`decode`, `dtype`: as they are settled, never "auto"; `chat`: None where no prompt goes through it. A resumed run
+    must agree in every entry."""
     entries: Fingerprint = {"code_version": CODE_VERSION, "model.dtype": dtype}
     entries |= _settings(config, decode)
     if config.sampling.deterministic:
@@ -34,6 +41,7 @@ def fingerprint(
     entries["model.files"] = digest_files(model_folder)
     tokenizer = config.model.tokenizer
     entries["model.tokenizer"] = tokenizer and digest_files(resolve_source(tokenizer, "model.tokenizer"))
+    entries["input.chat_template"] = chat and hashlib.sha256(chat.source.encode()).hexdigest()
     entries["input.format"] = plan.listing.format
     if plan.listing.format == "openai_batch":
         entries["input.lines"] = plan.listing.expansion.lines
@@ -60,7 +68,10 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
 
 def defaults() -> Fingerprint:
     """What an entry means in the fingerprint of an earlier version, which did not have it."""
-    return _settings(JobConfig(), DecodeConfig().model_dump(mode="json")) | {"input.lines": LINES_BEFORE}
+    return _settings(JobConfig(), DecodeConfig().model_dump(mode="json")) | {
+        "input.lines": LINES_BEFORE,
+        "input.chat_template": None,
+    }
 
 
 def list_files(plan: InputPlan) -> list[FileEntry]:

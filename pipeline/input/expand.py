@@ -4,6 +4,7 @@ A row of a document that failed fails too, all with the reason of the document. 
 a thousand samples of a large document are many small blocks. Left out: which rows those are (`expansion`).
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,12 +14,12 @@ import pyarrow as pa
 
 from pipeline.input.arrays import Mask
 from pipeline.input.expansion import Expansion
-from pipeline.input.prompting import Failure, Prompter
+from pipeline.input.prompting import Failure, Made, Prompter
 from pipeline.input.row import BLOCK_BYTES
 from pipeline.schema import BAD_LINE, ID, PROMPT, SOURCE_ID, SOURCE_SCHEMA
 
 MAX_DOCUMENT_BYTES: Final = 1 << 30  # of all rows of a document: Ray holds a window of them at a time
-RENDERED_AT_ONCE: Final = 64  # documents: what templates make of them is in memory at a time
+MADE_AT_ONCE: Final = 64  # documents: what templates make of them is in memory at a time
 
 
 @dataclass(frozen=True)
@@ -74,47 +75,88 @@ def expand(
     if prompter is None and schema == documents.table.schema:
         yield documents.table
         return
+    rows: list[_Made] = []
+    num_bytes = 0
+    for row in _all_rows(documents, expansion, prompter, is_done):
+        size = (documents.num_bytes[row.document] if row.is_held else 0) + len(row.prompt or "")
+        if rows and (len(rows) == rows_per_block or num_bytes + size > BLOCK_BYTES):
+            yield _to_table(documents.table, rows, schema)
+            rows, num_bytes = [], 0
+        rows.append(row)
+        num_bytes += size
+    if rows:
+        yield _to_table(documents.table, rows, schema)
+
+
+def _all_rows(
+    documents: Documents, expansion: Expansion, prompter: Prompter | None, is_done: Mask | None
+) -> Iterator[_Made]:
     first = 0
-    for start in range(0, len(documents.table), RENDERED_AT_ONCE):
-        part = documents[start : start + RENDERED_AT_ONCE]
+    for start, end in itertools.pairwise(_cuts(documents, expansion)):
+        part = documents[start:end]
         total = sum(part.counts(expansion))
         done = np.zeros(total, bool) if is_done is None else is_done[first : first + total]
         first += total
-        rows: list[_Made] = []
-        num_bytes = 0
-        for row in _rows(part, expansion, prompter, done):
-            size = (part.num_bytes[row.document] if row.is_held else 0) + len(row.prompt or "")
-            if rows and (len(rows) == rows_per_block or num_bytes + size > BLOCK_BYTES):
-                yield _to_table(part.table, rows, schema)
-                rows, num_bytes = [], 0
-            rows.append(row)
-            num_bytes += size
-        if rows:
-            yield _to_table(part.table, rows, schema)
+        yield from _rows(part, start, expansion, prompter, done)
 
 
-def _rows(part: Documents, expansion: Expansion, prompter: Prompter | None, is_done: Mask) -> Iterator[_Made]:
-    ids, prompts, codes, messages = (
-        part.table[name].to_pylist() for name in (ID, PROMPT, "error_code", "error_message")
-    )
-    at = 0
-    for document, count in enumerate(part.counts(expansion)):
-        samples = count // len(expansion.names)
-        code, message, is_held = codes[document], messages[document], True
-        if part.num_bytes[document] * count > MAX_DOCUMENT_BYTES:
-            is_held = False
-            reason = f"{count} rows of about {part.num_bytes[document]} bytes take more than {MAX_DOCUMENT_BYTES} bytes"
-            code, message = code or BAD_LINE, message or f"{reason}; ask for fewer samples or templates"
-        made: str | Failure | None = None
-        for name, sample, end in expansion.parts(samples):
+def _cuts(documents: Documents, expansion: Expansion) -> list[int]:
+    """Where to cut, so that what templates make of a part is not much at once."""
+    cuts, num_bytes = [0], 0
+    for row, size in enumerate(documents.num_bytes):
+        is_full = row - cuts[-1] == MADE_AT_ONCE or num_bytes + size > BLOCK_BYTES // len(expansion.names)
+        if row > cuts[-1] and is_full:
+            cuts.append(row)
+            num_bytes = 0
+        num_bytes += size
+    return [*cuts, len(documents.table)]
+
+
+def _rows(
+    part: Documents, start: int, expansion: Expansion, prompter: Prompter | None, is_done: Mask
+) -> Iterator[_Made]:
+    """`start`: number of the part's first document."""
+    ids, prompts = part.table[ID].to_pylist(), part.table[PROMPT].to_pylist()
+    counts = part.counts(expansion)
+    errors, is_held = _errors(part, counts)
+    ends = np.cumsum(counts).tolist()
+    places = zip(ends, counts, strict=True)
+    is_open = [not is_done[end - count : end].all() for end, count in places] if prompter else []
+    wanted = [document for document, yes in enumerate(is_open) if yes and not errors[document][0]]
+
+    def make(name: str) -> list[Made]:
+        """The prompts with that template, of all documents."""
+        made: list[Made] = list(prompts)
+        if prompter is not None and wanted:
+            own = [part.fields[document] for document in wanted], [prompts[document] for document in wanted]
+            for document, prompt in zip(wanted, prompter.make(name, *own), strict=True):
+                made[document] = prompt
+        return made
+
+    # a document alone may be a large one, and many templates make much of it: one after the other
+    known = {name: make(name) for name in expansion.names} if len(ids) > 1 else {}
+    for document, count in enumerate(counts):
+        for name, sample, end in expansion.parts(count // len(expansion.names)):
             if sample == 0:
-                made = prompts[document] if is_held else None
-                if prompter is not None and not code and not is_done[at : at + samples].all():
-                    made = prompter.make(name, part.fields[document], prompts[document])
-            own = made.marked(part.places[document]) if isinstance(made, Failure) else (code, message)
-            text = None if isinstance(made, Failure) else made
-            yield _Made(document, ids[document] + end, name, sample, text, own[0], own[1], is_held)
-            at += 1
+                prompt = (known.get(name) or make(name))[document] if is_held[document] else None
+                code, message = errors[document]
+            if isinstance(prompt, Failure):
+                (code, message), prompt = prompt.marked(part.places[document]), None
+            row = ids[document] + end, name, sample, prompt, code, message, is_held[document]
+            yield _Made(start + document, *row)
+
+
+def _errors(part: Documents, counts: Sequence[int]) -> tuple[list[tuple[str, str]], list[bool]]:
+    """Code and message of each document, and whether its rows can be held."""
+    codes, messages = part.table["error_code"].to_pylist(), part.table["error_message"].to_pylist()
+    errors, is_held = list(zip(codes, messages, strict=True)), []
+    for document, (size, count) in enumerate(zip(part.num_bytes, counts, strict=True)):
+        is_held.append(size * count <= MAX_DOCUMENT_BYTES)
+        if not is_held[-1] and not codes[document]:
+            reason = f"{count} rows of about {size} bytes take more than {MAX_DOCUMENT_BYTES} bytes"
+            message = f"{part.places[document]}: {reason}; ask for fewer samples or templates"
+            errors[document] = BAD_LINE, message
+    return errors, is_held
 
 
 def _to_table(table: pa.Table, rows: Sequence[_Made], schema: pa.Schema) -> pa.Table:

@@ -52,6 +52,15 @@ def plain_type(type_: pa.DataType) -> pa.DataType:
     return type_
 
 
+def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
+    """The column without dictionaries, and in a type that holds it."""
+    plain = plain_type(column.type)
+    for wanted in (plain, type_):
+        if column.type != wanted:  # pyarrow's cast breaks lists of structs with a child of nulls, to their own type too
+            column = column.cast(wanted)
+    return column
+
+
 def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
     """A string or integer column as `string`, and which values are not valid UTF-8: those become null."""
     return without_invalid_utf8(column.cast(plain_type(column.type)).cast(pa.string()))

@@ -22,9 +22,9 @@ from pipeline.input.ids import already_used, describe_place, made_id, split_plac
 from pipeline.input.json_rows import to_json
 from pipeline.input.parquet_columns import (
     block_cuts,
+    cast_plain,
     encoded_columns,
     parquet_ids,
-    plain_type,
     row_bytes,
     row_sizes,
     to_text,
@@ -163,9 +163,7 @@ def _from_batch(
         if field.name not in batch.schema.names:
             extras.append(pa.nulls(count, field.type))
             continue
-        plain = batch.column(field.name)
-        plain = plain.cast(plain_type(plain.type)).cast(field.type)
-        column, bad = without_invalid_utf8(plain)
+        column, bad = without_invalid_utf8(cast_plain(batch.column(field.name), field.type))
         errors.set(bad, BAD_LINE, f"column {field.name!r} is not valid UTF-8")
         extras.append(column)
     prompts = pa.nulls(count, pa.string())
