@@ -27,7 +27,7 @@ from skipdecode.kv.ragged import Arena
 from skipdecode.logprobs import LogprobRecorder
 from skipdecode.plan import Schedule, has_no_kv_holes, kv_owners
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
-from skipdecode.sampler import likeliest, pick
+from skipdecode.sampler import cuts, likeliest, pick
 from skipdecode.sampling import row_uniforms
 
 CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
@@ -254,4 +254,5 @@ def _choose(
     if params is None:
         return likeliest(logits)
     uniforms = [[member.uniform(num_steps - member.joined_at)] for member in members]
-    return pick(logits.float(), *params, torch.tensor(uniforms, dtype=torch.float32, device=logits.device))
+    uniform = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
+    return pick(logits, *params, uniform, cuts=any(cuts(member.row.request.sampling) for member in members))

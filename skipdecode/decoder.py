@@ -204,8 +204,8 @@ class Decoder(nn.Module):
 
     @property
     def is_fused(self) -> bool:
-        """Whether every layer is one kernel (`Backend.fuse`)."""
-        return all(layer.kernel is not None for layer in self.layers)
+        """Whether every layer is one kernel (`Backend.fuse`) that reads prompts, too."""
+        return all(layer.kernel is not None and layer.kernel.reads_prompts for layer in self.layers)
 
     @property
     def weight_itemsize(self) -> int:

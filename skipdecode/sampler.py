@@ -23,6 +23,7 @@ class Sampler:
             return
         uniforms = np.stack([row_uniforms(row.seed, i, num_tokens) for i, row in zip(ids, rows, strict=True)])
         self._uniforms = torch.from_numpy(uniforms).to(device)  # [B, N]
+        self._cuts = any(cuts(row) for row in rows)
         self._temperature = torch.tensor([[row.temperature] for row in rows], device=device)  # [B, 1]
         self._top_p = torch.tensor([[row.top_p] for row in rows], device=device)
         self._top_k = torch.tensor([[row.top_k or 2**62] for row in rows], device=device)
@@ -37,7 +38,13 @@ class Sampler:
         """Token y_k from [B, V] logits: [B] int64. Ties go to the lower token id."""
         if self.is_greedy:
             return likeliest(logits)
-        return pick(logits.float(), self._temperature, self._top_k, self._top_p, self._uniforms[:, k : k + 1])
+        uniform = self._uniforms[:, k : k + 1]
+        return pick(logits, self._temperature, self._top_k, self._top_p, uniform, cuts=self._cuts)
+
+
+def cuts(row: Sampling) -> bool:
+    """Whether a row draws, and from fewer than all tokens."""
+    return row.temperature > 0 and (row.top_k > 0 or row.top_p < 1)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -45,12 +52,28 @@ def likeliest(logits: Tensor) -> Tensor:
     return backend_on(logits.device).argmax(logits)
 
 
-def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row from [B, V] float32 logits and [B, 1] parameters; greedy at temperature 0: [B] int64."""
+def pick(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor, *, cuts: bool = True
+) -> Tensor:
+    """One token per row from [B, V] logits and [B, 1] parameters; greedy at temperature 0: [B] int64.
+
+    `cuts`: whether top_k or top_p leave anything out in any row. Without them there is nothing to sort, and a row's
+    token is the same, bit for bit.
+    """
+    if (drawn := backend_on(logits.device).draw(logits, temperature, top_k, top_p, uniform)) is not None:
+        return drawn
+    return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform, cuts=cuts)
+
+
+def pick_by_sort(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor, *, cuts: bool = True
+) -> Tensor:
+    """`pick` from [B, V] float32 logits by torch's operators: the reference of all others."""
     greedy = temperature == 0
     # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
-    return torch.where(greedy[:, 0], likeliest(logits), draw(scaled, top_k, top_p, uniform))
+    drawn = draw(scaled, top_k, top_p, uniform) if cuts else _drawn(scaled.exp(), uniform)
+    return torch.where(greedy[:, 0], likeliest(logits), drawn)
 
 
 def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
@@ -64,9 +87,15 @@ def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tenso
     p = ordered.masked_fill(rank >= top_k, -torch.inf).softmax(dim=-1)
     before = p.cumsum(dim=-1) - p
     is_cut = (before >= top_p) & (rank > 0) & (top_p < 1)  # the token that crosses top_p stays, and the first always
-    kept = torch.zeros_like(p).scatter(1, tokens, p.masked_fill(is_cut, 0.0))  # by token id
-    cdf = kept.cumsum(dim=-1)
+    is_cut = torch.zeros_like(is_cut).scatter(1, tokens, is_cut | (rank >= top_k))  # by token id
+    weights = (logits - ordered[:, :1]).exp()  # in proportion to p, and the same for a token whatever else is kept
+    return _drawn(weights.masked_fill(is_cut, 0.0), uniform)
+
+
+def _drawn(weights: Tensor, uniform: Tensor) -> Tensor:
+    """[B, V] weights, not all 0 -> [B] int64."""
+    cdf = weights.cumsum(dim=-1)
     # what was cut is no hit, even where a parallel sum is not flat across it; rounding may leave no hit at all
-    hit = (cdf > uniform * cdf[:, -1:]) & (kept > 0)
-    last = kept.shape[-1] - 1 - (kept > 0).flip(-1).int().argmax(dim=-1)
+    hit = (cdf > uniform * cdf[:, -1:]) & (weights > 0)
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(dim=-1)
     return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), last)

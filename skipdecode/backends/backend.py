@@ -11,21 +11,47 @@ head dim, V vocabulary.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends.cpu import Activation, Columns
-from skipdecode.backends.layer import LayerShape, Product
+from skipdecode.backends.layer import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 
 __all__ = [
     "TORCH", "Activation", "Backend", "ColumnAttention", "Columns", "FusedLayer", "FusedStore", "LayerShape", "Packed",
-    "Product", "Prompts", "activate",
+    "Product", "Prompts", "TableColumns", "activate",
 ]  # fmt: skip
+
+
+class TableColumns(NamedTuple):
+    """As `Columns`, for a step that is captured once and replayed on batches of any length: the host knows addresses
+    alone, and reads no number. For back ends with `reads_tables`."""
+
+    memory: Tensor
+    """[numbers], one behind the other; keys and values of all layers may lie in it."""
+    where: Tensor
+    """[4] int64 on the device: where in `memory` K begins, where V begins, and how many numbers lie from row to row and
+    from head to head of both, whose columns lie side by side. Multiples of 16."""
+    first: Tensor
+    """[B] int64: a row's first column."""
+    last: Tensor
+    """[B] int64: the column that a row writes, the last one it sees; or one number, expanded."""
+
+
+class Product(Protocol):
+    """A linear layer for kernels that do more than its product (`Backend.fuse`)."""
+
+    @property
+    def inputs(self) -> int: ...
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 class Packed(Protocol):
@@ -48,7 +74,7 @@ class Packed(Protocol):
 class ColumnAttention(Protocol):
     """Attention of one new column per row, which reads no column but a row's own."""
 
-    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: "Columns | TableColumns") -> Tensor:
         """q [B, H, 1, K], k and v [B, G, 1, K] to be stored first (None: stored already) -> as q."""
 
 
@@ -62,6 +88,9 @@ class FusedStore(Protocol):
 class FusedLayer(Protocol):
     """A decoder layer as one call; in place."""
 
+    reads_prompts: bool
+    """`read` serves: prompts without their padding. Else they run by parts."""
+
     @property
     def store(self) -> FusedStore | None:
         """Its keys and values alone; None where it makes none (SwiftKV's queries)."""
@@ -72,6 +101,9 @@ class FusedLayer(Protocol):
 
 class Backend:
     """torch's operators, which serve on every device, and are the reference for all other back ends."""
+
+    reads_tables = False
+    """`step` and `column_attention` take `TableColumns`: a captured step then reads its bounds on the device."""
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
@@ -115,7 +147,12 @@ class Backend:
         return None
 
     def step(
-        self, layers: Sequence[FusedLayer], h: Tensor, columns: Sequence[Columns] | None, *, feeds: bool
+        self,
+        layers: Sequence[FusedLayer],
+        h: Tensor,
+        columns: Sequence[Columns | TableColumns] | None,
+        *,
+        feeds: bool,
     ) -> Tensor:
         """h [B, 1, D] through layers that this back end fused, one behind the other, in place: attention of each over
         its `columns` (None: none attends), and its feed-forward block (where it `feeds`)."""
@@ -142,6 +179,10 @@ class Backend:
     def argmax(self, logits: Tensor) -> Tensor:
         """[B, V] -> [B] int64; the lower index where two are equal."""
         return logits.argmax(dim=-1)
+
+    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor | None:
+        """What `skipdecode.sampler.pick` chooses, from logits [B, V] of any type: [B] int64; None: by its operators."""
+        return None
 
     def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[count] numbers for keys and values: zeros where masked ones are read, for these must be finite."""

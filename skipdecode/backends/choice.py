@@ -14,9 +14,9 @@ from typing import Literal, cast
 
 from skipdecode.backends.build import BuildError, load
 
-Name = Literal["amx", "avx512", "avx2", "torch"]
+Name = Literal["amx", "avx512", "avx2", "torch", "triton"]
 NAMES: tuple[Name, ...] = ("amx", "avx512", "avx2", "torch")
-"""The fastest first."""
+"""The fastest first, without `triton`, which is for CUDA devices (`cuda_choice`)."""
 VARIABLE = "SKIPDECODE_KERNELS"
 """Names a back end that must be used. `off` and `0` mean `torch`; empty or `auto` means the automatic choice."""
 
@@ -97,7 +97,7 @@ def _choose(wanted: str, flags: frozenset[str]) -> Choice:
         return _automatic(names, flags)
     name = cast(Name, "torch" if wanted in ("off", "0") else wanted)
     if name not in names:
-        kind = "cannot run here" if name in NAMES else "is unknown"
+        kind = "is for CUDA devices" if name == "triton" else "cannot run here" if name in NAMES else "is unknown"
         raise BackendError(
             f"{VARIABLE}: {wanted} {kind}; this CPU has {describe_cpu(flags)}; possible are {', '.join(names)}"
         )

@@ -22,10 +22,11 @@ from skipdecode.backends.backend import (
     FusedLayer,
     LayerShape,
     Packed,
-    Product,
+    TableColumns,
     activate,
 )
-from skipdecode.backends.layer import LayerKernel, StoreKernel, step
+from skipdecode.backends.backend import Product as AnyProduct
+from skipdecode.backends.layer import LayerKernel, Product, StoreKernel, step
 from skipdecode.backends.memory import large_pages
 from skipdecode.config import Quantization
 
@@ -64,7 +65,7 @@ class CompiledBackend(Backend):
         self,
         shape: LayerShape,
         norms: tuple[nn.Module, nn.Module],
-        products: Sequence[Product | None],
+        products: Sequence[AnyProduct | None],
         *,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
@@ -75,15 +76,21 @@ class CompiledBackend(Backend):
         return LayerKernel(shape, norms[0], qkv, out, norms[1], fc1, fc2, q_norm=q_norm, k_norm=k_norm)
 
     def step(
-        self, layers: Sequence[FusedLayer], h: Tensor, columns: Sequence[Columns] | None, *, feeds: bool
+        self,
+        layers: Sequence[FusedLayer],
+        h: Tensor,
+        columns: Sequence[Columns | TableColumns] | None,
+        *,
+        feeds: bool,
     ) -> Tensor:
-        return step(cast(Sequence[LayerKernel], layers), h, columns, feeds=feeds)
+        own = cast(Sequence[Columns] | None, columns)
+        return step(cast(Sequence[LayerKernel], layers), h, own, feeds=feeds)
 
     def fuse_store(
         self,
         shape: LayerShape,
         norm: nn.Module,
-        products: Sequence[Product | None],
+        products: Sequence[AnyProduct | None],
         k_norms: Sequence[nn.Module | None],
     ) -> StoreKernel | None:
         return None if None in products else StoreKernel(shape, norm, cast(Sequence[Product], products), k_norms)
@@ -123,13 +130,15 @@ class CompiledBackend(Backend):
 CPU = CompiledBackend()
 
 
-def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
+def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns) -> Tensor:
     """One new column per row by the kernel (`ColumnAttention`): q [B, H, 1, K] -> as q."""
+    assert isinstance(columns, Columns), "a table, which these kernels do not read"
     flat = [x[:, :, 0].flatten(1) for x in (q, k, v) if x is not None]  # [B, heads x K] each
     if len({x.stride() for x in flat}) > 1:  # turned ones lie apart
         flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
     new = (flat[1], flat[2]) if len(flat) == 3 else None
-    return cpu.attend(flat[0], *columns, new).view(q.shape)
+    k_all, v_all, first, last, places = columns
+    return cpu.attend(flat[0], k_all, v_all, first, last, new, places=places).view(q.shape)
 
 
 def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:

@@ -32,12 +32,14 @@ def is_available(tensor: Tensor) -> bool:
 
 
 class Columns(NamedTuple):
-    """Where one new column per row goes, and what it may attend to: as the arguments of `attend`."""
+    """Where one new column per row goes, and what it may attend to: as the arguments of `attend`. Where rows have
+    `places`, k and v are those of all places."""
 
     k: Tensor
     v: Tensor
     first: Tensor
     last: Tensor
+    places: Tensor | None = None
 
 
 class Heads(ctypes.Structure):
@@ -95,6 +97,7 @@ def attend(
     epsilon: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query per row over its columns first..last: q [B, H K] -> [B, H K], heads side by side.
 
@@ -102,9 +105,12 @@ def attend(
     [B] int64, both included. `new`: key and value [B, G K] of column `last`, stored before it is attended to; q and
     `new` may be columns of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS norm over each head
     of q and of the new key; then `rotations` [positions, r] float32 (`LayerShape`) turns them by their place,
-    last - first. Finite numbers only: what becomes of NaN and infinities is not defined.
+    last - first. Finite numbers only: what becomes of NaN and infinities is not defined. `places` [B] int64: the row of
+    k and v [R, G, S, K] that each row has; those that have one together are several new columns of it, all of which are
+    stored before any of them attends.
     """
-    B, G, S, K = k.shape
+    B, (R, G, S, K) = len(q), k.shape
+    assert B == R or places is not None, (q.shape, k.shape)
     new_k, new_v = (None, None) if new is None else new
     # wrong ones would be read as if they were right
     for held in (k, v):
@@ -118,7 +124,7 @@ def attend(
         assert tensor.stride() == (q.stride(0), 1), (tensor.stride(), q.stride())
     norms = [weight for weight in (q_norm, k_norm) if weight is not None]
     assert len({tensor.dtype for tensor in (q, k, v, *(new or ()), *norms)}) == 1, "types differ"
-    for columns in (first, last):
+    for columns in (first, last, *(() if places is None else (places,))):
         assert columns.dtype == torch.int64, columns.dtype
         assert columns.shape == (B,), (columns.shape, B)
         assert columns.is_contiguous(), columns.stride()
@@ -136,6 +142,7 @@ def attend(
         S,
         first.data_ptr(),
         last.data_ptr(),
+        None if places is None else places.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -285,10 +292,10 @@ def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tenso
 THEN = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
 """As `Then` in `cpp/gemm.h`."""
 ARGUMENTS = {
-    "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 6, INT],
+    "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 7, INT],
     "prompt": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
     "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 6, INT],
-    "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 3, INT],
+    "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 4, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack": [INT64, INT64, POINTER, POINTER],
     "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],

@@ -168,6 +168,7 @@ class LayerKernel:
     between them.
     """
 
+    reads_prompts = True
     STAGES = ("norms", "query, key, value", "attention", "attention output", "feed-forward")
     seconds: Tensor | None = None
     """[5] float64 by stage: what steps add their times to, while it is set (`actors.profile`)."""
@@ -222,8 +223,8 @@ class LayerKernel:
 
     def pointers(self, rows: int, columns: Columns) -> tuple[int, int, int, int, int]:
         """Keys, values, capacity, first and last columns, as `step` takes them."""
-        k, v, first, last = columns
-        _check_cache(self.dtype, rows, self._shape, k, v)
+        k, v, first, last, places = columns
+        _check_cache(self.dtype, rows if places is None else len(k), self._shape, k, v)
         _check_indices(rows, first)
         _check_indices(rows, last)
         return k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr()
@@ -249,7 +250,12 @@ def step(layers: Sequence[LayerKernel], h: Tensor, columns: Sequence[Columns] | 
     (None: none attends), and its feed-forward block (where it `feeds`)."""
     rows, count, dtype = len(h), len(layers), layers[0].dtype
     memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
+    places = None
     if columns is not None:
+        places = columns[0].places
+        assert all(of.places is places for of in columns), "layers of other rows"
+        if places is not None:
+            _check_indices(rows, places)
         memory = [kernel.pointers(rows, at) for kernel, at in zip(layers, columns, strict=True)]
     for kernel in layers:
         assert kernel.dtype == dtype, kernel.dtype
@@ -268,6 +274,7 @@ def step(layers: Sequence[LayerKernel], h: Tensor, columns: Sequence[Columns] | 
         (INT64 * count)(*capacities),
         pointers(*first),
         pointers(*last),
+        _pointer(places),
         _pointer(LayerKernel.seconds),
         torch.get_num_threads(),
     )

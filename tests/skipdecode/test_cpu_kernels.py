@@ -85,6 +85,44 @@ def test_attention_is_that_of_torch(
     assert difference <= TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (4, 2)])
+@given(
+    counts=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    dim=st.sampled_from([3, 32, 64]),
+    seed=st.integers(0, 2**31),
+    threads=st.integers(1, 3),
+)
+def test_several_columns_of_a_row_are_as_one_after_the_other(
+    backend: str, dtype: torch.dtype, heads: int, groups: int, counts: list[int], dim: int, seed: int, threads: int
+) -> None:
+    """Bit for bit, whatever their order, and nothing else is written."""
+    rng = torch.Generator().manual_seed(seed)
+    at = torch.randperm(len(counts) + 1, generator=rng)[: len(counts)].tolist()  # a row of the cache has no columns
+    k, v = (torch.randn(len(counts) + 1, groups, 40, dim, generator=rng).to(dtype) for _ in "kv")
+    begins = torch.randint(0, 30, (len(counts),), generator=rng).tolist()
+    new = [(place, begin + i) for place, begin, n in zip(at, begins, counts, strict=True) for i in range(n)]
+    qkv = torch.randn(len(new), (heads + 2 * groups) * dim, generator=rng).to(dtype)
+    q, new_k, new_v = qkv.split([heads * dim, groups * dim, groups * dim], dim=1)
+    wanted_k, wanted_v = k.clone(), v.clone()
+    wanted = []
+    for n, (place, column) in enumerate(new):
+        one, part = slice(n, n + 1), slice(place, place + 1)
+        own = wanted_k[part].clone(), wanted_v[part].clone()
+        bounds = torch.tensor([0]), torch.tensor([column])
+        wanted.append(cpu.attend(q[one], *own, *bounds, (new_k[one], new_v[one])))
+        wanted_k[part], wanted_v[part] = own
+    order = torch.randperm(len(new), generator=rng)
+    places, last = (torch.tensor(x)[order].contiguous() for x in zip(*new, strict=True))
+    mixed = qkv[order]
+    q, new_k, new_v = mixed.split([heads * dim, groups * dim, groups * dim], dim=1)
+    with num_threads(threads):
+        made = cpu.attend(q, k, v, torch.zeros_like(last), last, (new_k, new_v), places=places)
+    assert torch.equal(made, torch.cat(wanted)[order])
+    assert torch.equal(k, wanted_k)
+    assert torch.equal(v, wanted_v)
+
+
 def test_weights_far_apart_do_not_overflow(backend: str) -> None:
     q = torch.full((1, 64), 50.0)
     k = torch.stack([torch.full((64,), x) for x in (-40.0, 40.0, 39.0)])[None, None].contiguous()

@@ -216,3 +216,24 @@ def test_huge_temperature_is_uniform() -> None:
     sampler = Sampler([str(i) for i in range(3000)], [Sampling(temperature=1e6)] * 3000, 1, CPU)
     counts = sampler(logits.expand(3000, -1), 0).bincount(minlength=60).double()
     assert chi_square_is_plausible(counts, torch.full((60,), 1 / 60, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.7, 2.0])
+def test_a_row_without_cuts_draws_the_same_in_any_company(temperature: float) -> None:
+    """Nothing is sorted where no row cuts; one that does changes no bit of the others."""
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(3))
+    plain, cut = Sampling(temperature=temperature, seed=4), Sampling(temperature=temperature, top_k=7, top_p=0.8)
+    ids = [f"row-{i}" for i in range(6)]
+    alone, beside = Sampler(ids[:5], [plain] * 5, 200, CPU), Sampler(ids, [plain] * 5 + [cut], 200, CPU)
+    for k in range(200):
+        assert torch.equal(alone(logits[:5], k), beside(logits, k)[:5])
+
+
+def test_nothing_is_sorted_where_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorts: list[int] = []
+    sort = Tensor.sort
+    monkeypatch.setattr(Tensor, "sort", lambda self, *a, **k: sorts.append(1) or sort(self, *a, **k))
+    for row, count in ((Sampling(temperature=1.0), 0), (Sampling(top_k=3), 0), (Sampling(temperature=1.0, top_k=3), 1)):
+        rows = [row, Sampling(temperature=0.5)]
+        Sampler(["a", "b"], rows, 1, CPU)(torch.randn(2, 50), 0)
+        assert len(sorts) == count

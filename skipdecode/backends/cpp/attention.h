@@ -1,5 +1,5 @@
 // Attention of one new column per row over that row's cached keys and values, at the speed of memory; for
-// attention.cpp and step.cpp.
+// attention.cpp and step.cpp. Several new columns of one row of the cache are as many rows here, with one `place`.
 //
 // Plain C++ that a compiler vectorises; no intrinsics, no torch headers, so that it compiles in a second. The prefetches
 // are what matters: while keys are read, the values of the same row and head are on their way, and while values are
@@ -98,18 +98,20 @@ template <> struct Head<bfloat16, 128> : Pairs<128> {};
 
 // A thread's part of it, to be called by all threads of a parallel region, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
-// put(row, head, numbers) is called with each row's and head's result [dim]. Here each head has keys and values of its own.
+// `places` [rows]: the row of the cache that each row has, where several may have one, whose keys and values are all there
+// (`store_all`); null: its own. put(row, head, numbers) is called with each row's and head's result [dim]. Here each head has keys and values of its own.
 template <typename T, int DIM, typename Put>
 void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k, T* v,
-            int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+            int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, Put put) {
   const int64_t dim = DIM ? DIM : heads.dim, count = heads.count;
   const float scale = 1.0f / std::sqrt(float(dim));
   const int64_t step = capacity * dim;  // from one head's cache to the next
   std::vector<float> weights(capacity), query(dim), sums(dim);
   std::vector<T> made(dim);
   share(rows * count, [&](int64_t unit) {
-    const int64_t row = unit / count, head = unit % count, start = first[row], end = last[row];
-    T *keys = k + unit * step, *values = v + unit * step;
+    const UnitOf of(unit, rows, count, places);
+    const int64_t row = of.row, head = of.head, start = first[row], end = last[row], at = of.memory * step;
+    T *keys = k + at, *values = v + at;
     if (new_k) store_new(heads, row, head, end - start, new_k, new_v, row_stride, keys + end * dim, values + end * dim);
     const T* from = q + row * row_stride + head * dim;
     if (heads.turns_queries()) {
@@ -129,7 +131,7 @@ void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const 
         weights[s] = exp_of_negative(weights[s] - top);
         total += weights[s];
       }
-      const T* next = keys + (unit + 1 < rows * count ? step : 0);
+      const T* next = k + (unit + 1 < rows * count ? UnitOf(unit + 1, rows, count, places).memory : of.memory) * step;
       for (int64_t d = 0; d < dim; ++d) sum[d] = 0.0f;
       for (int64_t s = start; s <= end; ++s) {
         prefetch(next + s * dim, dim);
@@ -149,21 +151,21 @@ void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const 
 
 template <typename T, int DIM, typename Put>
 void attend_any(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-                T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+                T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, Put put) {
   const auto run = heads.count > heads.groups ? attend_groups<T, DIM, Put> : attend<T, DIM, Put>;
-  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, put);
+  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, put);
 }
 
 template <typename T, typename Put>
 void attend_of(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-               T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+               T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, Put put) {
   const auto run = heads.dim == 32    ? attend_any<T, 32, Put>    // the demo model
                    : heads.dim == 64  ? attend_any<T, 64, Put>    // OPT-125m to 1.3B
                    : heads.dim == 80  ? attend_any<T, 80, Put>    // 2.7B
                    : heads.dim == 96  ? attend_any<T, 96, Put>
                    : heads.dim == 128 ? attend_any<T, 128, Put>   // 6.7B and larger
                                       : attend_any<T, 0, Put>;
-  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, put);
+  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, put);
 }
 
 }  // namespace cpu

@@ -269,13 +269,14 @@ void weigh(int64_t each, int64_t count, const T* keys, const T* values, int64_t 
 // As `attend` in attention.h.
 template <typename T, int DIM, typename Put>
 void attend_groups(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, Put put) {
+                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, Put put) {
   constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
   const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
   const GroupRoom<T> room(heads, capacity);
   share(units, [&](int64_t unit) {
-    const int64_t row = unit / heads.groups, group = unit % heads.groups, start = first[row], count = last[row] - start + 1;
-    T *keys = k + unit * step, *values = v + unit * step;
+    const UnitOf of(unit, rows, heads.groups, places);
+    const int64_t row = of.row, group = of.head, start = first[row], count = last[row] - start + 1;
+    T *keys = k + of.memory * step, *values = v + of.memory * step;
     if (new_k) store_new(heads, row, group, count - 1, new_k, new_v, row_stride, keys + last[row] * dim, values + last[row] * dim);
     for (int64_t r = 0; r < each; ++r) {
       const T* from = q + row * row_stride + (group * each + r) * dim;
@@ -286,7 +287,7 @@ void attend_groups(const Heads& heads, int64_t rows, const T* q, const T* new_k,
     }
     weigh<DIM>(each, count, keys + start * dim, values + start * dim, dim, room);
     std::memset(room.sums, 0, each * room.width * sizeof(float));
-    const T* next = keys + (unit + 1 < units ? step : 0) + start * dim;
+    const T* next = k + (unit + 1 < units ? UnitOf(unit + 1, rows, heads.groups, places).memory : of.memory) * step + start * dim;
     for (int64_t s = 0; s < count; s += AT_ONCE) {
       const int64_t some = count - s < AT_ONCE ? count - s : AT_ONCE;
       prefetch(next + s * dim, some * dim);

@@ -77,4 +77,28 @@ inline void store_new(const Heads& heads, int64_t row, int64_t group, int64_t po
   std::memcpy(value, new_v + at, heads.dim * sizeof(T));
 }
 
+// Which row and head the work on a part of the cache is for, and which head of which row of the cache that is. Where rows
+// have `places` there, those of one place come one behind the other, so that its keys and values stay in a core's cache.
+struct UnitOf {
+  int64_t row, head, memory;
+
+  UnitOf(int64_t unit, int64_t rows, int64_t heads, const int64_t* places)
+      : row(places ? unit % rows : unit / heads),
+        head(places ? unit / rows : unit % heads),
+        memory(places ? places[row] * heads + head : unit) {}
+};
+
+// New keys and values of rows that have `places` in the cache, several in one, before any of them attends; for all threads
+// of a parallel region, which wait for each other at the end.
+template <typename T>
+void store_all(const Heads& heads, int64_t rows, const T* new_k, const T* new_v, int64_t row_stride, T* k, T* v,
+               int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places) {
+#pragma omp for schedule(static)
+  for (int64_t unit = 0; unit < rows * heads.groups; ++unit) {
+    const UnitOf of(unit, rows, heads.groups, places);
+    const int64_t at = (of.memory * capacity + last[of.row]) * heads.dim;
+    store_new(heads, of.row, of.head, last[of.row] - first[of.row], new_k, new_v, row_stride, k + at, v + at);
+  }
+}
+
 }  // namespace cpu

@@ -1,0 +1,289 @@
+"""Jinja templates of strangers: compiled and rendered as `transformers.apply_chat_template` does, at a bounded price.
+
+Jinja's own sandbox keeps a template from Python's internals, but not from time and memory: `'a' * 10**9`, `|center`,
+`%` with a width, nested empty loops, `10 ** 10 ** 9`, a filter mapped over a range, and constants that the compiler
+folds. Each operator, filter and method would have to be watched, and one forgotten is a dead worker, since no thread
+can be ended from outside. So a process of its own renders (`jinja_child`): the kernel bounds its CPU time per row and
+its memory, and a row that ends it is an error here; the next row starts another. Nothing is left behind, whichever
+thread asks. A process costs 0.1 s and some 15 MB once, a row some microseconds of pipe.
+
+`strict` (templates over the columns of a row): an undefined variable is an error. Otherwise (chat templates) it is
+empty, as in transformers. Values are plain data: what else they hold comes as its text. No Ray; Linux.
+"""
+
+import atexit
+import json
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import date, datetime, timedelta
+from datetime import time as time_of_day
+from decimal import Decimal
+from pathlib import Path
+
+import jinja2
+
+FRAME, ANSWER = struct.Struct("<II"), struct.Struct("<BI")  # as in `jinja_child`
+CHUNK_BYTES, CHUNK_ROWS = 2**18, 256
+STALL_S = 60.0  # without an answer: the machine is at fault; its own CPU time is bounded far below
+PLAIN = (str, int, float, bool, type(None), bytes, datetime, date, timedelta, time_of_day, Decimal)
+
+
+class TemplateError(ValueError):
+    """A template that cannot be compiled or rendered; says why, without the template's name."""
+
+
+class TemplateSyntaxError(TemplateError):
+    """It is no Jinja."""
+
+
+class UndefinedVariable(TemplateError):
+    """A strict template reads what is not there."""
+
+
+class TemplateRaised(TemplateError):
+    """It called `raise_exception`; the message is its own."""
+
+
+class TemplateTooCostly(TemplateError):
+    """It takes more time or memory than a template may."""
+
+
+ERRORS: tuple[type[TemplateError], ...] = (
+    TemplateError,  # not used: the number of a rendered text
+    TemplateError,
+    TemplateSyntaxError,
+    UndefinedVariable,
+    TemplateRaised,
+    TemplateTooCostly,
+)
+
+
+class Template:
+    """A template that compiles; picklable. TemplateError where it does not."""
+
+    def __init__(self, source: str, *, strict: bool) -> None:
+        self.source, self.strict = source, strict
+        (made,) = _ask(source, strict, None, None)
+        if isinstance(made, TemplateError):
+            raise made
+        self.names = frozenset[str](json.loads(made))
+        """What it reads and does not make itself: columns of a row, or a chat's `messages`."""
+
+    def render(self, values: Mapping[str, object], *, now: datetime) -> str:
+        """`now` is what `strftime_now` tells. TemplateError."""
+        (made,) = self.render_rows([values], now=now)
+        if isinstance(made, TemplateError):
+            raise made
+        return made
+
+    def render_rows(self, rows: Sequence[Mapping[str, object]], *, now: datetime) -> list[str | TemplateError]:
+        """One text or error per row; cheaper than one by one."""
+        made: list[str | TemplateError] = []
+        for chunk in _chunks([_pickled(row) for row in rows]):
+            made += self._render_chunk(chunk, now)
+        return made
+
+    def _render_chunk(self, rows: Sequence[bytes | TemplateError], now: datetime) -> Iterator[str | TemplateError]:
+        good = [row for row in rows if isinstance(row, bytes)]
+        texts = iter(_ask(self.source, self.strict, now, good))
+        return (next(texts) if isinstance(row, bytes) else row for row in rows)
+
+
+def _pickled(row: Mapping[str, object]) -> bytes | TemplateError:
+    try:
+        return pickle.dumps(_plain(row), protocol=5)
+    except RecursionError:
+        return TemplateTooCostly("the values are nested too deeply")
+
+
+def _plain(value: object) -> object:
+    """Of types that the other process knows, and whose methods are harmless."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if callable(to_list := getattr(value, "tolist", None)):  # numpy's arrays and scalars
+        return _plain(to_list())
+    return str(value)
+
+
+def _chunks(rows: Sequence[bytes | TemplateError]) -> Iterator[list[bytes | TemplateError]]:
+    chunk: list[bytes | TemplateError] = []
+    size = 0
+    for row in rows:
+        length = len(row) if isinstance(row, bytes) else 0
+        if chunk and (len(chunk) == CHUNK_ROWS or size + length > CHUNK_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(row)
+        size += length
+    if chunk:
+        yield chunk
+
+
+class _Ended(Exception):
+    """The process has ended; `code` as in `subprocess`, None where it stalled."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class _Child:
+    """One `jinja_child`; a frame in, its answers out."""
+
+    def __init__(self) -> None:
+        modules = (jinja2, sys.modules["markupsafe"])  # what Jinja itself imports
+        folders = dict.fromkeys(str(Path(module.__file__ or "").parents[1]) for module in modules)
+        code = "import runpy, sys; sys.path[:0] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
+        script = str(Path(__file__).with_name("jinja_child.py"))
+        # what a template that breaks out could read of the environment is little, API keys least of all
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME", "TZ") if name in os.environ}
+        options = [*([] if "PYTHONHOME" in kept else ["-I"]), "-S", "-X", "utf8"]
+        self._process = subprocess.Popen(
+            [sys.executable, *options, "-c", code, script, *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=kept,
+            cwd="/",
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        for end in (self._in, self._out):
+            os.set_blocking(end, False)
+        self._unread = bytearray()
+
+    def send(self, frame: bytes) -> None:
+        """_Ended when nobody reads it."""
+        rest = memoryview(frame)
+        while rest:
+            self._wait(self._in, select.POLLOUT)
+            try:
+                rest = rest[os.write(self._in, rest) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._ended() from error
+
+    def answer(self) -> str | TemplateError:
+        """_Ended when the row has ended the process."""
+        kind, length = ANSWER.unpack(self._take(ANSWER.size))
+        text = self._take(length).decode()
+        return text if kind == 0 else ERRORS[kind](text)
+
+    def _take(self, count: int) -> bytes:
+        while len(self._unread) < count:
+            self._wait(self._out, select.POLLIN)
+            with suppress(BlockingIOError):
+                part = os.read(self._out, 2**20)
+                if not part:
+                    raise self._ended()
+                self._unread += part
+        taken = bytes(self._unread[:count])
+        del self._unread[:count]
+        return taken
+
+    def _wait(self, end: int, event: int) -> None:
+        poll = select.poll()
+        poll.register(end, event)
+        if not poll.poll(STALL_S * 1000):
+            self.close()
+            raise _Ended(None)
+
+    def _ended(self) -> _Ended:
+        """Its pipes are closed, so its end is near."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STALL_S)
+        self.close()
+        return _Ended(self._process.returncode)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.leave()
+
+    def leave(self) -> None:
+        """Closes this side alone; the process ends by itself."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+_lock = threading.Lock()
+_child: _Child | None = None
+
+
+def _ask(source: str, strict: bool, now: datetime | None, rows: Sequence[bytes] | None) -> list[str | TemplateError]:
+    """A text or error per row; without rows the names that the template reads. A row that ends the process is an error,
+    and another process takes what follows it."""
+    global _child
+    made: list[str | TemplateError] = []
+    num_answers = 1 if rows is None else len(rows)
+    is_careful, num_ends = num_answers == 1, 0
+    with _lock:
+        while len(made) < num_answers:
+            try:
+                _child = _child or _Child()
+                _child.send(_frame(source, strict, now, None if rows is None else rows[len(made) :], is_careful))
+                while len(made) < num_answers:
+                    made.append(_child.answer())
+                    num_ends = 0
+            except _Ended as end:
+                _child = None
+                num_ends += 1
+                # in haste it is not known which row it was; and what is not the timer may have come from outside
+                if is_careful and (end.code == -signal.SIGPROF or num_ends == 2):
+                    made.append(_blame(end.code))
+                    num_ends = 0
+                is_careful = True
+            except BaseException:  # an interrupt: the answers that are left are nobody's
+                _drop()
+                raise
+    return made
+
+
+def _frame(source: str, strict: bool, now: datetime | None, rows: Sequence[bytes] | None, is_careful: bool) -> bytes:
+    sizes = None if rows is None else [len(row) for row in rows]
+    head, body = pickle.dumps((source, strict, now, sizes, is_careful)), b"".join(rows or ())
+    return FRAME.pack(len(head), len(body)) + head + body
+
+
+def _blame(code: int | None) -> TemplateError:
+    if code == -signal.SIGPROF:
+        return TemplateTooCostly("needs too much time")
+    return TemplateTooCostly(f"ends the process that renders it (exit code {code})")
+
+
+def _drop() -> None:
+    global _child
+    child, _child = _child, None
+    if child is not None:
+        child.close()
+
+
+def _forget() -> None:
+    """In a fork: the process is the parent's."""
+    global _child, _lock
+    child, _child, _lock = _child, None, threading.Lock()
+    if child is not None:
+        child.leave()
+
+
+atexit.register(_drop)
+os.register_at_fork(after_in_child=_forget)

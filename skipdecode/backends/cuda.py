@@ -1,0 +1,293 @@
+"""The back end of CUDA devices: what kernels a decode step is made of, and the order in which a layer calls them.
+
+A layer is four products, by cuBLAS, and three or four kernels between them (`Kernels`): attention of the new column,
+which stores its keys and values, and residual, bias and norm in one. So an OPT layer is 7 kernels, and a Llama layer 8.
+Two sets of kernels serve: Triton's (`triton_launch`), and torch's operators (`cuda_reference`), which are their
+reference. Prompts run by parts. Which set a process takes, `cuda_choice` decides. Not here: graphs, and cache memory.
+
+B rows, D width, H heads of queries, G of keys and values, S columns of memory, K head dim, F feed-forward width, V
+vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipdecode.backends.backend import (
+    Activation,
+    Backend,
+    ColumnAttention,
+    Columns,
+    FusedLayer,
+    Product,
+    TableColumns,
+    activate,
+)
+from skipdecode.backends.layer import LayerShape
+from skipdecode.config import Quantization
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """How heads share keys, and what becomes of a query or key before they meet."""
+
+    heads: int
+    """Of queries, a multiple of `kv_heads`."""
+    kv_heads: int
+    head_dim: int
+    rotations: Tensor | None = None
+    """As in `LayerShape`. A row's new column stands at position `last - first`."""
+    q_norm: Tensor | None = None
+    """[K], the weight of an RMS norm of each head, before it turns."""
+    k_norm: Tensor | None = None
+    epsilon: float = 0.0
+    """Of these norms."""
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """Of a width; `rms` has no bias."""
+
+    kind: Literal["layer", "rms"]
+    epsilon: float
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Kernels(Protocol):
+    """What is not a product. Types: bfloat16, float16 and float32; numbers are added up in float32.
+
+    They read no number on the host, wait for nothing, and can be captured. One stream at a time.
+    """
+
+    def attend(
+        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
+    ) -> Tensor:
+        """Attention of one new column per row over its columns `first..last`: q [B, H K] -> [B, H K].
+
+        k, v [B, G K], rows of any stride: norms and turns them, stores them at `last` first, in place. None: they are
+        stored. No column but these is read: memory around them may be anything, and needs no mask.
+        """
+
+    def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:
+        """h [B, D] plus y [B, D] plus `bias` [D] (None: not), rounded to the type of h; then its norm, from what was
+        rounded.
+
+        `is_pre`: h becomes the sum, in place, and the norm is given back. Else h becomes its norm, and is given back.
+        `norm` None: the sum alone.
+        """
+
+    def gate(self, y: Tensor) -> Tensor:
+        """silu(gate) * other of y = [gate; other] [B, 2 F] -> [B, F]."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """[B, V] -> [B] int64; the lowest index of equals."""
+
+    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+        """The choice of `skipdecode.sampler.pick`, without a sort and without a float32 copy: [B] int64.
+
+        logits [B, V]; [B, 1] each: temperature float32 (0: greedy), top_k int64, top_p and uniform float32, rows of
+        any stride. Sums of many numbers come out otherwise in their last bit: a uniform within about 1e-6 of the edge
+        between two tokens may choose the other.
+        """
+
+
+@dataclass(eq=False)
+class CudaWeight:
+    """A plain weight [out, in]: cuBLAS wants no other layout. Biases and activations go into its epilogue."""
+
+    weight: Tensor
+    kernels: Kernels
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, activation: Activation = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        if activation == "relu" and bias is not None:
+            y = _relu(x, self.weight, bias)
+        else:
+            y = activate(F.linear(x, self.weight, bias), activation)
+        return y if residual is None else residual + y
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return self.kernels.argmax(F.linear(x, self.weight))
+
+    def ordered(self, bias: Tensor) -> Tensor:
+        return bias
+
+    def product(self, bias: Tensor | None) -> "CudaProduct":
+        return CudaProduct(self.weight, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class CudaProduct:
+    """A weight [out, in] and its bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, in] -> [B, out]."""
+        return F.linear(x, self.weight, self.bias)
+
+    def relu(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight).relu_() if self.bias is None else _relu(x, self.weight, self.bias)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        """For `Kernels.add_norm`, which adds it."""
+        return F.linear(x, self.weight)
+
+
+def _relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """relu(x W^T + b) [..., out] as one kernel of cuBLASLt."""
+    flat: Tensor = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t())
+    return flat.view(*x.shape[:-1], weight.shape[0])
+
+
+class CudaLayer:
+    """A decoder layer, for one new column per row: `attention` and `feed` take normed states, and leave residual and
+    bias to the norm that comes next."""
+
+    reads_prompts = False
+    store = None
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        shape: LayerShape,
+        norms: tuple[nn.Module, nn.Module],
+        products: Sequence[CudaProduct],
+        q_norm: nn.Module | None,
+        k_norm: nn.Module | None,
+    ) -> None:
+        self._qkv, self.out, self._fc1, self.fc2 = products
+        self._kernels, self._is_gated, self.is_pre_norm = kernels, shape.mlp == "swiglu", shape.is_pre_norm
+        self.attn_norm, self.ffn_norm = (_norm(shape, norm) for norm in norms)
+        sizes, weights = (shape.heads, shape.kv_heads, shape.head_dim), (_weight(q_norm), _weight(k_norm))
+        self._heads = Heads(*sizes, shape.rotations, *weights, epsilon=shape.epsilon)
+        queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        assert self._qkv.outputs in (queries, queries + 2 * kv), (self._qkv.outputs, queries, kv)
+        self._sizes = [queries] if self._qkv.outputs == queries else [queries, kv, kv]
+
+    def attention(self, x: Tensor, columns: Columns | TableColumns) -> Tensor:
+        """Normed states [B, D] -> [B, D], without the bias of `out`."""
+        parts = torch.split(self._qkv(x), self._sizes, dim=-1)
+        k, v = parts[1:] if len(parts) == 3 else (None, None)
+        return self.out.without_bias(self._kernels.attend(self._heads, parts[0], k, v, columns))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Normed states [B, D] -> [B, D], without the bias of `fc2`."""
+        y = self._kernels.gate(self._fc1(x)) if self._is_gated else self._fc1.relu(x)
+        return self.fc2.without_bias(y)
+
+    def read(self, *_args: object, **_keys: object) -> Tensor:
+        raise AssertionError("prompts run by parts here")
+
+
+class CudaBackend(Backend):
+    """As `Backend`, for CUDA devices, or for any on which `kernels` run."""
+
+    reads_tables = True
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def pack(
+        self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
+    ) -> CudaWeight | None:
+        self.check(weight, quantization, is_gated=is_gated)
+        return CudaWeight(weight.detach(), self.kernels)
+
+    def fuse(
+        self,
+        shape: LayerShape,
+        norms: tuple[nn.Module, nn.Module],
+        products: Sequence[Product | None],
+        *,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> CudaLayer | None:
+        if None in products:
+            return None
+        return CudaLayer(self.kernels, shape, norms, cast(Sequence[CudaProduct], products), q_norm, k_norm)
+
+    def step(
+        self,
+        layers: Sequence[FusedLayer],
+        h: Tensor,
+        columns: Sequence[Columns | TableColumns] | None,
+        *,
+        feeds: bool,
+    ) -> Tensor:
+        states, own = h.view(len(h), -1), cast(Sequence[CudaLayer], layers)
+        pending: Tensor | None = None  # what the next norm adds to the states, and its bias
+        bias: Tensor | None = None
+        for norm, product, run in _blocks(own, columns, feeds=feeds):
+            if own[0].is_pre_norm:
+                x = self.kernels.add_norm(states, pending, bias, norm, is_pre=True)
+                pending, bias = run(x), product.bias
+            else:
+                self.kernels.add_norm(states, run(states), product.bias, norm, is_pre=False)
+        if pending is not None:
+            self.kernels.add_norm(states, pending, bias, None, is_pre=True)
+        return h
+
+    def column_attention(self, memory: Tensor) -> ColumnAttention | None:
+        """None where a gradient is wanted."""
+        return None if torch.is_grad_enabled() else self._attend_by_parts
+
+    def _attend_by_parts(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
+    ) -> Tensor:
+        """q [B, H, 1, K], k, v [B, G, 1, K], normed and turned -> as q."""
+        heads, kv_heads, head_dim = q.shape[1], (q if k is None else k).shape[1], q.shape[3]
+        if isinstance(columns, Columns):
+            kv_heads = columns.k.shape[1]
+        else:
+            assert k is not None, "how many heads share keys?"
+        flat = [None if x is None else x[:, :, 0].flatten(1) for x in (q, k, v)]  # [B, heads K]
+        assert flat[0] is not None
+        return self.kernels.attend(Heads(heads, kv_heads, head_dim), flat[0], flat[1], flat[2], columns).view(q.shape)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return self.kernels.argmax(logits)
+
+    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+        return self.kernels.draw(logits, temperature, top_k, top_p, uniform)
+
+
+Block = tuple[Norm, CudaProduct, Callable[[Tensor], Tensor]]
+"""Half of a layer: its norm, the product whose bias is left to the next norm, and what it does to normed states."""
+
+
+def _blocks(
+    layers: Sequence[CudaLayer], columns: Sequence[Columns | TableColumns] | None, *, feeds: bool
+) -> list[Block]:
+    blocks: list[Block] = []
+    for number, layer in enumerate(layers):
+        if columns is not None:
+            at = columns[number]
+            blocks.append((layer.attn_norm, layer.out, lambda x, layer=layer, at=at: layer.attention(x, at)))  # type: ignore[misc]
+        if feeds:
+            blocks.append((layer.ffn_norm, layer.fc2, layer.feed))
+    return blocks
+
+
+def _norm(shape: LayerShape, norm: nn.Module) -> Norm:
+    bias = cast(Tensor | None, getattr(norm, "bias", None))
+    return Norm(shape.norm, shape.epsilon, _weight(norm), bias)
+
+
+def _weight(norm: nn.Module | None) -> Tensor | None:
+    return cast(Tensor | None, getattr(norm, "weight", None))

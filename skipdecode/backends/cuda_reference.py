@@ -1,0 +1,80 @@
+"""The kernels of `cuda.Kernels` by torch's operators, on any device: what the Triton ones must equal.
+
+Plain and slow: `attend` reads its bounds on the host, so it cannot be captured.
+
+B rows, H heads of queries, G of keys and values, S columns of memory, K head dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.cuda import Heads, Norm
+from skipdecode.rope import turn_of, turned
+
+
+class TorchKernels:
+    """As `cuda.Kernels`."""
+
+    def attend(
+        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
+    ) -> Tensor:
+        keys, values = memory_of(columns, len(q), heads)
+        first, last, rows = columns.first, columns.last.expand(len(q)), torch.arange(len(q), device=q.device)
+        turn = turn_of(heads.rotations, (last - first)[:, None])
+
+        def ready(x: Tensor, weight: Tensor | None) -> Tensor:
+            x = x.reshape(len(q), -1, 1, heads.head_dim)  # [B, heads, 1, K]
+            return turned(x if weight is None else F.rms_norm(x, weight.shape, weight, heads.epsilon), turn)
+
+        if k is not None and v is not None:
+            keys[rows, :, last] = ready(k, heads.k_norm)[:, :, 0]
+            values[rows, :, last] = v.reshape(len(q), heads.kv_heads, heads.head_dim)
+        at = torch.arange(keys.shape[2], device=q.device)
+        sees = (at >= first[:, None]) & (at <= last[:, None])  # [B, S]
+        seen = sees[:, None, :, None]
+        keys, values = keys.masked_fill(~seen, 0), values.masked_fill(~seen, 0)  # what is around may be anything
+        out = F.scaled_dot_product_attention(
+            ready(q, heads.q_norm), keys, values, attn_mask=sees[:, None, None], enable_gqa=True
+        )
+        return out.flatten(1)
+
+    def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:
+        total = h if y is None else h + (y if bias is None else y + bias)
+        normed = total if norm is None else normed_by(norm, total)
+        if is_pre:
+            if y is not None:
+                h.copy_(total)
+            return h if norm is None else normed
+        return h.copy_(normed)
+
+    def gate(self, y: Tensor) -> Tensor:
+        gate, other = y.chunk(2, dim=-1)
+        return F.silu(gate) * other
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+        from skipdecode.sampler import pick_by_sort  # which asks back ends first
+
+        return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform)
+
+
+def normed_by(norm: Norm, x: Tensor) -> Tensor:
+    """[..., D] -> [..., D]."""
+    shape = x.shape[-1:]
+    if norm.kind == "rms":
+        return F.rms_norm(x, shape, norm.weight, norm.epsilon)
+    return F.layer_norm(x, shape, norm.weight, norm.bias, norm.epsilon)
+
+
+def memory_of(columns: Columns | TableColumns, num_rows: int, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, G, S, K] in place; of a table, as many columns as any row sees. Waits for the device."""
+    if isinstance(columns, Columns):
+        return columns.k, columns.v
+    k_at, v_at, row, head = columns.where.tolist()
+    shape = (num_rows, heads.kv_heads, int(columns.last.max()) + 1, heads.head_dim)
+    strides = (row, head, heads.head_dim, 1)
+    return columns.memory.as_strided(shape, strides, k_at), columns.memory.as_strided(shape, strides, v_at)

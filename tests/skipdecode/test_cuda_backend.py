@@ -1,0 +1,78 @@
+"""The order in which the CUDA back end calls its kernels, with torch's operators as kernels, on a CPU.
+
+Float32 tokens are those of the decoder by parts. That Triton's kernels are these ones: `test_triton_kernels.py`.
+"""
+
+import pytest
+import torch
+
+from skipdecode.backends.backend import TORCH, Columns, TableColumns
+from skipdecode.backends.cuda import CudaBackend, CudaLayer, Heads
+from skipdecode.backends.cuda_reference import TorchKernels
+from skipdecode.continuous import generate_continuous
+from skipdecode.ffn_skip import SkipBand, SkipSaturated
+from skipdecode.generate import generate
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.rope import rotations
+from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model, some_requests
+
+BACKEND = CudaBackend(TorchKernels())
+SCHEDULES: list[Schedule] = [
+    FullDepth(4),
+    SkipDecode(4, 4, 2, 1, 8),
+    EarlyExit(4, 4, 1, 1, 9),
+    SkipBand(SkipDecode(4, 4, 2, 1, 8), 1, (1, 2)),
+    SkipSaturated(FullDepth(4), 2, 1, 1, 0.9),
+]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_tokens_are_those_of_torch(name: str, schedule: Schedule) -> None:
+    keys = {"temperature": 0.9, "top_p": 0.9} if name == "llama" else {}
+    requests = some_requests(12, **keys)
+    with cpu_computed_by(TORCH):
+        wanted = generate(random_model(name), requests, schedule).completions
+    with cpu_computed_by(BACKEND):
+        model = random_model(name).pack()
+        assert all(isinstance(layer.kernel, CudaLayer) for layer in model.layers)
+        assert generate(model, requests, schedule).completions == wanted
+        fixed = generate(model, requests, schedule, prompt_columns=32, batch_rows=7, compact=False)
+        assert fixed.completions == wanted
+        if schedule.row_rule is None:
+            rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
+            assert [row.tokens for row in rows] == [completion.tokens for completion in wanted]
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_swiftkv(group_size: int) -> None:
+    requests, schedule = some_requests(12), SwiftPrefill(SkipDecode(4, 4, 2, 1, 8), 2)
+    with cpu_computed_by(TORCH):
+        wanted = generate(random_model("llama").with_swiftkv(2, group_size), requests, schedule).completions
+    with cpu_computed_by(BACKEND):
+        model = random_model("llama").with_swiftkv(2, group_size).pack()
+        assert generate(model, requests, schedule).completions == wanted
+
+
+def test_a_table_is_columns() -> None:
+    """The same memory, as tensors and as numbers on the device."""
+    torch.manual_seed(0)
+    config = random_model("qwen3").config
+    heads = Heads(4, 2, 128, rotations(config), torch.rand(128), torch.rand(128), 1e-6)
+    memory, rows, capacity = torch.full((100_000,), torch.nan), 3, 48
+    where = torch.tensor([32, 40_000, 2 * capacity * 128, capacity * 128])
+    shape, strides = (rows, 2, capacity, 128), (2 * capacity * 128, capacity * 128, 128, 1)
+    k, v = (memory.as_strided(shape, strides, at) for at in (32, 40_000))
+    first, last = torch.tensor([0, 5, 9]), torch.tensor([9])
+    for own in (k, v):
+        for row, start in enumerate(first.tolist()):
+            own[row, :, start:9] = torch.randn(2, 9 - start, 128)
+    k_plain, v_plain = k.contiguous(), v.contiguous()
+    q, new_k, new_v = torch.randn(rows, 4 * 128), torch.randn(rows, 2 * 128), torch.randn(rows, 2 * 128)
+    kernels = TorchKernels()
+    wanted = kernels.attend(heads, q, new_k, new_v, Columns(k_plain, v_plain, first, last.repeat(rows)))
+    made = kernels.attend(heads, q, new_k, new_v, TableColumns(memory, where, first, last.expand(rows)))
+    assert made.isfinite().all()
+    torch.testing.assert_close(made, wanted)
+    assert torch.equal(k[:, :, 9], k_plain[:, :, 9])
+    assert torch.equal(v[:, :, 9], v_plain[:, :, 9])

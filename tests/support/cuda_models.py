@@ -1,0 +1,61 @@
+"""Small random models of the shapes that the CUDA kernels know, and the decoder run on the CUDA back end by a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from skipdecode.backends import device
+from skipdecode.backends.backend import Backend
+from skipdecode.decoder import Decoder
+from skipdecode.families import config_of
+from skipdecode.request import Request
+from skipdecode.sampling import Sampling
+
+OPT = {
+    "model_type": "opt", "vocab_size": 200, "hidden_size": 128, "ffn_dim": 256, "num_attention_heads": 2,
+    "max_position_embeddings": 96, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "vocab_size": 200, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 96, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHAPES = {
+    "opt": OPT,
+    "opt, heads of 80": OPT | {"hidden_size": 160, "ffn_dim": 192},
+    "opt, norms behind": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64},
+    "llama": LLAMA,
+    "llama, one head of keys": LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 128, "hidden_size": 96},
+    "stablelm": LLAMA | {"model_type": "stablelm", "use_qkv_bias": True, "num_key_value_heads": 4, "head_dim": None},
+}
+
+
+def random_model(name: str, *, layers: int = 4, dtype: torch.dtype = torch.float32, seed: int = 5) -> Decoder:
+    """Ready to decode, not packed. Norms and biases are random, too."""
+    raw = {key: value for key, value in SHAPES[name].items() if value is not None}
+    torch.manual_seed(seed)
+    model = Decoder(config_of(raw | {"num_hidden_layers": layers}))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight += 0.2 * torch.randn_like(weight)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def some_requests(num_new: int, lengths: tuple[int, ...] = (1, 9, 4, 16, 7), **keys: float) -> list[Request]:
+    rng = torch.Generator().manual_seed(3)
+    sampling = Sampling(max_new_tokens=num_new, ignore_eos=True, **keys)  # type: ignore[arg-type]
+    prompts = [[2, *torch.randint(4, 200, (n - 1,), generator=rng).tolist()] for n in lengths]
+    return [Request(f"row-{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+
+
+@contextmanager
+def cpu_computed_by(backend: Backend) -> Iterator[None]:
+    """Another back end for everything on the CPU."""
+    before = device.CPU
+    device.CPU = backend  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        device.CPU = before
