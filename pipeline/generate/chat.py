@@ -2,10 +2,9 @@
 `ConfigError`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from actors.chat_template import ChatTemplate
-from actors.jinja_sandbox import TemplateError
+from actors.chat_template import ChatTemplate, load_chat_template
+from pipeline.checkpoint import ResolvedModel
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.scan import FileScan
 from pipeline.units import Note, count
@@ -14,23 +13,16 @@ from skipdecode.hub import resolve_source
 REMEDY = "set input.chat_template to a file that has one"
 
 
-def find_chat_template(config: JobConfig, model_folder: Path) -> ChatTemplate | None:
+def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate | None:
     """That of `input.chat_template`, or the checkpoint's; None: it has none, and the configuration asks for none."""
     given, own = config.input.chat_template, config.model.tokenizer
     try:
-        if given != "auto":
-            source = Path(given).expanduser()
-            found = ChatTemplate.load(
-                resolve_source(own, "model.tokenizer") if own else model_folder, source.read_text("utf-8")
-            )
-        else:
-            found = ChatTemplate.load(resolve_source(own, "model.tokenizer") if own else model_folder)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("input.chat_template", f"{given}: cannot be read: {error}") from error
-    except TemplateError as error:
-        if not config.input.is_chat and given == "auto":
+        source = resolve_source(own, "model.tokenizer") if own else model.folder
+        found = load_chat_template(source, model.config.model_type, None if given == "auto" else given)
+    except ValueError as error:
+        if given == "auto" and not config.input.is_chat:
             return None
-        raise ConfigError("input.chat_template", f"{given}: no chat template: {error}") from error
+        raise ConfigError("input.chat_template", str(error)) from error
     if found is None and config.input.is_chat:
         asked = "input.chat" if config.input.chat else "input.messages_column"
         raise ConfigError(

@@ -41,7 +41,7 @@ def fingerprint(
     entries["model.files"] = digest_files(model_folder)
     tokenizer = config.model.tokenizer
     entries["model.tokenizer"] = tokenizer and digest_files(resolve_source(tokenizer, "model.tokenizer"))
-    entries["input.chat_template"] = chat and hashlib.sha256(chat.source.encode()).hexdigest()
+    entries["input.chat_template"] = hashlib.sha256(chat.source.encode()).hexdigest() if chat else None
     entries["input.format"] = plan.listing.format
     if plan.listing.format == "openai_batch":
         entries["input.lines"] = plan.listing.expansion.lines

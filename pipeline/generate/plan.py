@@ -61,7 +61,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     `index_all`: so that single rows can be looked up, as a resume must.
     """
     model = check_model(config, note)
-    chat = find_chat_template(config, model.folder)
+    chat = find_chat_template(config, model)
     folder = RunFolder.open(config.output.path)
     earlier = check_output(folder, config)
     expansion = Expansion.of(config.input, config.sampling, lines_of(earlier))

@@ -4,6 +4,7 @@ Left out: opening files (`scan`, `read`), and text inside lists and structs, whi
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -64,6 +65,27 @@ def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
 def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
     """A string or integer column as `string`, and which values are not valid UTF-8: those become null."""
     return without_invalid_utf8(column.cast(plain_type(column.type)).cast(pa.string()))
+
+
+def to_python(batch: pa.RecordBatch) -> list[dict[str, object]]:
+    """Rows as Python has them, maps as dictionaries. ValueError for what Python cannot say."""
+    columns = {
+        name: [_as_python(value, column.type) for value in column.to_pylist()]
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _as_python(value: Any, type_: pa.DataType) -> object:
+    if value is None or not pa.types.is_nested(type_):
+        return value
+    if pa.types.is_map(type_):
+        return {key: _as_python(item, type_.item_type) for key, item in value}
+    if pa.types.is_struct(type_):
+        return {child.name: _as_python(value[child.name], child.type) for child in type_}
+    if any(is_it(type_) for is_it, _ in LISTS):
+        return [_as_python(item, type_.value_type) for item in value]
+    return value
 
 
 def without_invalid_utf8(column: pa.Array) -> tuple[pa.Array, Mask]:

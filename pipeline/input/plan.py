@@ -150,7 +150,7 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
             "JSON Lines needs one object per line (a JSON array: jq -c '.[]')",
         )
     check_templates(config, names)
-    if listing.format == "text":
+    if listing.format == "text" and config.messages_column is None:
         return
     check_source(names, "the input", config)
     # "id" is only the default, and an input without ids is fine; a name that somebody chose is meant.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 
-from actors.chat_template import ChatTemplate, MessagesError, check_messages
+from actors.chat_template import ChatTemplate, Message, MessagesError, check_messages
 from actors.jinja_sandbox import Template, TemplateError
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import Listing
@@ -70,7 +70,7 @@ class Prompter:
         if name in self.templates:
             texts = self.templates[name].render_rows(fields, now=self.now)
             made = [_checked(text, f"template {name!r}" if name else "template") for text in texts]
-        chats: dict[int, list[dict[str, str]]] = {}
+        chats: dict[int, list[Message]] = {}
         for row, (own, text) in enumerate(zip(fields, made, strict=True)):
             found = self._conversation(own, text)
             if isinstance(found, list):
@@ -83,7 +83,7 @@ class Prompter:
                 made[row] = _checked(answer, "chat template")
         return made
 
-    def _conversation(self, fields: Mapping[str, object], text: Made) -> "list[dict[str, str]] | Made":
+    def _conversation(self, fields: Mapping[str, object], text: Made) -> "list[Message] | Made":
         """The messages of a document, or what is its prompt without any."""
         if self.messages is not None and self.messages in fields:
             given = fields[self.messages]
@@ -96,27 +96,22 @@ class Prompter:
                 BAD_PARAMETERS, "a chat needs a chat template, and the checkpoint has none; set input.chat_template"
             )
         try:
-            messages = check_messages(_without_nulls(given))
+            messages = check_messages(_parsed(given))
         except MessagesError as error:
             return Failure(BAD_MESSAGES, str(error))
-        if self.system is not None and messages[0]["role"] != "system":
+        if self.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
         return messages
 
 
-def _without_nulls(messages: object) -> object:
-    """Parquet gives every message the keys of all; text is the JSON of a conversation."""
-    if isinstance(messages, str):
-        try:
-            messages = json.loads(messages)
-        except ValueError as error:
-            raise MessagesError(f"text that is no JSON: {error}") from error
-    if not isinstance(messages, list):
+def _parsed(messages: object) -> object:
+    """Text is the JSON of a conversation: files of text have no other way to say one."""
+    if not isinstance(messages, str):
         return messages
-    return [
-        {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else message
-        for message in messages
-    ]
+    try:
+        return json.loads(messages)
+    except (ValueError, RecursionError) as error:
+        raise MessagesError("messages", f"must be a list, or its JSON: {error}") from error
 
 
 @lru_cache(maxsize=1024)

@@ -27,6 +27,7 @@ from pipeline.input.parquet_columns import (
     parquet_ids,
     row_bytes,
     row_sizes,
+    to_python,
     to_text,
     without_bombs,
     without_invalid_utf8,
@@ -196,12 +197,12 @@ def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors
     if not part.num_columns:
         return [{} for _ in range(batch.num_rows)]
     try:
-        return list(part.to_pylist(maps_as_pydicts="lossy"))
+        return to_python(part)
     except ValueError:  # text in it that is no UTF-8, or a time that Python cannot say
         found = []
     for row in range(batch.num_rows):
         try:
-            found += part[row : row + 1].to_pylist(maps_as_pydicts="lossy")
+            found += to_python(part[row : row + 1])
         except ValueError as error:
             found.append({})
             is_here = np.arange(batch.num_rows) == row

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,52 +40,64 @@ def read(place: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in rows}
 
 
-def test_samples_are_rows_and_a_resume_makes_only_those_that_are_missing(
+TEMPLATES = {"ask": "Ask: {{ text }}", "tell": "{{ text }} {{ prompt }}"}
+
+
+def test_templates_and_samples_are_rows_and_a_resume_makes_only_those_that_are_missing(
     call: Call, tiny_checkpoint: Path, loaded: Decoder, tmp_path: Path
 ) -> None:
-    place, source = tmp_path / "run", tmp_path / "in.jsonl"
-    documents = [{"id": f"r{n}", "prompt": f"The Golden Otter {n}", "n": n} for n in range(5)] + [{"id": "bad"}]
-    source.write_text("".join(json.dumps(row) + "\n" for row in documents))
-    keys = ("sampling.n=3", "sampling.temperature=1.0", "sampling.seed=4", "limits.max_failed_rows=3")
-    code, report, err = run(call, tiny_checkpoint, place, source, *keys)
+    place, source, settings = tmp_path / "run", tmp_path / "in.jsonl", tmp_path / "run.yaml"
+    documents: list[dict[str, Any]] = [{"id": f"r{n}", "text": f"Otter {n}", "prompt": "pub", "n": n} for n in range(4)]
+    documents[3].pop("prompt")  # so its second template has an undefined variable
+    source.write_text("".join(json.dumps(row) + "\n" for row in documents) + "not json\n")
+    tree = {"input": {"templates": TEMPLATES}, "sampling": {"n": 2, "temperature": 1.0, "seed": 4}}
+    settings.write_text(json.dumps(tree | {"limits": {"max_failed_rows": 6}}))  # which is YAML too
+    code, report, err = run(call, tiny_checkpoint, place, source, "--config", str(settings))
     assert code == 0, err
-    assert "input: 6 documents, 18 rows in 1 jsonl file" in err
-    assert report["books"] == {"input": 18, "ok": 15, "failed": 3, "closed": True}
+    assert "input: 5 documents, 20 rows in 1 jsonl file" in err
+    assert report["books"] == {"input": 20, "ok": 14, "failed": 6, "closed": True}
     rows = read(place)
-    assert rows.keys() == {f"{row['id']}-{j}" for row in documents for j in range(3)}
-    assert {(row["source_id"], row["template"], row["sample"]) for row in rows.values()} == {
-        (row["id"], None, j) for row in documents for j in range(3)
+    ids = [*(row["id"] for row in documents), "in.jsonl:4"]
+    assert {(row["id"], row["source_id"], row["template"], row["sample"]) for row in rows.values()} == {
+        (f"{id}-{name}-{j}", id, name, j) for id in ids for name in TEMPLATES for j in range(2)
     }
-    assert Counter(row["error_code"] for row in rows.values()) == {"": 15, "prompt_missing": 3}
+    codes = {id: row["error_code"] for id, row in rows.items() if row["error_code"]}
+    assert codes == {f"r3-tell-{j}": "bad_template" for j in range(2)} | {
+        f"in.jsonl:4-{name}-{j}": "bad_line" for name in TEMPLATES for j in range(2)
+    }
     tokenizer = Tokenizer(tiny_checkpoint, read_config(tiny_checkpoint))
     sampling = Sampling(max_new_tokens=NEW, temperature=1.0, seed=4)
     for row in rows.values():
         if row["error_code"]:
             continue
-        assert row["n"] == int(row["source_id"][1:])
-        request = Request(row["id"], tokenizer.encode([row["prompt"]])[0], sampling)
+        n = int(row["source_id"][1:])
+        wanted = {"ask": f"Ask: Otter {n}", "tell": f"Otter {n} pub"}[row["template"]]
+        assert (row["prompt"], row["n"], row["text"]) == (wanted, n, f"Otter {n}")
+        request = Request(row["id"], tokenizer.encode([wanted])[0], sampling)
         (completion,) = decode(loaded, [request], FullDepth(6)).completions
         assert row["generated_tokens"] == completion.tokens, "the random numbers are keyed by the row's own id"
-    assert len({tuple(rows[f"r0-{j}"]["generated_tokens"]) for j in range(3)}) > 1
-    assert call(verify, place)[1]["rows"] == {"ok": 15, "failed": 3, "input": 18}
+    assert len({tuple(rows[f"r0-ask-{j}"]["generated_tokens"]) for j in range(2)}) > 1
+    assert call(verify, place)[1]["rows"] == {"ok": 14, "failed": 6, "input": 20}
 
-    for path in files(place):  # rows are lost: the third sample of one document, and the whole of another
+    lost = ("r1-tell-1", "r2-ask-0", "r2-ask-1", "r2-tell-0", "r2-tell-1")  # a sample of one, and all of another
+    for path in files(place):
         table = pq.read_table(path, partitioning=None)
-        keep = [id not in ("r1-2", "r3-0", "r3-1", "r3-2") for id in table["id"].to_pylist()]
+        keep = [id not in lost for id in table["id"].to_pylist()]
         pq.write_table(table.filter(keep).replace_schema_metadata({}), path)
     before = {path: path.read_bytes() for path in files(place)}
-    assert "missing: 4" in call(verify, place)[2]
-    code, report, err = run(call, tiny_checkpoint, place, source, *keys, "--resume")
+    assert "missing: 5" in call(verify, place)[2]
+    code, report, err = run(call, tiny_checkpoint, place, source, "--config", str(settings), "--resume")
     assert code == 0, err
-    assert "4 rows to do, 14 done" in err
+    assert "5 rows to do, 15 done" in err
     assert {path: path.read_bytes() for path in before} == before
     assert read(place) == rows
     assert call(verify, place)[0] == 0
-    code, _, err = run(
-        call, tiny_checkpoint, place, source, *(k for k in keys if "n=" not in k), "sampling.n=2", "--resume"
-    )
-    assert code == 2
-    assert "sampling.n: the run was started with 3, now it is 2" in err
+    for change, key in (
+        ("sampling.n=3", "sampling.n: the run was started with 2, now it is 3"),
+        ("input.templates.ask=Ask - {{ text }}", "input.templates: the run was started with"),
+    ):
+        code, _, err = run(call, tiny_checkpoint, place, source, "--config", str(settings), "--resume", change)
+        assert (code, key in err) == (2, True), err
 
 
 def test_samples_of_openai_lines_come_back_as_choices(call: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.chat_template import ChatTemplate
+from actors.jinja_sandbox import Template
 from pipeline.config import ConfigError, SamplingConfig
 from pipeline.input.expansion import Expansion
 from pipeline.input.prompting import Prompter, unknown_names
@@ -27,11 +28,11 @@ CHATML = (
 )
 
 
-def read(path: Path, through: ChatTemplate | None = None, sampling: SamplingConfig | None = None, **keys: Any) -> Any:
+def read(path: Path, by: ChatTemplate | None = None, sampling: SamplingConfig | None = None, **keys: Any) -> Any:
     """All rows, with their prompts."""
     config = make_config(path, **keys)
     plan = make_plan(config, Expansion.of(config, sampling or SamplingConfig()))
-    prompter = Prompter.of(config, plan.listing.format, through, NOW)
+    prompter = Prompter.of(config, plan.listing.format, by, NOW)
     blocks = [block for i in range(len(plan.listing.files)) for block in read_file(plan, i, config, prompter=prompter)]
     assert all(block.schema == plan.schema for block in blocks)
     return [row for block in blocks for row in block.drop_columns(DROPPED & set(block.schema.names)).to_pylist()]
@@ -53,7 +54,11 @@ def chatml(*messages: tuple[str, str]) -> str:
 
 @pytest.fixture
 def chat() -> ChatTemplate:
-    return ChatTemplate(CHATML, {})
+    return through(CHATML)
+
+
+def through(source: str) -> ChatTemplate:
+    return ChatTemplate(Template(source, strict=False), {})
 
 
 def test_a_template_reads_columns_of_every_format(tmp_path: Path) -> None:
@@ -133,6 +138,17 @@ def test_a_template_that_cannot_be_rendered_fails_its_rows_alone(tmp_path: Path,
     assert reason in bad[1]["error_message"]
 
 
+def test_a_null_is_no_text(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"a": "x", "b": 1}, {"a": None, "b": 1}])
+    parquet = write_parquet(tmp_path / "a.parquet", {"a": ["x", None], "b": [1, 1]})
+    for source in (path, parquet):
+        rows = read(source, template="{{ a }} {{ b }}")
+        assert [(row["prompt"], row["error_code"]) for row in rows] == [("x 1", ""), (None, "bad_template")]
+        assert "a value that it prints is null" in rows[1]["error_message"]
+        made = texts(read(source, template="{% if a %}{{ a }}{% endif %}{{ a or 'y' }}{{ a|default('z', true) }}"))
+        assert made == ["xxx", "yz"]
+
+
 def test_a_bad_document_fails_with_its_own_reason(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"a": 1}\nnot json\n')
     rows = read(path, templates={"x": "{{ a }}", "y": "{{ a }}!"})
@@ -175,7 +191,7 @@ def test_a_prompt_becomes_a_message(tmp_path: Path, chat: ChatTemplate) -> None:
     assert texts(rows[:1]) == [chatml(("system", "Be brief."), ("user", "Hi"))]
     rows = read(path, chat, chat=True, templates={"a": "A: {{ prompt }}", "b": "{{ prompt }}!"})
     assert texts(rows[:2]) == [chatml(("user", "A: Hi")), chatml(("user", "Hi!"))]
-    rows = read(path, ChatTemplate("{{ strftime_now('%d %B %Y') }}", {}), chat=True)
+    rows = read(path, through("{{ strftime_now('%d %B %Y') }}"), chat=True)
     assert texts(rows[:1]) == ["04 July 2026"]
 
 
@@ -218,7 +234,7 @@ def test_messages_of_a_wrong_shape_fail_their_row(tmp_path: Path, chat: ChatTemp
 
 
 def test_a_chat_template_that_raises_fails_the_row(tmp_path: Path) -> None:
-    chat = ChatTemplate("{{ raise_exception('roles must alternate') if messages|length > 1 else 'ok' }}", {})
+    chat = through("{{ raise_exception('roles must alternate') if messages|length > 1 else 'ok' }}")
     message = {"role": "user", "content": "x"}
     rows = read(write_jsonl(tmp_path / "a.jsonl", [{"m": [message]}, {"m": [message] * 2}]), chat, messages_column="m")
     assert [(row["prompt"], row["error_code"]) for row in rows] == [("ok", ""), (None, "bad_template")]
@@ -246,7 +262,7 @@ def test_chats_and_completions_in_one_batch_file(tmp_path: Path, chat: ChatTempl
     assert rows["c0"]["prompt"] == chatml(("user", "Hi"))
     assert json.loads(rows["c0"]["_sampling"]) == {"max_new_tokens": 3}
     assert rows["c1-0"]["prompt"] == rows["c1-1"]["prompt"] == chatml(("system", "D"), ("user", "Hi"))
-    assert rows["c2"]["prompt"] == chatml(("user", "ab"))
+    assert rows["c2"]["prompt"] == chatml(("user", "a\nb"))
     for number, (_, reason) in enumerate(bodies):
         row = rows.get(f"c{number}") or rows[f"c{number}-0"]
         assert row["error_code"] == ("bad_parameters" if reason else ""), row
