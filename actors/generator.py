@@ -16,15 +16,17 @@ from typing import Any
 import torch
 
 from actors.batching import Batch, cut_batches
-from actors.tokenizer import Tokenizer
 from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Completion, Request, generate
+from skipdecode.placing import choose_device as choose_device
+from skipdecode.placing import choose_dtype as choose_dtype
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.step_graphs import step_graphs
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
 logger = logging.getLogger(__name__)
@@ -294,19 +296,6 @@ def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:
         matched += sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
         compared += max(len(ours.tokens), len(theirs.tokens))
     return {"exact_rows": exact, "matched_tokens": matched, "compared_tokens": compared}
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto`: the GPU if there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: what the device's back end takes."""
-    dtype: torch.dtype = getattr(torch, backend_on(device).dtype if name == "auto" else name)
-    return dtype
 
 
 def free_bytes(device: torch.device) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import ray
 
-from actors.tokenizer import Tokenizer
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
 from skipdecode.backends.cpu import MAX_INT8_INPUTS
@@ -14,6 +13,7 @@ from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
 from skipdecode.schedule import make_schedule, settle_ffn_skip
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import check_folder
 
 

@@ -23,8 +23,8 @@ TemplateText = Annotated[str, Field(min_length=1)]
 class InputConfig(Section):
     path: Annotated[tuple[str, ...], Field(min_length=1)] = ("prompts/",)
     """Files, folders, patterns (`*`, `?`, `**`) or URIs; a folder is read recursively."""
-    format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai_batch"] = "auto"
-    """auto: by the names of the files."""
+    format: Literal["auto", "parquet", "arrow", "jsonl", "csv", "text", "openai_batch"] = "auto"
+    """auto: by the names of the files. arrow: what `datasets` saves to disk, and other Arrow IPC files."""
     prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
     """Where the prompt is: a text. In place of it one of the next three keys."""
     template: TemplateText | None = None

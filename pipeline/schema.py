@@ -4,6 +4,7 @@ Data only. It does not read or write anything; `pipeline.input` makes rows, `pip
 `pipeline.store.write` writes them.
 """
 
+import re
 from typing import Final, TypedDict
 
 import pyarrow as pa
@@ -60,8 +61,15 @@ class OutputRow(TypedDict):
 
 
 def list_columns(schema: pa.Schema) -> list[list[str]]:
-    """Names and types in words, as `run.json` has them. Parquet calls the items of a list "element"."""
-    return [[field.name, str(field.type).replace("<item: ", "<element: ")] for field in schema]
+    """Names and types in words, as `run.json` has them."""
+    return [[field.name, type_words(str(field.type))] for field in schema]
+
+
+def type_words(text: str) -> str:
+    """A type in words without what Parquet renames: it calls the items of a list "element", and those of a map as the
+    column."""
+    text = text.replace("<item: ", "<element: ")
+    return re.sub(r" \('.*?'\)", "", text) if "map<" in text else text
 
 
 # What `pipeline.input` hands to the stages beside the columns above; dropped before writing.

@@ -1,7 +1,7 @@
 """A model in a GGUF file: its configuration as a config.json, its tensors by their Hugging Face names, dequantised.
 
 Llama, Mistral (which is `llama` there), Qwen2 and Qwen3. What a file asks for and we do not have (experts, yarn, types
-without a plain dequantisation) is refused by name. The tokenizer is `actors.gguf_tokenizer`.
+without a plain dequantisation) is refused by name. The tokenizer is `skipdecode.gguf_tokenizer`.
 
 Unlike transformers 5, `rope_freqs.weight` counts: it is how a file says that positions are scaled as in Llama 3.
 """

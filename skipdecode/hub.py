@@ -5,6 +5,10 @@ What is in it is `families` and `weights`.
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfFileSystem
 
 PINNED = re.compile(r"([^/@]+/[^/@]+)@([0-9a-f]{40})")
 """A hub id with a revision. Alone it is what the hub says today, on each node by itself."""
@@ -50,3 +54,16 @@ def pin(source: str, folder: Path) -> str:
     """The hub id `source` with the revision of its snapshot `folder`; as it is where that is none of the cache's."""
     pinned = f"{source}@{folder.name}"
     return pinned if folder.parent.name == "snapshots" and PINNED.fullmatch(pinned) else source
+
+
+def pin_path(hub: "HfFileSystem", path: str) -> str:
+    """A path of the hub's file system (`datasets/name/corpus@branch/data`) with the commit that it stands for now."""
+    from huggingface_hub import HfApi, constants
+
+    place = hub.resolve_path(path)
+    name, kind, revision = (getattr(place, key, None) for key in ("repo_id", "repo_type", "revision"))
+    if name is None:  # a bucket, which has no commits
+        return path
+    found = HfApi(hub.endpoint, hub.token).repo_info(name, revision=revision, repo_type=kind)
+    prefix = constants.REPO_TYPES_URL_PREFIXES.get(kind or "", "")
+    return f"{prefix}{name}@{found.sha}/{place.path}".rstrip("/")

@@ -44,6 +44,8 @@ class Completion:
     """Layers, summed over the row's decode steps."""
     ffns_run: int
     """Feed-forward blocks, likewise; fewer than `layers_run` under FFN-SkipLLM only."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token where the request asks for them."""
 
 
 class Row:
@@ -99,7 +101,8 @@ def complete(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
         assert row.finish_reason is not None, f"row {row.request.id!r} never ended"
         steps = max(len(row.tokens) - 1, 0)  # y_0 comes from the prompt
         ran = ffns[steps] + sum(row.ffns[:steps])
-        completions.append(Completion(row.tokens, row.finish_reason, depth[steps], ran))
+        logprobs = row.logprobs[: len(row.tokens)]
+        completions.append(Completion(row.tokens, row.finish_reason, depth[steps], ran, logprobs))
     return completions
 
 

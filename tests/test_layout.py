@@ -22,7 +22,7 @@ ONLY_IN = {  # third party -> the packages that may import it
     "matplotlib": {"pipeline"},
     "sacrebleu": {"pipeline"},
     "rouge_score": {"pipeline"},
-    "tokenizers": {"actors"},
+    "tokenizers": {"skipdecode"},
     "safetensors": {"skipdecode"},
     "gguf": {"skipdecode"},
     "huggingface_hub": {"skipdecode"},

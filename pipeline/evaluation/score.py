@@ -14,7 +14,6 @@ import torch
 from pydantic import Field
 
 from actors.generator import choose_device, choose_dtype
-from actors.tokenizer import Tokenizer
 from actors.train_workers import Pair
 from actors.trainer import mean_loss
 from pipeline.cluster import num_cores
@@ -41,6 +40,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.hub import resolve_source
 from skipdecode.plan import Schedule
 from skipdecode.schedule import make_schedule
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
 FLAGS = ("--references", "--prompt-column", "--reference-column")  # as `jobs.evaluate` calls file and columns

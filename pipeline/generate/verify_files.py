@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.input.ids import OUTPUT_ENTRY, output_entries
-from pipeline.schema import ERROR_CODES, OUTPUT_SCHEMA, PROMPT, SAMPLE, SOURCE_ID, list_columns
+from pipeline.schema import ERROR_CODES, OUTPUT_SCHEMA, PROMPT, SAMPLE, SOURCE_ID, list_columns, type_words
 
 BATCH_ROWS = 4096
 NUM_SHOWN = 20  # problems of each kind that are told; the rest is counted
@@ -70,6 +70,7 @@ def check_files(
 ) -> tuple[FilesFound, NDArray[np.void]]:
     """Looks at data files (number and path); `columns`: names and types. Gives the entries of their rows too."""
     found, parts = FilesFound(), [np.empty(0, OUTPUT_ENTRY)]
+    columns = [[name, type_words(text)] for name, text in columns]
     for number, path in files:
         try:
             with pq.ParquetFile(filesystem.open_input_file(path), page_checksum_verification=True) as file:

@@ -5,6 +5,7 @@ tells OpenAI batch lines from other JSON Lines.
 """
 
 import posixpath
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import pyarrow.fs as pafs
 
 from pipeline.config import MAX_LINE_BYTES, ConfigError, InputConfig, SamplingConfig
 from pipeline.input.expansion import ONE_ROW, Expansion
-from pipeline.input.formats import parse_suffix
+from pipeline.input.formats import BINARY, parse_suffix
 from pipeline.input.lines import READ_BYTES, iter_lines
 from pipeline.input.openai_rows import looks_like_batch
-from pipeline.input.paths import file_identity, find_files, resolve_path
+from pipeline.input.paths import FSSPEC, file_identity, find_files, resolve_path
+
+COMMIT = re.compile(r"@[0-9a-f]{40}/")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def list_input(
     bases: list[str] = []
     folders: list[str] = []
     for given in config.path:
-        with blame("input.path", given):
+        with blame("input.path", given, is_foreign=given.startswith(FSSPEC)):
             own, base, pattern = resolve_path(given)
             if filesystem is not None and not own.equals(filesystem):
                 raise ConfigError("input.path", f"{given}: one run reads from one filesystem; copy, or run twice")
@@ -67,9 +70,11 @@ def list_input(
         for info in infos:
             found.setdefault(file_identity(own, info.path), info)
     root = posixpath.commonpath(bases) if len(set(bases)) > 1 else bases[0]
+    names = [info.path[len(root) :].lstrip("/") for info in found.values()]
+    names = _without_commits(names) if is_fsspec(filesystem) else names
     files = tuple(
-        SourceFile(info.path, info.size or 0, info.mtime_ns, info.path[len(root) :].lstrip("/"))
-        for info in found.values()
+        SourceFile(info.path, info.size or 0, info.mtime_ns, name)
+        for info, name in zip(found.values(), names, strict=True)
     )
     format = _detect_format(filesystem, files, config)
     return Listing(
@@ -77,23 +82,38 @@ def list_input(
     )
 
 
+def _without_commits(names: list[str]) -> list[str]:
+    """The commit of a hub's data set says nothing about a file's rows; unless two of them are read."""
+    plain = [COMMIT.sub("/", name) for name in names]
+    return plain if len(set(plain)) == len(plain) else names
+
+
 @contextmanager
-def blame(key: str, path: str) -> Iterator[None]:
-    """Turns what the filesystem or Arrow says about unreadable bytes into a `ConfigError` that names key and path."""
+def blame(key: str, path: str, is_foreign: bool = False) -> Iterator[None]:
+    """Turns what the filesystem or Arrow says about unreadable bytes into a `ConfigError` that names key and path.
+
+    `is_foreign`: a file system of fsspec's, which raises what its client raises.
+    """
     try:
         yield
     except ConfigError:
         raise
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(key, f"{path}: cannot be read: {error}") from error
+    except Exception as error:
+        if is_foreign or isinstance(error, OSError | pa.ArrowException | UnicodeDecodeError):
+            raise ConfigError(key, f"{path}: cannot be read: {error}") from error
+        raise
+
+
+def is_fsspec(filesystem: pafs.FileSystem) -> bool:
+    return isinstance(filesystem, pafs.PyFileSystem) and isinstance(filesystem.handler, pafs.FSSpecHandler)
 
 
 def _detect_format(filesystem: pafs.FileSystem, files: Sequence[SourceFile], config: InputConfig) -> str:
     if config.format != "auto":
         for file in files:
             known = parse_suffix(file.path)[0]
-            if known and "parquet" in (known, config.format) and known != config.format:
-                raise ConfigError("input.format", f"{config.format}, but {file.path} is a {known} file")
+            if known and known != config.format and {known, config.format} & {*BINARY}:
+                raise ConfigError("input.format", f"{config.format}, but {file.path} is {known}")
         return config.format
     first: tuple[str, SourceFile] | None = None
     for file in files:
@@ -102,7 +122,7 @@ def _detect_format(filesystem: pafs.FileSystem, files: Sequence[SourceFile], con
             raise ConfigError(
                 "input.format",
                 f"cannot tell the format of {file.path} from its name; set input.format to "
-                "parquet, jsonl, csv, text or openai_batch, or give a pattern that leaves the file out",
+                "parquet, arrow, jsonl, csv, text or openai_batch, or give a pattern that leaves the file out",
             )
         first = first or (known, file)
         if known != first[0]:
@@ -119,7 +139,7 @@ def _detect_format(filesystem: pafs.FileSystem, files: Sequence[SourceFile], con
 
 
 def sniff_batch(filesystem: pafs.FileSystem, file: SourceFile) -> bool | None:
-    with blame("input.path", file.path), open_stream(filesystem, file) as stream:
+    with blame("input.path", file.path, is_fsspec(filesystem)), open_stream(filesystem, file) as stream:
         return looks_like_batch(iter_lines(stream))
 
 
@@ -128,9 +148,13 @@ def open_stream(filesystem: pafs.FileSystem, file: SourceFile) -> pa.NativeFile:
 
 
 def read_etag(filesystem: pafs.FileSystem, file: SourceFile) -> str | None:
-    """What an object store says of the contents; None on a disk."""
+    """What an object store says of the contents, or a hub; None on a disk."""
     if isinstance(filesystem, pafs.LocalFileSystem):
         return None
+    if is_fsspec(filesystem):
+        info = filesystem.handler.fs.info(file.path)
+        found = next((info[key] for key in ("ETag", "etag", "blob_id") if info.get(key)), None)
+        return None if found is None else str(found).strip('"')
     with filesystem.open_input_file(file.path) as stream:
         etag = (stream.metadata() or {}).get("ETag")
     return etag.decode().strip('"') if etag else None

@@ -1,6 +1,6 @@
 """The formats by name: which one a file's suffix stands for, and the reader of its rows.
 
-Everything streams. Left out: Parquet's reader, which makes blocks and not rows (`scan`, `read`).
+Everything streams. Left out: the readers of `BINARY` formats, which make blocks and not rows (`scan`, `read`).
 """
 
 import posixpath
@@ -17,8 +17,12 @@ from pipeline.input.openai_rows import batch_row
 from pipeline.input.row import Row
 from pipeline.input.text_rows import text_rows
 
+ARROW: Final = "arrow"
+BINARY: Final = ("parquet", ARROW)
+"""They have columns with types, and compress by themselves."""
 _SUFFIXES: Final = {
     ".parquet": "parquet",
+    ".arrow": ARROW,
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
@@ -35,7 +39,7 @@ def parse_suffix(path: str) -> tuple[str | None, str | None]:
     stem, suffix = posixpath.splitext(path.lower())
     compression = _COMPRESSIONS.get(suffix)
     known = _SUFFIXES.get(posixpath.splitext(stem)[1] if compression else suffix)
-    return (None if known == "parquet" and compression else known), compression
+    return (None if known in BINARY and compression else known), compression
 
 
 def iter_rows(

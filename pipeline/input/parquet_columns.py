@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.config import ConfigError
 from pipeline.input.arrays import Mask, Rows
 from pipeline.input.files import SourceFile
 from pipeline.input.ids import made_id
@@ -60,6 +61,43 @@ def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
         if column.type != wanted:  # pyarrow's cast breaks lists of structs with a child of nulls, to their own type too
             column = column.cast(wanted)
     return column
+
+
+def without_views(type_: pa.DataType) -> pa.DataType:
+    """`type_` with offsets in place of views, which few of Arrow's functions take; ArrowNotImplementedError for views
+    of lists, whose casts make lists that are not valid (pyarrow 26)."""
+    if pa.types.is_string_view(type_):
+        return pa.string()
+    if pa.types.is_binary_view(type_):
+        return pa.binary()
+    if pa.types.is_list_view(type_) or pa.types.is_large_list_view(type_):
+        raise pa.ArrowNotImplementedError(f"{type_}")
+    if pa.types.is_struct(type_):
+        return pa.struct([child.with_type(without_views(child.type)) for child in type_])
+    if pa.types.is_map(type_):
+        key, item = (field.with_type(without_views(field.type)) for field in (type_.key_field, type_.item_field))
+        return type_ if (key.type, item.type) == (type_.key_type, type_.item_type) else pa.map_(key, item)
+    for is_it, make in LISTS:
+        if is_it(type_):
+            return make(type_.value_field.with_type(without_views(type_.value_type)))
+    return type_
+
+
+def unwritable(field: pa.Field, path: str) -> ConfigError:
+    """Of a column whose values the output cannot have."""
+    return ConfigError(
+        "input.path",
+        f"column {field.name!r} in {path} has type {field.type}, which a run cannot write; drop it, or give it "
+        "another type",
+    )
+
+
+def settle_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch without views, in the columns that have some."""
+    for place, field in enumerate(batch.schema):
+        if (plain := without_views(field.type)) != field.type:
+            batch = batch.set_column(place, field.name, batch.column(place).cast(plain))
+    return batch
 
 
 def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
@@ -174,6 +212,11 @@ def block_cuts(batch: pa.RecordBatch, max_bytes: int) -> list[int]:
 def row_sizes(batch: pa.RecordBatch) -> Rows:
     """int64 [rows]: about what each takes without dictionaries."""
     return sum((decoded_bytes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
+
+
+def own_values(column: pa.Array) -> pa.Array:
+    """A slice of nested values, copied: it still has the values of its neighbours, which a cast would decode too."""
+    return pa.concat_arrays([column[:0], column]) if pa.types.is_nested(column.type) else column
 
 
 def without_bombs(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch, Mask]:

@@ -13,10 +13,16 @@ from typing import Final
 import pyarrow.fs as pafs
 
 from pipeline.config import ConfigError, InputConfig
-from pipeline.input.formats import parse_suffix
+from pipeline.input.formats import ARROW, BINARY, parse_suffix
+from pipeline.input.saved_datasets import pick_saved
+from skipdecode.hub import pin_path
 
 # Beside the data in many a folder. Anything else that is not data is an error, never silently left out.
-_NON_DATA_FILES: Final = re.compile(r"(readme|licen[cs]e|notice|changelog|citation)([._-].*)?", re.IGNORECASE)
+_NON_DATA_FILES: Final = re.compile(
+    r"(readme|licen[cs]e|notice|changelog|citation)([._-].*)?|dataset_infos?\.json", re.IGNORECASE
+)
+FSSPEC: Final = ("hf://", "fsspec+")
+"""What URIs begin with that pyarrow hands to a Python file system of fsspec's."""
 
 
 def resolve_path(given: str) -> tuple[pafs.FileSystem, str, list[str]]:
@@ -31,7 +37,11 @@ def resolve_path(given: str) -> tuple[pafs.FileSystem, str, list[str]]:
     options = re.search(r"\?\w+=.*$", given)
     fixed, pattern = _split_pattern(given[: options.start()] if options else given)
     filesystem, path = pafs.FileSystem.from_uri(fixed + (options.group() if options else ""))
-    return filesystem, path.rstrip("/") or path, [urllib.parse.unquote(part) for part in pattern]
+    if given.startswith("hf://"):  # a branch may move while workers read
+        path = pin_path(filesystem.handler.fs, path)
+    if not given.startswith(FSSPEC):  # those take a path as it is
+        pattern = [urllib.parse.unquote(part) for part in pattern]
+    return filesystem, path.rstrip("/") or path, pattern
 
 
 def _split_pattern(path: str) -> tuple[str, list[str]]:
@@ -59,16 +69,19 @@ def find_files(
                 infos[hit.path] = hit
         else:
             raise ConfigError("input.path", f"{hit.path}: not a regular file")
-    if not infos:
-        raise ConfigError("input.path", f"{given}: no file matches")
     is_folder = bool(pattern) or start.type == pafs.FileType.Directory
-    return [infos[path] for path in sorted(infos)], base if is_folder else posixpath.dirname(base)
+    found = [infos[path] for path in sorted(infos)]
+    if is_folder and config.format in ("auto", ARROW):
+        found = pick_saved(filesystem, found)
+    if not found:
+        raise ConfigError("input.path", f"{given}: no file matches")
+    return found, base if is_folder else posixpath.dirname(base)
 
 
 def _is_no_data(info: pafs.FileInfo, config: InputConfig) -> bool:
     if config.format == "auto" and info.base_name.lower().endswith(".md"):
         return True
-    return _NON_DATA_FILES.fullmatch(info.base_name) is not None and parse_suffix(info.path)[0] != "parquet"
+    return _NON_DATA_FILES.fullmatch(info.base_name) is not None and parse_suffix(info.path)[0] not in BINARY
 
 
 def _is_hidden(name: str) -> bool:

@@ -13,10 +13,11 @@ import pyarrow as pa
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.arrays import Places, Rows
 from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, merge_parquet_leaf, merge_types
+from pipeline.input.columns import check_source, unknown_columns
 from pipeline.input.files import Listing
 from pipeline.input.ids import ROW_BITS
 from pipeline.input.prompting import check_format, check_templates
-from pipeline.input.scan import FileScan, check_source, unknown_columns
+from pipeline.input.scan import FileScan
 from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING, SOURCE_SCHEMA
 from pipeline.units import count
 

@@ -4,7 +4,7 @@ Left out: rows that are done already, and Ray (`source`).
 """
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 
@@ -15,18 +15,21 @@ import pyarrow.parquet as pq
 
 from pipeline.config import InputConfig
 from pipeline.input.arrays import Mask
+from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.expand import Documents, expand
 from pipeline.input.files import SourceFile, open_stream
-from pipeline.input.formats import iter_rows
+from pipeline.input.formats import ARROW, iter_rows
 from pipeline.input.ids import already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
 from pipeline.input.parquet_columns import (
     block_cuts,
     cast_plain,
     encoded_columns,
+    own_values,
     parquet_ids,
     row_bytes,
     row_sizes,
+    settle_views,
     to_python,
     to_text,
     without_bombs,
@@ -57,7 +60,7 @@ def read_file(
     file, expansion = plan.listing.files[index], plan.listing.expansion
     wanted = plan.num_documents_per_file[index]
     _check_unchanged(plan.listing.filesystem, file)
-    reader = _read_parquet if plan.listing.format == "parquet" else _read_rows
+    reader = {"parquet": _read_parquet, ARROW: _read_arrow}.get(plan.listing.format, _read_rows)
     done = num_rows = 0
     try:
         with closing(reader(plan, index, config, rows_per_block)) as blocks:
@@ -140,14 +143,28 @@ def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
         with pq.ParquetFile(
             source, metadata=metadata, page_checksum_verification=True, read_dictionary=encoded
         ) as parquet:
-            first, limit = 0, plan.listing.max_line_bytes
-            for whole in parquet.iter_batches(batch_rows):
-                batch, bad = without_bombs(whole, limit)
-                for start, end in itertools.pairwise(block_cuts(batch, BLOCK_BYTES)):
-                    errors = _Errors(end - start, file.name, first + start)
-                    errors.set(bad[start:end], BAD_LINE, f"its lists hold more than limits.max_line_bytes ({limit})")
-                    yield _from_batch(batch[start:end], file, first + start, plan, config, errors)
-                first += batch.num_rows
+            yield from _from_batches(parquet.iter_batches(batch_rows), file, plan, config)
+
+
+def _read_arrow(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
+    file = plan.listing.files[index]
+    with open_arrow(plan.listing.filesystem, file) as reader:
+        batches = arrow_batches(reader, stored_schema(reader.schema, file), rows_per_block)
+        yield from _from_batches(batches, file, plan, config)
+
+
+def _from_batches(batches: Iterable[pa.RecordBatch], file: SourceFile, plan: InputPlan, config: InputConfig) -> Blocks:
+    first, limit = 0, plan.listing.max_line_bytes
+    for whole in batches:
+        batch, bad = without_bombs(settle_views(whole), limit)
+        for start, end in itertools.pairwise(block_cuts(batch, BLOCK_BYTES)):
+            errors = _Errors(end - start, file.name, first + start)
+            errors.set(bad[start:end], BAD_LINE, f"its lists hold more than limits.max_line_bytes ({limit})")
+            part = batch[start:end]
+            if part.num_rows < batch.num_rows:
+                part = pa.RecordBatch.from_arrays(list(map(own_values, part.columns)), schema=part.schema)
+            yield _from_batch(part, file, first + start, plan, config, errors)
+        first += batch.num_rows
 
 
 def _from_batch(

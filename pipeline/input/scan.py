@@ -1,10 +1,11 @@
 """One pass over one file -> `FileScan`: how many rows, which columns of which types, which ids.
 
-Of Parquet only the footer and the id column are read. Left out: what the files have in common (`plan`).
+Of Parquet only the footer and the id column are read; of Arrow all of it.
+Left out: what the files have in common (`plan`).
 """
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -15,17 +16,27 @@ from numpy.typing import NDArray
 
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.arrays import Digests
+from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.arrow_types import infer_json_type, merge_json_leaf, merge_types
+from pipeline.input.columns import check_source, own_columns, refuse_reserved
 from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.expansion import Expansion
-from pipeline.input.files import Listing, SourceFile, blame, open_stream, read_etag, sniff_batch
-from pipeline.input.formats import iter_rows
+from pipeline.input.files import Listing, SourceFile, blame, is_fsspec, open_stream, read_etag, sniff_batch
+from pipeline.input.formats import ARROW, iter_rows
 from pipeline.input.ids import DIGEST, digest_id, digest_ids, made_id
 from pipeline.input.openai_rows import BATCH_COLUMNS
-from pipeline.input.parquet_columns import is_id_type, is_messages_type, is_text_type, parquet_ids, plain_type
-from pipeline.input.prompting import template_columns
+from pipeline.input.parquet_columns import (
+    is_id_type,
+    is_messages_type,
+    is_text_type,
+    parquet_ids,
+    plain_type,
+    unwritable,
+    without_views,
+)
 from pipeline.input.row import BLOCK_BYTES, Row
-from pipeline.schema import PROMPT, RESERVED_COLUMNS, SOURCE_SCHEMA
+
+SCANNED_ROWS = 65536  # at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +67,12 @@ def scan_file(listing: Listing, index: int, config: InputConfig, index_all: bool
     unique. `ConfigError` for what is no row's fault.
     """
     file = listing.files[index]
-    with blame("input.path", file.path):
+    with blame("input.path", file.path, is_fsspec(listing.filesystem)):
         etag = read_etag(listing.filesystem, file)
         if listing.format == "parquet":
             scan, digests = _scan_parquet(listing, file, config, index_all)
+        elif listing.format == ARROW:
+            scan, digests = _scan_arrow(listing, file, config, index_all)
         else:
             scan, digests = _scan_rows(listing, file, config, index_all or listing.format != "text")
         return replace(scan, etag=etag), digests
@@ -92,7 +105,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
     is_even = bool((per_document == expansion.count()).all())
     is_json = config.format == "auto" and listing.format in ("jsonl", "openai_batch")
     schema = columns.finish()
-    _refuse_reserved(schema.names, file, expansion)
+    refuse_reserved(schema.names, file, expansion)
     scan = FileScan(
         file,
         num_rows=int(per_document.sum()),
@@ -150,31 +163,6 @@ class _Columns:
         self._rows, self._num_bytes = [], 0
 
 
-def own_columns(config: InputConfig) -> frozenset[str]:
-    """Columns that the output has under another name, or that a prompt is made of and replaces."""
-    text = {config.text_column} if config.text_column is not None else set()
-    return frozenset({config.id_column, *text, *({PROMPT} & template_columns(config))})
-
-
-def check_source(names: Collection[str], path: str, config: InputConfig) -> None:
-    """ConfigError where a file whose columns are known lacks the one that prompts are read from."""
-    key = "prompt_column" if config.messages_column is None else "messages_column"
-    column = config.text_column or config.messages_column
-    if column is not None and column not in names:
-        raise ConfigError(f"input.{key}", f"{path} has {unknown_columns(column, names)}")
-
-
-def _refuse_reserved(names: Sequence[str], file: SourceFile, expansion: Expansion) -> None:
-    reserved = RESERVED_COLUMNS | (set(SOURCE_SCHEMA.names) if expansion.is_on else set())
-    for name in names:
-        if name in reserved:
-            raise ConfigError(
-                "input.path",
-                f"{file.path} has a column {name!r}, a name that the output uses; "
-                "rename or drop it, or make it input.prompt_column or input.id_column",
-            )
-
-
 def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
     expansion = listing.expansion
     with pq.ParquetFile(listing.filesystem.open_input_file(file.path)) as parquet:
@@ -184,9 +172,7 @@ def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index
         schema = parquet.schema_arrow if num_rows else pa.schema([])
         if num_rows:
             _check_parquet_columns(schema, file, config)
-        own = own_columns(config)
-        extra = pa.schema([(f.name, plain_type(f.type)) for f in schema if f.name not in own])
-        _refuse_reserved(extra.names, file, expansion)
+        extra = _extra_schema(schema, file, config, expansion)
         num_rows = min(num_rows, config.limit or num_rows)
         has_id = config.id_column in schema.names
         digests, has_own_ids = np.empty(0, DIGEST), False
@@ -206,6 +192,55 @@ def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index
             is_indexed=has_id or index_all,
         )
         return scan, digests
+
+
+def _extra_schema(schema: pa.Schema, file: SourceFile, config: InputConfig, expansion: Expansion) -> pa.Schema:
+    """The columns but prompt and id, without dictionaries and views."""
+    fields, own = [], own_columns(config)
+    for field in schema:
+        if field.name not in own:
+            try:
+                fields.append((field.name, plain_type(without_views(field.type))))
+            except pa.ArrowNotImplementedError as error:
+                raise unwritable(field, file.path) from error
+    refuse_reserved([name for name, _ in fields], file, expansion)
+    return pa.schema(fields)
+
+
+def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
+    extra, has_id, is_indexed, expansion = pa.schema([]), False, index_all, listing.expansion
+    digests, num_rows, num_bytes, num_own = bytearray(), 0, 0, 0
+    with open_arrow(listing.filesystem, file) as reader:
+        stored = stored_schema(reader.schema, file)
+        for batch in arrow_batches(reader, stored, SCANNED_ROWS):
+            if not num_rows:  # a file without rows has no say
+                _check_parquet_columns(stored, file, config)
+                extra = _extra_schema(stored, file, config, expansion)
+                has_id = config.id_column in stored.names
+                is_indexed = has_id or index_all
+            batch = batch[: (config.limit or num_rows + batch.num_rows) - num_rows]
+            if has_id:
+                ids, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
+                num_own += int(is_own.sum())
+            elif is_indexed:
+                ids = [made_id(file, num_rows + row) for row in range(batch.num_rows)]
+            if is_indexed:
+                digests += b"".join(digest_id(id) for given in ids for id in expansion.ids(given))
+            num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
+            if num_rows == config.limit:
+                break
+    scan = FileScan(
+        file,
+        num_rows=num_rows * expansion.count(),
+        num_documents=num_rows,
+        num_bytes=num_bytes,
+        columns=frozenset(stored.names if num_rows else ()),
+        extra_schema=extra,
+        json_columns=frozenset(),
+        has_own_ids=num_own > 0,
+        is_indexed=is_indexed,
+    )
+    return scan, np.frombuffer(bytes(digests), dtype=DIGEST)
 
 
 def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputConfig) -> None:
@@ -228,17 +263,10 @@ def _parquet_digests(
 ) -> tuple[Digests, bool]:
     """Of every row, and whether some document has an id of its own."""
     digests, number, num_own = bytearray(), 0, 0
-    for batch in parquet.iter_batches(65536, columns=[config.id_column]):
+    for batch in parquet.iter_batches(SCANNED_ROWS, columns=[config.id_column]):
         ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
         digests += b"".join(digest_id(id) for given in ids for id in expansion.ids(given))
         number, num_own = number + len(ids), num_own + int(own.sum())
         if number == num_rows:
             break
     return np.frombuffer(bytes(digests), dtype=DIGEST), num_own > 0
-
-
-def unknown_columns(wanted: str, columns: Collection[str]) -> str:
-    """The end of a message about a column that is not there."""
-    names = sorted(columns)
-    shown = names[:20] + (["..."] if len(names) > 20 else [])
-    return f"no column {wanted!r}; there are: {', '.join(shown) or 'none'}"

@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from actors.tokenizer import Tokenizer
 from pipeline.schema import (
     BAD_PARAMETERS,
     ENGINE_ERROR,
@@ -27,6 +26,7 @@ from pipeline.schema import (
 )
 from skipdecode.config import DecoderConfig
 from skipdecode.sampling import Sampling, cut_at_stop
+from skipdecode.tokenizer import Tokenizer
 
 TOKENS = pa.list_(pa.int32())
 Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]

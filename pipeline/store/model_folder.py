@@ -21,7 +21,7 @@ def tokenizer_files(source: Path) -> Files:
     """Those of a model folder; of a GGUF file those that a folder would have."""
     if source.is_dir():
         return {name: (source / name).read_bytes() for name in TOKENIZER_FILES if (source / name).is_file()}
-    from actors import gguf_tokenizer  # only a GGUF file needs them
+    from skipdecode import gguf_tokenizer  # only a GGUF file needs them
     from skipdecode.gguf_file import chat_template
 
     files, template = {"tokenizer.json": gguf_tokenizer.tokenizer(source).to_str().encode()}, chat_template(source)

@@ -22,6 +22,7 @@ def _kind(name: str) -> tuple[type, ...]:
 
 
 UPLOADS = _kind("S3FileSystem") + _kind("GcsFileSystem")
+HUB = "py::fsspec+hf"
 
 
 def is_whole_on_close(filesystem: pafs.FileSystem) -> bool:
@@ -56,6 +57,11 @@ def check_renames(filesystem: pafs.FileSystem, root: str, shown: str) -> None:
     """ConfigError where files are seen before they are whole, and cannot be renamed either."""
     if isinstance(filesystem, pafs.LocalFileSystem) or is_whole_on_close(filesystem):
         return
+    if filesystem.type_name == HUB:
+        raise ConfigError(
+            "output.path",
+            f"{shown}: on a hub each file would be a commit; write elsewhere, jobs.export, and upload that",
+        )
     first, second = (f"{root}/run.json.{uuid.uuid4().hex[:8]}.tmp" for _ in range(2))
     try:
         for text in (b"1", b"2"):

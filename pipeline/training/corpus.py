@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.tokenizer import Tokenizer, train_tokenizer
 from actors.train_workers import Pair
 from pipeline.config import ConfigError
 from pipeline.input.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
@@ -18,6 +17,7 @@ from pipeline.store.model_folder import Files, tokenizer_files
 from pipeline.training.config import FinetuneData
 from pipeline.training.folder import TrainingFolder
 from skipdecode.config import DecoderConfig
+from skipdecode.tokenizer import Tokenizer, train_tokenizer
 
 TOKENS_COMPARED = 256  # pairs
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.text_stream import TextStream
-from actors.tokenizer import Tokenizer
 from skipdecode.decoder import Decoder
 from skipdecode.sampling import GrowingText, StopScan, cut_at_stop
+from skipdecode.tokenizer import Tokenizer
 from tests.support.tiny_models import VOCAB
 
 

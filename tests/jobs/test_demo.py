@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.tokenizer import Tokenizer
 from jobs.demo import main
 from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
 from skipdecode.families import read_config
+from skipdecode.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.ray
 

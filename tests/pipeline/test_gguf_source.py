@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.text_stream import TextStream
-from actors.tokenizer import Tokenizer
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig
 from pipeline.store.digest import digest_files
@@ -20,6 +19,7 @@ from skipdecode.hub import resolve_source
 from skipdecode.plan import FullDepth
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import check_folder, load_model
 from tests.support.family_tokenizers import NASTY, SENTENCEPIECE_SPECIAL, sentencepiece
 from tests.support.gguf_models import Writer, add_sentencepiece, random_model, write_model

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.tokenizer import Tokenizer
 from skipdecode.cohort import rounded_columns
 from skipdecode.continuous import ContinuousBatch, _layer_ends, check_continuous, generate_continuous
 from skipdecode.decoder import Decoder
@@ -18,6 +17,7 @@ from skipdecode.generate import Request, generate
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.request import Row
 from skipdecode.sampling import Sampling
+from skipdecode.tokenizer import Tokenizer
 from tests.support.naive import greedy, random_prompts
 
 L = 6

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from actors.tokenizer import Tokenizer
 from skipdecode import generate as decoder
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
@@ -22,6 +21,7 @@ from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.request import Row
 from skipdecode.sampling import Sampling, StopScan, cut_at_stop
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 from tests.support.naive import greedy, naive_decode, random_prompts, requests_for, tokens_of
 

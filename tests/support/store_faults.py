@@ -84,9 +84,10 @@ def object_store() -> Iterator[tuple[Callable[[str], str], Delay]]:
 
 @contextmanager
 def on_object_store(trial: Trial) -> Iterator[Delay]:
-    """The trial's run folder lies there; it is judged before the store goes."""
+    """The trial's run folder lies there; it is judged before the store goes. Servers of one process share what they
+    hold, so each trial has a folder of its own."""
     with object_store() as (uri, delay):
-        trial.output = uri("run")
+        trial.output = uri(f"{trial.folder.name}/run")
         yield delay
         trial.verdict = trial.judge()
 

@@ -17,7 +17,6 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 from transformers import OPTForCausalLM
 
-from actors.tokenizer import Tokenizer
 from jobs import evaluate
 from jobs.generate import main as generate_main
 from pipeline.evaluation.hypotheses import choose_texts
@@ -27,6 +26,7 @@ from skipdecode.forced import teacher_batch
 from skipdecode.generate import Request, generate
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.train import response_loss
 from tests.support.verbs import Call
 

@@ -19,7 +19,6 @@ import ray
 import torch
 from transformers import OPTForCausalLM
 
-from actors.tokenizer import Tokenizer
 from jobs import generate as verb
 from pipeline.evaluation.score import EvaluateConfig, RunPolicy, _load_policy
 from pipeline.schema import OUTPUT_SCHEMA
@@ -29,6 +28,7 @@ from skipdecode.generate import Request, generate
 from skipdecode.plan import FullDepth, SwiftPrefill
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import save_model
 from tests.support.verbs import Call
 

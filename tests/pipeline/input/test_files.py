@@ -202,8 +202,8 @@ def test_explicit_format_reads_any_name_but_never_parquet_as_text(tmp_path: Path
     assert column(read_rows(path, format="text"), "prompt") == ['{"a": 1}']
     assert column(read_rows(write(tmp_path / "d" / "x.md", "md\n").parent, format="text"), "prompt") == ["md"]
     write_parquet(tmp_path / "p.parquet", {"prompt": ["x"]})
-    refuse(tmp_path / "p.parquet", r"input\.format: text, but .*p\.parquet is a parquet file", format="text")
-    refuse(path, r"input\.format: parquet, but .*log\.jsonl is a jsonl file", format="parquet")
+    refuse(tmp_path / "p.parquet", r"input\.format: text, but .*p\.parquet is parquet", format="text")
+    refuse(path, r"input\.format: parquet, but .*log\.jsonl is jsonl", format="parquet")
 
 
 def compress_zstd(data: bytes) -> bytes:

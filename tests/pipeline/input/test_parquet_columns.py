@@ -24,6 +24,7 @@ def test_parquet_columns_come_through_unchanged(tmp_path: Path) -> None:
         "big": pa.array(["l", None, "m"], pa.large_string()),
         "raw": pa.array([b"\xff", None, b""], pa.binary()),
         "view": pa.array(["v", None, "w"], pa.string_view()),
+        "views": pa.array([["v"], None, []], pa.list_(pa.string_view())),
         "nothing": pa.nulls(3),
         "map": pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())),
     }
@@ -36,9 +37,10 @@ def test_parquet_columns_come_through_unchanged(tmp_path: Path) -> None:
     assert table.column_names[6:] == list(columns)[2:]
     for name in list(columns)[2:]:
         assert table[name].to_pylist() == stored[name].to_pylist(), name
-        if name not in ("kind", "tags"):
+        if name not in ("kind", "tags", "view", "views"):
             assert table.schema.field(name).type == stored.schema.field(name).type, name
-    assert table.schema.field("kind").type == pa.string()
+    assert table.schema.field("kind").type == table.schema.field("view").type == pa.string()
+    assert table.schema.field("views").type == pa.list_(pa.string())
     assert table.schema.field("tags").type == pa.list_(pa.string())
 
 
@@ -77,6 +79,11 @@ def test_parquet_wrong_types(tmp_path: Path) -> None:
     refuse(other, r"input\.prompt_column: .*c\.parquet has no column 'prompt'; there are: n, question")
     raw = write_parquet(tmp_path / "d.parquet", {"prompt": [b"x"]})
     refuse(raw, r"'prompt' in .*d\.parquet has type binary")
+
+
+def test_parquet_views_of_lists_are_refused(tmp_path: Path) -> None:
+    columns = {"prompt": ["x"], "odd": pa.array([["a"]], pa.list_view(pa.string()))}
+    refuse(write_parquet(tmp_path / "a.parquet", columns), r"column 'odd' in .* has type list_view.*, which a run")
 
 
 def test_parquet_that_is_broken(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from actors.tokenizer import Tokenizer
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.stages import tokens as stages
 from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
 from skipdecode.families import config_of, read_config
 from skipdecode.sampling import Sampling
+from skipdecode.tokenizer import Tokenizer
 from tests.support.family_tokenizers import byte_level, template, write_folder
 
 

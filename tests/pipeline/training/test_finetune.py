@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import OPTForCausalLM
 
-from actors.tokenizer import Tokenizer
 from jobs.finetune import main
 from pipeline.training.config import TrainSection
 from pipeline.training.schedules import check_schedules
@@ -20,6 +19,7 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.generate import Request, generate
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
-from actors.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
 from skipdecode.families import read_config
 from skipdecode.families.opt import OPTConfig
+from skipdecode.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
 
 CONFIG = OPTConfig(vocab_size=320, hidden_size=16, num_attention_heads=2)
 TEXTS = [

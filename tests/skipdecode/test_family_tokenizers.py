@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.text_stream import TextStream
-from actors.tokenizer import Tokenizer
 from skipdecode.families import config_of
 from skipdecode.sampling import GrowingText, StopScan, TextDecoder, cut_at_stop
+from skipdecode.tokenizer import Tokenizer
 from tests.support.family_tokenizers import NASTY, VOCAB, byte_level, sentencepiece, template, write_folder
 
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -1,6 +1,6 @@
 """Tokenizers of GGUF files against those they were made from, and against transformers' reading of the file.
 
-transformers leaves out what `actors.gguf_tokenizer` says; there the original alone is the reference.
+transformers leaves out what `skipdecode.gguf_tokenizer` says; there the original alone is the reference.
 """
 
 import os
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Original
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from actors.gguf_tokenizer import CUTS, merges_of, tokenizer
+from skipdecode.gguf_tokenizer import CUTS, merges_of, tokenizer
 from tests.support.family_tokenizers import (
     BYTE_LEVEL_SPECIAL,
     NASTY,

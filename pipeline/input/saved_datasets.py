@@ -1,0 +1,94 @@
+"""Folders that Hugging Face `datasets` has saved (`save_to_disk`): which of their files are the rows.
+
+`state.json` names them. Beside them `datasets` keeps what it has computed since (`cache-*.arrow`), which are no rows of
+this data set. A `DatasetDict` is a folder of such folders, one per split, and `dataset_dict.json`. Left out: what is in
+the files (`arrow_files`), and the types that `dataset_info.json` knows beyond those of Arrow.
+"""
+
+import json
+import posixpath
+from collections.abc import Sequence
+from typing import Final
+
+import pyarrow.fs as pafs
+
+from pipeline.config import ConfigError
+from pipeline.units import Json
+
+STATE: Final = "state.json"
+SPLITS: Final = "dataset_dict.json"
+MAX_BYTES: Final = 16 << 20  # of these; a larger file of such a name is somebody's rows
+
+
+def pick_saved(filesystem: pafs.FileSystem, files: Sequence[pafs.FileInfo]) -> list[pafs.FileInfo]:
+    """Of `files`, which a folder or a pattern led to, those that are rows: all where no data set was saved.
+
+    ConfigError for a `DatasetDict` of several splits that all were found, and for a data set that is not whole.
+    """
+    by_folder: dict[str, list[pafs.FileInfo]] = {}
+    for file in files:
+        by_folder.setdefault(posixpath.dirname(file.path), []).append(file)
+    for folder, own in by_folder.items():
+        if any(file.base_name == SPLITS for file in own):
+            _refuse_splits(filesystem, folder, list(by_folder))
+    left = []
+    for folder, own in by_folder.items():
+        is_saved = any(_is_arrow(file) or file.base_name == STATE for file in own)
+        names = _row_files(filesystem, folder) if is_saved else None
+        if names is not None:
+            _refuse_lost(folder, names, own)
+            own = [file for file in own if file.base_name in names]
+        left += [file for file in own if file.base_name != SPLITS]
+    return left
+
+
+def _is_arrow(file: pafs.FileInfo) -> bool:
+    return bool(file.extension.lower() == "arrow")
+
+
+def _row_files(filesystem: pafs.FileSystem, folder: str) -> set[str] | None:
+    """The names of the files with the rows of the data set that was saved in `folder`; None where none was."""
+    state = _read_json(filesystem, posixpath.join(folder, STATE))
+    named = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(state, dict) or not isinstance(named, list):
+        return None
+    if state.get("_indices_data_files"):
+        raise ConfigError(
+            "input.path",
+            f"{folder}: this data set picks its rows by an index; load it with `datasets`, call flatten_indices(), "
+            "and save it again",
+        )
+    return {str(file.get("filename")) for file in named if isinstance(file, dict)}
+
+
+def _refuse_lost(folder: str, names: set[str], there: Sequence[pafs.FileInfo]) -> None:
+    """A pattern may pick some of the files; the whole folder has to be whole."""
+    found = {file.base_name for file in there}
+    lost = sorted(names - found)
+    if lost and STATE in found:
+        raise ConfigError("input.path", f"{folder}: {STATE} names {lost[0]!r}, which is not there; copy all its files")
+
+
+def _refuse_splits(filesystem: pafs.FileSystem, folder: str, folders: Sequence[str]) -> None:
+    content = _read_json(filesystem, posixpath.join(folder, SPLITS))
+    named = content.get("splits") if isinstance(content, dict) else None
+    splits = [str(split) for split in named] if isinstance(named, list) else []
+    there = [split for split in splits if posixpath.join(folder, split) in folders]
+    if len(there) > 1:
+        raise ConfigError(
+            "input.path",
+            f"{folder} holds the splits {', '.join(there)}; name the one to read: {posixpath.join(folder, there[0])}",
+        )
+
+
+def _read_json(filesystem: pafs.FileSystem, path: str) -> Json:
+    """What a small file holds; None where there is none, or it is no JSON."""
+    info = filesystem.get_file_info(path)
+    if info.type != pafs.FileType.File or (info.size or 0) > MAX_BYTES:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        try:
+            content: Json = json.loads(stream.readall())
+        except ValueError:
+            return None
+    return content

@@ -1,0 +1,160 @@
+"""The door of plain Python: a model loaded into this process, texts in, texts out (`skipdecode.load`, `.generate`).
+
+The decoder is that of jobs and of the endpoint: same prompt, id, seed and schedule, same tokens (float32). Left out:
+corpora, several workers, bad rows as rows (`pipeline`): here what cannot be done is a ValueError.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skipdecode.config import Quantization
+from skipdecode.decoder import Decoder
+from skipdecode.generate import Completion, Request
+from skipdecode.generate import generate as decode_batch
+from skipdecode.placing import choose_device, choose_dtype
+from skipdecode.plan import Schedule
+from skipdecode.request import TokenLogprobs, refuse_too_long
+from skipdecode.sampling import Sampling, cut_at_stop
+from skipdecode.schedule import METHOD_KEYS, listed_schedule
+from skipdecode.tokenizer import Tokenizer
+from skipdecode.weights import load_model
+
+DECODE_KEYS = frozenset({"method", "ffn_skip"}).union(*METHOD_KEYS.values())
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A loaded model and its tokenizer."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+
+    def schedule(self, max_new_tokens: int, prefill: str, decode: dict[str, Any]) -> Schedule:
+        """As a job settles it: what is asked for, else what the checkpoint carries, else SkipDecode at speedup 2."""
+        config = self.model.config
+        given = {key: value for key, value in decode.items() if value is not None}
+        skip = given.pop("ffn_skip", None)
+        base = {"method": "skipdecode"} | given if given else dict(config.skip_decode or {"method": "skipdecode"})
+        return listed_schedule(config, base | {"ffn_skip": skip, "prefill": prefill}, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What became of one prompt."""
+
+    text: str
+    """No special tokens; ends before a stop string."""
+    tokens: list[int]
+    """With the end-of-text token that ended it."""
+    finish_reason: str
+    """`stop` or `length`."""
+    layers_run: int
+    """Layers, summed over the decode steps."""
+    ffns_run: int
+    """Feed-forward blocks, likewise."""
+    num_input_tokens: int
+    logprobs: list[TokenLogprobs]
+    """One per token where they were asked for, else empty."""
+
+
+def load(
+    source: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: Quantization | None = None,
+) -> TextModel:
+    """The model of a folder, a hub id or a `.gguf` file; ValueError says what does not fit.
+
+    `tokenizer`: another place for its files. `dtype`: auto, float32, bfloat16 or float16; auto takes bfloat16 where
+    the device multiplies it. `device`: auto takes the GPU if there is one. `quantization`: `int8` weights.
+    """
+    place = choose_device(device)
+    model = load_model(source, device=place, dtype=choose_dtype(dtype, place)).pack(quantization)
+    return TextModel(model, Tokenizer(tokenizer or source, model.config))
+
+
+def generate(
+    model: TextModel,
+    prompts: str | Sequence[str],
+    *,
+    ids: Sequence[str] | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+    logprobs: int | None = None,
+    prefill: str = "full",
+    batch_size: int = 32,
+    **decode: Any,
+) -> list[Generated]:
+    """Continues each prompt; one result per prompt, in their order. One text counts as a list of one.
+
+    `decode`: the keys of `decode:` in a configuration (method, speedup, max_layers, ...). `ids`: random numbers depend
+    on seed, id and step alone; without ids they are "0", "1", ... `logprobs`: log-probabilities of each new token, and
+    of so many likeliest ones. ValueError names what cannot be done, before anything is decoded.
+    """
+    if unknown := decode.keys() - DECODE_KEYS:
+        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    names = [str(number) for number in range(len(texts))] if ids is None else list(ids)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, stops, ignore_eos)
+    _check(sampling, texts, names, batch_size, logprobs)
+    schedule = model.schedule(max_new_tokens, prefill, decode)
+    tokens = model.tokenizer.encode(texts)
+    for name, ids_of in zip(names, tokens, strict=True):
+        if not ids_of:
+            raise ValueError(f"row {name!r}: the prompt has no tokens, and this model has none that begins a text")
+    requests = [Request(name, t, sampling, logprobs) for name, t in zip(names, tokens, strict=True)]
+    refuse_too_long(requests, model.model.config.max_position_embeddings)
+    by_length = sorted(range(len(requests)), key=lambda row: len(requests[row].prompt_tokens))
+    done: dict[int, Generated] = {}
+    for start in range(0, len(by_length), batch_size):
+        rows = by_length[start : start + batch_size]
+        chosen = [requests[row] for row in rows]
+        result = decode_batch(model.model, chosen, schedule, decode_text=model.tokenizer.decode)
+        done |= {row: _generated(model, requests[row], c) for row, c in zip(rows, result.completions, strict=True)}
+    return [done[row] for row in range(len(requests))]
+
+
+def _generated(model: TextModel, request: Request, completion: Completion) -> Generated:
+    stop = request.sampling.stop if completion.finish_reason == "stop" else ()
+    return Generated(
+        cut_at_stop(model.tokenizer.decode(completion.tokens), stop),
+        completion.tokens,
+        completion.finish_reason,
+        completion.layers_run,
+        completion.ffns_run,
+        len(request.prompt_tokens),
+        completion.logprobs,
+    )
+
+
+def _check(
+    sampling: Sampling, texts: Sequence[object], ids: Sequence[object], batch_size: int, logprobs: int | None
+) -> None:
+    """ValueError for what a configuration would refuse (`pipeline.config.SamplingConfig`)."""
+    limits = [
+        ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "a number of at least 0"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and up to 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0"),
+        ("stop", sampling.stop, all(isinstance(one, str) and one for one in sampling.stop), "texts that are not empty"),
+        ("batch_size", batch_size, batch_size >= 1, "at least 1"),
+        ("logprobs", logprobs, logprobs is None or logprobs >= 0, "at least 0, or None"),
+    ]
+    for name, value, is_good, wanted in limits:
+        if not is_good:
+            raise ValueError(f"{name}: must be {wanted}, got {value!r}")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"prompts: number {number} must be a text, got {text!r}")
+    if len(ids) != len(texts) or not all(isinstance(one, str) for one in ids):
+        raise ValueError(f"ids: must be {len(texts)} texts, one for each prompt, got {list(ids)!r}")
