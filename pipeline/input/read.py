@@ -176,6 +176,10 @@ def _from_batch(
         errors.set(bad_ids, BAD_LINE, f"column {config.id_column!r} is not valid UTF-8")
     else:
         ids = [made_id(file, first + row) for row in range(count)]
+    prompts, bad_prompts = pa.nulls(count, pa.string()), np.zeros(count, bool)
+    if config.text_column is not None:
+        prompts, bad_prompts = to_text(batch.column(config.text_column))
+        errors.set(bad_prompts, BAD_LINE, f"column {config.text_column!r} is not valid UTF-8")
     extras = []
     for field in plan.extra_schema:
         if field.name not in batch.schema.names:
@@ -184,13 +188,11 @@ def _from_batch(
         column, bad = without_invalid_utf8(cast_plain(batch.column(field.name), field.type))
         errors.set(bad, BAD_LINE, f"column {field.name!r} is not valid UTF-8")
         extras.append(column)
-    prompts = pa.nulls(count, pa.string())
-    if config.text_column is not None:
-        prompts, bad_prompts = to_text(batch.column(config.text_column))
-        errors.set(bad_prompts, BAD_LINE, f"column {config.text_column!r} is not valid UTF-8")
-        _fail_missing(np.asarray(prompts.is_null()) & ~bad_prompts, config.text_column, errors)
-    elif config.messages_column is not None:
-        _fail_missing(np.asarray(batch.column(config.messages_column).is_null()), config.messages_column, errors)
+    source = config.text_column or config.messages_column
+    if source is not None:
+        column = batch.column(source) if config.text_column is None else prompts
+        missing = np.asarray(column.is_null()) & ~bad_prompts
+        errors.set(missing, PROMPT_MISSING, f"column {source!r} is null")
     fields = _parquet_fields(batch, config, errors)
     nothing = [pa.nulls(count, ROW_SCHEMA.field(name).type) for name in (PROMPT_TOKENS, SAMPLING)]
     columns = [pa.array(ids, pa.string()), prompts, *nothing, *errors.columns(), *extras]
@@ -201,10 +203,6 @@ def _from_batch(
         fields=fields,
         samples=(),
     )
-
-
-def _fail_missing(missing: Mask, column: str, errors: "_Errors") -> None:
-    errors.set(missing, PROMPT_MISSING, f"column {column!r} is null")
 
 
 def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> list[dict[str, object]]:
