@@ -36,6 +36,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         length_buckets=config.actors.length_buckets,
         deterministic=s.deterministic,
         baseline_fraction=config.baseline.fraction,
+        memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
     return PipelineSpec(
         input=config.input,
