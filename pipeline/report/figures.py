@@ -85,6 +85,8 @@ def _counted(
         "padding_fraction": 0.0 if padded is None else 1 - padded,
         "prefill_s": batches.total("prefill_s") or 0.0,
         "decode_s": batches.total("decode_s") or 0.0,
+        "prefix_tokens_saved": int(batches.total("prefix_tokens_saved") or 0),
+        "prefix_saved_s": batches.prefix_saved_s,
         "baseline_s": batches.paired_total("full_prefill_s", "full_decode_s") or 0.0,
         "cost": None if price_per_hour is None else cost(price_per_hour, duration_s, totals.output_tokens, all_tokens),
         "decoded_again": {
@@ -98,10 +100,17 @@ def _counted(
         "split_batches": _errors(batches.split),
         "baseline_errors": _errors(batches.full),
         "books": state["books"],
+        "documents": num_documents(state),
         "model": state["model"],
         "decode": decode,
         "prefill": state["config"]["prefill"]["method"],
     }
+
+
+def num_documents(state: RunState) -> int:
+    """Of the input; each may have become several rows. In a run of an earlier version each is one."""
+    found = state["input"].get("documents") if "input" in state else None
+    return state["books"]["input"] if found is None else found
 
 
 def _errors(errors: Errors) -> ErrorCount:

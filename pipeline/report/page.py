@@ -22,7 +22,7 @@ Single = Literal[
     "duration_s", "request_throughput", "output_throughput", "total_token_throughput", "decode_output_throughput",
     "total_input_tokens", "total_output_tokens", "draft_acceptance", "tokens_per_pass",
     "layers_per_token", "ffns_per_token", "padding_fraction", "prefill_s",
-    "decode_s", "baseline_s",
+    "decode_s", "baseline_s", "prefix_tokens_saved", "prefix_saved_s",
 ]  # fmt: skip
 """Keys of report.json that have a line of their own."""
 
@@ -41,6 +41,8 @@ LABELS: Final[dict[Single, tuple[str, str]]] = {  # what it is called on the pag
     "padding_fraction": ("padding, share of the prompts' columns", "%"),
     "prefill_s": ("time in prompts", "s"),
     "decode_s": ("time in decoding", "s"),
+    "prefix_tokens_saved": ("prompt tokens run once for several rows", "tokens"),
+    "prefix_saved_s": ("time they would have taken, estimated", "s"),
     "baseline_s": ("time spent measuring full depth", "s"),
 }
 WORKER_COLUMNS = ("worker", "host", "device", "dtype", "load_s", "busy_s", "idle_s", "restarts", "rows")
@@ -91,8 +93,10 @@ def _when(report: Figures, state: RunState) -> str:
 def _cards(report: Figures) -> list[tuple[str, str, str]]:
     """Label, value, small print."""
     s, a, books, price = report["speedup"], report["agreement"], report["books"], report["cost"]
+    documents = report.get("documents", books["input"])  # of an earlier version there are none
+    of = f"{books['input']:,}" + ("" if documents == books["input"] else f" from {documents:,} documents")
     items = [
-        ("rows", f"{report['completed']:,}", f"of {books['input']:,}, {report['failed']:,} failed"),
+        ("rows", f"{report['completed']:,}", f"of {of}, {report['failed']:,} failed"),
         ("output tokens/s", f"{report['output_throughput']:,.0f}", f"{report['total_output_tokens']:,} in all"),
         ("speedup", times(s["measured"]), interval(report) or ("one batch" if s["batches"] else "not measured")),
         ("as at full depth", percent(a["token_match"]), f"of tokens; {percent(a['exact_rows'])} of rows"),

@@ -25,6 +25,7 @@ from pipeline.training.distill import with_defaults
 from skipdecode.families import released
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
+from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedule import METHOD_KEYS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -89,11 +90,12 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     assert config["model"] == {"source": "models/opt-e2e", "tokenizer": None, "dtype": "auto", "quantization": None}
     assert config["sampling"] == {
         "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
-        "ignore_eos": False, "deterministic": False,
+        "ignore_eos": False, "deterministic": False, "n": 1,
     }  # fmt: skip
     assert config["input"] == {
         "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,
-        "too_long": "fail_row",
+        "too_long": "fail_row", "template": None, "templates": None, "messages_column": None, "chat": False,
+        "system": None, "chat_template": "auto",
     }  # fmt: skip
     assert config["output"] == {"path": "outputs/run", "if_exists": "fail"}
     assert config["actors"]["length_buckets"] == [32, 64, 128, 256, 512, 1024, 2048]
@@ -168,7 +170,7 @@ def test_a_learning_rate_that_would_rise_is_refused() -> None:
 def test_a_run_can_be_told_every_method_and_every_key_of_it() -> None:
     names = get_args(get_args(DecodeConfig.model_fields["method"].annotation)[0])
     assert names == tuple(METHOD_KEYS)
-    assert SCHEDULE_KEYS | {"method", "ffn_skip"} == DecodeConfig.model_fields.keys()
+    assert SCHEDULE_KEYS | {"method", "ffn_skip", "prefix", *LOSSLESS_KEYS} == DecodeConfig.model_fields.keys()
 
 
 def test_the_tree_is_frozen() -> None:
