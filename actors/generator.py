@@ -147,6 +147,14 @@ class Generator:
         result.answers = [answers[row] for row in range(len(requests))]
         return result
 
+    def decode_batches(self, requests: Sequence[Request]) -> list[tuple[Batch, BatchResult]]:
+        """The batches of a window with what each cost, for whoever measures; an error is raised, and none is split."""
+        found = []
+        for batch in self.cut(requests):
+            chosen = [requests[row] for row in batch.rows]
+            found.append((batch, self._run(batch, chosen, self.schedule(chosen[0].sampling.max_new_tokens))))
+        return found
+
     def cut(self, requests: Sequence[Request]) -> list[Batch]:
         """The batches that a window is decoded in; a batch by itself is cut no further."""
         return cut_batches(

@@ -1,0 +1,125 @@
+"""Rows, tokens, hours and cost of a corpus, from its sample and what was measured.
+
+Two windows of rows are drawn from the sample, cut into batches as a worker does, and priced by the cost model at the
+measured level. Left out: workers that share one machine's memory and slow each other down.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from actors.batching import cut_batches
+from actors.generator import FIRST_PAIRS, Generator
+from pipeline.estimate.measure import Measured, at_level, predicted_s
+from pipeline.estimate.sample import Sample
+from skipdecode.plan import Schedule
+
+WINDOWS: Final = 2
+START_S: Final = 12.0  # Ray, its workers and the first reads, beside loading the model
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a whole run. None: not known, since this machine cannot load the model."""
+
+    rows: int
+    input_tokens: int
+    """Of rows that can be decoded."""
+    output_tokens: int | None
+    max_output_tokens: int
+    """If no answer ends before its limit."""
+    sampled_rows: int
+    decoded_rows: int
+    actors: int
+    duration_s: float | None
+    price_per_hour: float | None
+    cost: float | None
+    """In the currency of the price."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a run is like, beside its corpus."""
+
+    rows: int
+    window_rows: int
+    actors: int
+    baseline_fraction: float
+    max_new_tokens: int
+
+
+def count_tokens(sample: Sample, shape: Shape, price_per_hour: float | None) -> Estimate:
+    """What is known without decoding."""
+    good = shape.rows * sample.good_share
+    return Estimate(
+        rows=shape.rows,
+        input_tokens=round(good * sample.mean_prompt_tokens),
+        output_tokens=None,
+        max_output_tokens=round(good * shape.max_new_tokens),
+        sampled_rows=sample.num_rows,
+        decoded_rows=0,
+        actors=shape.actors,
+        duration_s=None,
+        price_per_hour=price_per_hour,
+        cost=None,
+    )
+
+
+def forecast(
+    generator: Generator, sample: Sample, measured: Measured, shape: Shape, price_per_hour: float | None
+) -> Estimate:
+    known = count_tokens(sample, shape, price_per_hour)
+    answers = [new for _, new in measured.lengths]
+    good = shape.rows * sample.good_share
+    per_row_s = seconds_per_row(generator, [len(r.prompt_tokens) for r in sample.requests], measured, shape)
+    duration_s = START_S + generator.load_s + good * per_row_s / shape.actors
+    return Estimate(
+        **vars(known)
+        | {
+            "output_tokens": round(good * sum(answers) / len(answers)),
+            "decoded_rows": len(answers),
+            "duration_s": duration_s,
+            "cost": None if price_per_hour is None else price_per_hour * duration_s / 3600,
+        }
+    )
+
+
+def seconds_per_row(generator: Generator, prompts: Sequence[int], measured: Measured, shape: Shape) -> float:
+    """Of one worker, passes at full depth included."""
+    rng = random.Random(0)
+    answers = [new for _, new in measured.lengths]
+    schedule = generator.schedule(shape.max_new_tokens)
+    total_s = full_s = 0.0
+    num_rows = num_batches = 0
+    for _ in range(WINDOWS):
+        lengths = rng.choices(prompts, k=shape.window_rows)
+        for batch in cut_batches(
+            lengths, [0] * len(lengths), generator.config.length_buckets,
+            lambda bucket: generator.batch_size(bucket, shape.max_new_tokens),
+        ):  # fmt: skip
+            columns = max(lengths[row] for row in batch.rows)
+            new = rng.choices(answers, k=len(batch.rows))
+            total_s += batch_s(generator, measured, schedule, columns, new)
+            full_s += batch_s(generator, measured, generator.full, columns, new)
+            num_rows, num_batches = num_rows + len(batch.rows), num_batches + 1
+    run_batches = max(1, round(num_batches * shape.rows / shape.actors / num_rows))
+    paired = 0.0 if schedule == generator.full else paired_batches(run_batches, shape.baseline_fraction) / run_batches
+    return (total_s + paired * full_s) / num_rows
+
+
+def batch_s(generator: Generator, measured: Measured, schedule: Schedule, columns: int, new: Sequence[int]) -> float:
+    """Of a batch whose answers are that long: rows leave it as they end."""
+    alive = [sum(length > step + 1 for length in new) for step in range(max(new) - 1)]
+    prefill, decode = predicted_s(generator, measured.ceilings, schedule, columns, alive, len(new))
+    level = at_level(measured.levels, sum(alive) / len(alive) if alive else len(new))
+    return prefill * level.prefill + decode * level.decode
+
+
+def paired_batches(batches: int, fraction: float) -> int:
+    """Of a worker's first `batches`, those decoded at full depth too (as `Generator` takes its turns)."""
+    if fraction <= 0:
+        return 0
+    first = sum(place < batches for place in FIRST_PAIRS)
+    late = [place for place in FIRST_PAIRS if int((place + 1) * fraction) > int(place * fraction)]
+    return first + int(batches * fraction) - sum(place < batches for place in late)
