@@ -20,13 +20,14 @@ ARROWS: dict[str, set[str]] = {
     "stages": set(),
     "report": {"store"},
     "generate": {"input", "store", "stages", "report"},
+    "export": {"store"},
     "service": set(),
     "training": {"input", "store"},
     "evaluation": {"input", "store", "report"},
     "bench": {"service"},
     "doctor": {"input", "store"},
 }
-"""Room -> the rooms it may import. Training, evaluation, service, bench and doctor are nobody's foundation."""
+"""Room -> the rooms it may import. Export, training, evaluation, service, bench and doctor are nobody's foundation."""
 
 
 def imported(path: Path) -> set[str]:
