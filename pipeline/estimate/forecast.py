@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from actors.batching import cut_batches
-from actors.generator import FIRST_PAIRS, Generator
+from actors.generator import FIRST_PAIRS, MAX_BATCH_ROWS, Generator
+from pipeline.config import JobConfig
 from pipeline.estimate.measure import Measured, at_level, predicted_s
 from pipeline.estimate.sample import Sample
 from skipdecode.plan import Schedule
@@ -123,3 +124,10 @@ def paired_batches(batches: int, fraction: float) -> int:
     first = sum(place < batches for place in FIRST_PAIRS)
     late = [place for place in FIRST_PAIRS if int((place + 1) * fraction) > int(place * fraction)]
     return first + int(batches * fraction) - sum(place < batches for place in late)
+
+
+def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:
+    """Rows an actor takes at a time: `window_batches` batches, but so few that every actor gets two windows or more."""
+    size = config.actors.batch_size
+    rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
+    return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))

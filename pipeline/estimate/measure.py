@@ -2,8 +2,8 @@
 device is from what the cost model says of it.
 
 The cost model knows how time depends on prompts, layers and rows that are left; its level is measured twice: on the
-sample, and on a batch of the run's size, of made-up tokens, for a few steps. Left out: start-up, and reading and writing,
-which a run does beside decoding.
+sample, and on a batch of the run's size, of made-up tokens, for a few steps. Left out: start-up, and reading and
+writing, which a run does beside decoding.
 """
 
 import math

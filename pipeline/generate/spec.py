@@ -1,8 +1,8 @@
 """From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows, files."""
 
-from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
+from actors.generator import GeneratorConfig
 from pipeline.checkpoint import worker_path
-from pipeline.config import JobConfig
+from pipeline.estimate.forecast import window_rows
 from pipeline.generate.dataset import PipelineSpec
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
@@ -45,13 +45,6 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         pool=pool,
         window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),
     )
-
-
-def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:
-    """Rows an actor takes at a time: `window_batches` batches, but so few that every actor gets two windows or more."""
-    size = config.actors.batch_size
-    rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
-    return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))
 
 
 def rows_per_file(num_rows: int, window_rows: int) -> int | None:
