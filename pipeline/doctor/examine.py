@@ -160,8 +160,11 @@ def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.dev
     return find_backends(cluster, pool.num_cpus)
 
 
-def choice(config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend], note: Note, worker: Worker) -> Choice:
+def choice(
+    config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend], note: Note, worker: Worker | None = None
+) -> Choice:
     """Where this machine has such a device the model is loaded as a worker on it does; `worker` keeps it."""
+    worker = worker or Worker()
     model = worker.model = check_model(config, note)
     dtype = settle_dtype(config.model.dtype, device.type, nodes)
     check_quantization(config.model.quantization, model.config, dtype, device.type, why_no_int8(nodes))
