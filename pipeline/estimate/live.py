@@ -14,7 +14,7 @@ from pipeline.handles import Pace
 from pipeline.store.run_state import EstimateState
 from pipeline.units import Note, count
 
-SAMPLED_ROWS: Final = 512
+SAMPLED_ROWS, SAMPLED_FILES = 512, 4
 SEEN_SHARE: Final = 0.01  # of the rows, and a window: then their pace is taken for that of the rest
 
 

@@ -18,7 +18,7 @@ from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
 
 MAX_FILES: Final = 16
-READ_ROWS: Final = 4096  # from the beginning of each of these
+READ_ROWS, READ_BYTES = 4096, 32 << 20  # from the beginning of each of these, about
 SPOTS: Final = 4
 """Runs of neighbours that a sample is made of."""
 
@@ -40,32 +40,34 @@ class Sample:
 
 
 def sample_rows(
-    plan: InputPlan, config: InputConfig, tokens: TokenizeConfig, sampling: Sampling, max_rows: int
+    plan: InputPlan,
+    config: InputConfig,
+    tokens: TokenizeConfig,
+    sampling: Sampling,
+    max_rows: int,
+    max_files: int = MAX_FILES,
 ) -> Sample:
     """At most `max_rows` rows, of files that lie evenly over the input, from their beginnings."""
     filled = [index for index, rows in enumerate(plan.num_rows_per_file) if rows]
-    count = min(MAX_FILES, len(filled))
-    spots = max(1, SPOTS // count)
-    quota = max(1, max_rows // (count * spots))
+    count = min(max_files, len(filled))
+    quota = max(1, max_rows // count)
     requests: list[Request] = []
     num_rows = 0
     for index in (filled[len(filled) * number // count] for number in range(count)):
         head = _head(plan, index, config)
+        spots = max(1, SPOTS // count) if head.num_rows > quota else 1
         for spot in range(spots):
-            part = head.slice(head.num_rows * spot // spots, min(quota, max_rows - num_rows))
-            if spot and part.num_rows < quota:
-                continue
+            part = head.slice(head.num_rows * spot // spots, max(1, quota // spots))
             num_rows += part.num_rows
-            if part.num_rows:
-                requests += Window.of(tokenize(part, config=tokens), sampling).requests
+            requests += Window.of(tokenize(part, config=tokens), sampling).requests
     return Sample(requests, num_rows)
 
 
 def _head(plan: InputPlan, index: int, config: InputConfig) -> pa.Table:
-    blocks, rows = [], 0
+    blocks, rows, num_bytes = [], 0, 0
     for block in read_file(plan, index, config):
         blocks.append(block)
-        rows += block.num_rows
-        if rows >= READ_ROWS:
+        rows, num_bytes = rows + block.num_rows, num_bytes + block.nbytes
+        if rows >= READ_ROWS or num_bytes >= READ_BYTES:
             break
     return pa.concat_tables(blocks)

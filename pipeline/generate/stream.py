@@ -12,7 +12,7 @@ import ray
 
 from pipeline.console import live_progress
 from pipeline.estimate.forecast import Shape
-from pipeline.estimate.live import SAMPLED_ROWS, LiveEstimate
+from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
 from pipeline.estimate.sample import sample_rows
 from pipeline.generate.books import close_books, expected_ids, output_schema
 from pipeline.generate.dataset import Helpers, PipelineSpec, build_pipeline
@@ -85,7 +85,7 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, note: N
         max_new_tokens=sampling.max_new_tokens,
     )
     try:
-        sample = sample_rows(work.plan, spec.input, spec.tokenize, sampling, SAMPLED_ROWS)
+        sample = sample_rows(work.plan, spec.input, spec.tokenize, sampling, SAMPLED_ROWS, SAMPLED_FILES)
     except Exception:
         return None
     return LiveEstimate(sample, shape, actors.price_per_hour, note)
