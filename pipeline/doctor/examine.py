@@ -16,7 +16,8 @@ from pipeline.config import ConfigError, JobConfig
 from pipeline.doctor.corpus import Worker, estimate
 from pipeline.doctor.facts import GIB, cpu_backend, gpus, machine, wrong_devices, wrong_places
 from pipeline.doctor.versions import check_versions
-from pipeline.input.files import list_input
+from pipeline.input.expansion import Expansion
+from pipeline.input.files import Listing, list_input
 from pipeline.machine import provenance
 from pipeline.store.run_folder import RunFolder
 from pipeline.units import Json, Note
@@ -103,7 +104,7 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
     chosen = None if nodes is None else attempt(lambda: choice(config, device, nodes, note, worker))
     document["choice"] = None if chosen is None else asdict(chosen)
     if has_input:
-        listing = attempt(lambda: list_input(config.input, config.limits.max_line_bytes))
+        listing = attempt(lambda: list_files(config))
         document["input"] = None if listing is None else {"files": len(listing.files), "format": listing.format}
         if listing is not None and worker.model is not None:
             actors = 1 if pool is None else pool.max_size
@@ -113,6 +114,10 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
     document["output"] = None if place is None else asdict(place)
     document["problems"] = [*problems]
     return document
+
+
+def list_files(config: JobConfig) -> Listing:
+    return list_input(config.input, config.limits.max_line_bytes, Expansion.of(config.input, config.sampling))
 
 
 def find_cluster() -> Cluster:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from pipeline.config import InputConfig
 from pipeline.input.plan import InputPlan
+from pipeline.input.prompting import Prompter
 from pipeline.input.read import read_file
 from pipeline.stages.tokens import TokenizeConfig, tokenize
 from pipeline.stages.window import Window
@@ -42,6 +43,7 @@ class Sample:
 def sample_rows(
     plan: InputPlan,
     config: InputConfig,
+    prompter: Prompter | None,
     tokens: TokenizeConfig,
     sampling: Sampling,
     max_rows: int,
@@ -54,7 +56,7 @@ def sample_rows(
     requests: list[Request] = []
     num_rows = 0
     for index in (filled[len(filled) * number // count] for number in range(count)):
-        head = _head(plan, index, config)
+        head = _head(plan, index, config, prompter)
         spots = max(1, SPOTS // count) if head.num_rows > quota else 1
         for spot in range(spots):
             part = head.slice(head.num_rows * spot // spots, max(1, quota // spots))
@@ -63,9 +65,9 @@ def sample_rows(
     return Sample(requests, num_rows)
 
 
-def _head(plan: InputPlan, index: int, config: InputConfig) -> pa.Table:
+def _head(plan: InputPlan, index: int, config: InputConfig, prompter: Prompter | None) -> pa.Table:
     blocks, rows, num_bytes = [], 0, 0
-    for block in read_file(plan, index, config):
+    for block in read_file(plan, index, config, prompter=prompter):
         blocks.append(block)
         rows, num_bytes = rows + block.num_rows, num_bytes + block.nbytes
         if rows >= READ_ROWS or num_bytes >= READ_BYTES:

@@ -85,7 +85,7 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, note: N
         max_new_tokens=sampling.max_new_tokens,
     )
     try:
-        sample = sample_rows(work.plan, spec.input, spec.tokenize, sampling, SAMPLED_ROWS, SAMPLED_FILES)
+        sample = sample_rows(work.plan, spec.input, spec.prompter, spec.tokenize, sampling, SAMPLED_ROWS, SAMPLED_FILES)
     except Exception:
         return None
     return LiveEstimate(sample, shape, actors.price_per_hour, note)

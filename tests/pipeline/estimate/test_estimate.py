@@ -29,8 +29,10 @@ from pipeline.estimate.sample import Sample, sample_rows
 from pipeline.handles import Pace
 from pipeline.report.figures import estimated
 from pipeline.stages.tokens import TokenizeConfig
+from skipdecode.families import read_config
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
+from skipdecode.tokenizer import Tokenizer
 from tests.support.input_helpers import make_plan, write_jsonl
 
 FIXED = Sampling(max_new_tokens=20, ignore_eos=True)
@@ -62,7 +64,7 @@ def test_a_sample_is_of_neighbours_from_all_over_the_input(
         write_jsonl(tmp_path / f"in/{number:02d}.jsonl", [*rows, {"id": f"{number}-bad", "prompt": None}])
     config = InputConfig(path=(str(tmp_path / "in"),))
     tokens = TokenizeConfig(str(tiny_checkpoint), generator.model.config, FIXED, "fail_row")
-    sample = sample_rows(make_plan(config), config, tokens, FIXED, 64)
+    sample = sample_rows(make_plan(config), config, None, tokens, FIXED, 64)
     assert 40 <= sample.num_rows <= 64
     assert len(sample.requests) == sample.num_rows, "bad rows are at the end of these files"
     files = {request.id[:2] for request in sample.requests}
@@ -70,7 +72,7 @@ def test_a_sample_is_of_neighbours_from_all_over_the_input(
     spots = {int(request.id[3:]) // 100 for request in sample.requests}
     assert len(spots) == (4 if num_files == 1 else 1)
     assert sample.requests[1].id == f"{sample.requests[0].id[:3]}0001"
-    wide = sample_rows(make_plan(config), config, tokens, FIXED, 100_000)
+    wide = sample_rows(make_plan(config), config, None, tokens, FIXED, 100_000)
     assert wide.good_share < 1 or num_files > 1
 
 
@@ -214,6 +216,23 @@ def test_doctor_says_tokens_hours_and_cost(
     write_jsonl(source, [{"prompt": None}])
     assert doctor([*keys, "-i", str(source), "-o", str(tmp_path / "run")]) == 1
     assert "none of the first 1 rows can be decoded" in capsys.readouterr().err
+
+
+def test_doctor_counts_templates_and_samples(
+    tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": f"d{i}", "text": f"row {i} " + "word " * (i % 3)} for i in range(50)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    templates = '{a: "{{ text }}", b: "Say it again and again: {{ text }}"}'
+    keys = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=8",
+            "sampling.ignore_eos=true", "sampling.n=3", "sampling.temperature=1.0",
+            f"input.templates={templates}"]  # fmt: skip
+    assert doctor([*keys, "-i", str(source), "-o", str(tmp_path / "run")]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["estimate"]
+    assert (found["rows"], found["output_tokens"], found["sampled_rows"]) == (300, 2400, 300)
+    tokenizer = Tokenizer(str(tiny_checkpoint), read_config(tiny_checkpoint))
+    prompts = [text for row in rows for text in (row["text"], f"Say it again and again: {row['text']}")]
+    assert found["input_tokens"] == 3 * sum(len(ids) for ids in tokenizer.encode(prompts))
 
 
 @pytest.mark.ray
