@@ -226,6 +226,12 @@ class Generator:
             self._prices[plan] = PromptPrices.of(self.model.config, schedule, ceilings, **sizes)
         return self._prices[plan]
 
+    def shared_shape(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> SharedShape | None:
+        """What the rows of a batch share, for the cost model."""
+        sharing = self._sharing(batch, chosen)
+        prompts = [request.prompt_tokens for request in chosen]
+        return None if sharing is None else sharing.shape(prompts, copies=self._copies(schedule))
+
     def _copies(self, schedule: Schedule) -> bool:
         """Whether heads that rows share are copied to each of them."""
         return not self.model.is_fused or self.graphs is not None or isinstance(schedule, Lossless)
@@ -331,10 +337,7 @@ class Generator:
         if is_paired and is_first:
             full, full_error = self._baseline(batch, chosen)
         result = self._run(batch, chosen, schedule)
-        sharing = self._sharing(batch, chosen)
-        shape = (
-            None if sharing is None else sharing.shape([r.prompt_tokens for r in chosen], copies=self._copies(schedule))
-        )
+        shape = self.shared_shape(batch, chosen, schedule)
         if is_paired and not is_first:
             full, full_error = self._baseline(batch, chosen)
         record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)

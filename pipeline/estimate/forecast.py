@@ -1,7 +1,8 @@
 """Rows, tokens, hours and cost of a corpus, from its sample and what was measured.
 
-Two windows of rows are drawn from the sample, cut into batches as a worker does, and priced by the cost model at the
-measured level. Left out: workers that share one machine's memory and slow each other down.
+Two windows of the sample's rows are cut into batches as a worker does, and priced by the cost model at the measured
+level; each row has the length of a real answer. Left out: workers that share one machine's memory and slow each other
+down.
 """
 
 import random
@@ -9,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from actors.batching import cut_batches
+from actors.batching import Batch
 from actors.generator import FIRST_PAIRS, MAX_BATCH_ROWS, Generator
 from pipeline.config import JobConfig
 from pipeline.estimate.measure import Measured, at_level, predicted_s
 from pipeline.estimate.sample import Sample
+from skipdecode.generate import Request
 from skipdecode.plan import Schedule
 
 WINDOWS: Final = 2
@@ -73,7 +75,7 @@ def forecast(
     known = count_tokens(sample, shape, price_per_hour)
     answers = [new for _, new in measured.lengths]
     good = shape.rows * sample.good_share
-    per_row_s = seconds_per_row(generator, [len(r.prompt_tokens) for r in sample.requests], measured, shape)
+    per_row_s = seconds_per_row(generator, sample.requests, measured, shape)
     duration_s = START_S + generator.load_s + good * per_row_s / shape.actors
     return Estimate(
         **vars(known)
@@ -86,34 +88,39 @@ def forecast(
     )
 
 
-def seconds_per_row(generator: Generator, prompts: Sequence[int], measured: Measured, shape: Shape) -> float:
-    """Of one worker, passes at full depth included."""
+def seconds_per_row(generator: Generator, requests: Sequence[Request], measured: Measured, shape: Shape) -> float:
+    """Of one worker, passes at full depth included. `requests`: a sample, in the order of the input."""
     rng = random.Random(0)
     answers = [new for _, new in measured.lengths]
-    schedule = generator.schedule(shape.max_new_tokens)
+    is_full = generator.schedule(shape.max_new_tokens) == generator.full
     total_s = full_s = 0.0
     num_rows = num_batches = 0
-    for _ in range(WINDOWS):
-        lengths = rng.choices(prompts, k=shape.window_rows)
-        for batch in cut_batches(
-            lengths, [0] * len(lengths), generator.config.length_buckets,
-            lambda bucket: generator.batch_size(bucket, shape.max_new_tokens),
-        ):  # fmt: skip
-            columns = max(lengths[row] for row in batch.rows)
-            new = rng.choices(answers, k=len(batch.rows))
-            total_s += batch_s(generator, measured, schedule, columns, new)
-            full_s += batch_s(generator, measured, generator.full, columns, new)
-            num_rows, num_batches = num_rows + len(batch.rows), num_batches + 1
+    for number in range(WINDOWS):
+        start = number * max(len(requests) // WINDOWS, 1)
+        window = [requests[(start + row) % len(requests)] for row in range(shape.window_rows)]
+        for batch in generator.cut(window):
+            chosen = [window[row] for row in batch.rows]
+            new = rng.choices(answers, k=len(chosen))
+            total_s += batch_s(generator, measured, chosen, batch, new)
+            full_s += 0.0 if is_full else batch_s(generator, measured, chosen, batch, new, generator.full)
+            num_rows, num_batches = num_rows + len(chosen), num_batches + 1
     run_batches = max(1, round(num_batches * shape.rows / shape.actors / num_rows))
-    paired = 0.0 if schedule == generator.full else paired_batches(run_batches, shape.baseline_fraction) / run_batches
-    return (total_s + paired * full_s) / num_rows
+    return (total_s + full_s * paired_batches(run_batches, shape.baseline_fraction) / run_batches) / num_rows
 
 
-def batch_s(generator: Generator, measured: Measured, schedule: Schedule, columns: int, new: Sequence[int]) -> float:
-    """Of a batch whose answers are that long: rows leave it as they end."""
-    alive = [sum(length > step + 1 for length in new) for step in range(max(new) - 1)]
-    prefill, decode = predicted_s(generator, measured.ceilings, schedule, columns, alive, len(new))
-    level = at_level(measured.levels, sum(alive) / len(alive) if alive else len(new))
+def batch_s(
+    generator: Generator,
+    measured: Measured,
+    chosen: Sequence[Request],
+    batch: Batch,
+    new: Sequence[int],
+    schedule: Schedule | None = None,
+) -> float:
+    """Of a batch whose answers are that long."""
+    prefill, decode = predicted_s(generator, measured.ceilings, chosen, batch, new, schedule)
+    steps = max(max(new) - 1, 0)
+    rows = sum(max(length - 1, 0) for length in new) / steps if steps else len(new)
+    level = at_level(measured.levels, rows)
     return prefill * level.prefill + decode * level.decode
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final
 
-from actors.batching import bucket_of
+from actors.batching import Batch, bucket_of
 from actors.generator import Generator
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Request
@@ -38,7 +38,7 @@ class Measured:
     lengths: list[tuple[int, int]]
     """Tokens of the prompt and of the answer, of each row that was decoded."""
     levels: tuple[Level, ...]
-    """By rows; prompts at the level of the sample, since made-up ones share nothing."""
+    """By rows."""
     ceilings: Ceilings
 
 
@@ -51,44 +51,52 @@ def measure(generator: Generator, requests: Sequence[Request]) -> Measured:
     rows = [row for batch, _ in results for row in batch.rows]
     answers = [answer for _, result in results for answer in result.completions]
     lengths = [(len(chosen[row].prompt_tokens), len(answer.tokens)) for row, answer in zip(rows, answers, strict=True)]
-    new = max(request.sampling.max_new_tokens for request in chosen)
-    sample = level_of(generator, ceilings, [result for _, result in results], generator.schedule(new))
+    sample = level_of(generator, ceilings, chosen, results)
     probe = _probe(generator, chosen, lengths)
     begun = generator.decode_batches(probe)
     if sum(result.stats.prefill_s + result.stats.decode_s for _, result in begun) < QUICK_S:
         begun = generator.decode_batches(probe)
-    full_size = level_of(generator, ceilings, [result for _, result in begun], generator.schedule(PROBE_TOKENS))
-    levels = {level.rows: level for level in (sample, replace(full_size, prefill=sample.prefill))}
+    levels = {level.rows: level for level in (sample, level_of(generator, ceilings, probe, begun))}
     return Measured(lengths, tuple(levels[rows] for rows in sorted(levels)), ceilings)
 
 
-def level_of(generator: Generator, ceilings: Ceilings, results: Sequence[BatchResult], schedule: Schedule) -> Level:
+def level_of(
+    generator: Generator, ceilings: Ceilings, requests: Sequence[Request], results: Sequence[tuple[Batch, BatchResult]]
+) -> Level:
     prefill = decode = said_prefill = said_decode = 0.0
-    for result in results:
-        said = predicted_s(
-            generator, ceilings, schedule, result.stats.prompt_columns, result.stats.batch_rows, result.stats.rows
-        )
+    row_steps = steps = 0
+    for batch, result in results:
+        new = [len(answer.tokens) for answer in result.completions]
+        said = predicted_s(generator, ceilings, [requests[row] for row in batch.rows], batch, new)
         said_prefill, said_decode = said_prefill + said[0], said_decode + said[1]
         prefill, decode = prefill + result.stats.prefill_s, decode + result.stats.decode_s
-    steps = sum(result.stats.decode_steps for result in results)
-    rows = sum(result.stats.row_steps for result in results) / max(steps, 1) or fmean(r.stats.rows for r in results)
+        row_steps, steps = row_steps + sum(max(length - 1, 0) for length in new), steps + max(max(new) - 1, 0)
+    rows = row_steps / steps if steps else fmean(len(batch.rows) for batch, _ in results)
     at_prompts = prefill / said_prefill if said_prefill else 1.0
     return Level(rows, at_prompts, decode / said_decode if said_decode else at_prompts)
 
 
 def predicted_s(
-    generator: Generator, ceilings: Ceilings, schedule: Schedule, columns: int, batch_rows: Sequence[int], rows: int
+    generator: Generator,
+    ceilings: Ceilings,
+    chosen: Sequence[Request],
+    batch: Batch,
+    new: Sequence[int],
+    schedule: Schedule | None = None,
 ) -> tuple[float, float]:
-    """(prefill, decode) seconds of a batch, by the cost model alone."""
+    """(prefill, decode) seconds of a batch whose answers are that long, by the cost model alone: rows leave it as they
+    end. `schedule`: None: its own."""
+    own = generator.schedule(chosen[0].sampling.max_new_tokens)
     return predict_s(
         generator.model.config,
-        schedule,
+        schedule or own,
         ceilings,
-        prompt_columns=columns,
-        rows=rows,
-        batch_rows=batch_rows,
+        prompt_columns=max(len(request.prompt_tokens) for request in chosen),
+        rows=len(chosen),
+        batch_rows=[sum(length > step + 1 for length in new) for step in range(max(new) - 1)],
         itemsize=generator.dtype.itemsize,
         weight_itemsize=generator.model.weight_itemsize,
+        sharing=generator.shared_shape(batch, chosen, own),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from actors.batching import Batch
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main as doctor
 from pipeline.config import InputConfig, JobConfig
@@ -111,17 +112,29 @@ def test_fixed_lengths_are_exact_and_others_are_those_of_real_answers(generator:
 def test_time_follows_the_cost_model_at_the_measured_level(generator: Generator) -> None:
     measured = measure(generator, requests(64))
     twice = replace(measured, levels=tuple(Level(at.rows, 2 * at.prefill, 2 * at.decode) for at in measured.levels))
-    prompts = [10] * 300
+    prompts = [Request(f"r{i}", [5] * 10, FIXED) for i in range(300)]
     one, two = (seconds_per_row(generator, prompts, m, shape()) for m in (measured, twice))
     assert two == pytest.approx(2 * one)
     full = seconds_per_row(generator, prompts, measured, shape(baseline_fraction=1.0))
-    schedule = generator.schedule(20)
-    new = [20] * 128
-    own_s, full_s = (batch_s(generator, measured, s, 10, new) for s in (schedule, generator.full))
+    chosen, batch, new = prompts[:128], Batch(tuple(range(128)), 32), [20] * 128
+    own_s, full_s = (batch_s(generator, measured, chosen, batch, new, s) for s in (None, generator.full))
     assert full_s > own_s
     assert full == pytest.approx((own_s + full_s) / 128, rel=1e-6)
     assert one == pytest.approx(own_s / 128, rel=1e-6)
-    assert batch_s(generator, measured, schedule, 10, [1] * 8) < batch_s(generator, measured, schedule, 10, [2] * 8)
+    few, small = chosen[:8], Batch(tuple(range(8)), 32)
+    times = [batch_s(generator, measured, few, small, [length] * 8) for length in (1, 2)]
+    assert times[0] < times[1]
+
+
+def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:
+    decode = {"method": "full"}
+    config = GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", device="cpu", shares_prefixes=True)
+    sharing = Generator(config)
+    rows = [Request(f"r{i}", [5 + t % 90 for t in range(80)] + [6 + i], FIXED) for i in range(128)]
+    measured = measure(sharing, rows)
+    alone = Generator(replace(config, shares_prefixes=False))
+    assert any(batch.marks for batch in sharing.cut(rows))
+    assert seconds_per_row(sharing, rows, measured, shape()) < seconds_per_row(alone, rows, measured, shape())
 
 
 def test_levels_are_interpolated_by_the_logarithm_of_rows() -> None:
@@ -238,22 +251,25 @@ def test_doctor_counts_templates_and_samples(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_run_with_a_price(tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_a_price(
+    tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from jobs import generate
 
-    source = write_jsonl(tmp_path / "in.jsonl", [{"id": f"{i}", "prompt": f"row {i}"} for i in range(600)])
+    monkeypatch.setattr("pipeline.console.LINE_S", 0.1)  # a run of seconds asks seldom
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": f"{i}", "prompt": f"row {i}"} for i in range(160)])
     keys = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=100",
-            "actors.batch_size=2", "actors.window_batches=1"]  # fmt: skip
+            "actors.batch_size=8", "actors.window_batches=1"]  # fmt: skip
     run = tmp_path / "run"
     assert generate.main([*keys, "-i", str(source), "-o", str(run), "--price-per-hour", "7.2"]) == 0
     err = capsys.readouterr().err
-    assert "corpus: 600 rows, about " in err
-    assert "and at most 60,000 new ones (from 512 rows)" in err
+    assert "corpus: 160 rows, about " in err
+    assert "and at most 16,000 new ones (from 160 rows)" in err
+    assert err.index("corpus: 160 rows") < err.index("expected: ") < err.index("done: 160 rows ok")
     report = json.loads((run / "report.json").read_text())
     assert report["cost"]["price_per_hour"] == 7.2
-    assert "expected: " in err
     found = report["estimate"]
-    assert found["seen_rows"] < 600
+    assert 8 <= found["seen_rows"] < 160
     assert found["cost"] == pytest.approx(found["duration_s"] * 7.2 / 3600)
     assert found["duration_ratio"] == pytest.approx(found["duration_s"] / report["duration_s"])
     assert "expected after" in (run / "report.html").read_text()
