@@ -1,5 +1,7 @@
-"""Triton's kernels compiled and run on a GPU, held against torch's operators there: the cases that are interpreted elsewhere
-(`tests/support/triton_interpreted.py`)."""
+"""Triton's kernels compiled and run on a GPU, held against torch's operators there.
+
+The cases are those that are interpreted elsewhere (`tests/support/triton_interpreted.py`).
+"""
 
 import importlib.util
 
