@@ -186,6 +186,7 @@ class BatchRecord(TypedDict):
     ffns_run: int
     layer_row_steps: int
     cache_bytes: int
+    prefix_tokens_saved: int
     prefill_s: float
     decode_s: float
     draft_s: NotRequired[float]

@@ -216,6 +216,7 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
         length_buckets=config.actors.length_buckets,
         deterministic=config.sampling.deterministic,
         baseline_fraction=config.baseline.fraction,
+        shares_prefixes=config.decode.prefix == "auto",
     )
 
 

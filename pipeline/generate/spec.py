@@ -4,6 +4,7 @@ from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
 from pipeline.checkpoint import worker_path
 from pipeline.config import JobConfig
 from pipeline.generate.dataset import PipelineSpec
+from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.input.openai_rows import CHAT_URL
@@ -36,6 +37,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         length_buckets=config.actors.length_buckets,
         deterministic=s.deterministic,
         baseline_fraction=config.baseline.fraction,
+        shares_prefixes=shares_prefixes(config, planned.earlier),
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
     return PipelineSpec(
