@@ -171,6 +171,14 @@ class Generator:
         result.answers = [answers[row] for row in range(len(requests))]
         return result
 
+    def decode_batches(self, requests: Sequence[Request]) -> list[tuple[Batch, BatchResult]]:
+        """The batches of a window with what each cost, for whoever measures; an error is raised, and none is split."""
+        found = []
+        for batch in self.cut(requests):
+            chosen = [requests[row] for row in batch.rows]
+            found.append((batch, self._run(batch, chosen, self.schedule(chosen[0].sampling.max_new_tokens))))
+        return found
+
     def cut(self, requests: Sequence[Request]) -> list[Batch]:
         """The batches that a window is decoded in; a batch by itself is cut no further, unless less is shared in it."""
         schedules = [self.schedule(request.sampling.max_new_tokens) for request in requests]
@@ -218,6 +226,12 @@ class Generator:
             ceilings = self.ceilings or NOMINAL[self.device.type]
             self._prices[plan] = PromptPrices.of(self.model.config, schedule, ceilings, **sizes)
         return self._prices[plan]
+
+    def shared_shape(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> SharedShape | None:
+        """What the rows of a batch share, for the cost model."""
+        sharing = self._sharing(batch, chosen)
+        prompts = [request.prompt_tokens for request in chosen]
+        return None if sharing is None else sharing.shape(prompts, copies=self._copies(schedule))
 
     def _copies(self, schedule: Schedule) -> bool:
         """Whether heads that rows share are copied to each of them."""
@@ -325,10 +339,7 @@ class Generator:
         if is_paired and is_first:
             full, full_error = self._baseline(batch, chosen)
         result = self._run(batch, chosen, schedule)
-        sharing = self._sharing(batch, chosen)
-        shape = (
-            None if sharing is None else sharing.shape([r.prompt_tokens for r in chosen], copies=self._copies(schedule))
-        )
+        shape = self.shared_shape(batch, chosen, schedule)
         if is_paired and not is_first:
             full, full_error = self._baseline(batch, chosen)
         record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
