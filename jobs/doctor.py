@@ -19,12 +19,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("doctor", __doc__, overrides="dotted keys, e.g. model.source=my-model")
     parser.add_argument("-i", "--input", action="append", metavar="PATH", help="prompts to look at too: input.path")
     parser.add_argument(
-        "--price-per-hour", type=float, metavar="PRICE", help="of all machines of the run: actors.price_per_hour"
+        "--price-per-hour",
+        type=float,
+        metavar="PRICE",
+        help="of all machines of the run: actors.price_per_hour; with --gpu of one GPU",
     )
     parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
     parser.add_argument("--gpu", metavar="NAME", help="what runs should cost on such a GPU (h100, l4, ...); no more")
     parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="with --gpu: of every prompt")
-    parser.add_argument("--price-per-hour", type=float, metavar="DOLLARS", help="with --gpu: of one GPU")
     return parser.parse_intermixed_args(argv)
 
 
