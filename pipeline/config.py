@@ -101,7 +101,7 @@ class DecodeConfig(Section):
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
     prefix: Literal["auto", "off"] = "auto"
     """auto: what prompts of a window begin with alike is run once, where that saves time; off: every prompt by itself.
-    Without effect under `sampling.deterministic`, and where a method is measured alone (`jobs.evaluate`)."""
+    Without effect under `sampling.deterministic`."""
 
     @field_validator("prefix", mode="before")
     @classmethod
