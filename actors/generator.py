@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from actors.batching import Batch, cut_batches
+from actors.scoring import is_scored_alone, score_alone, with_scores
 from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
@@ -151,9 +152,9 @@ class Generator:
         """The batches that a window is decoded in; a batch by itself is cut no further."""
         return cut_batches(
             [len(request.prompt_tokens) for request in requests],
-            [self.schedule(request.sampling.max_new_tokens) for request in requests],
+            [(self.schedule(r.sampling.max_new_tokens), is_scored_alone(r)) for r in requests],
             self.config.length_buckets,
-            lambda bucket: self.batch_size(bucket, max((r.sampling.max_new_tokens for r in requests), default=1)),
+            lambda bucket: self.batch_size(bucket, max([1, *(r.sampling.max_new_tokens for r in requests)])),
         )
 
     def batch_size(self, bucket: int, max_new_tokens: int) -> int:
@@ -214,13 +215,15 @@ class Generator:
     ) -> list[Completion]:
         """Decodes the batch, at full depth too when its turn has come, and records what it cost."""
         started_at = time.time()
-        is_paired = may_measure and self._takes_turn() and schedule != self.full
+        is_alone = is_scored_alone(chosen[0])
+        is_paired = may_measure and self._takes_turn() and schedule != self.full and not is_alone
         full: BatchResult | None = None
         full_error = None
         is_first = self._num_pairs % 2 == 1  # A B B A: drift of the machine cancels out
         if is_paired and is_first:
             full, full_error = self._baseline(batch, chosen)
-        result = self._run(batch, chosen, schedule)
+        together = not self.config.deterministic
+        result = score_alone(self.model, chosen, together) if is_alone else self._run(batch, chosen, schedule)
         if is_paired and not is_first:
             full, full_error = self._baseline(batch, chosen)
         record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
@@ -233,8 +236,8 @@ class Generator:
             record |= self._predicted(result, schedule)
         records.append(record)
         self._num_batches += 1
-        self._num_turns += may_measure
-        return result.completions
+        self._num_turns += may_measure and not is_alone
+        return result.completions if is_alone else with_scores(self.model, chosen, result.completions, together)
 
     def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
         """The batch at full depth, or why it could not be had: no row may fail of a measurement."""
