@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from pipeline.config_tree import ConfigError, Section, build_config, read_tree, set_key
 from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
@@ -38,6 +38,7 @@ __all__ = [
 
 
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
+MAX_LOGPROBS = 20  # likeliest tokens beside each
 
 
 class ModelConfig(Section):
@@ -114,8 +115,10 @@ class SwiftKVSection(Section):
 
 
 class SamplingConfig(Section):
-    max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """Tokens of an answer at most."""
+    prompt_logprobs: bool = False
+    """Whether the tokens of the prompts are scored too, at full depth (column `prompt_logprobs`)."""
+    max_new_tokens: Annotated[int, Field(ge=0)] = 64
+    """Tokens of an answer at most; 0 scores the prompt alone, with `prompt_logprobs`."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -128,8 +131,18 @@ class SamplingConfig(Section):
     """Strings that end an answer; they are not part of it."""
     ignore_eos: bool = False
     """Whether answers go on behind the end-of-text token."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probabilities of the generated tokens (column `logprobs`), and of so many likeliest tokens in the place of
+    each (`top_logprobs`): the model's own, before temperature, `top_k` and `top_p`. null: none."""
     deterministic: bool = False
     """Fixes batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
+
+    @field_validator("max_new_tokens")
+    @classmethod
+    def _something_is_asked_for(cls, value: int, info: ValidationInfo) -> int:
+        if value == 0 and not info.data.get("prompt_logprobs"):
+            raise ValueError("should be at least 1; 0 scores prompts alone, and needs sampling.prompt_logprobs=true")
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -5,7 +5,7 @@ Data only. It does not read or write anything; `pipeline.input` makes rows, `pip
 """
 
 import re
-from typing import Final, TypedDict
+from typing import Final, Protocol, TypedDict
 
 import pyarrow as pa
 
@@ -29,6 +29,35 @@ OUTPUT_SCHEMA: Final = pa.schema(
     ]
 )
 """The columns of every output row, in order. Every other input column follows unchanged."""
+
+
+LOGPROBS: Final = "logprobs"
+TOP_LOGPROBS: Final = "top_logprobs"
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
+PROMPT_TOP_LOGPROBS: Final = "prompt_top_logprobs"
+LOGPROBS_TYPE: Final = pa.list_(pa.float32())
+TOP_TYPE: Final = pa.list_(pa.list_(pa.struct([("token", pa.int32()), ("logprob", pa.float32())])))
+
+
+class Asked(Protocol):
+    """What a run asks for beside tokens (`sampling`)."""
+
+    @property
+    def logprobs(self) -> int | None: ...
+    @property
+    def prompt_logprobs(self) -> bool: ...
+
+
+def score_schema(asked: Asked) -> pa.Schema:
+    """Columns of log-probabilities behind the columns above, in runs that ask for them; null in failed rows."""
+    has_top = bool(asked.logprobs)
+    fields = [
+        (LOGPROBS, LOGPROBS_TYPE, asked.logprobs is not None),  # one per generated token
+        (TOP_LOGPROBS, TOP_TYPE, has_top),  # the likeliest tokens in its place
+        (PROMPT_LOGPROBS, LOGPROBS_TYPE, asked.prompt_logprobs),  # one per token of the prompt; null for the first
+        (PROMPT_TOP_LOGPROBS, TOP_TYPE, has_top and asked.prompt_logprobs),
+    ]
+    return pa.schema([pa.field(name, type_) for name, type_, is_on in fields if is_on])
 
 
 class OutputRow(TypedDict):
@@ -64,7 +93,7 @@ PROMPT_TOKENS: Final = "_prompt_tokens"  # list<int32>: a prompt given as token 
 SAMPLING: Final = "_sampling"  # string: JSON object with this row's own sampling parameters, else null
 
 RESERVED_COLUMNS: Final = frozenset(OUTPUT_SCHEMA.names) | {STATUS, PROMPT_TOKENS, SAMPLING}
-"""An input column with one of these names is refused before the start."""
+"""An input column with one of these names is refused before the start; of `score_schema` too, in runs that have it."""
 
 PROMPT_MISSING: Final = "prompt_missing"
 PROMPT_NOT_TEXT: Final = "prompt_not_text"

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, start_ray
-from pipeline.config import JobConfig, ModelConfig
+from pipeline.config import ConfigError, JobConfig, ModelConfig
 from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.places import check_apart, check_output, has_all_rows
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, plan_input
+from pipeline.schema import score_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from pipeline.units import Note, count
@@ -66,10 +67,19 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, note, sum_ids=index_all or not is_finished)
     plan = plan_input(listing, scans, config.input)
+    check_score_columns(plan, config)
     id_sum = sum_input(plan, scans, config.input)
     note(f"input: {plan.num_rows} rows in {count(len(listing.files), f'{listing.format} file')}")
     prints = fingerprint(config, model.decode, model.folder, dtype, plan)
     return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, id_sum, is_finished)
+
+
+def check_score_columns(plan: InputPlan, config: JobConfig) -> None:
+    """ConfigError where a column of the input bears the name of one that the run adds."""
+    if taken := [name for name in score_schema(config.sampling).names if name in plan.extra_schema.names]:
+        raise ConfigError(
+            "input.path", f"the input has a column {taken[0]!r}, which this run writes itself; rename it in the input"
+        )
 
 
 def begun_in(earlier: RunState | None) -> str | None:

@@ -20,7 +20,9 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     own = config.model.tokenizer
     tokenizer = own and worker_path(own, resolve_source(own, "model.tokenizer"))
     s = config.sampling
-    sampling = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos)
+    sampling = Sampling(
+        s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos, s.logprobs, s.prompt_logprobs
+    )
     batch_size = config.actors.batch_size
     generator = GeneratorConfig(
         source=source,

@@ -15,7 +15,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.input.ids import OUTPUT_ENTRY, output_entries
-from pipeline.schema import ERROR_CODES, OUTPUT_SCHEMA, PROMPT, list_columns, type_words
+from pipeline.schema import (
+    ERROR_CODES,
+    LOGPROBS,
+    LOGPROBS_TYPE,
+    OUTPUT_SCHEMA,
+    PROMPT,
+    PROMPT_LOGPROBS,
+    list_columns,
+    type_words,
+)
 
 BATCH_ROWS = 4096
 NUM_SHOWN = 20  # problems of each kind that are told; the rest is counted
@@ -130,7 +139,12 @@ def contradictions(batch: pa.RecordBatch, status: str) -> list[tuple[str, NDArra
     if status == "ok":
         checks.append(("error_code of a good row", where(pc.not_equal(batch["error_code"], ""))))
         checks.append(("error_message of a good row", where(pc.not_equal(batch["error_message"], ""))))
-        checks.append(("no token in a good row", where(pc.equal(length, 0))))
+        is_scored = pc.is_valid(batch[PROMPT_LOGPROBS]) if PROMPT_LOGPROBS in names else pa.scalar(False)
+        checks.append(("no token in a good row", where(pc.and_(pc.equal(length, 0), pc.invert(is_scored)))))
+        for name, count in ((LOGPROBS, "num_generated_tokens"), (PROMPT_LOGPROBS, "num_input_tokens")):
+            if pa.field(name, LOGPROBS_TYPE) in batch.schema:
+                is_other = pc.not_equal(pc.list_value_length(batch[name]), batch[count])
+                checks.append((f"{name} are not one for each token", where(pc.fill_null(is_other, True))))
         checks.append(("prompt is null in a good row", where(pc.is_null(batch[PROMPT]))))
     else:
         is_known = pc.is_in(batch["error_code"], pa.array(sorted(ERROR_CODES)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.schema import (
     BAD_PARAMETERS,
@@ -22,6 +23,7 @@ from pipeline.schema import (
     PROMPT_TOO_LONG,
     SAMPLING,
     STATUS,
+    score_schema,
 )
 from skipdecode.config import DecoderConfig
 from skipdecode.sampling import Sampling, cut_at_stop
@@ -162,6 +164,7 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             codes[row], messages[row] = ENGINE_ERROR, describe(error)
             tokens[row], layers[row], ffns[row], reasons[row] = [], 0, 0, "error"
+    scores = score_schema(config.sampling)
     columns = {
         "generated_text": pa.array(texts, pa.string()),
         "generated_tokens": pa.array(tokens, TOKENS),
@@ -173,7 +176,9 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
         "error_message": pa.array(messages, pa.string()),
         STATUS: pa.array(["failed" if code else "ok" for code in codes], pa.string()),
     }
-    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *extra_names, STATUS])
+    is_good = pa.array([not code for code in codes])
+    columns |= {name: pc.if_else(is_good, table[name], None) for name in scores.names}
+    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *scores.names, *extra_names, STATUS])
 
 
 def with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:
