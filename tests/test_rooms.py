@@ -25,8 +25,9 @@ ARROWS: dict[str, set[str]] = {
     "evaluation": {"input", "store", "report"},
     "bench": {"service"},
     "doctor": {"input", "store"},
+    "processor": {"generate", "input", "stages"},
 }
-"""Room -> the rooms it may import. Training, evaluation, service, bench and doctor are nobody's foundation."""
+"""Room -> the rooms it may import. Nobody builds on training, evaluation, service, bench, doctor and processor."""
 
 
 def imported(path: Path) -> set[str]:

@@ -1,7 +1,8 @@
 """From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows, files."""
 
 from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
-from pipeline.checkpoint import worker_path
+from pipeline.checkpoint import ResolvedModel, worker_path
+from pipeline.cluster import Pool
 from pipeline.config import JobConfig
 from pipeline.generate.dataset import PipelineSpec
 from pipeline.generate.plan import PlannedRun
@@ -15,7 +16,23 @@ MAX_FILES = 10_000  # output files of one status, for large corpora; more where 
 
 def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """With the settled dtype, so that all workers and sessions decode alike."""
-    config, model, pool = planned.config, planned.model, planned.pool
+    config, pool = planned.config, planned.pool
+    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction)
+    return PipelineSpec(
+        input=config.input,
+        plan=work.plan,
+        done=work.done,
+        tokenize=tokens,
+        generator=generator,
+        pool=pool,
+        window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),
+    )
+
+
+def make_stages(
+    config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float
+) -> tuple[TokenizeConfig, GeneratorConfig]:
+    """What the tasks that tokenise and the workers are told; `dtype`: settled."""
     source = worker_path(model.source, model.folder)
     own = config.model.tokenizer
     tokenizer = own and worker_path(own, resolve_source(own, "model.tokenizer"))
@@ -29,24 +46,16 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         tokenizer=tokenizer,
         decode=model.decode,
         prefill=config.prefill.method,
-        dtype=planned.dtype,
+        dtype=dtype,
         quantization=config.model.quantization,
         device="cuda" if pool.num_gpus else "cpu",
         num_threads=pool.num_threads,
         batch_size=None if batch_size == "auto" else batch_size,
         length_buckets=config.actors.length_buckets,
         deterministic=s.deterministic,
-        baseline_fraction=config.baseline.fraction,
+        baseline_fraction=baseline_fraction,
     )
-    return PipelineSpec(
-        input=config.input,
-        plan=work.plan,
-        done=work.done,
-        tokenize=TokenizeConfig(tokenizer or source, model.config, sampling, config.input.too_long),
-        generator=generator,
-        pool=pool,
-        window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),
-    )
+    return TokenizeConfig(tokenizer or source, model.config, sampling, config.input.too_long), generator
 
 
 def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:
