@@ -22,6 +22,7 @@ from pipeline.schema import (
     RESERVED_COLUMNS,
     SAMPLING,
     STATUS,
+    score_schema,
 )
 from pipeline.stages.packed import unpack
 from pipeline.stages.tokens import TOKENS, TokenizeConfig, finish, tokenize
@@ -45,7 +46,7 @@ def prepare(table: pa.Table, *, config: JobConfig, tokens: TokenizeConfig) -> pa
 def check_columns(names: Collection[str], config: JobConfig) -> None:
     """ConfigError where a dataset has no prompts, or a column that bears one of our names."""
     mine = {config.input.prompt_column, config.input.id_column}
-    if taken := sorted(set(names) & RESERVED_COLUMNS - mine):
+    if taken := sorted(set(names) & (RESERVED_COLUMNS | set(score_schema(config.sampling).names)) - mine):
         raise ConfigError(
             "",
             f"the dataset has a column {taken[0]!r}, which is a name of the output's; rename it "
@@ -113,7 +114,8 @@ def made_id(*parts: str | None) -> str:
 def finish_windows(packed: pa.Table, *, tokens: TokenizeConfig) -> Iterator[pa.Table]:
     """Decoded windows, packed as the workers give them, as rows of the output."""
     table = unpack(packed)
-    extra_names = tuple(name for name in table.column_names if name not in RESERVED_COLUMNS)
+    ours = RESERVED_COLUMNS | set(score_schema(tokens.sampling).names)
+    extra_names = tuple(name for name in table.column_names if name not in ours)
     for start in range(0, table.num_rows, FINISHED_AT_ONCE):
         part = table.slice(start, FINISHED_AT_ONCE)
         yield finish(part, config=tokens, extra_names=extra_names).drop_columns([STATUS])

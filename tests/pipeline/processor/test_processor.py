@@ -87,6 +87,19 @@ def test_rows_of_a_dataset_come_out_once_each(model: TextModel, tiny_checkpoint:
     assert [found[n]["error_code"] for n in (4, 5)] == ["prompt_missing", "prompt_too_long"]
 
 
+def test_scores_come_out_too(model: TextModel, tiny_checkpoint: Path) -> None:
+    asked = {"max_new_tokens": 3, "logprobs": 1, "prompt_logprobs": True}
+    source = ray.data.from_items([{"id": "a", "prompt": "The Otter", "x": 1}, {"id": "b", "prompt": None, "x": 2}])
+    good, bad = sorted(
+        build_processor(config(tiny_checkpoint, sampling=asked))(source).take_all(), key=lambda row: row["id"]
+    )
+    (wanted,) = generate(model, ["The Otter"], max_new_tokens=3, logprobs=1, method="full")
+    np.testing.assert_allclose(good["logprobs"], [one.logprob for one in wanted.logprobs], atol=1e-4)
+    assert [ones[0]["token"] for ones in good["top_logprobs"]] == [one.top[0][0] for one in wanted.logprobs]
+    assert len(good["prompt_logprobs"]) == len(good["prompt_top_logprobs"]) == good["num_input_tokens"]
+    assert (good["x"], bad["x"], bad["logprobs"], bad["prompt_logprobs"]) == (1, 2, None, None)
+
+
 class DiesOfOne(KeyedDecoder):
     def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         if any(without_key(request).id == "r5" for request in requests):

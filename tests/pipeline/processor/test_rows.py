@@ -42,6 +42,9 @@ def test_made_ids_are_those_of_every_run() -> None:
 def test_columns_that_are_refused_are_named() -> None:
     with pytest.raises(ConfigError, match="a column 'generated_text'"):
         check_columns(["prompt", "generated_text"], CONFIG)
+    with pytest.raises(ConfigError, match="a column 'logprobs'"):
+        check_columns(["prompt", "logprobs"], build_config(JobConfig, {"sampling": {"logprobs": 0}}))
+    check_columns(["prompt", "logprobs"], CONFIG)
     with pytest.raises(ConfigError, match=r"input.prompt_column: the dataset has no column 'prompt'; there are: q"):
         check_columns(["q"], CONFIG)
     with pytest.raises(ConfigError, match=r"input.id_column: column 'id' is double"):
