@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from actors.batches import Admission, EngineConfig, Ticket
 from actors.generator import Generator
-from skipdecode.cohort import Cohort, rounded_columns
+from skipdecode.cohort import Cohort, has_room, rounded_columns
 
 LIFE_WEIGHT = 0.2  # of the newest cohort in the mean life of cohorts
 
@@ -60,15 +60,20 @@ class CohortBatches(Admission):
         generator, is_fixed, bucket = self.generator, self.generator.config.deterministic, tickets[0].bucket
         longest = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
         columns = min(bucket, rounded_columns(max(len(ticket.request.prompt_tokens) for ticket in tickets)))
+        rows, width = generator.batch_size(bucket, longest) if is_fixed else None, bucket if is_fixed else columns
+        graphs = generator.graphs
+        if graphs is not None and not has_room(graphs, tickets[0].schedule, rows or len(tickets), width, longest):
+            graphs = None  # beside the cohorts that run; these rows decode in torch's own memory, kernel by kernel
         cohort = Cohort(
             generator.model,
             [ticket.request for ticket in tickets],
             tickets[0].schedule,
             decode_text=generator.tokenizer.decode,
-            prompt_columns=bucket if is_fixed else columns,
-            batch_rows=generator.batch_size(bucket, longest) if is_fixed else None,
+            prompt_columns=width,
+            batch_rows=rows,
             compact_at=0.0 if is_fixed else 1.0,
             check_every=1,
+            graphs=graphs,
         )
         for ticket, row in zip(tickets, cohort.rows, strict=True):
             ticket.row = row

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jobs.cli import BAD_CONFIG, fail, start
 
-FIRST = ("doctor", "demo", "generate", "verify", "retry", "report")
+FIRST = ("doctor", "demo", "generate", "verify", "retry", "report", "export")
 """The order in which one needs them; the others follow by name."""
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from pipeline.config_tree import ConfigError, Section, build_config, read_tree, set_key
 from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.gpus import MEMORY_SHARE
 
 __all__ = [
     "MAX_LINE_BYTES",
@@ -190,6 +191,9 @@ class ActorsConfig(Section):
     """Of each actor; a number bounds its torch threads too."""
     batch_size: Auto | Annotated[int, Field(ge=1)] = "auto"
     """Rows of a batch; auto: what memory allows, by prompt length."""
+    memory_share: Annotated[float, Field(gt=0.0, le=0.95)] = MEMORY_SHARE
+    """Of a GPU's memory, what a worker takes for weights and caches; prompts' states and graphs have the rest. Hosts
+    give a quarter of what is free."""
     length_buckets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
         32,
         64,

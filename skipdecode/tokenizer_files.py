@@ -28,9 +28,9 @@ def load_folder(folder: Path, model_type: str, vocab_size: int) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(_remedy(folder))
-    settings = _read_json(folder / "tokenizer_config.json")
+    settings = read_json(folder / "tokenizer_config.json")
     text = path.read_text(encoding="utf-8")
-    kind = settings.get("tokenizer_class") or _read_json(folder / "config.json").get("tokenizer_class") or ""
+    kind = settings.get("tokenizer_class") or read_json(folder / "config.json").get("tokenizer_class") or ""
     # transformers takes the file of a Mistral as it is; what is byte-level is no LlamaTokenizer, whatever it says
     is_llama = str(kind).removesuffix("Fast") == "LlamaTokenizer" and model_type not in FILE_ALONE
     raw = json.loads(text) if is_llama and '"ByteLevel"' not in text else {}
@@ -40,7 +40,7 @@ def load_folder(folder: Path, model_type: str, vocab_size: int) -> Tokenizer:
     else:
         tokenizer = Tokenizer.from_str(text)
     if "added_tokens_decoder" not in settings:
-        settings = settings | _read_json(folder / "special_tokens_map.json")
+        settings = settings | read_json(folder / "special_tokens_map.json")
     try:
         _add_tokens(tokenizer, settings, vocab_size)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -73,8 +73,8 @@ def _remedy(folder: Path) -> str:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file; ValueError names one that is no JSON mapping."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -108,10 +108,10 @@ def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
 
 def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], vocab_size: int) -> None:
     """The tokens that the settings name and tokenizer.json does not, with their numbers where they have some."""
-    named = [_content(settings[key]) for key in settings if key in NAMED_TOKENS or key.endswith("_token")]
+    named = [content_of(settings[key]) for key in settings if key in NAMED_TOKENS or key.endswith("_token")]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         extra = settings.get(key) or []
-        named += [_content(one) for one in (extra.values() if isinstance(extra, dict) else extra)]
+        named += [content_of(one) for one in (extra.values() if isinstance(extra, dict) else extra)]
     listed = dict(_listed(settings))
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for token in listed.values():
@@ -138,7 +138,7 @@ def _listed(settings: dict[str, Any]) -> Iterator[tuple[int, AddedToken]]:
         yield int(number), AddedToken(token["content"], **{key: token[key] for key in flags if key in token})
 
 
-def _content(token: Any) -> str:
+def content_of(token: Any) -> str:
     """Of a token that is written as its text, or as a mapping with its flags; empty for what is neither."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else ""

@@ -20,6 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "stages": set(),
     "report": {"store"},
     "generate": {"input", "store", "stages", "report"},
+    "export": {"store"},
     "service": set(),
     "training": {"input", "store"},
     "evaluation": {"input", "store", "report"},
@@ -27,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "doctor": {"input", "store"},
     "processor": {"generate", "input", "stages"},
 }
-"""Room -> the rooms it may import. Nobody builds on training, evaluation, service, bench, doctor and processor."""
+"""Room -> the rooms it may import. Nobody builds on export, training, evaluation, service, bench, doctor, processor."""
 
 
 def imported(path: Path) -> set[str]:

@@ -54,6 +54,7 @@ def make_stages(
         length_buckets=config.actors.length_buckets,
         deterministic=s.deterministic,
         baseline_fraction=baseline_fraction,
+        memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
     return TokenizeConfig(tokenizer or source, model.config, sampling, config.input.too_long), generator
 

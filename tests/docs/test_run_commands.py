@@ -113,10 +113,12 @@ def test_the_opening_of_a_page_runs(page: str, clone: Path, environment: dict[st
 
 
 def test_the_measuring_verbs_run(clone: Path, environment: dict[str, str]) -> None:
-    """`bench`, `retry` and `doctor` as their pages have them, with fewer tokens for the first."""
+    """`bench`, `retry`, `export` and `doctor` as their pages have them, with fewer tokens for the first."""
     write_jsonl(clone / "prompts.jsonl", PROMPTS)
     bench = opening("results/speed")[0].text + " 'prompt_tokens=[8]' new_tokens=4"
-    for text in (bench, "skipdecode retry outputs/run", opening("troubleshooting")[0].text):
+    made = "skipdecode export outputs/run -o outputs/answers"
+    assert made in (ROOT / "docs/corpus.md").read_text(encoding="utf-8")
+    for text in (bench, "skipdecode retry outputs/run", made, opening("troubleshooting")[0].text):
         done = run(text, clone, environment)
         assert done.returncode == 0, done.stderr[-3000:]
         json.loads(done.stdout.splitlines()[-1])
@@ -183,6 +185,10 @@ def test_readme_serve(served: Callable[[str], str], clone: Path, environment: di
 def test_every_verb_is_run_here_or_by_a_test_of_its_own() -> None:
     texts = [command.text for page in (*PAGES_TO_RUN, "results/speed", "troubleshooting") for command in opening(page)]
     texts += [block for heading in ("Your corpus with your model", "Serve") for block in section(heading)]
-    run_here = {verb for text in texts for verb in re.findall(r"\bskipdecode (\w+)", text)} | {"retry", "demo"}
+    run_here = {verb for text in texts for verb in re.findall(r"\bskipdecode (\w+)", text)} | {
+        "retry",
+        "export",
+        "demo",
+    }
     verbs = {path.stem for path in (ROOT / "jobs").glob("*.py")} - {"__init__", "__main__", "cli"}
     assert verbs <= run_here, f"{verbs - run_here}; tests/jobs/test_demo.py runs the demo ({name(README)})"

@@ -1,0 +1,120 @@
+"""What is exported and where to: options, checked against the run folder before anything is written."""
+
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from pipeline.config import ConfigError
+from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_state import RunState
+from pipeline.store.whole import HUB
+
+Format: TypeAlias = Literal["dataset", "jsonl", "parquet"]
+Compression: TypeAlias = Literal["none", "gzip", "zstd"]
+Rows: TypeAlias = Literal["good", "failed", "all"]
+FORMATS: Final[tuple[Format, ...]] = ("dataset", "jsonl", "parquet")
+COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "gzip", "zstd")
+STATUSES_OF: Final[dict[Rows, tuple[str, ...]]] = {"good": ("ok",), "failed": ("failed",), "all": STATUSES}
+ROWS_PER_FILE: Final = 100_000
+
+
+@dataclass(frozen=True)
+class Options:
+    run: str
+    target: str
+    format: Format = "dataset"
+    compression: Compression | None = None
+    """None: zstd for Parquet, none for JSON Lines."""
+    rows: Rows = "good"
+    columns: tuple[str, ...] | None = None
+    """None: all of them."""
+    rows_per_file: int = ROWS_PER_FILE
+    is_partial: bool = False
+    """Whether a run that is not finished will do: its rows so far."""
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    options: Options
+    folder: RunFolder
+    state: RunState
+    files: Sequence[str]
+    """Data files, in order."""
+    schema: pa.Schema
+    """The columns that are exported, in order."""
+    num_rows: int
+    target: RunFolder
+    """The place, which is none of a run; it is empty, or not there."""
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_rows // self.options.rows_per_file)
+
+
+def plan_export(options: Options) -> ExportPlan:
+    """ConfigError: nothing was written."""
+    if options.rows_per_file < 1:
+        raise ConfigError("--rows-per-file", f"{options.rows_per_file} is no number of rows; give 1 or more")
+    folder = RunFolder.open(options.run)
+    state = folder.read_state()
+    if state is None:
+        raise ConfigError("", f"{folder.shown}: no run.json, so not a run folder")
+    _check_state(folder, state, options)
+    target = _open_target(options, folder)
+    files = [path for status in STATUSES_OF[options.rows] for path in folder.data_files(status)]
+    num_rows = sum(pq.read_metadata(path, filesystem=folder.filesystem).num_rows for path in files)
+    if not num_rows:
+        raise ConfigError("", f"{folder.shown} holds no {'' if options.rows == 'all' else options.rows + ' '}rows")
+    schema = pq.read_schema(files[0], filesystem=folder.filesystem).remove_metadata()
+    return ExportPlan(options, folder, state, files, _pick(schema, options.columns), num_rows, target)
+
+
+def _check_state(folder: RunFolder, state: RunState, options: Options) -> None:
+    phase = state["state"]
+    if phase in ("committing", "retrying"):
+        raise ConfigError("", f"{folder.shown}: a retry is exchanging rows; end it first: jobs.retry {folder.shown}")
+    if phase != "finished" and not options.is_partial:
+        raise ConfigError(
+            "",
+            f"{folder.shown}: the run is {phase}; finish it (jobs.generate --resume), or take what there is so far "
+            "(--partial)",
+        )
+
+
+def _open_target(options: Options, run: RunFolder) -> RunFolder:
+    target = RunFolder.open(options.target)
+    if target.filesystem.type_name == HUB:
+        raise ConfigError("--output", f"{target.shown}: export into a folder, then upload it (hf upload)")
+    kind = target.filesystem.get_file_info(target.root).type
+    selector = pafs.FileSelector(target.root, allow_not_found=True)
+    if kind == pafs.FileType.File or (kind == pafs.FileType.Directory and target.filesystem.get_file_info(selector)):
+        raise ConfigError("--output", f"{target.shown} exists already; name another folder, or remove it")
+    if target.filesystem.equals(run.filesystem) and f"{target.root}/".startswith(f"{run.root}/"):
+        raise ConfigError("--output", f"{target.shown} lies in the run folder; name a folder elsewhere")
+    return target
+
+
+def _pick(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    if columns is None:
+        return schema
+    if unknown := [name for name in columns if name not in schema.names]:
+        raise ConfigError("--columns", f"no column {unknown[0]!r}; there are: {', '.join(schema.names)}")
+    if len(set(columns)) < len(columns) or not columns:
+        raise ConfigError("--columns", f"{','.join(columns)!r}: name each column once, and at least one")
+    return pa.schema([schema.field(name) for name in columns])
+
+
+def shard_name(plan: ExportPlan, shard: int) -> str:
+    """Relative to the target. A data set's are where and how the hub expects them."""
+    number = f"{shard:05d}-of-{plan.num_shards:05d}"
+    if plan.options.format == "dataset":
+        return posixpath.join("data", f"train-{number}.parquet")
+    if plan.options.format == "parquet":
+        return f"part-{number}.parquet"
+    suffix: dict[str | None, str] = {"gzip": ".gz", "zstd": ".zst"}
+    return f"part-{number}.jsonl{suffix.get(plan.options.compression, '')}"

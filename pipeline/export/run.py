@@ -1,0 +1,84 @@
+"""An export from end to end: the rows of a run, in order, into files of as many rows each. Memory stays flat."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pyarrow as pa
+
+from pipeline.export.card import make_card
+from pipeline.export.place import Place, open_place
+from pipeline.export.plan import ExportPlan, Options, plan_export, shard_name
+from pipeline.export.shards import open_shard, read_parts
+from pipeline.units import Json, Note, count
+
+
+def export(options: Options, note: Note) -> dict[str, Json]:
+    """ConfigError: nothing was written. Anything else raised: the target is not there either."""
+    plan = plan_export(options)
+    _check_books(plan)
+    note(f"{plan.folder.shown}: {count(plan.num_rows, 'row')} into {count(plan.num_shards, 'file')}")
+    with open_place(plan.target) as place:
+        written = write_shards(plan, place)
+        if written != plan.num_rows:
+            raise RuntimeError(
+                f"{plan.folder.shown}: {written} rows were read, {plan.num_rows} were there; start again"
+            )
+        if options.format == "dataset":
+            with place.file("README.md") as file:
+                file.write(make_card(plan).encode())
+    return {
+        "output": plan.target.root,
+        "run": plan.folder.root,
+        "format": options.format,
+        "rows": plan.num_rows,
+        "files": plan.num_shards,
+        "columns": list(plan.schema.names),
+    }
+
+
+def _check_books(plan: ExportPlan) -> None:
+    books, rows = plan.state["books"], plan.options.rows
+    said = [books["ok"] if rows != "failed" else 0, books["failed"] if rows != "good" else 0]
+    if plan.state["state"] == "finished" and plan.num_rows != sum(number or 0 for number in said):
+        raise RuntimeError(
+            f"{plan.folder.shown}: the data files hold {plan.num_rows} such rows, run.json says "
+            f"{sum(number or 0 for number in said)}; jobs.verify says which are missing"
+        )
+
+
+def write_shards(plan: ExportPlan, place: Place) -> int:
+    """Rows that were written."""
+    written = 0
+    rows = _Rows(read_parts(plan))
+    with closing(rows):
+        for number in range(plan.num_shards):
+            with place.file(shard_name(plan, number)) as sink:
+                shard = open_shard(plan, sink)
+                for part in rows.take(plan.options.rows_per_file):
+                    shard.write(part)
+                    written += part.num_rows
+                shard.close()
+        for part in rows.take(1):  # more than were there
+            written += part.num_rows
+    return int(written)
+
+
+class _Rows:
+    """Batches, cut where a file is full."""
+
+    def __init__(self, parts: Iterator[pa.RecordBatch]) -> None:
+        self._parts = parts
+        self._rest: pa.RecordBatch | None = None
+
+    def take(self, most: int) -> Iterator[pa.RecordBatch]:
+        """`most` rows, or those that are left."""
+        while most and (part := self._rest or next(self._parts, None)) is not None:
+            own, rest = part[:most], part[most:]
+            self._rest = rest if rest.num_rows else None
+            most -= own.num_rows
+            if own.num_rows:
+                yield own
+
+    def close(self) -> None:
+        if close := getattr(self._parts, "close", None):
+            close()

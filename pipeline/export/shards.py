@@ -1,0 +1,116 @@
+"""One file of an export, and the rows that come into it: JSON Lines or Parquet, a part of the rows in memory at a time.
+
+JSON lacks some of what columns hold: times become ISO 8601, decimals text, bytes base64, durations seconds, and numbers
+that are none (NaN, infinite) null. A map becomes a list of pairs.
+"""
+
+import base64
+import datetime
+import decimal
+import json
+import math
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO, Final, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.export.plan import ExportPlan
+
+READ_ROWS: Final = 1024
+GROUP_ROWS, GROUP_BYTES = 10_000, 32 << 20  # of a row group: what is in memory before it is written
+
+
+def read_parts(plan: ExportPlan) -> Iterator[pa.RecordBatch]:
+    """The rows of the data files, in their order, with the columns of the plan."""
+    for path in plan.files:
+        with plan.folder.filesystem.open_input_file(path) as source, pq.ParquetFile(
+            source, page_checksum_verification=True
+        ) as file:  # fmt: skip
+            for batch in file.iter_batches(READ_ROWS, columns=plan.schema.names):
+                yield batch.select(plan.schema.names).cast(plan.schema)
+
+
+class Shard(Protocol):
+    def write(self, batch: pa.RecordBatch) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_shard(plan: ExportPlan, sink: BinaryIO) -> Shard:
+    """What writes one file into `sink`."""
+    compression = plan.options.compression
+    if plan.options.format == "jsonl":
+        return JsonlShard(sink, None if compression in (None, "none") else compression)
+    return ParquetShard(sink, plan.schema, compression or "zstd")
+
+
+class JsonlShard:
+    def __init__(self, sink: BinaryIO, compression: str | None) -> None:
+        self._stream = pa.PythonFile(_KeptOpen(sink), mode="w")
+        if compression is not None:
+            self._stream = pa.CompressedOutputStream(self._stream, compression)
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        lines = (json.dumps(plain(row), ensure_ascii=False) for row in batch.to_pylist())
+        self._stream.write("".join(f"{line}\n" for line in lines).encode())
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _KeptOpen:
+    """Arrow closes what it writes to; this is closed in place of the file, which is flushed and closed later."""
+
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        return self._sink.write(data)
+
+    def flush(self) -> None:
+        self._sink.flush()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ParquetShard:
+    def __init__(self, sink: BinaryIO, schema: pa.Schema, compression: str) -> None:
+        self._writer = pq.ParquetWriter(sink, schema, compression=compression, write_page_checksum=True)
+        self._group: list[pa.RecordBatch] = []
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self._group.append(batch)
+        if sum(len(b) for b in self._group) >= GROUP_ROWS or sum(b.nbytes for b in self._group) >= GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._group:
+            self._writer.write_table(pa.Table.from_batches(self._group))
+        self._group = []
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+
+def plain(value: object) -> object:
+    """The value with nothing in it that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, decimal.Decimal | uuid.UUID):
+        return str(value)
+    return value
