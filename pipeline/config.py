@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from pipeline.config_tree import ConfigError, Section, build_config, read_tree, set_key
+from pipeline.input_config import InputConfig
 from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.gpus import MEMORY_SHARE
 
@@ -40,6 +41,7 @@ __all__ = [
 
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
 MAX_LOGPROBS = 20  # likeliest tokens beside each
+MAX_SAMPLES = 1024  # of a document
 
 
 class ModelConfig(Section):
@@ -137,6 +139,15 @@ class SamplingConfig(Section):
     each (`top_logprobs`): the model's own, before temperature, `top_k` and `top_p`. null: none."""
     deterministic: bool = False
     """Fixes batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    """Answers to each prompt, a row each with an id of its own; more than 1 needs a `temperature`."""
+
+    @field_validator("n")
+    @classmethod
+    def _samples_differ(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and not info.data.get("temperature", 1.0):
+            raise ValueError(f"{value} samples at sampling.temperature 0 are the same; set a temperature, or n to 1")
+        return value
 
     @field_validator("max_new_tokens")
     @classmethod
@@ -148,26 +159,6 @@ class SamplingConfig(Section):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-
-class InputConfig(Section):
-    path: Annotated[tuple[str, ...], Field(min_length=1)] = ("prompts/",)
-    """Files, folders, patterns (`*`, `?`, `**`) or URIs; a folder is read recursively."""
-    format: Literal["auto", "parquet", "arrow", "jsonl", "csv", "text", "openai_batch"] = "auto"
-    """auto: by the names of the files. arrow: what `datasets` saves to disk, and other Arrow IPC files."""
-    prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
-    """Where the prompt is: a text."""
-    id_column: Annotated[str, Field(min_length=1)] = "id"
-    """Where a row's id is; a row without one gets an id from its file and row number."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Only the first rows, in file order."""
-    too_long: Literal["fail_row", "truncate_left", "truncate_right"] = "fail_row"
-    """What becomes of a prompt that leaves no room for `sampling.max_new_tokens`."""
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 

@@ -7,6 +7,7 @@ from pipeline.config import JobConfig
 from pipeline.generate.dataset import PipelineSpec
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
+from pipeline.input.openai_rows import CHAT_URL
 from pipeline.stages.tokens import TokenizeConfig
 from skipdecode.hub import resolve_source
 from skipdecode.sampling import Sampling
@@ -17,11 +18,13 @@ MAX_FILES = 10_000  # output files of one status, for large corpora; more where 
 def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """With the settled dtype, so that all workers and sessions decode alike."""
     config, pool = planned.config, planned.pool
-    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction)
+    chat_url = CHAT_URL if planned.input.listing.format == "openai_batch" else None
+    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction, chat_url)
     return PipelineSpec(
         input=config.input,
         plan=work.plan,
         done=work.done,
+        prompter=planned.prompter,
         tokenize=tokens,
         generator=generator,
         pool=pool,
@@ -30,7 +33,12 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
 
 
 def make_stages(
-    config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float
+    config: JobConfig,
+    model: ResolvedModel,
+    dtype: str,
+    pool: Pool,
+    baseline_fraction: float,
+    chat_url: str | None = None,
 ) -> tuple[TokenizeConfig, GeneratorConfig]:
     """What the tasks that tokenise and the workers are told; `dtype`: settled."""
     source = worker_path(model.source, model.folder)
@@ -56,7 +64,15 @@ def make_stages(
         baseline_fraction=baseline_fraction,
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
-    return TokenizeConfig(tokenizer or source, model.config, sampling, config.input.too_long), generator
+    tokens = TokenizeConfig(
+        tokenizer or source,
+        model.config,
+        sampling,
+        config.input.too_long,
+        chat=config.input.is_chat,
+        chat_url=chat_url,
+    )
+    return tokens, generator
 
 
 def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:

@@ -9,6 +9,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -18,10 +19,12 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 from pipeline.checkpoint import check_model, check_quantization
 from pipeline.cluster import STAGE_CPUS, find_pool, look_at_cluster
 from pipeline.config import JobConfig, build_config, load_config
+from pipeline.generate.chat import find_chat_template
 from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR
 from pipeline.generate.execution import FewBlocksAhead
 from pipeline.generate.plan import settle_numbers
 from pipeline.generate.spec import make_stages, window_rows
+from pipeline.input.prompting import Prompter, compile_templates
 from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
 from pipeline.ray_internals import set_last_stage_cpus, use_policies, with_own_context
@@ -51,6 +54,8 @@ class Processor:
         if ignored := ignored_keys(config):
             logger.warning("a stage has no use for these keys, and ignores them: %s", ", ".join(ignored))
         self._model = check_model(config, logger.warning)
+        self._chat = find_chat_template(config, self._model) if config.input.is_chat else None
+        compile_templates(config.input)
 
     def __call__(self, dataset: Dataset) -> Dataset:
         """The rows of `dataset`, in any order, with the columns of a run. Nothing is decoded before they are asked for.
@@ -78,7 +83,8 @@ class Processor:
         use_policies(rows.context, [FewBlocksAhead])  # else a corpus of short prompts waits in the driver
         if self._preprocess is not None:
             rows = rows.map(partial(merged, function=self._preprocess), num_cpus=STAGE_CPUS)
-        keys = {"config": config, "tokens": tokens}
+        prompter = Prompter.of(config.input, "", self._chat, datetime.now(UTC))
+        keys = {"config": config, "tokens": tokens, "prompter": prompter}
         rows = rows.map_batches(prepare, fn_kwargs=keys, batch_size=PREPARED_ROWS, **light)
         rows = rows.repartition(target_num_rows_per_block=size, strict=True)
         set_last_stage_cpus(rows, STAGE_CPUS)

@@ -10,9 +10,13 @@ from typing import TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import ConfigError, JobConfig
-from pipeline.input.parquet_columns import is_id_type, is_text_type, to_text
-from pipeline.input.scan import unknown_columns
+from pipeline.config import ConfigError, InputConfig, JobConfig
+from pipeline.input.columns import check_source, own_columns
+from pipeline.input.expand import Documents, expand
+from pipeline.input.expansion import Expansion
+from pipeline.input.parquet_columns import is_id_type, is_text_type, to_python, to_text
+from pipeline.input.plan import ROW_SCHEMA
+from pipeline.input.prompting import Prompter, check_templates, template_columns
 from pipeline.schema import (
     BAD_LINE,
     PROMPT,
@@ -21,6 +25,7 @@ from pipeline.schema import (
     PROMPT_TOKENS,
     RESERVED_COLUMNS,
     SAMPLING,
+    SOURCE_SCHEMA,
     STATUS,
     score_schema,
 )
@@ -30,6 +35,7 @@ from pipeline.units import Json
 
 Value: TypeAlias = Json | bytes | np.ndarray
 """Of a row, as Ray Data hands it to a function."""
+MADE_ROWS = 1024  # a block of rows with prompts
 FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memory of their table
 
 
@@ -38,42 +44,79 @@ def merged(row: dict[str, Value], function: Callable[[dict[str, Value]], dict[st
     return {**row, **function(dict(row))}
 
 
-def prepare(table: pa.Table, *, config: JobConfig, tokens: TokenizeConfig) -> pa.Table:
-    """Rows of a dataset, tokenised; one out for each one in, bad ones with an error code."""
-    return tokenize(to_rows(table, config), config=tokens)
+def prepare(
+    table: pa.Table, *, config: JobConfig, tokens: TokenizeConfig, prompter: Prompter | None
+) -> Iterator[pa.Table]:
+    """Rows of a dataset, with the prompts that are made of them, tokenised; bad ones with an error code."""
+    for rows in to_rows(table, config, prompter):
+        yield tokenize(rows, config=tokens)
 
 
 def check_columns(names: Collection[str], config: JobConfig) -> None:
-    """ConfigError where a dataset has no prompts, or a column that bears one of our names."""
-    mine = {config.input.prompt_column, config.input.id_column}
-    if taken := sorted(set(names) & (RESERVED_COLUMNS | set(score_schema(config.sampling).names)) - mine):
+    """ConfigError where a dataset has nothing to make prompts of, or a column that bears one of our names."""
+    expansion = Expansion.of(config.input, config.sampling)
+    reserved = RESERVED_COLUMNS | set(score_schema(config.sampling).names)
+    reserved |= set(SOURCE_SCHEMA.names) if expansion.is_on else set()
+    if taken := sorted(set(names) & reserved - own_columns(config.input)):
         raise ConfigError(
             "",
             f"the dataset has a column {taken[0]!r}, which is a name of the output's; rename it "
             f"(dataset.rename_columns) or leave it out (dataset.drop_columns)",
         )
-    if config.input.prompt_column not in names:
-        missing = unknown_columns(config.input.prompt_column, names)
-        raise ConfigError("input.prompt_column", f"the dataset has {missing}; name another, or make it with preprocess")
+    try:
+        check_source(names, "the dataset", config.input)
+    except ConfigError as error:
+        raise ConfigError(error.key, f"{error.message}; name another, or make it with preprocess") from error
+    check_templates(config.input, names)
 
 
-def to_rows(table: pa.Table, config: JobConfig) -> pa.Table:
-    """The columns of a normalised input row, and the others as they are."""
+def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None) -> Iterator[pa.Table]:
+    """The columns of a normalised input row, and the others as they are; several rows of one where the run says so."""
     check_columns(table.column_names, config)
-    prompts, codes, messages = _texts(table[config.input.prompt_column], config.input.prompt_column)
-    ids = _own_ids(table, config.input.id_column)
+    count, source = table.num_rows, config.input
+    prompts: list[str | None] = [None] * count
+    codes, messages = [""] * count, [""] * count
+    if source.text_column is not None:
+        prompts, codes, messages = _texts(table[source.text_column], source.text_column)
+    elif source.messages_column is not None:
+        for row in map(int, np.flatnonzero(np.asarray(table[source.messages_column].is_null()))):
+            codes[row], messages[row] = PROMPT_MISSING, f"column {source.messages_column!r} is null"
+    fields = _fields(table, source, codes, messages)
+    ids = _own_ids(table, source.id_column)
     for row, id in enumerate(ids):
-        ids[row] = id or made_id(prompts[row])
-    others = [name for name in table.column_names if name not in (config.input.prompt_column, config.input.id_column)]
+        ids[row] = id or made_id(prompts[row] if source.text_column is not None else repr(fields[row]))
+    kept = [name for name in table.column_names if name not in own_columns(source)]
     columns = {
         "id": pa.array(ids, pa.string()),
         PROMPT: pa.array(prompts, pa.string()),
-        PROMPT_TOKENS: pa.nulls(len(ids), TOKENS),
-        SAMPLING: pa.nulls(len(ids), pa.string()),
+        PROMPT_TOKENS: pa.nulls(count, TOKENS),
+        SAMPLING: pa.nulls(count, pa.string()),
         "error_code": pa.array(codes, pa.string()),
         "error_message": pa.array(messages, pa.string()),
     }
-    return pa.table(columns | {name: table[name] for name in others})
+    rows = pa.table(columns | {name: table[name] for name in kept})
+    expansion = Expansion.of(source, config.sampling)
+    added = [*(SOURCE_SCHEMA if expansion.is_on else ())]
+    schema = pa.schema([*ROW_SCHEMA, *added, *(rows.schema.field(name) for name in kept)])
+    places = [f"row {id!r}" for id in ids]
+    documents = Documents(rows, [rows.nbytes // max(count, 1)] * count, places, fields, ())
+    yield from expand(documents, expansion, schema, prompter, None, MADE_ROWS)
+
+
+def _fields(table: pa.Table, source: InputConfig, codes: list[str], messages: list[str]) -> list[dict[str, object]]:
+    """What prompts are made of, by row; a row of which that cannot be read is marked."""
+    wanted = template_columns(source) | ({source.messages_column} if source.messages_column is not None else set())
+    part = table.select([name for name in table.column_names if name in wanted])
+    if not part.num_columns:
+        return [{} for _ in codes]
+    found: list[dict[str, object]] = []
+    for row in range(table.num_rows):
+        try:
+            found += to_python(part[row : row + 1].combine_chunks().to_batches()[0])
+        except ValueError as error:  # text in it that is no UTF-8, or a time that Python cannot say
+            found.append({})
+            codes[row], messages[row] = codes[row] or BAD_LINE, messages[row] or f"it cannot be read: {error}"
+    return found
 
 
 def _texts(column: pa.ChunkedArray, name: str) -> tuple[list[str | None], list[str], list[str]]:

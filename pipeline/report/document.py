@@ -161,6 +161,7 @@ class CountedFigures(TypedDict):
     split_batches: ErrorCount
     baseline_errors: ErrorCount
     books: Books
+    documents: int
     model: ModelState
     decode: dict[str, Json]
     prefill: str

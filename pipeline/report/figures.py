@@ -95,10 +95,17 @@ def _counted(
         "split_batches": _errors(batches.split),
         "baseline_errors": _errors(batches.full),
         "books": state["books"],
+        "documents": num_documents(state),
         "model": state["model"],
         "decode": decode,
         "prefill": state["config"]["prefill"]["method"],
     }
+
+
+def num_documents(state: RunState) -> int:
+    """Of the input; each may have become several rows. In a run of an earlier version each is one."""
+    found = state["input"].get("documents") if "input" in state else None
+    return state["books"]["input"] if found is None else found
 
 
 def _errors(errors: Errors) -> ErrorCount:

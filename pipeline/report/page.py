@@ -88,8 +88,10 @@ def _when(report: Figures, state: RunState) -> str:
 def _cards(report: Figures) -> list[tuple[str, str, str]]:
     """Label, value, small print."""
     s, a, books, price = report["speedup"], report["agreement"], report["books"], report["cost"]
+    documents = report.get("documents", books["input"])  # of an earlier version there are none
+    of = f"{books['input']:,}" + ("" if documents == books["input"] else f" from {documents:,} documents")
     items = [
-        ("rows", f"{report['completed']:,}", f"of {books['input']:,}, {report['failed']:,} failed"),
+        ("rows", f"{report['completed']:,}", f"of {of}, {report['failed']:,} failed"),
         ("output tokens/s", f"{report['output_throughput']:,.0f}", f"{report['total_output_tokens']:,} in all"),
         ("speedup", times(s["measured"]), interval(report) or ("one batch" if s["batches"] else "not measured")),
         ("as at full depth", percent(a["token_match"]), f"of tokens; {percent(a['exact_rows'])} of rows"),
