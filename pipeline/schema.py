@@ -72,6 +72,11 @@ def score_schema(asked: Asked) -> pa.Schema:
     return pa.schema([pa.field(name, type_) for name, type_, is_on in fields if is_on])
 
 
+CHOICE: Final = "openai_choice"
+"""Text and `logprobs` of the answer to an OpenAI batch line, as JSON, in runs some of whose lines ask for more than
+text; null for the others."""
+
+
 class OutputRow(TypedDict):
     """A row that was read back, with the columns of `OUTPUT_SCHEMA`; a caller may have asked for fewer."""
 

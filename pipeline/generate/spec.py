@@ -1,5 +1,7 @@
 """From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows, files."""
 
+from dataclasses import replace
+
 from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
 from pipeline.checkpoint import ResolvedModel, worker_path
 from pipeline.cluster import Pool
@@ -19,7 +21,8 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """With the settled dtype, so that all workers and sessions decode alike."""
     config, pool = planned.config, planned.pool
     chat_url = CHAT_URL if planned.input.listing.format == "openai_batch" else None
-    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction, chat_url)
+    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction)
+    tokens = replace(tokens, chat_url=chat_url, has_choices=planned.input.has_choices)
     return PipelineSpec(
         input=config.input,
         plan=work.plan,
@@ -33,12 +36,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
 
 
 def make_stages(
-    config: JobConfig,
-    model: ResolvedModel,
-    dtype: str,
-    pool: Pool,
-    baseline_fraction: float,
-    chat_url: str | None = None,
+    config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float
 ) -> tuple[TokenizeConfig, GeneratorConfig]:
     """What the tasks that tokenise and the workers are told; `dtype`: settled."""
     source = worker_path(model.source, model.folder)
@@ -64,15 +62,8 @@ def make_stages(
         baseline_fraction=baseline_fraction,
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
-    tokens = TokenizeConfig(
-        tokenizer or source,
-        model.config,
-        sampling,
-        config.input.too_long,
-        chat=config.input.is_chat,
-        chat_url=chat_url,
-    )
-    return tokens, generator
+    too_long, is_chat = config.input.too_long, config.input.is_chat
+    return TokenizeConfig(tokenizer or source, model.config, sampling, too_long, chat=is_chat), generator
 
 
 def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:

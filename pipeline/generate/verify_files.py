@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.input.ids import OUTPUT_ENTRY, output_entries
 from pipeline.schema import (
+    CHOICE,
     ERROR_CODES,
     LOGPROBS,
     LOGPROBS_TYPE,
@@ -148,8 +149,10 @@ def contradictions(batch: pa.RecordBatch, status: str) -> list[tuple[str, NDArra
     if status == "ok":
         checks.append(("error_code of a good row", where(pc.not_equal(batch["error_code"], ""))))
         checks.append(("error_message of a good row", where(pc.not_equal(batch["error_message"], ""))))
-        is_scored = pc.is_valid(batch[PROMPT_LOGPROBS]) if PROMPT_LOGPROBS in names else pa.scalar(False)
-        checks.append(("no token in a good row", where(pc.and_(pc.equal(length, 0), pc.invert(is_scored)))))
+        is_bare = pc.equal(length, 0)
+        for name in (PROMPT_LOGPROBS, CHOICE):  # a prompt that was scored alone, or given back alone
+            is_bare = pc.and_(is_bare, pc.is_null(batch[name])) if name in names else is_bare
+        checks.append(("no token in a good row", where(is_bare)))
         for name, count in ((LOGPROBS, "num_generated_tokens"), (PROMPT_LOGPROBS, "num_input_tokens")):
             if pa.field(name, LOGPROBS_TYPE) in batch.schema:
                 is_other = pc.not_equal(pc.list_value_length(batch[name]), batch[count])

@@ -156,9 +156,10 @@ def made_id(*parts: str | None) -> str:
 
 def finish_windows(packed: pa.Table, *, tokens: TokenizeConfig) -> Iterator[pa.Table]:
     """Decoded windows, packed as the workers give them, as rows of the output."""
-    table = unpack(packed)
     ours = RESERVED_COLUMNS | set(score_schema(tokens.sampling).names)
-    extra_names = tuple(name for name in table.column_names if name not in ours)
-    for start in range(0, table.num_rows, FINISHED_AT_ONCE):
-        part = table.slice(start, FINISHED_AT_ONCE)
-        yield finish(part, config=tokens, extra_names=extra_names).drop_columns([STATUS])
+    for row in range(packed.num_rows):  # one by one: a column may be of another type in each
+        table = unpack(packed.slice(row, 1))
+        extra_names = tuple(name for name in table.column_names if name not in ours)
+        for start in range(0, table.num_rows, FINISHED_AT_ONCE):
+            part = table.slice(start, FINISHED_AT_ONCE)
+            yield finish(part, config=tokens, extra_names=extra_names).drop_columns([STATUS])

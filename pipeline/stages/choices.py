@@ -28,11 +28,6 @@ class ChoicePart(TypedDict):
     logprobs: LogprobsBody | None
 
 
-def asks_for_choice(own: str | None) -> bool:
-    """Whether a row's own parameters ask for more than text. Text is looked at first: nearly no row does."""
-    return own is not None and ('"logprobs"' in own or f'"{ECHO}"' in own)
-
-
 def with_scores(own: str, answer: "Completion") -> str:
     """The row's own parameters with the scores of its answer."""
     prompt = answer.prompt_logprobs

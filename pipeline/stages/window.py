@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from actors.generator import Answer, RowFailure
+from pipeline.openai_logprobs import asks_for_choice
 from pipeline.schema import ID, PROMPT_TOKENS, SAMPLING
+from pipeline.stages.choices import with_scores
 from pipeline.stages.scores import score_columns
 from pipeline.stages.tokens import TOKENS, row_sampling, with_columns
 from skipdecode.generate import Completion, Request
@@ -71,6 +73,11 @@ class Window:
             "error_message": pa.array(messages, pa.string()),
         }
         columns |= score_columns(self.sampling, completions)
+        own = self.table[SAMPLING].to_pylist()
+        for row, completion in enumerate(completions):
+            if completion is not None and asks_for_choice(own[row]):
+                own[row] = with_scores(own[row], completion)
+        columns[SAMPLING] = pa.array(own, pa.string())
         return with_columns(self.table, columns), sum(bool(code) for code in codes)
 
 
