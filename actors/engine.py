@@ -189,5 +189,7 @@ class Engine:
 
     def _layers(self, ticket: Ticket, n: int) -> int:
         """Layers that token y_n ran."""
-        schedule = ticket.schedule
+        schedule, row = ticket.schedule, ticket.row
+        if n and row is not None and row.layers:
+            return row.layers[n - 1]
         return schedule.num_layers if n == 0 else schedule.step(n - 1).num_layers_run

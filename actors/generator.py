@@ -21,13 +21,16 @@ from actors.scoring import is_scored_alone, score_alone, with_scores
 from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
+from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
 from skipdecode.placing import choose_dtype as choose_dtype
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
+from skipdecode.speculative import LosslessStats, generate_lossless
 from skipdecode.step_graphs import StepGraphs, graphs_serve, ladder, plans_of
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
@@ -98,7 +101,8 @@ class Generator:
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
-        if config.baseline_fraction > 0:
+        self._draft_lengths: dict[Lossless, DraftLength] = {}
+        if config.baseline_fraction > 0 or config.decode.get("lossless"):
             dtype = str(self.dtype).removeprefix("torch.")
             self.ceilings = measure_ceilings(str(self.device), dtype)
         self._num_batches = self._num_turns = self._num_pairs = 0
@@ -117,6 +121,7 @@ class Generator:
             prefill=prefill or self.config.prefill,
         )
         other._num_batches = other._num_turns = other._num_pairs = 0
+        other._draft_lengths = {}
         other._warm_up()
         return other
 
@@ -135,6 +140,14 @@ class Generator:
             max_new_tokens=max_new_tokens,
             kv_layers=opt.kv_layers(self.config.prefill),
         )
+
+    def draft_length(self, schedule: Lossless) -> DraftLength:
+        """Decides how many tokens that schedule's batches draft; one for all of them, which learns from each."""
+        if schedule not in self._draft_lengths:
+            sizes = self.dtype.itemsize, self.model.weight_itemsize
+            prices = Prices(self.model.config, *sizes, self.ceilings)
+            self._draft_lengths[schedule] = DraftLength(schedule, prices)
+        return self._draft_lengths[schedule]
 
     def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         """One answer per request, in order; a row that cannot be decoded is a `RowFailure`, never an exception.
@@ -283,6 +296,9 @@ class Generator:
             return None, f"{type(error).__name__}: {error}"[:2000]
 
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
+        if isinstance(schedule, Lossless):
+            length, decode = self.draft_length(schedule), self.tokenizer.decode
+            return generate_lossless(self.model, chosen, schedule, decode_text=decode, length=length)
         fixed: dict[str, Any] = {}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
@@ -308,6 +324,8 @@ class Generator:
                 weight_itemsize=self.model.weight_itemsize,
                 ffn_rows=result.stats.ffn_rows if chosen is schedule else None,
             )
+            if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):
+                decode = result.stats.model_decode_s  # how many rounds there were nobody knew before
             record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
         return record
 
@@ -318,13 +336,17 @@ class Generator:
             "warm-up", [self.model.config.filler_token_id] * 8, Sampling(max_new_tokens=4, ignore_eos=True)
         )
         for _ in range(2):
-            generate(self.model, [request] * 4, self.schedule(4), graphs=self.graphs)
+            schedule = self.schedule(4)
+            generate(self.model, [request] * 4, schedule, graphs=self.graphs)
+            if isinstance(schedule, Lossless):
+                generate_lossless(self.model, [request] * 4, schedule)
 
 
 def _figures(result: BatchResult) -> dict[str, Any]:
     """The numbers of a batch that go into its record."""
     stats = dict(vars(result.stats))
-    del stats["batch_rows"], stats["ffn_rows"]
+    for name in ("batch_rows", "ffn_rows", "model_decode_s"):
+        stats.pop(name, None)
     return stats
 
 

@@ -91,6 +91,11 @@ class DecodeConfig(Section):
     """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1)."""
     layers: int | None = None
     """For `unified`: how many layers run."""
+    lossless: bool | Literal["auto"] = False
+    """true: the schedule only drafts, full depth verifies, and its tokens come out. auto: drafts are made
+    where a gain is expected."""
+    draft_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """lossless: tokens drafted at a time; auto: as many as pay."""
     ffn_skip: FFNSkipConfig | None = None
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
 

@@ -169,7 +169,7 @@ def _is_section(cls: type[Section], name: str) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-_TYPE_TAGS = frozenset({"int", "float", "str", "tuple", "constrained", "literal"})
+_TYPE_TAGS = frozenset({"bool", "int", "float", "str", "tuple", "constrained", "literal"})
 
 
 def _field_names(cls: type[Section], location: Sequence[str]) -> list[str]:

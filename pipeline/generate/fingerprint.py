@@ -15,6 +15,7 @@ from pipeline.store.digest import describe_difference, digest_files, refuse_diff
 from pipeline.store.run_state import FileEntry, Fingerprint, RunState
 from pipeline.units import Json
 from skipdecode.hub import resolve_source
+from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 NUM_SHOWN = 3  # input files that an error names
@@ -41,7 +42,8 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
     """The entries that the configuration alone decides."""
     entries: Fingerprint = {"model.quantization": config.model.quantization}
     skip = decode.get("ffn_skip")
-    entries |= {f"decode.{key}": value for key, value in decode.items() if key != "ffn_skip"}
+    entries |= {f"decode.{key}": value for key, value in decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
+    entries["decode.lossless"] = bool(decode.get("lossless"))  # how many tokens are drafted, if any, changes none
     entries |= {f"decode.ffn_skip.{key}": value for key, value in (skip if isinstance(skip, dict) else {}).items()}
     for section, names in (
         ("sampling", None),
