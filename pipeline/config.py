@@ -100,6 +100,14 @@ class DecodeConfig(Section):
     """lossless: tokens drafted at a time; auto: as many as pay."""
     ffn_skip: FFNSkipConfig | None = None
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
+    prefix: Literal["auto", "off"] = "auto"
+    """auto: what prompts of a window begin with alike is run once, where that saves time; off: every prompt by itself.
+    Without effect under `sampling.deterministic`, and where a method is measured alone (`jobs.evaluate`)."""
+
+    @field_validator("prefix", mode="before")
+    @classmethod
+    def _off_is_false_in_yaml(cls, value: object) -> object:
+        return "off" if value is False else value
 
 
 class PrefillConfig(Section):

@@ -142,7 +142,7 @@ class BackendRecord(TypedDict):
     """Whose kernels a worker decodes with."""
 
     name: str
-    """cuda, or one of `skipdecode.backends.choice.NAMES`."""
+    """As `skipdecode.backends.choice.Choice` has it; `cuda` in runs of earlier versions."""
     reason: str
     """What the machine has, and what is amiss with faster ones."""
 
@@ -186,6 +186,7 @@ class BatchRecord(TypedDict):
     ffns_run: int
     layer_row_steps: int
     cache_bytes: int
+    prefix_tokens_saved: int
     prefill_s: float
     decode_s: float
     draft_s: NotRequired[float]

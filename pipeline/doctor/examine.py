@@ -13,7 +13,16 @@ from actors.generator import Generator, GeneratorConfig, choose_device
 from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
-from pipeline.doctor.facts import GIB, cpu_backend, gpus, machine, wrong_devices, wrong_places
+from pipeline.doctor.facts import (
+    GIB,
+    cpu_backend,
+    cuda_backend,
+    gpus,
+    machine,
+    says_nothing_of_cpus,
+    wrong_devices,
+    wrong_places,
+)
 from pipeline.doctor.versions import check_versions
 from pipeline.input.files import list_input
 from pipeline.machine import provenance
@@ -88,7 +97,11 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
         "ray": None if cluster is None else asdict(ray_facts(cluster)),
     }
     problems += check_versions().wrong + wrong_devices() + wrong_places()
-    backend = attempt(cpu_backend)
+    on_gpu = attempt(cuda_backend)
+    if on_gpu is not None:
+        note(f"CUDA kernels: {on_gpu}")
+    document["cuda_backend"] = None if on_gpu is None else asdict(on_gpu)
+    backend = None if says_nothing_of_cpus() else attempt(cpu_backend)
     if backend is not None:
         note(f"CPU kernels: {backend}")
     document["cpu_backend"] = None if backend is None else asdict(backend)
@@ -203,6 +216,7 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
         length_buckets=config.actors.length_buckets,
         deterministic=config.sampling.deterministic,
         baseline_fraction=config.baseline.fraction,
+        shares_prefixes=config.decode.prefix == "auto",
     )
 
 

@@ -7,6 +7,7 @@ from pipeline.checkpoint import ResolvedModel, worker_path
 from pipeline.cluster import Pool
 from pipeline.config import JobConfig
 from pipeline.generate.dataset import PipelineSpec
+from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.input.openai_rows import CHAT_URL
@@ -21,7 +22,8 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """With the settled dtype, so that all workers and sessions decode alike."""
     config, pool = planned.config, planned.pool
     chat_url = CHAT_URL if planned.input.listing.format == "openai_batch" else None
-    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction)
+    shares = shares_prefixes(config, planned.earlier)
+    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction, shares)
     tokens = replace(tokens, chat_url=chat_url, has_choices=planned.input.has_choices)
     return PipelineSpec(
         input=config.input,
@@ -36,7 +38,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
 
 
 def make_stages(
-    config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float
+    config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float, shares: bool
 ) -> tuple[TokenizeConfig, GeneratorConfig]:
     """What the tasks that tokenise and the workers are told; `dtype`: settled."""
     source = worker_path(model.source, model.folder)
@@ -60,6 +62,7 @@ def make_stages(
         length_buckets=config.actors.length_buckets,
         deterministic=s.deterministic,
         baseline_fraction=baseline_fraction,
+        shares_prefixes=shares,
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
     too_long, is_chat = config.input.too_long, config.input.is_chat

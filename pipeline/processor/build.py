@@ -22,6 +22,7 @@ from pipeline.config import JobConfig, build_config, load_config
 from pipeline.generate.chat import find_chat_template
 from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR
 from pipeline.generate.execution import FewBlocksAhead
+from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import settle_numbers
 from pipeline.generate.spec import make_stages, window_rows
 from pipeline.input.prompting import Prompter, compile_templates
@@ -71,7 +72,8 @@ class Processor:
         device = "cuda" if pool.num_gpus else "cpu"
         dtype, no_int8 = settle_numbers(config.model, None, device, cluster, pool)
         check_quantization(config.model.quantization, self._model.config, dtype, device, no_int8)
-        tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0)
+        shares = shares_prefixes(config, None)
+        tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0, shares=shares)
         size = window_rows(config, pool.max_size, sys.maxsize, has_gpu=bool(pool.num_gpus))
         ledger = start_ledger(config.limits.max_row_attempts, size, math.inf, 0)
         # a small dataset cannot use all the tasks it may have, and need not

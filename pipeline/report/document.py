@@ -168,6 +168,10 @@ class CountedFigures(TypedDict):
     padding_fraction: float
     prefill_s: float
     decode_s: float
+    prefix_tokens_saved: int
+    """Prompt tokens that were not run, since another row's run of them served (`decode.prefix`)."""
+    prefix_saved_s: float
+    """What these would have taken at the pace of the others."""
     baseline_s: float
     cost: Cost | None
     decoded_again: DecodedAgain

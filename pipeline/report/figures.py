@@ -85,6 +85,8 @@ def _counted(
         "padding_fraction": 0.0 if padded is None else 1 - padded,
         "prefill_s": batches.total("prefill_s") or 0.0,
         "decode_s": batches.total("decode_s") or 0.0,
+        "prefix_tokens_saved": int(batches.total("prefix_tokens_saved") or 0),
+        "prefix_saved_s": batches.prefix_saved_s,
         "baseline_s": batches.paired_total("full_prefill_s", "full_decode_s") or 0.0,
         "cost": None if price_per_hour is None else cost(price_per_hour, duration_s, totals.output_tokens, all_tokens),
         "decoded_again": {
