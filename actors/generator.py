@@ -171,6 +171,14 @@ class Generator:
         result.answers = [answers[row] for row in range(len(requests))]
         return result
 
+    def decode_batches(self, requests: Sequence[Request]) -> list[tuple[Batch, BatchResult]]:
+        """The batches of a window with what each cost, for whoever measures; an error is raised, and none is split."""
+        found = []
+        for batch in self.cut(requests):
+            chosen = [requests[row] for row in batch.rows]
+            found.append((batch, self._run(batch, chosen, self.schedule(chosen[0].sampling.max_new_tokens))))
+        return found
+
     def cut(self, requests: Sequence[Request]) -> list[Batch]:
         """The batches that a window is decoded in; a batch by itself is cut no further, unless less is shared in it."""
         alone = [row for row, request in enumerate(requests) if is_scored_alone(request)]
@@ -229,6 +237,12 @@ class Generator:
             ceilings = self.ceilings or NOMINAL[self.device.type]
             self._prices[plan] = PromptPrices.of(self.model.config, schedule, ceilings, **sizes)
         return self._prices[plan]
+
+    def shared_shape(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> SharedShape | None:
+        """What the rows of a batch share, for the cost model."""
+        sharing = self._sharing(batch, chosen)
+        prompts = [request.prompt_tokens for request in chosen]
+        return None if sharing is None else sharing.shape(prompts, copies=self._copies(schedule))
 
     def _copies(self, schedule: Schedule) -> bool:
         """Whether heads that rows share are copied to each of them."""
@@ -335,12 +349,8 @@ class Generator:
         is_first = self._num_pairs % 2 == 1  # A B B A: drift of the machine cancels out
         if is_paired and is_first:
             full, full_error = self._baseline(batch, chosen)
-        together = not self.config.deterministic
-        result = score_alone(self.model, chosen, together) if is_alone else self._run(batch, chosen, schedule)
-        sharing = self._sharing(batch, chosen)
-        shape = (
-            None if sharing is None else sharing.shape([r.prompt_tokens for r in chosen], copies=self._copies(schedule))
-        )
+        result = self._run(batch, chosen, schedule)
+        shape = self.shared_shape(batch, chosen, schedule)
         if is_paired and not is_first:
             full, full_error = self._baseline(batch, chosen)
         record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
@@ -354,7 +364,9 @@ class Generator:
         records.append(record)
         self._num_batches += 1
         self._num_turns += may_measure and not is_alone
-        return result.completions if is_alone else with_scores(self.model, chosen, result.completions, together)
+        if is_alone:
+            return result.completions
+        return with_scores(self.model, chosen, result.completions, not self.config.deterministic)
 
     def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
         """The batch at full depth, or why it could not be had: no row may fail of a measurement."""
@@ -366,6 +378,8 @@ class Generator:
             return None, f"{type(error).__name__}: {error}"[:2000]
 
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
+        if is_scored_alone(chosen[0]):
+            return score_alone(self.model, chosen, not self.config.deterministic)
         if isinstance(schedule, Lossless):
             length, decode = self.draft_length(schedule), self.tokenizer.decode
             sharing = self._sharing(batch, chosen)

@@ -212,6 +212,8 @@ class ActorsConfig(Section):
     """Batches' worth of rows an actor takes at a time and sorts by length."""
     share_leftovers: bool = True
     """Whether actors that have nothing left to do take over parts of other actors' windows."""
+    price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    """What all machines of the run together cost per hour, in any currency; for estimate and report."""
 
     @field_validator("length_buckets")
     @classmethod

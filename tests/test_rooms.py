@@ -19,14 +19,15 @@ ARROWS: dict[str, set[str]] = {
     "store": set(),
     "stages": set(),
     "report": {"store"},
-    "generate": {"input", "store", "stages", "report"},
+    "generate": {"input", "store", "stages", "report", "estimate"},
     "export": {"store"},
     "service": set(),
     "training": {"input", "store"},
     "evaluation": {"input", "store", "report"},
     "bench": {"service"},
-    "doctor": {"input", "store"},
-    "processor": {"generate", "input", "stages"},
+    "doctor": {"input", "store", "estimate", "generate"},
+    "estimate": {"input", "stages", "store"},
+    "processor": {"estimate", "generate", "input", "stages"},
 }
 """Room -> the rooms it may import. Nobody builds on export, training, evaluation, service, bench, doctor, processor."""
 

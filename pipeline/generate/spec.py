@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 
-from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
+from actors.generator import GeneratorConfig
 from pipeline.checkpoint import ResolvedModel, worker_path
 from pipeline.cluster import Pool
 from pipeline.config import JobConfig
+from pipeline.estimate.forecast import window_rows
 from pipeline.generate.dataset import PipelineSpec
 from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.input.openai_rows import CHAT_URL
 from pipeline.stages.tokens import TokenizeConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.hub import resolve_source
 from skipdecode.sampling import Sampling
 
@@ -21,10 +23,9 @@ MAX_FILES = 10_000  # output files of one status, for large corpora; more where 
 def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """With the settled dtype, so that all workers and sessions decode alike."""
     config, pool = planned.config, planned.pool
-    chat_url = CHAT_URL if planned.input.listing.format == "openai_batch" else None
     shares = shares_prefixes(config, planned.earlier)
     tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction, shares)
-    tokens = replace(tokens, chat_url=chat_url, has_choices=planned.input.has_choices)
+    tokens = replace(tokens, chat_url=chat_url(planned.input.listing.format), has_choices=planned.input.has_choices)
     return PipelineSpec(
         input=config.input,
         plan=work.plan,
@@ -65,15 +66,21 @@ def make_stages(
         shares_prefixes=shares,
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
-    too_long, is_chat = config.input.too_long, config.input.is_chat
-    return TokenizeConfig(tokenizer or source, model.config, sampling, too_long, chat=is_chat), generator
+    return tokenize_config(config, tokenizer or source, model.config, sampling), generator
 
 
-def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:
-    """Rows an actor takes at a time: `window_batches` batches, but so few that every actor gets two windows or more."""
-    size = config.actors.batch_size
-    rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
-    return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))
+def tokenize_config(
+    config: JobConfig, source: str, model: DecoderConfig, sampling: Sampling, format: str = ""
+) -> TokenizeConfig:
+    """`source`: of the tokenizer; `format`: of the input."""
+    return TokenizeConfig(
+        source, model, sampling, config.input.too_long, chat=config.input.is_chat, chat_url=chat_url(format)
+    )
+
+
+def chat_url(format: str) -> str | None:
+    """How rows of that format say that they are chats."""
+    return CHAT_URL if format == "openai_batch" else None
 
 
 def rows_per_file(num_rows: int, window_rows: int) -> int | None:

@@ -19,12 +19,13 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 from pipeline.checkpoint import check_model, check_quantization
 from pipeline.cluster import STAGE_CPUS, find_pool, look_at_cluster
 from pipeline.config import JobConfig, build_config, load_config
+from pipeline.estimate.forecast import window_rows
 from pipeline.generate.chat import find_chat_template
 from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR
 from pipeline.generate.execution import FewBlocksAhead
 from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import settle_numbers
-from pipeline.generate.spec import make_stages, window_rows
+from pipeline.generate.spec import make_stages
 from pipeline.input.prompting import Prompter, compile_templates
 from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
