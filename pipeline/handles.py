@@ -221,6 +221,19 @@ class Counts(TypedDict):
     """Since the first worker was ready."""
 
 
+class Pace(TypedDict):
+    """What the batches of a session took, passes at full depth apart."""
+
+    rows: int
+    failed: int
+    output_tokens: int
+    workers: int
+    batches: int
+    pairs: int
+    own_s: float
+    full_s: float
+
+
 class CollectorHandle(Protocol):
     """Of `report.collector.MetricsCollector`."""
 
@@ -230,5 +243,7 @@ class CollectorHandle(Protocol):
     def window_done(self) -> RemoteMethod[[str, WindowRecord, Sequence[BatchRecord]], None]: ...
     @property
     def counts(self) -> RemoteMethod[[], Counts]: ...
+    @property
+    def pace(self) -> RemoteMethod[[], Pace]: ...
     @property
     def flush(self) -> RemoteMethod[[], None]: ...

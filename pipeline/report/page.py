@@ -87,7 +87,11 @@ def _badges(report: Figures, state: RunState) -> list[tuple[str, bool]]:
 def _when(report: Figures, state: RunState) -> str:
     began = datetime.datetime.fromtimestamp(state["sessions"][0]["started_at"], datetime.UTC)
     resumed = f", {len(state['sessions'])} sessions" if len(state["sessions"]) > 1 else ""
-    return f"{began:%Y-%m-%d %H:%M} UTC, {duration(report['duration_s'])}{resumed}"
+    said = report["estimate"]
+    expected = (
+        "" if said is None else f" (expected after {count(said['seen_rows'], 'row')}: {duration(said['duration_s'])})"
+    )
+    return f"{began:%Y-%m-%d %H:%M} UTC, {duration(report['duration_s'])}{expected}{resumed}"
 
 
 def _cards(report: Figures) -> list[tuple[str, str, str]]:

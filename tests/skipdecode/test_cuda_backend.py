@@ -6,6 +6,7 @@ Float32 tokens are those of the decoder by parts. That Triton's kernels are thes
 import pytest
 import torch
 
+from actors.bench import BenchCase, profile_case
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
 from skipdecode.backends.cuda import CudaBackend, CudaLayer, Heads
 from skipdecode.backends.cuda_reference import TorchKernels
@@ -74,3 +75,13 @@ def test_a_table_is_columns() -> None:
     torch.testing.assert_close(made, wanted)
     assert torch.equal(k[:, :, 9], k_plain[:, :, 9])
     assert torch.equal(v[:, :, 9], v_plain[:, :, 9])
+
+
+def test_stages_are_timed_and_left_as_they_were() -> None:
+    with cpu_computed_by(BACKEND):
+        model = random_model("llama").pack()
+        before = CudaLayer.feed
+        rows = profile_case(model, BenchCase(3, 5, 4), [{"method": "full"}])
+        assert {"attention", "norms", "feed-forward", "products of attention"} <= {row["stage"] for row in rows}
+        assert CudaLayer.feed is before
+        assert "attend" not in vars(BACKEND.kernels)

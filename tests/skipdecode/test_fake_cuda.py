@@ -20,6 +20,8 @@ from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPre
 from skipdecode.request import Request
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling
+from skipdecode.step_graphs import StepGraphs, plans_of
+from tests.support.graphs import FakeCaptures
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 if importlib.util.find_spec("triton") is not None:
@@ -130,3 +132,32 @@ def test_host_reads_and_mixed_devices_are_seen() -> None:
         with pytest.raises((AssertionError, RuntimeError), match=r"cpu|device"):
             step(model, newest, cache, schedule, 0)
         assert fake.launched["attend_kernel"] == before
+
+
+@pytest.mark.parametrize("name", ["opt-350m", "opt-2.7b", "llama-3.1-8b"])
+def test_captured_steps_read_nothing_on_the_host(name: str) -> None:
+    """What a graph holds, and what surrounds its replay: plans change, rows leave, and no number is asked for."""
+    with fake_cuda() as fake:
+        model = fake_model(name, layers=4)
+        schedule = SkipDecode(4, 4, 2, 1, 3)
+        captures = FakeCaptures()
+        graphs = StepGraphs(model, 1 << 30, max_rows=8, captures=captures)
+        graphs.capture_all(plans_of([schedule], 4), rows=[6, 3])
+        captured = captures.captures
+        requests = requests_for()
+        tokens, num_pad = pad_prompts(model, requests, COLUMNS, ROWS)
+        cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, is_masked=True, graphs=graphs)
+        newest = feed_prompts(model, tokens, cache, schedule.prefill(), only_likeliest=True)
+        for k in range(4):
+            with fake.counting() as counted:
+                newest = graphs(newest, cache, schedule.step(k), only_likeliest=True)
+            layers = schedule.step(k).num_layers_run
+            assert counted["attend_kernel"] == layers
+            each = 8 if model.config.mlp == "swiglu" else 7
+            assert counted.total() - each * layers <= 20, counted
+            assert newest.device == CUDA
+            if k == 1:
+                keep = torch.tensor([0, 2, 5], device=CUDA)
+                newest, cache = newest[keep], cache.keep(keep)
+        assert captures.captures == captured == graphs.num_captured
+        assert captures.replays == 4

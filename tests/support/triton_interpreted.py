@@ -2,7 +2,7 @@
 own.
 
 TRITON_INTERPRET is read when Triton is imported. Prints one JSON document: of each case, what was found wrong (nothing:
-an empty text).
+an empty text). On a GPU the same cases run compiled (`tests/skipdecode/test_gpu_kernels.py`).
 """
 
 import json
@@ -28,6 +28,7 @@ from tests.support.cuda_models import cpu_computed_by, random_model, some_reques
 ROUNDING = {torch.float32: 1.2e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Of a number near 1, half a step of the type, and one of float32."""
 TRITON, REFERENCE = TritonKernels(), TorchKernels()
+DEVICE = "cpu" if triton_launch.IS_INTERPRETED else "cuda"
 FIRST, LAST, CAPACITY = [0, 70, 149], 149, 160
 
 
@@ -39,13 +40,15 @@ def attention(
     rng = torch.Generator().manual_seed(K + H + splits)
 
     def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng).to(dtype)
+        return torch.randn(*shape, generator=rng).to(DEVICE, dtype)
 
-    rotations = torch.randn(100, int(K * turns), generator=rng) if turns else None
+    rotations = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
     q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
     heads, B = Heads(H, G, K, rotations, q_norm, k_norm, 1e-6), len(FIRST)
     wide = Heads(H, G, K, rotations, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
-    memory = torch.full((2 * B * G * CAPACITY * K + 64,), torch.nan, dtype=dtype)  # what is around may be anything
+    memory = torch.full(
+        (2 * B * G * CAPACITY * K + 64,), torch.nan, dtype=dtype, device=DEVICE
+    )  # what is around may be anything
     half = B * G * CAPACITY * K
     keys, values = (
         memory[16 : 16 + half].view(B, G, CAPACITY, K),
@@ -55,11 +58,11 @@ def attention(
         for own in (keys, values):
             own[row, :, first : LAST + is_stored] = numbers(G, LAST + is_stored - first, K)
     q, k, v = numbers(B, (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
-    first, last = torch.tensor(FIRST), torch.tensor([LAST]).expand(B)
+    first, last = torch.tensor(FIRST, device=DEVICE), torch.tensor([LAST], device=DEVICE).expand(B)
     wanted_keys, wanted_values = keys.float(), values.float()
     new = (None, None) if is_stored else (k.float(), v.float())
     wanted = REFERENCE.attend(wide, q.float(), *new, Columns(wanted_keys, wanted_values, first, last))
-    where = torch.tensor([16, 32 + half, G * CAPACITY * K, CAPACITY * K])
+    where = torch.tensor([16, 32 + half, G * CAPACITY * K, CAPACITY * K], device=DEVICE)
     columns = TableColumns(memory, where, first, last) if has_table else Columns(keys, values, first, last)
     before = triton_launch.splits_for, triton_launch.MIN_CHUNK
     triton_launch.splits_for, triton_launch.MIN_CHUNK = (lambda *_: splits), 32
@@ -86,8 +89,8 @@ def near(made: Tensor, wanted: Tensor, tolerance: float) -> None:
 def add_norm(D: int, kind: str, dtype: torch.dtype, *, is_pre: bool, bias: bool, plain: bool = False) -> None:
     """The sum bit for bit, as torch rounds it, and the norm within its rounding."""
     rng = torch.Generator().manual_seed(D)
-    h, y = (torch.randn(5, D, generator=rng).mul(3).to(dtype) for _ in "hy")
-    weight, shift, added = (torch.randn(D, generator=rng).to(dtype) for _ in "wsa")
+    h, y = (torch.randn(5, D, generator=rng).mul(3).to(DEVICE, dtype) for _ in "hy")
+    weight, shift, added = (torch.randn(D, generator=rng).to(DEVICE, dtype) for _ in "wsa")
     norm = None
     if kind != "none":
         norm = Norm(kind, 1e-5, None if plain else weight, shift if kind == "layer" and not plain else None)  # type: ignore[arg-type]
@@ -95,7 +98,7 @@ def add_norm(D: int, kind: str, dtype: torch.dtype, *, is_pre: bool, bias: bool,
     of_bias = added if bias else None
     wanted = REFERENCE.add_norm(first, y, of_bias, norm, is_pre=is_pre)
     made = TRITON.add_norm(second, y, of_bias, norm, is_pre=is_pre)
-    is_cut = dtype == torch.bfloat16  # the interpreter cuts numbers off where the device rounds them
+    is_cut = dtype == torch.bfloat16 and DEVICE == "cpu"  # the interpreter does not round
     near(made, wanted, (8 if is_cut else 2) * ROUNDING[dtype])
     if is_pre and is_cut:
         near(second, first, 4 * ROUNDING[dtype])
@@ -114,7 +117,7 @@ def add_norm(D: int, kind: str, dtype: torch.dtype, *, is_pre: bool, bias: bool,
 
 
 def gate(dtype: torch.dtype) -> None:
-    y = torch.randn(3, 2 * 1100, generator=torch.Generator().manual_seed(1)).mul(4).to(dtype)
+    y = torch.randn(3, 2 * 1100, generator=torch.Generator().manual_seed(1)).mul(4).to(DEVICE, dtype)
     near(TRITON.gate(y), REFERENCE.gate(y), 4 * ROUNDING[dtype])
 
 
@@ -122,9 +125,9 @@ def argmax(dtype: torch.dtype) -> None:
     """Ties, ends of blocks, no number at all, and rows of a larger tensor."""
     rng = torch.Generator().manual_seed(2)
     for V in (1, 7, 320, 5000):
-        logits = torch.randn(6, V + 3, generator=rng).mul(2).round().to(dtype)[:, :V]  # many ties
+        logits = torch.randn(6, V + 3, generator=rng).mul(2).round().to(DEVICE, dtype)[:, :V]  # many ties
         assert torch.equal(TRITON.argmax(logits), logits.argmax(-1)), V
-    logits = torch.zeros(4, 6000, dtype=dtype)
+    logits = torch.zeros(4, 6000, dtype=dtype, device=DEVICE)
     logits[0, 4095:4097] = 1
     logits[1, 5999] = 1
     logits[2] = -torch.inf
@@ -141,6 +144,12 @@ def parameters(rows: list[tuple[float, int, float]]) -> tuple[Tensor, Tensor, Te
     )
 
 
+def on_device(logits: Tensor, given: tuple[Tensor, ...], uniform: Tensor) -> Tensor:
+    """The draw of numbers that lie on the CPU."""
+    temperature, top_k, top_p = (own.to(DEVICE) for own in given)
+    return TRITON.draw(logits.to(DEVICE), temperature, top_k, top_p, uniform.to(DEVICE)).cpu()
+
+
 def draw(dtype: torch.dtype, V: int, spread: float, steps: int = 1) -> None:
     """The tokens that torch's operators choose, in every row."""
     rows = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 0.9), (1.5, 40, 1.0), (0.9, 12, 0.5), (1.0, 1, 0.99), (2.0, V, 0.3),
@@ -151,7 +160,7 @@ def draw(dtype: torch.dtype, V: int, spread: float, steps: int = 1) -> None:
     for k in range(steps):
         uniform = uniforms[:, k : k + 1]
         wanted = pick_by_sort(logits.float(), *given, uniform)
-        made = TRITON.draw(logits, *given, uniform)
+        made = on_device(logits, given, uniform)
         assert torch.equal(made, wanted), (k, made.tolist(), wanted.tolist())
 
 
@@ -164,7 +173,7 @@ def draw_ties(ks: Sequence[int], ps: Sequence[float], uniforms: Sequence[float])
     for uniform in uniforms:
         u = torch.full((len(rows), 1), uniform)
         wanted = pick_by_sort(logits.expand(len(rows), -1), *given, u)
-        made = TRITON.draw(logits.repeat(len(rows), 1), *given, u)
+        made = on_device(logits.repeat(len(rows), 1), given, u)
         wrong = [(rows[i], int(made[i]), int(wanted[i])) for i in (made != wanted).nonzero()[:, 0].tolist()]
         assert not wrong, (uniform, wrong[:4])
 
