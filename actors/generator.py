@@ -18,6 +18,7 @@ import torch
 
 from actors.batching import Batch, cut_batches
 from actors.devices import DeviceMemory, is_lost
+from actors.scoring import is_scored_alone, score_alone, with_scores
 from actors.sharing_plan import NOMINAL, PromptPrices, cut_window, share_batch
 from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig, Quantization
@@ -181,6 +182,17 @@ class Generator:
 
     def cut(self, requests: Sequence[Request]) -> list[Batch]:
         """The batches that a window is decoded in; a batch by itself is cut no further, unless less is shared in it."""
+        alone = [row for row, request in enumerate(requests) if is_scored_alone(request)]
+        if not alone:
+            return self._cut(requests)
+        lengths = [len(requests[row].prompt_tokens) for row in alone]
+        size = partial(self.batch_size, max_new_tokens=1)
+        scored = cut_batches(lengths, [self.full] * len(alone), self.config.length_buckets, size)
+        others = [row for row, request in enumerate(requests) if not is_scored_alone(request)]
+        return [*_moved(scored, alone), *_moved(self._cut([requests[row] for row in others]), others)]
+
+    def _cut(self, requests: Sequence[Request]) -> list[Batch]:
+        """Of rows that get tokens."""
         schedules = [self.schedule(request.sampling.max_new_tokens) for request in requests]
         lengths = [len(request.prompt_tokens) for request in requests]
         longest = max((r.sampling.max_new_tokens for r in requests), default=1)
@@ -196,7 +208,7 @@ class Generator:
             for batch in self._cut_sharing(own, schedule, longest) or cut_batches(
                 [lengths[row] for row in rows], [schedule] * len(rows), buckets, size
             ):
-                batches.append(replace(batch, rows=tuple(rows[at] for at in batch.rows)))
+                batches += _moved([batch], rows)
         return batches
 
     @property
@@ -332,7 +344,8 @@ class Generator:
     ) -> list[Completion]:
         """Decodes the batch, at full depth too when its turn has come, and records what it cost."""
         started_at = time.time()
-        is_paired = may_measure and self._takes_turn() and schedule != self.full
+        is_alone = is_scored_alone(chosen[0])
+        is_paired = may_measure and self._takes_turn() and schedule != self.full and not is_alone
         full: BatchResult | None = None
         full_error = None
         is_first = self._num_pairs % 2 == 1  # A B B A: drift of the machine cancels out
@@ -352,8 +365,10 @@ class Generator:
             record |= self._predicted(result, schedule, shape)
         records.append(record)
         self._num_batches += 1
-        self._num_turns += may_measure
-        return result.completions
+        self._num_turns += may_measure and not is_alone
+        if is_alone:
+            return result.completions
+        return with_scores(self.model, chosen, result.completions, not self.config.deterministic)
 
     def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
         """The batch at full depth, or why it could not be had: no row may fail of a measurement."""
@@ -365,6 +380,8 @@ class Generator:
             return None, f"{type(error).__name__}: {error}"[:2000]
 
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
+        if is_scored_alone(chosen[0]):
+            return score_alone(self.model, chosen, not self.config.deterministic)
         if isinstance(schedule, Lossless):
             length, decode = self.draft_length(schedule), self.tokenizer.decode
             sharing = self._sharing(batch, chosen)
@@ -414,6 +431,11 @@ class Generator:
             generate(self.model, [request] * 4, schedule, graphs=self.graphs)
             if isinstance(schedule, Lossless):
                 generate_lossless(self.model, [request] * 4, schedule)
+
+
+def _moved(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:
+    """Batches of some rows of a window as those of the window."""
+    return [replace(batch, rows=tuple(rows[at] for at in batch.rows)) for batch in batches]
 
 
 def _figures(result: BatchResult) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Final
 
 from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.openai_params import (
+    MAX_LOGPROBS,
     BadParameter,
     SamplingParameters,
     is_int,
@@ -17,7 +18,6 @@ from pipeline.openai_params import (
 from pipeline.service.errors import ApiError, bad_parameter
 from pipeline.units import Json
 
-MAX_LOGPROBS: Final = 5  # OpenAI
 MAX_ID_CHARS: Final = 512
 _FLAGS: Final = ("echo", "stream", "return_token_ids", "return_layers")
 OWN_KEYS: Final = frozenset({"model", "prompt", "user", "logprobs", "stream_options", "row_id", "max_tokens", *_FLAGS})
