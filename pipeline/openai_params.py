@@ -8,9 +8,12 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Mapping, Set
-from typing import Final, TypedDict, TypeGuard, cast
+from typing import Final, TypeAlias, TypedDict, TypeGuard, cast
 
 from pipeline.units import Json
+
+Neutral: TypeAlias = Mapping[str, tuple[Callable[[object], bool], str]]
+"""Name -> check, what is allowed."""
 
 MAX_STOPS: Final = 16
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
@@ -66,7 +69,7 @@ _SAMPLING_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool], str]]] =
     "ignore_eos": ("ignore_eos", lambda v: isinstance(v, bool), "true or false"),
 }
 # What a completion may ask for and this program does not do: only the value that asks for nothing.
-_NEUTRAL_KEYS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
+_NEUTRAL_KEYS: Final[Neutral] = {
     "n": (is_int(1, 1), "1"),
     "best_of": (is_int(1, 1), "1"),
     "echo": (lambda v: v is False, "false"),
@@ -80,8 +83,37 @@ _NEUTRAL_KEYS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
 }
 
 
-def sampling_parameters(body: Mapping[str, Json], others: Set[str]) -> SamplingParameters:
-    """What `body` says of sampling, as keys of `Sampling`; BadParameter. `others`: keys that the caller looks after."""
+# Likewise in a chat, where some keys mean something else.
+_NEUTRAL_CHAT_KEYS: Final[Neutral] = {
+    **{key: value for key, value in _NEUTRAL_KEYS.items() if key not in ("best_of", "echo", "suffix")},
+    "logprobs": (lambda v: v is False, "false"),
+    "tools": (lambda v: v == [], "empty: tools are not supported"),
+    "tool_choice": (lambda v: v == "none", '"none": tools are not supported'),
+    "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false"),
+    "response_format": (lambda v: v == {"type": "text"}, '{"type": "text"}: other formats are not supported'),
+    "modalities": (lambda v: v == ["text"], '["text"]'),
+    "store": (lambda v: v is False, "false"),
+}
+
+
+def chat_sampling_parameters(body: Mapping[str, Json], others: Set[str]) -> SamplingParameters:
+    """The same of a chat, where `max_completion_tokens` is another name of `max_tokens`, and wins over it."""
+    most = body.get("max_completion_tokens")
+    if most is not None and not is_int(1)(most):
+        raise BadParameter("max_completion_tokens", f"must be an integer of at least 1, got {shown(most)}")
+    own = sampling_parameters(body, others | {"max_completion_tokens"}, _NEUTRAL_CHAT_KEYS)
+    return own if most is None else {**own, "max_new_tokens": most}
+
+
+def sampling_parameters(
+    body: Mapping[str, Json],
+    others: Set[str],
+    neutral: Mapping[str, tuple[Callable[[object], bool], str]] = _NEUTRAL_KEYS,
+) -> SamplingParameters:
+    """What `body` says of sampling, as keys of `Sampling`; BadParameter. `others`: keys that the caller looks after.
+
+    `neutral`: keys that may only say what asks for nothing.
+    """
     own: dict[str, Json] = {}
     for key, value in body.items():
         if value is None or key in others:
@@ -89,8 +121,8 @@ def sampling_parameters(body: Mapping[str, Json], others: Set[str]) -> SamplingP
         if key in _SAMPLING_KEYS:
             name, check, allowed = _SAMPLING_KEYS[key]
             own[name] = value
-        elif key in _NEUTRAL_KEYS:
-            check, allowed = _NEUTRAL_KEYS[key]
+        elif key in neutral:
+            check, allowed = neutral[key]
         else:
             # quadratic in the length of the key, and no long one is a slip of the pen
             close = difflib.get_close_matches(key, [*_SAMPLING_KEYS, *others], n=1) if len(key) < 64 else []

@@ -1,14 +1,17 @@
-"""What goes back over HTTP: completions, stream chunks, models, as OpenAI has them. Pure functions and text."""
+"""What goes back over HTTP: completions, stream chunks, models, as OpenAI has them. Pure functions and text.
+
+How a chat is written: `chat`.
+"""
 
 import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypeAlias, TypedDict, cast
 
 from actors.engine import Progress
 from actors.text_stream import TextStream
-from pipeline.service.parse import CompletionRequest
+from pipeline.service.parse import AskedRequest
 from skipdecode.request import Request, TokenLogprobs
 from skipdecode.sampling import INCOMPLETE
 
@@ -25,12 +28,29 @@ class LogprobsBody(TypedDict):
     text_offset: list[int]
 
 
+class ChatLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Of the text in UTF-8; None for a token without one (special tokens, parts of a character)."""
+    top_logprobs: NotRequired[list["ChatLogprob"]]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry per token."""
+
+    content: list[ChatLogprob]
+
+
+Logprobs: TypeAlias = LogprobsBody | ChatLogprobs
+
+
 class ChoiceBody(TypedDict):
     """An entry of `choices`."""
 
     index: int
     text: str
-    logprobs: LogprobsBody | None
+    logprobs: Logprobs | None
     finish_reason: str | None
     prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]
@@ -61,12 +81,14 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    has_chat_template: bool
+    """Extension, as `max_model_len` is."""
 
 
 class Choice:
     """The answer to one prompt as it grows."""
 
-    def __init__(self, index: int, request: Request, asked: CompletionRequest, decode: Decode) -> None:
+    def __init__(self, index: int, request: Request, asked: AskedRequest, decode: Decode) -> None:
         self.index, self.request, self.asked = index, request, asked
         self._decode = decode
         self._stream = TextStream(decode, request.sampling.stop)
@@ -176,13 +198,16 @@ def merged(entries: Sequence[ChoiceBody]) -> ChoiceBody:
     return whole
 
 
-def _joined(first: LogprobsBody, second: LogprobsBody) -> LogprobsBody:
-    return {
-        "tokens": first["tokens"] + second["tokens"],
-        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
-        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
-        "text_offset": first["text_offset"] + second["text_offset"],
-    }
+def _joined(first: Logprobs, second: Logprobs) -> Logprobs:
+    """Of one kind: lists by the same names, one behind the other."""
+    lists, more = cast(dict[str, list[object]], first), cast(dict[str, list[object]], second)
+    return cast(Logprobs, {name: lists[name] + more[name] for name in lists})
+
+
+def is_news(entry: ChoiceBody) -> bool:
+    """Whether a stream should show it: half a character is none, but what is asked about its tokens is."""
+    scored = entry["logprobs"] and any(entry["logprobs"].values())
+    return bool(entry["text"] or entry["finish_reason"] or entry.get("token_ids") or entry.get("layers") or scored)
 
 
 def usage(choices: Sequence[Choice]) -> Usage:
@@ -210,8 +235,11 @@ class Envelope:
         return body
 
 
-def model_card(name: str, created: int, context: int) -> ModelCard:
-    return {"id": name, "object": "model", "created": created, "owned_by": "skipdecode-ray", "max_model_len": context}
+def model_card(name: str, created: int, context: int, has_chat: bool) -> ModelCard:
+    return {
+        "id": name, "object": "model", "created": created, "owned_by": "skipdecode-ray",
+        "max_model_len": context, "has_chat_template": has_chat,
+    }  # fmt: skip
 
 
 def encode(body: object) -> bytes:
