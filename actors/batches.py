@@ -12,13 +12,11 @@ from functools import lru_cache
 from typing import Literal, Protocol
 
 from actors.batching import bucket_of
-from actors.generator import Generator, free_bytes
+from actors.generator import Generator
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.plan import Schedule
 from skipdecode.request import Request, Row, TokenLogprobs
-
-CACHE_SHARE = 0.5  # of the memory that is free at the start, for the caches of all batches
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class Admission:
 
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
         self.generator, self.config = generator, config
-        self.cache_budget = CACHE_SHARE * free_bytes(generator.device)
+        self.cache_budget = generator.engine_bytes
 
     def ticket(self, request: Request) -> Ticket:
         schedule = self.generator.schedule(request.sampling.max_new_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from actors.devices import DeviceMemory
 from actors.generator import free_bytes
 from actors.profile import profile_step
 from skipdecode.config import DecoderConfig
@@ -17,10 +18,11 @@ from skipdecode.cost import cache_bytes_per_row, measure_ceilings, predict_s, tr
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch
 from skipdecode.generate import Request, generate
+from skipdecode.gpus import MEMORY_SHARE
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import listed_schedule
-from skipdecode.step_graphs import step_graphs
+from skipdecode.step_graphs import StepGraphs, graphs_serve
 from skipdecode.train import ResponseLoss
 
 
@@ -52,6 +54,13 @@ def largest_batch(model: Decoder, prompt_tokens: int, new_tokens: int) -> int:
     return max(1, rows - rows % 8)
 
 
+def make_graphs(model: Decoder, *, max_rows: int) -> StepGraphs | None:
+    """For a model on a GPU; captured as steps come."""
+    if not graphs_serve(model):
+        return None
+    return StepGraphs(model, DeviceMemory.of(model.device).for_caches(MEMORY_SHARE), max_rows=max_rows)
+
+
 def profile_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The stages of a decode step under every schedule (`actors.profile`)."""
     shape = {"batch_size": case.batch_size, "prompt_tokens": case.prompt_tokens}
@@ -75,10 +84,9 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
     """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat."""
     config = model.config
     named = _named_schedules(config, case, schedules)
-    requests, graphs = _requests(config, case), step_graphs(model)
-    for _ in range(2 if graphs else 1):
-        for _, schedule in named:
-            generate(model, requests, schedule, graphs=graphs)  # warm up, capture
+    requests, graphs = _requests(config, case), make_graphs(model, max_rows=case.batch_size)
+    for _, schedule in named:
+        generate(model, requests, schedule, graphs=graphs)  # warm up, capture
     runs: dict[str, list[Any]] = {name: [] for name, _ in named}
     for _ in range(repeats):
         for name, schedule in named:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 from actors.batches import Admission, EngineConfig, Ticket
 from actors.generator import Generator
-from skipdecode.cohort import Cohort, rounded_columns
+from skipdecode.cohort import Cohort, has_room, rounded_columns
+from skipdecode.lossless import Lossless
+from skipdecode.speculative import SpeculativeBatch
 
 LIFE_WEIGHT = 0.2  # of the newest cohort in the mean life of cohorts
 
 
 class CohortBatch:
-    def __init__(self, cohort: Cohort, tickets: list[Ticket]) -> None:
+    def __init__(self, cohort: Cohort | SpeculativeBatch, tickets: list[Ticket]) -> None:
         self.cohort, self.all_tickets = cohort, tickets
         self.started_at = time.monotonic()
 
@@ -58,23 +60,39 @@ class CohortBatches(Admission):
 
     def start(self, tickets: list[Ticket]) -> None:
         generator, is_fixed, bucket = self.generator, self.generator.config.deterministic, tickets[0].bucket
+        if isinstance(schedule := tickets[0].schedule, Lossless):
+            return self._start_lossless(tickets, schedule)
         longest = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
         columns = min(bucket, rounded_columns(max(len(ticket.request.prompt_tokens) for ticket in tickets)))
+        rows, width = generator.batch_size(bucket, longest) if is_fixed else None, bucket if is_fixed else columns
+        graphs = generator.graphs
+        if graphs is not None and not has_room(graphs, tickets[0].schedule, rows or len(tickets), width, longest):
+            graphs = None  # beside the cohorts that run; these rows decode in torch's own memory, kernel by kernel
         cohort = Cohort(
             generator.model,
             [ticket.request for ticket in tickets],
             tickets[0].schedule,
             decode_text=generator.tokenizer.decode,
-            prompt_columns=bucket if is_fixed else columns,
-            batch_rows=generator.batch_size(bucket, longest) if is_fixed else None,
+            prompt_columns=width,
+            batch_rows=rows,
             compact_at=0.0 if is_fixed else 1.0,
             check_every=1,
+            graphs=graphs,
         )
         for ticket, row in zip(tickets, cohort.rows, strict=True):
             ticket.row = row
         self._running.append(CohortBatch(cohort, tickets))
         self._last_start = time.monotonic()
         cohort.prefill()
+
+    def _start_lossless(self, tickets: list[Ticket], schedule: Lossless) -> None:
+        """A cohort whose rows come on as their drafts are accepted."""
+        length, decode = self.generator.draft_length(schedule), self.generator.tokenizer.decode
+        batch = SpeculativeBatch(self.generator.model, schedule, decode_text=decode, length=length)
+        self._running.append(CohortBatch(batch, tickets))
+        self._last_start = time.monotonic()
+        for ticket, row in zip(tickets, batch.join([ticket.request for ticket in tickets]), strict=True):
+            ticket.row = row
 
     def next(self) -> CohortBatch | None:
         self.clear_done()  # a cohort may end with its first tokens, or be cancelled

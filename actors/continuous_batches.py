@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from actors.batches import Admission, EngineConfig, Ticket
 from actors.generator import Generator
 from skipdecode.continuous import ContinuousBatch, check_continuous
+from skipdecode.lossless import Lossless
 from skipdecode.request import Request
+from skipdecode.speculative import SpeculativeBatch
 
 
 class PoolBatch:
@@ -102,8 +104,13 @@ class ContinuousBatches(Admission):
             self._pools.remove(pool)
 
     def _new_pool(self, ticket: Ticket) -> PoolBatch:
-        model, decode = self.generator.model, self.generator.tokenizer.decode
-        return PoolBatch(ContinuousBatch(model, ticket.schedule, decode_text=decode), ticket.max_company is not None)
+        model, decode, schedule = self.generator.model, self.generator.tokenizer.decode, ticket.schedule
+        if isinstance(schedule, Lossless):
+            length = self.generator.draft_length(schedule)
+            batch: ContinuousBatch = SpeculativeBatch(model, schedule, decode_text=decode, length=length)
+        else:
+            batch = ContinuousBatch(model, schedule, decode_text=decode)
+        return PoolBatch(batch, ticket.max_company is not None)
 
     def _pool_for(self, ticket: Ticket) -> PoolBatch | None:
         """The batch that it joins now or, where company is not limited, when it has room."""

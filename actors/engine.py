@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from actors.batches import Batches, EngineConfig, Ticket
 from actors.cohort_batches import CohortBatches
 from actors.continuous_batches import ContinuousBatches
-from actors.generator import DEVICE_LOST, Generator
+from actors.devices import is_lost
+from actors.generator import Generator
 from skipdecode.logprobs import score_prompt
 from skipdecode.request import Request, TokenLogprobs, refuse_too_long
 
@@ -146,7 +147,7 @@ class Engine:
         try:
             work()
         except Exception as error:  # whatever a batch dies of must not take its neighbours along
-            if isinstance(error, DEVICE_LOST):
+            if is_lost(error, self.generator.device):
                 raise  # every later batch would fail too; a new process may not
             reason = f"{type(error).__name__}: {error}"[:2000]
         else:
@@ -188,5 +189,7 @@ class Engine:
 
     def _layers(self, ticket: Ticket, n: int) -> int:
         """Layers that token y_n ran."""
-        schedule = ticket.schedule
+        schedule, row = ticket.schedule, ticket.row
+        if n and row is not None and row.layers:
+            return row.layers[n - 1]
         return schedule.num_layers if n == 0 else schedule.step(n - 1).num_layers_run

@@ -16,29 +16,32 @@ from typing import Any
 import torch
 
 from actors.batching import Batch, cut_batches
+from actors.devices import DeviceMemory, is_lost
 from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
+from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.generate import BatchResult, Completion, Request, generate
+from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
 from skipdecode.placing import choose_dtype as choose_dtype
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.step_graphs import step_graphs
+from skipdecode.speculative import LosslessStats, generate_lossless
+from skipdecode.step_graphs import StepGraphs, graphs_serve, ladder, plans_of
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
-CACHE_SHARE = 0.25  # of the free memory, for the cache of one batch (host memory is shared with Ray)
+ENGINE_SHARE = 0.5  # of a host's free memory, for the caches of all batches of an endpoint
+CACHE_SHARE = 0.25  # of a host's free memory, for the cache of one batch (it is shared with Ray)
 DETERMINISTIC_ROWS = 32  # `auto` under `deterministic`: the same on every machine
 FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
-
-
-# A device-side assert and its like: the CUDA context is gone for this process. Older torch has no kind for it.
-DEVICE_LOST: tuple[type[Exception], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+MAX_STEPS = 4096  # decode steps that are looked through for plans to capture: every depth comes within them
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class GeneratorConfig:
     length_buckets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
     deterministic: bool = False
     baseline_fraction: float = 0.0
+    memory_share: float = MEMORY_SHARE
+    """Of a GPU's memory, for weights and caches."""
+    has_graphs: bool = True
+    """Whether decode steps are captured, on a GPU; their caches then take all of the share."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,12 @@ class Generator:
         self.model = load_model(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
         if (reason := backend_on(self.device).why_slow) is not None:
             logger.warning("decoding is slower than it could be: %s", reason)
-        # a graph attends over padded columns behind a mask, the engine over exact ones: other bits for the same row
-        self._graphs = None if config.deterministic else step_graphs(self.model)
+        self.graphs = self._make_graphs()
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
-        if config.baseline_fraction > 0:
+        self._draft_lengths: dict[Lossless, DraftLength] = {}
+        if config.baseline_fraction > 0 or config.decode.get("lossless"):
             dtype = str(self.dtype).removeprefix("torch.")
             self.ceilings = measure_ceilings(str(self.device), dtype)
         self._num_batches = self._num_turns = self._num_pairs = 0
@@ -113,6 +120,7 @@ class Generator:
             prefill=prefill or self.config.prefill,
         )
         other._num_batches = other._num_turns = other._num_pairs = 0
+        other._draft_lengths = {}
         other._warm_up()
         return other
 
@@ -131,6 +139,14 @@ class Generator:
             max_new_tokens=max_new_tokens,
             kv_layers=opt.kv_layers(self.config.prefill),
         )
+
+    def draft_length(self, schedule: Lossless) -> DraftLength:
+        """Decides how many tokens that schedule's batches draft; one for all of them, which learns from each."""
+        if schedule not in self._draft_lengths:
+            sizes = self.dtype.itemsize, self.model.weight_itemsize
+            prices = Prices(self.model.config, *sizes, self.ceilings)
+            self._draft_lengths[schedule] = DraftLength(schedule, prices)
+        return self._draft_lengths[schedule]
 
     def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         """One answer per request, in order; a row that cannot be decoded is a `RowFailure`, never an exception.
@@ -162,16 +178,49 @@ class Generator:
             return self.config.batch_size
         if self.config.deterministic:  # free memory must not choose a shape
             return DETERMINISTIC_ROWS
+        is_cuda = self.device.type == "cuda"
         schedules = {self.schedule(max_new_tokens): 1.0}
-        if self.config.baseline_fraction > 0:  # the same rows at full depth, which may take twice the share
-            schedules[self.full] = 0.5
+        if self.config.baseline_fraction > 0:  # the same rows at full depth, which on a host may take twice the share
+            schedules[self.full] = 1.0 if is_cuda else 0.5
         shape = {"prompt_columns": bucket, "num_new": max_new_tokens, "itemsize": self.dtype.itemsize}
         per_row = max(
             weight * cache_bytes_per_row(self.model.config, schedule, **shape) for schedule, weight in schedules.items()
         )
-        held = 0 if self._graphs is None else self._graphs.nbytes  # the next batch's too
-        fits = int(CACHE_SHARE * (free_bytes(self.device) + held) / per_row)
+        if is_cuda:  # so that shapes repeat from batch to batch, and graphs serve
+            fits = min(MAX_BATCH_ROWS["cuda"], int(self._cache_bytes() / per_row))
+            return max((rows for rows in ladder(MAX_BATCH_ROWS["cuda"]) if rows <= fits), default=1)
+        fits = int(CACHE_SHARE * free_bytes(self.device) / per_row)
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
+
+    @property
+    def engine_bytes(self) -> int:
+        """For the caches of all batches of an endpoint."""
+        return self._cache_bytes() if self.device.type == "cuda" else int(ENGINE_SHARE * free_bytes(self.device))
+
+    def _cache_bytes(self) -> int:
+        """On a GPU, for the caches of all batches."""
+        if self.graphs is not None:
+            return self.graphs.nbytes
+        return self._cache_share()
+
+    def _cache_share(self) -> int:
+        return DeviceMemory.of(self.device).for_caches(self.config.memory_share)
+
+    def _make_graphs(self) -> StepGraphs | None:
+        if not self.config.has_graphs or not graphs_serve(self.model):
+            return None
+        rows = self.config.batch_size or (DETERMINISTIC_ROWS if self.config.deterministic else MAX_BATCH_ROWS["cuda"])
+        return StepGraphs(self.model, self._cache_share(), max_rows=rows)
+
+    def _capture(self) -> None:
+        """All graphs that batches under this configuration ask for."""
+        if self.graphs is None:
+            return
+        schedules = [self.schedule(min(self.model.config.max_position_embeddings, MAX_STEPS))]
+        schedules += [self.full] if self.config.baseline_fraction > 0 else []
+        rows = [self.graphs.max_rows] if self.config.deterministic else None
+        self.graphs.capture_all(plans_of(schedules, MAX_STEPS), rows)
+        logger.info("%s", self.graphs.describe())
 
     def _decode(
         self,
@@ -190,12 +239,10 @@ class Generator:
                 records[-1]["split_error"] = split_error
             return dict(zip(batch.rows, completions, strict=True))
         except Exception as error:  # whatever a batch dies of must not take its neighbours along
-            if isinstance(error, DEVICE_LOST):
+            if is_lost(error, self.device):
                 raise  # every later batch would fail too; a new process may not
             message = f"{type(error).__name__}: {error}"[:2000]
-        # Outside `except`: the traceback holds the dead batch's cache, and its halves need that memory.
-        if self._graphs is not None:
-            self._graphs.clear()
+        # Outside `except`: the traceback holds the dead batch's cache, and its halves need that memory. Graphs stay.
         if len(batch.rows) == 1:
             return {batch.rows[0]: RowFailure("engine_error", message)}
         half = len(batch.rows) // 2
@@ -241,14 +288,19 @@ class Generator:
         try:
             return self._run(batch, chosen, self.full), None
         except Exception as error:
+            if is_lost(error, self.device):
+                raise
             return None, f"{type(error).__name__}: {error}"[:2000]
 
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
+        if isinstance(schedule, Lossless):
+            length, decode = self.draft_length(schedule), self.tokenizer.decode
+            return generate_lossless(self.model, chosen, schedule, decode_text=decode, length=length)
         fixed: dict[str, Any] = {}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
             fixed = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
-        return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, graphs=self._graphs, **fixed)
+        return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, graphs=self.graphs, **fixed)
 
     def _takes_turn(self) -> bool:
         fraction, n = self.config.baseline_fraction, self._num_turns
@@ -269,22 +321,29 @@ class Generator:
                 weight_itemsize=self.model.weight_itemsize,
                 ffn_rows=result.stats.ffn_rows if chosen is schedule else None,
             )
+            if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):
+                decode = result.stats.model_decode_s  # how many rounds there were nobody knew before
             record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
         return record
 
     def _warm_up(self) -> None:
         """First calls are slow (thread pools, kernel choice); they belong to loading, not to the first batch."""
+        self._capture()
         request = Request(
             "warm-up", [self.model.config.filler_token_id] * 8, Sampling(max_new_tokens=4, ignore_eos=True)
         )
         for _ in range(2):
-            generate(self.model, [request] * 4, self.schedule(4), graphs=self._graphs)
+            schedule = self.schedule(4)
+            generate(self.model, [request] * 4, schedule, graphs=self.graphs)
+            if isinstance(schedule, Lossless):
+                generate_lossless(self.model, [request] * 4, schedule)
 
 
 def _figures(result: BatchResult) -> dict[str, Any]:
     """The numbers of a batch that go into its record."""
     stats = dict(vars(result.stats))
-    del stats["batch_rows"], stats["ffn_rows"]
+    for name in ("batch_rows", "ffn_rows", "model_decode_s"):
+        stats.pop(name, None)
     return stats
 
 
@@ -301,9 +360,7 @@ def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:
 def free_bytes(device: torch.device) -> int:
     """Memory that is free for caches."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, and free for us
-        return int(free) + unused
+        return DeviceMemory.of(device).free
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # not free pages: the page cache gives way
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -94,6 +94,13 @@ def _raise(message: Any) -> NoReturn:
     raise Raised(str(message))
 
 
+def _not_null(value: Any) -> Any:
+    """A column without a value must not become the word None of a prompt."""
+    if value is None:
+        raise UndefinedError("a value that it prints is null")
+    return value
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -118,6 +125,7 @@ class Renderer:
             lstrip_blocks=True,
             extensions=[Generation, jinja2.ext.loopcontrols],
             undefined=jinja2.StrictUndefined if is_strict else jinja2.Undefined,
+            finalize=_not_null if is_strict else None,
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {

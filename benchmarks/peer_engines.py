@@ -90,17 +90,17 @@ def our_backend(device: str) -> dict[str, str]:
 def ours(spec: Spec) -> Engine:
     import torch
 
+    from actors.bench import make_graphs
     from skipdecode.generate import Request, generate
     from skipdecode.sampling import Sampling
     from skipdecode.schedule import make_schedule
-    from skipdecode.step_graphs import step_graphs
     from skipdecode.weights import load_model
 
     torch.set_num_threads(spec.threads)
     plain = spec.name.removesuffix("-int8")
     loaded = load_model(Path(spec.model), device=spec.device, dtype=getattr(torch, spec.dtype))
     model = loaded.pack("int8" if plain != spec.name else None)
-    graphs = step_graphs(model)
+    graphs = make_graphs(model, max_rows=spec.max_batch)
     layers = model.config.num_hidden_layers
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:

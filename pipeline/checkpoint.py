@@ -12,6 +12,7 @@ from skipdecode.backends.cpu import MAX_INT8_INPUTS
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
+from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import check_folder
@@ -39,6 +40,7 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
         decode = resolve_decode(config, opt, note)
         new = config.sampling.max_new_tokens
         make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
+        check_lossless(decode, config.prefill.method, config.sampling.deterministic)
         if config.prefill.method == "swiftkv" and opt.swiftkv is None:
             raise ConfigError(
                 "prefill.method",
@@ -58,14 +60,30 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
 def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[str, Json]:
     """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2.
 
-    `ffn_skip` is apart from that: it is the job's own, on top of whatever schedule holds.
+    `ffn_skip` and `lossless` are apart from that: they are the job's own, on top of whatever schedule holds.
     """
     given = config.decode.model_dump(exclude_none=True)
-    skip = given.pop("ffn_skip", None)
+    skip, lossless = given.pop("ffn_skip", None), {key: given.pop(key) for key in LOSSLESS_KEYS}
     decode = {"method": "skipdecode"} | given if given else default_decode(opt, note)
-    if skip is None:
-        return decode
-    return decode | {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, opt, note)}
+    if skip is not None:
+        decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, opt, note)}
+    return decode | {
+        key: value for key, value in lossless.items() if lossless["lossless"] or value not in (False, "auto")
+    }
+
+
+def check_lossless(decode: dict[str, Json], prefill: str, deterministic: bool) -> None:
+    """ConfigError for what `decode.lossless` cannot be combined with, beside what `make_schedule` refuses."""
+    if decode.get("lossless") and prefill == "swiftkv":
+        raise ConfigError(
+            "decode.lossless", "full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
+        )
+    if decode.get("lossless") and deterministic:
+        raise ConfigError(
+            "decode.lossless",
+            "rows that get several tokens at a time have no fixed batch shapes; use sampling.deterministic=false, or "
+            "decode.lossless=false",
+        )
 
 
 def resolve_ffn_skip(

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from pipeline.config_tree import ConfigError, Section, build_config, read_tree, set_key
+from pipeline.input_config import InputConfig
 from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.gpus import MEMORY_SHARE
 
 __all__ = [
     "MAX_LINE_BYTES",
@@ -38,6 +40,7 @@ __all__ = [
 
 
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
+MAX_SAMPLES = 1024  # of a document
 
 
 class ModelConfig(Section):
@@ -89,6 +92,11 @@ class DecodeConfig(Section):
     """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1)."""
     layers: int | None = None
     """For `unified`: how many layers run."""
+    lossless: bool | Literal["auto"] = False
+    """true: the schedule only drafts, full depth verifies, and its tokens come out. auto: drafts are made
+    where a gain is expected."""
+    draft_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """lossless: tokens drafted at a time; auto: as many as pay."""
     ffn_skip: FFNSkipConfig | None = None
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
 
@@ -130,30 +138,19 @@ class SamplingConfig(Section):
     """Whether answers go on behind the end-of-text token."""
     deterministic: bool = False
     """Fixes batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    """Answers to each prompt, a row each with an id of its own; more than 1 needs a `temperature`."""
+
+    @field_validator("n")
+    @classmethod
+    def _samples_differ(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and not info.data.get("temperature", 1.0):
+            raise ValueError(f"{value} samples at sampling.temperature 0 are the same; set a temperature, or n to 1")
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-
-class InputConfig(Section):
-    path: Annotated[tuple[str, ...], Field(min_length=1)] = ("prompts/",)
-    """Files, folders, patterns (`*`, `?`, `**`) or URIs; a folder is read recursively."""
-    format: Literal["auto", "parquet", "arrow", "jsonl", "csv", "text", "openai_batch"] = "auto"
-    """auto: by the names of the files. arrow: what `datasets` saves to disk, and other Arrow IPC files."""
-    prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
-    """Where the prompt is: a text."""
-    id_column: Annotated[str, Field(min_length=1)] = "id"
-    """Where a row's id is; a row without one gets an id from its file and row number."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Only the first rows, in file order."""
-    too_long: Literal["fail_row", "truncate_left", "truncate_right"] = "fail_row"
-    """What becomes of a prompt that leaves no room for `sampling.max_new_tokens`."""
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 
@@ -177,6 +174,9 @@ class ActorsConfig(Section):
     """Of each actor; a number bounds its torch threads too."""
     batch_size: Auto | Annotated[int, Field(ge=1)] = "auto"
     """Rows of a batch; auto: what memory allows, by prompt length."""
+    memory_share: Annotated[float, Field(gt=0.0, le=0.95)] = MEMORY_SHARE
+    """Of a GPU's memory, what a worker takes for weights and caches; prompts' states and graphs have the rest. Hosts
+    give a quarter of what is free."""
     length_buckets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
         32,
         64,

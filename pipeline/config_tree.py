@@ -22,6 +22,10 @@ SCHEDULE_KEYS = frozenset(itertools.chain(*METHOD_KEYS.values()))
 """Of `decode`: what belongs to its `method`, and goes when the command line gives another."""
 
 
+TEXT_KEYS = frozenset({"input.template", "input.system"})
+"""Texts that look like YAML's mappings: on the command line they need no quotes of YAML's."""
+
+
 class ConfigError(ValueError):
     """Bad configuration or input, found before anything was started: exit code 2.
 
@@ -99,10 +103,14 @@ def read_override(override: str) -> tuple[str, Json]:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError("", f"override {override!r}: expected key=value, e.g. decode.speedup=3")
+    is_text = key in TEXT_KEYS or key.startswith("input.templates.")
     try:
-        return key, yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError as error:
+        if is_text:
+            return key, text
         raise ConfigError(key, f"not a YAML value: {text!r}") from error
+    return key, text if is_text and not isinstance(value, str | None) else value
 
 
 def apply_overrides(tree: dict[str, Json], overrides: Sequence[tuple[str, Json]]) -> None:
@@ -169,7 +177,7 @@ def _is_section(cls: type[Section], name: str) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-_TYPE_TAGS = frozenset({"int", "float", "str", "tuple", "constrained", "literal"})
+_TYPE_TAGS = frozenset({"bool", "int", "float", "str", "tuple", "constrained", "literal"})
 
 
 def _field_names(cls: type[Section], location: Sequence[str]) -> list[str]:

@@ -188,6 +188,10 @@ class BatchRecord(TypedDict):
     cache_bytes: int
     prefill_s: float
     decode_s: float
+    draft_s: NotRequired[float]
+    verify_s: NotRequired[float]
+    drafted_at: NotRequired[list[int]]
+    accepted_at: NotRequired[list[int]]
     split_error: NotRequired[str]
     full_error: NotRequired[str]
     # what follows only of a batch that was decoded at full depth too

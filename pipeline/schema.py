@@ -31,6 +31,19 @@ OUTPUT_SCHEMA: Final = pa.schema(
 """The columns of every output row, in order. Every other input column follows unchanged."""
 
 
+SOURCE_ID: Final = "source_id"
+TEMPLATE: Final = "template"
+SAMPLE: Final = "sample"
+SOURCE_SCHEMA: Final = pa.schema(
+    [
+        pa.field(SOURCE_ID, pa.string()),  # the id of the document
+        pa.field(TEMPLATE, pa.string()),  # the name of the template; null where it has none
+        pa.field(SAMPLE, pa.int32()),  # from 0
+    ]
+)
+"""Where a row comes from: behind the columns above, in runs that make several rows of a document."""
+
+
 class OutputRow(TypedDict):
     """A row that was read back, with the columns of `OUTPUT_SCHEMA`; a caller may have asked for fewer."""
 
@@ -64,7 +77,7 @@ PROMPT_TOKENS: Final = "_prompt_tokens"  # list<int32>: a prompt given as token 
 SAMPLING: Final = "_sampling"  # string: JSON object with this row's own sampling parameters, else null
 
 RESERVED_COLUMNS: Final = frozenset(OUTPUT_SCHEMA.names) | {STATUS, PROMPT_TOKENS, SAMPLING}
-"""An input column with one of these names is refused before the start."""
+"""An input column with one of these names is refused before the start; of `SOURCE_SCHEMA` too, in runs that have it."""
 
 PROMPT_MISSING: Final = "prompt_missing"
 PROMPT_NOT_TEXT: Final = "prompt_not_text"
@@ -72,6 +85,8 @@ PROMPT_TOO_LONG: Final = "prompt_too_long"
 DUPLICATE_ID: Final = "duplicate_id"
 BAD_LINE: Final = "bad_line"
 BAD_PARAMETERS: Final = "bad_parameters"
+BAD_TEMPLATE: Final = "bad_template"
+BAD_MESSAGES: Final = "bad_messages"
 POISON_ROW: Final = "poison_row"
 ENGINE_ERROR: Final = "engine_error"
 ERROR_CODES: Final = frozenset(
@@ -82,6 +97,8 @@ ERROR_CODES: Final = frozenset(
         DUPLICATE_ID,
         BAD_LINE,
         BAD_PARAMETERS,
+        BAD_TEMPLATE,
+        BAD_MESSAGES,
         POISON_ROW,
         ENGINE_ERROR,
     }

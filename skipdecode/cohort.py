@@ -19,6 +19,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.kv.padded import KVCache
 from skipdecode.logprobs import LogprobRecorder
+from skipdecode.looks import Looks
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
@@ -28,10 +29,13 @@ from skipdecode.step_graphs import StepGraphs
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 # Tokens of the prompts that go through the model at once. On a CPU few enough that their states are small beside the
 # cache, and enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's width); where
-# a layer is one kernel, enough that threads seldom wait for each other at its end (2,048: 6 % slower)
+# a layer is one kernel, enough that threads seldom wait for each other at its end (2,048: 6 % slower). On a GPU
+# thousands keep it busy, and their states come out of what caches leave.
 PREFILL_TOKENS = {"cpu": 2048, "fused": 8192, "cuda": 1 << 16}
+PREFILL_BYTES = 1 << 30  # of these states at most, on a GPU
 PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
-CHECK_EVERY = {"cpu": 1, "cuda": 8}  # steps between looks at the tokens; a look waits for the device
+CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps between looks at the tokens
+LOOKS_BEHIND = {"cpu": 0, "cuda": 1}  # a look waits for the steps before the newest ones, which run meanwhile
 
 
 @dataclass
@@ -75,15 +79,18 @@ class Cohort:
         batch_rows: int | None = None,
         compact_at: float = COMPACT_AT,
         check_every: int | None = None,
+        looks_behind: int | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:
         """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
-        `check_every`: None, as the device wants it. The others as in `generate`."""
+        `check_every`, `looks_behind`: None, as the device wants it. The others as in `generate`."""
         assert requests, "an empty batch"
         refuse_too_long(requests, model.config.max_position_embeddings)
         self.model, self.schedule, self._graphs = model, schedule, graphs
         self.rows = [Row(request) for request in requests]
         self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
+        self._looks = Looks(model.device)
+        self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
         self._decode_text = decode_text
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
         self._prompt, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
@@ -133,7 +140,7 @@ class Cohort:
         if ffns is not None:
             ffns.start(k) if plan.by_row else ffns.rest()
         if self._graphs is not None and not plan.by_row:
-            made = self._graphs(newest, cache, plan)
+            made = self._graphs(newest, cache, plan, only_likeliest=self._is_plain)
         else:
             last = self.model.config.max_position_embeddings - 1
             positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
@@ -145,7 +152,7 @@ class Cohort:
     @property
     def _is_plain(self) -> bool:
         """Nobody wants more of the logits than the likeliest token."""
-        return self._sampler.is_greedy and not self._logprobs.is_asked and self._graphs is None
+        return self._sampler.is_greedy and not self._logprobs.is_asked
 
     def _choose(self, made: Tensor) -> None:
         """The next token of every row from [B, V] logits, or those tokens [B] themselves (`_is_plain`)."""
@@ -156,28 +163,32 @@ class Cohort:
             self._logprobs.see(made, self._newest)
 
     def _look_if_due(self) -> None:
-        if len(self._made) == self.check_every or self._num_made == self.num_new:
+        is_last = self._num_made == self.num_new
+        if len(self._made) == self.check_every or is_last:
+            self._looks.send(self._made, self._live)
+            self._made = []
+        # Nobody waits for the first tokens longer than need be; counts and log-probabilities are not copied ahead.
+        is_eager = is_last or self._num_made == 1 or self._ffns is not None or self._logprobs.is_asked
+        while self._looks.num_sent > (0 if is_eager else self._looks_behind):
             self._look()
 
     def _look(self) -> None:
-        """Looks at the tokens made since the last time; drops ended rows when enough have ended."""
-        rows, live = self.rows, self._live
+        """Looks at the tokens sent first; drops ended rows when enough have ended."""
+        rows = self.rows
         counts = itertools.repeat([]) if self._ffns is None else self._ffns.history()
         self._logprobs.give()
-        for index, new, ran in zip(live, torch.stack(self._made, dim=1).tolist(), counts, strict=False):
+        tokens, live = self._looks.take()
+        for index, new, ran in zip(live, tokens, counts, strict=False):
             row = rows[index]
             row.ffns += ran
             if row.is_running:
                 row.take(new, self.model.config.eos_token_ids, self._decode_text)
-        self._made = []
+        live, size = self._live, len(self._newest)
         running = [at for at, index in enumerate(live) if rows[index].is_running]
-        size = len(self._newest)
-        if running and len(running) < size and len(running) <= self.compact_at * size:
-            if self._graphs is not None:  # of few sizes, so that graphs serve again: ended rows fill up
-                room = min(size, 1 << (len(running) - 1).bit_length()) - len(running)
-                running = sorted([*running, *[at for at in range(len(live)) if at not in set(running)][:room]])
-            if len(running) < size:
-                self._keep(running)
+        kept = kept_rows(size, len(running), self.compact_at, self._graphs)
+        if kept < size:
+            others = [at for at in range(len(live)) if not rows[live[at]].is_running]
+            self._keep(sorted(running + others[: kept - len(running)]))
 
     def _keep(self, running: list[int]) -> None:
         """Drops all batch rows but `running`."""
@@ -188,6 +199,14 @@ class Cohort:
         self._live = [self._live[at] for at in running]
         self._newest, self._cache = self._newest[keep], self._cache.keep(keep)
         self._logprobs.keep([self.rows[index] for index in self._live])
+
+
+def kept_rows(size: int, num_running: int, compact_at: float, graphs: StepGraphs | None) -> int:
+    """Rows that a batch of `size` goes on with: those that run, once they are few enough, and for graphs, which serve
+    few sizes, some of those that have ended."""
+    if not num_running or num_running >= size or num_running > compact_at * size:
+        return size
+    return num_running if graphs is None else min(size, graphs.rows_for(num_running))
 
 
 def rounded_columns(longest: int) -> int:
@@ -226,7 +245,7 @@ def feed_prompts(
     """
     positions = (torch.arange(tokens.shape[1], device=model.device) - cache.num_pad[:, None]).clamp(min=-1)
     whole = len(tokens)
-    rows = max(1, PREFILL_TOKENS["fused" if model.is_fused else model.device.type] // tokens.shape[1])
+    rows = max(1, prefill_tokens(model) // tokens.shape[1])
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
     parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]
@@ -236,6 +255,16 @@ def feed_prompts(
     ]
     cache.length += tokens.shape[1]
     return torch.cat(made)
+
+
+def prefill_tokens(model: Decoder) -> int:
+    """Tokens of prompts that go through the model at once."""
+    if model.device.type != "cuda":
+        return PREFILL_TOKENS["fused" if model.is_fused else model.device.type]
+    c, gates = model.config, 2 if model.config.mlp == "swiglu" else 1
+    # what lives at the same time: states, their norm, queries, keys and values, or the wide ones twice (activation)
+    numbers = 2 * c.hidden_size + max(2 * c.q_dim + 2 * c.kv_dim, 2 * gates * c.ffn_dim)
+    return max(1, min(PREFILL_TOKENS["cuda"], PREFILL_BYTES // (numbers * model.dtype.itemsize)))
 
 
 def allocate_cache(
@@ -249,14 +278,25 @@ def allocate_cache(
     graphs: StepGraphs | None = None,
 ) -> KVCache:
     """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with."""
-    owners = kv_owners(schedule, model.config.kv_group_size)
-    columns_of = kv_columns(owners, schedule, columns, num_new)
-    capacities = [columns_of[owner] for owner in owners]
+    owners, capacities = _capacities(model, columns, schedule, num_new)
     if graphs is not None:
         return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked)
     return KVCache.allocate(
         model.config, num_pad=num_pad, capacities=capacities, owners=owners, dtype=model.dtype, is_masked=is_masked
     )
+
+
+def has_room(graphs: StepGraphs, schedule: Schedule, num_rows: int, columns: int, num_new: int) -> bool:
+    """Whether `allocate_cache` finds memory in `graphs` for so many rows now."""
+    owners, capacities = _capacities(graphs.model, columns, schedule, num_new)
+    return graphs.has_room(num_rows, capacities, owners)
+
+
+def _capacities(model: Decoder, columns: int, schedule: Schedule, num_new: int) -> tuple[list[int], list[int]]:
+    """[L] owners and columns of each layer."""
+    owners = kv_owners(schedule, model.config.kv_group_size)
+    columns_of = kv_columns(owners, schedule, columns, num_new)
+    return owners, [columns_of[owner] for owner in owners]
 
 
 def _sampler(requests: Sequence[Request], batch_rows: int, num_new: int, device: torch.device) -> Sampler:

@@ -57,7 +57,7 @@ class ContinuousBatch:
         check_continuous(schedule)
         self.model, self.schedule = model, schedule
         self._decode_text = decode_text
-        self._attn_ends, self._ffn_ends = _layer_ends(schedule, model.config.max_position_embeddings)
+        self._attn_ends, self._ffn_ends = layer_ends(schedule, model.config.max_position_embeddings)
         self._kv_layers = schedule.step(0).kv_layers
         owners = kv_owners(schedule, model.config.kv_group_size)
         # under SwiftKV a layer's K/V are written for rows that do not run it
@@ -134,7 +134,8 @@ class ContinuousBatch:
         self._arena.begin(positions)
         at = torch.tensor(positions, device=self.model.device)[:, None]
         embedded = self.model.embed(self._newest[:, None], at)
-        h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotations), self._extents(ages))
+        extents = extents_of(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
+        h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotations), extents)
         self._num_steps += 1
         self.row_steps += len(members)
         if self._params is None and not self._logprobs.is_asked:
@@ -147,16 +148,6 @@ class ContinuousBatch:
         for member, token in zip(members, self._newest.tolist(), strict=True):
             if member.row.is_running:
                 member.row.take([token], self.model.config.eos_token_ids, self._decode_text)
-
-    def _extents(self, ages: list[int]) -> Extents:
-        """Rows that run each sublayer: the youngest ones, those of k < end. `ages`: k of each row, falling."""
-        minus_ages = [-k for k in ages]
-
-        def runs(ends: list[int]) -> tuple[Run, ...]:
-            starts = {end: bisect_left(minus_ages, 1 - end) for end in set(ends)}
-            return tuple(slice(starts[end], None) if starts[end] < len(ages) else None for end in ends)
-
-        return Extents(runs(self._attn_ends), runs(self._ffn_ends), kv_layers=self._kv_layers)
 
     def _drop_ended(self, carry: float) -> None:
         """Ended rows fall off at both ends, and from between when they are more than `carry` of the batch."""
@@ -181,6 +172,19 @@ class ContinuousBatch:
     def _changed(self) -> None:
         self._params = _params(self._members, self.model.device)
         self._logprobs.keep([member.row for member in self._members])
+
+
+def extents_of(
+    ages: Sequence[int], attn_ends: Sequence[int], ffn_ends: Sequence[int], *, kv_layers: int | None = None
+) -> Extents:
+    """Rows that run each sublayer: the youngest ones, of k < end (`layer_ends`). `ages`: k of each row, falling."""
+    minus_ages = [-k for k in ages]
+
+    def runs(ends: Sequence[int]) -> tuple[Run, ...]:
+        starts = {end: bisect_left(minus_ages, 1 - end) for end in set(ends)}
+        return tuple(slice(starts[end], None) if starts[end] < len(ages) else None for end in ends)
+
+    return Extents(runs(attn_ends), runs(ffn_ends), kv_layers=kv_layers)
 
 
 def check_continuous(schedule: Schedule) -> None:
@@ -214,7 +218,7 @@ def generate_continuous(
 
 
 @lru_cache(maxsize=256)
-def _layer_ends(schedule: Schedule, num_steps: int) -> tuple[list[int], list[int]]:
+def layer_ends(schedule: Schedule, num_steps: int) -> tuple[list[int], list[int]]:
     """`_ends` of attention and of feed-forward. Kept: thousands of steps, for every batch of a schedule the same."""
     plans, counts = [], []  # a plan, and for how many steps: few, where steps are as many as a context has positions
     for plan, steps in groupby(map(schedule.step, range(num_steps))):

@@ -200,6 +200,11 @@ def _with_swiftkv(plan: LayerPlan, kv_layers: int) -> LayerPlan:
     return replace(plan, kv_layers=kv_layers)
 
 
+def leaves_to_rows(schedule: Schedule) -> bool:
+    """Whether rows decide on blocks themselves, which nothing can know before."""
+    return schedule.row_rule is not None
+
+
 def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:
     """True when each plan's attention layers are among those of every earlier plan."""
     pairs = itertools.pairwise(plans)

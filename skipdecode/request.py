@@ -56,6 +56,9 @@ class Row:
         self.tokens: list[int] = []
         self.ffns: list[int] = []
         """Blocks in question that ran, per decode step; longer than needed once the row has ended."""
+        self.layers: list[int] = []
+        """Layers that each decode step's token took, where no plan says it (`skipdecode.speculative`); `ffns` are then
+        all of the blocks."""
         self.logprobs: list[TokenLogprobs] = []
         """One per token where the request asks for them; longer than needed once the row has ended."""
         self.finish_reason: str | None = None
@@ -100,9 +103,11 @@ def complete(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
     for row in rows:
         assert row.finish_reason is not None, f"row {row.request.id!r} never ended"
         steps = max(len(row.tokens) - 1, 0)  # y_0 comes from the prompt
-        ran = ffns[steps] + sum(row.ffns[:steps])
+        layers, ran = depth[steps], ffns[steps] + sum(row.ffns[:steps])
+        if row.layers:
+            layers, ran = sum(row.layers), sum(row.ffns)
         logprobs = row.logprobs[: len(row.tokens)]
-        completions.append(Completion(row.tokens, row.finish_reason, depth[steps], ran, logprobs))
+        completions.append(Completion(row.tokens, row.finish_reason, layers, ran, logprobs))
     return completions
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from skipdecode.config import DecoderConfig
 from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.lossless import KEYS as LOSSLESS_KEYS
+from skipdecode.lossless import lossless_schedule
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified, leaves_to_rows
 
 # Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
 PRESETS = {
@@ -37,15 +39,32 @@ def make_schedule(
 ) -> Schedule:
     """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
 
-    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again); None
-    counts as absent. `kv_layers`: of SwiftKV, when the prompt is to stop there.
+    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again), lossless,
+    draft_tokens; None counts as absent. `kv_layers`: of SwiftKV, when the prompt is to stop there.
     """
     given = {key: value for key, value in decode.items() if value is not None}
-    skip = given.pop("ffn_skip", None)
+    skip, (lossless, draft_tokens) = given.pop("ffn_skip", None), (given.pop(key, None) for key in LOSSLESS_KEYS)
     base = _layer_schedule(given, num_layers, max_new_tokens)
     if kv_layers is not None and kv_layers < num_layers:
         base = SwiftPrefill(base, kv_layers)
-    return base if skip is None else _with_ffn_skip(base, skip)
+    drafts = base if skip is None else _with_ffn_skip(base, skip)
+    schedule = lossless_schedule(drafts, lossless, draft_tokens)
+    if schedule is not drafts:
+        _check_drafts(drafts)
+    return schedule
+
+
+def _check_drafts(drafts: Schedule) -> None:
+    """ValueError for a schedule that cannot draft for full depth."""
+    if leaves_to_rows(drafts):
+        raise ValueError(
+            "decode.ffn_skip.mode: with decode.lossless rows are at different steps, and cannot decide on blocks "
+            "themselves; use modes calibrated or fixed, or decode.lossless=false"
+        )
+    if isinstance(drafts, SwiftPrefill):
+        raise ValueError(
+            "decode.lossless: full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
+        )
 
 
 def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:
@@ -53,6 +72,8 @@ def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens
     keys. ValueError names the key at fault."""
     decode = dict(entry)
     prefill = decode.pop("prefill", None) or "full"
+    if decode.get("lossless"):
+        raise ValueError("decode.lossless: has no meaning in a list of schedules, each of which is to be decoded by")
     if prefill not in ("full", "swiftkv"):
         raise ValueError(f"decode.prefill: {prefill!r} is not one of full, swiftkv")
     if prefill == "swiftkv" and config.swiftkv is None:

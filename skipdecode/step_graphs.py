@@ -1,137 +1,247 @@
 """Decode steps as CUDA graphs: one launch per step, where launching its kernels one by one takes longer than they run.
 
-A graph replays fixed kernels on fixed memory. So the caches of all batches lie in the same memory, the column that a
-step writes is a number on the device, and attention reads columns in whole steps of COLUMN_STEP behind a mask. Plans
-and visible columns both change monotonically in a batch, so it takes about as many graphs as plans plus column steps.
-A graph is captured when its key comes the second time; the first time is its warm-up.
+A graph is a plan at a number of rows: its kernels read on the device where keys and values lie and which column is new
+(`skipdecode.kv.graphed`), so it serves every batch, whatever its length. Rows are padded to a ladder of few numbers, so
+plans x rungs is all there is, and all of it is captured when a model loads (`capture_all`). The choice of the likeliest
+token and the next column are part of a graph. What is not captured runs the same kernels one by one: plans that a
+capture failed for, more rows than the ladder has, graphs beyond their share of memory.
 
-On a CPU the same code runs without a capture, which is how its logic is tested there. Steps in which rows decide on
-their own blocks (FFN-SkipLLM `row`, `random`) are not captured. One batch at a time.
+Without a device the same code runs without a capture, which is how its logic is tested. Steps in which rows decide on
+their own blocks (FFN-SkipLLM `row`, `random`) are not captured.
 
-B rows, V vocabulary.
+B rows, L layers, V vocabulary.
 """
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from skipdecode.backends.device import backend_on
+from skipdecode.captures import Captures, Work, captures_on
 from skipdecode.decoder import Decoder, run_layers
 from skipdecode.extents import Extents
-from skipdecode.kv.graphed import COLUMN_STEP, GraphedCache, GraphedView
+from skipdecode.kv.graphed import GraphedCache, Layout, TableView
 from skipdecode.kv.padded import KVCache
-from skipdecode.plan import LayerPlan
+from skipdecode.kv.pool import CachePool, PoolFull
+from skipdecode.plan import LayerPlan, Schedule
+from skipdecode.sampler import likeliest
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 256  # the least recently used goes first
+MAX_GRAPH_BYTES = 2 << 30  # of device memory for all of them; what would be more runs kernel by kernel
+MAX_ROWS = 256
 
-Key = tuple[LayerPlan, int, int, tuple[int, ...]]
-"""Plan, rows, visible columns, columns of each layer."""
+Key = tuple[LayerPlan, int]
+"""Plan and padded rows."""
 
 
-def step_graphs(model: Decoder) -> "StepGraphs | None":
-    """For a model on a GPU; elsewhere launches cost little, and kernels that read no masked column cost less."""
-    return StepGraphs(model) if model.device.type == "cuda" else None
+def ladder(max_rows: int, *, has_midpoints: bool = True) -> tuple[int, ...]:
+    """Numbers of rows that batches are padded to: powers of two, and what lies between; the last is >= `max_rows`."""
+    rungs = [1]
+    while rungs[-1] < max_rows:
+        power = 1 << (rungs[-1].bit_length())
+        if has_midpoints and rungs[-1] >= 2 and rungs[-1] == power // 2 and power * 3 // 4 > rungs[-1]:
+            rungs.append(power * 3 // 4)
+        else:
+            rungs.append(power)
+    return tuple(rungs)
+
+
+def plans_of(schedules: Iterable[Schedule], num_steps: int) -> list[LayerPlan]:
+    """The settled plans of decode steps, each once, deepest first."""
+    plans = {schedule.step(k) for schedule in schedules for k in range(num_steps)}
+    settled = [plan for plan in plans if plan.is_settled]
+    return sorted(settled, key=lambda plan: (-plan.num_layers_run, -sum(plan.ffn), plan.attn, plan.ffn))
 
 
 class StepGraphs:
     """The graphs of one model, and the memory of the caches they run on."""
 
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
-        self.num_captured = 0
-        self._memory: dict[tuple[str, int], Tensor] = {}  # flat, of K and V by layer
-        self._tokens = self._num_pad = torch.empty(0, dtype=torch.int64, device=model.device)
-        self._at = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self._logits = torch.empty(0, dtype=model.dtype, device=model.device)
-        self._replays: OrderedDict[Key, Callable[[], None] | None] = OrderedDict()  # None: has run once
-        self._pool: Any = None
+    def __init__(
+        self,
+        model: Decoder,
+        cache_bytes: int,
+        *,
+        max_rows: int = MAX_ROWS,
+        captures: Captures | None = None,
+    ) -> None:
+        """`cache_bytes`: for keys and values of all batches that live at the same time."""
+        self.model, self.max_rows = model, ladder(max_rows)[-1]
+        self.num_captured = self.num_late = self.graph_bytes = 0
+        """Graphs captured since the start, those of them behind `capture_all`, and the device memory they take."""
+        self.failure: str | None = None
+        """Why steps run kernel by kernel: the first capture that failed."""
+        self._captures = captures or captures_on(model.device)
+        self._replays: OrderedDict[Key, Work] = OrderedDict()
+        self._has_midpoints, self._is_full, self._is_loading = True, False, False
+        device, self.pool = model.device, CachePool(cache_bytes, model.dtype, model.device)
+        self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
+        self._num_pad = torch.zeros_like(self._tokens)
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._where = torch.zeros(model.config.num_hidden_layers, 4, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(self.max_rows, model.config.vocab_size, dtype=model.dtype, device=device)
+        self._serial, self._next, self._newest = -1, 0, self._tokens  # what these hold: of which cache, and column
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for caches; graphs hold the intermediate results of a step beside them."""
-        return sum(t.numel() * t.element_size() for t in self._memory.values())
+        """Bytes held for caches; graphs hold the intermediate results of a step beside them (`graph_bytes`)."""
+        return self.pool.nbytes
 
-    def clear(self) -> None:
-        """Gives all memory back."""
-        self._replays.clear()
-        self._memory.clear()
-        self._pool = None
-        self._tokens = self._num_pad = self._tokens.new_empty(0)
-        self._logits = self._logits.new_empty(0)
+    @property
+    def num_graphs(self) -> int:
+        return len(self._replays)
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        return ladder(self.max_rows, has_midpoints=self._has_midpoints)
+
+    def rows_for(self, num_rows: int) -> int:
+        """What so many rows are padded to; more than `max_rows` are not."""
+        return next((rung for rung in self.rungs if rung >= num_rows), num_rows)
+
+    def rows_within(self, num_rows: int) -> int:
+        """The most rows up to `num_rows` that need no padding, 1 or more."""
+        return max((rung for rung in self.rungs if rung <= num_rows), default=1)
+
+    def has_room(self, num_rows: int, capacities: Sequence[int], owners: Sequence[int]) -> bool:
+        """Whether `allocate` would find memory now."""
+        return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, owners).count)
 
     def allocate(
         self, num_pad: Tensor, capacities: Sequence[int], owners: Sequence[int], *, is_masked: bool = False
-    ) -> KVCache:
-        """As `KVCache.allocate`, in the memory of the batch before, which ends that batch."""
-        config, rows = self.model.config, len(num_pad)
-        shape = {o: (rows, config.num_kv_heads, -(-capacities[o] // COLUMN_STEP) * COLUMN_STEP, config.head_dim)
-                 for o in set(owners)}  # fmt: skip
-        sizes = {(name, owner): torch.Size(shape[owner]).numel() for owner in shape for name in "kv"}
-        if any(key not in self._memory or self._memory[key].numel() < size for key, size in sizes.items()):
-            had = {key: t.numel() for key, t in self._memory.items()}
-            self.clear()  # graphs know the old addresses; and there may not be room for both
-            for key in had | sizes:
-                size = max(had.get(key, 0), sizes.get(key, 0))
-                self._memory[key] = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
-        if rows > len(self._tokens):
-            self._replays.clear()
-            self._tokens, self._num_pad = num_pad.new_zeros(rows), num_pad.new_zeros(rows)
-            self._logits = self._logits.new_empty(rows, config.vocab_size)
-        own = {key: self._memory[key][:size].view(shape[key[1]]) for key, size in sizes.items()}
-        for part in own.values():
-            part.zero_()  # behind the mask too: a weight of 0 times what is not a number would be none
-        k, v = [own["k", owner] for owner in owners], [own["v", owner] for owner in owners]
-        return GraphedCache(k, v, num_pad, owners, is_masked=is_masked)
+    ) -> GraphedCache:
+        """As `KVCache.allocate`; PoolFull where there is no room beside the batches that live."""
+        layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, owners)
+        return GraphedCache.within(self.pool, layout, num_pad, owners, is_masked=is_masked)
 
-    def __call__(self, newest: Tensor, cache: KVCache, plan: LayerPlan) -> Tensor:
-        """Feeds `newest` [B] behind what is in `cache`: logits [B, V], good until the next call."""
+    @torch.inference_mode()
+    def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:
+        """Captures every plan at every number of rows (None: all rungs) ahead of the first batch.
+
+        Where that would be more than MAX_GRAPHS the ladder loses its midpoints.
+        """
+        known = {plan for plan, _ in self._replays}
+        if rows is None and len(known.union(plans)) * len(self.rungs) > MAX_GRAPHS and not self._replays:
+            self._has_midpoints = False
+        wanted = self.rungs if rows is None else [self.rows_for(n) for n in rows if n <= self.max_rows]
+        before = self._captures.held_bytes()
+        self._is_loading = True
+        for n in sorted(set(wanted), reverse=True):  # the largest first: the others then fit into its memory
+            for plan in plans:
+                if (plan, n) not in self._replays and self._may_capture and len(self._replays) < MAX_GRAPHS:
+                    self._rehearse(plan, n)
+                    self.graph_bytes = max(0, self._captures.held_bytes() - before)
+                    self._is_full = self.graph_bytes > MAX_GRAPH_BYTES
+        self._is_loading = False
+
+    def _rehearse(self, plan: LayerPlan, rows: int) -> None:
+        """A first step of rows that nobody wants, with one column of memory for all layers."""
+        layers = self.model.config.num_hidden_layers
+        try:
+            cache = self.allocate(torch.zeros_like(self._num_pad[:rows]), [1] * layers, [0] * layers)
+        except PoolFull:  # nor will there ever be such a batch
+            return
+        self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)
+        self._first_run(plan, rows)
+        self._serial = -1
+
+    def __call__(self, newest: Tensor, cache: KVCache, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
+        """Feeds `newest` [B] behind what is in `cache`: logits [B, V], good until the next call, or with
+        `only_likeliest` the likeliest token of each row [B]."""
         assert isinstance(cache, GraphedCache), "a cache from elsewhere"
         assert plan.is_settled, "which rows run a block is not known before"
-        rows, columns = len(newest), -(-(cache.length + 1) // COLUMN_STEP) * COLUMN_STEP
-        self._tokens[:rows].copy_(newest)
-        self._num_pad[:rows].copy_(cache.num_pad)
-        self._at.fill_(cache.length)
-        key, extents = (plan, rows, columns, tuple(k.shape[2] for k in cache.k)), Extents.of_plan(plan)
-
-        def run() -> None:
-            num_pad = self._num_pad[:rows]
+        num_rows = len(newest)
+        rows = self.rows_for(num_rows)
+        if rows > self.max_rows:
             last = self.model.config.max_position_embeddings - 1
-            positions = (self._at - num_pad)[:, None].clamp(max=last)
-            view = GraphedView(cache, num_pad, self._at, columns, positions, self.model.rotations)
-            h, _ = run_layers(self.model, self.model.embed(self._tokens[:rows, None], positions), view, extents)
-            self._logits[:rows].copy_(self.model.head(h[:, -1]))
-
-        if key not in self._replays:
-            self._replays[key] = None
-            while len(self._replays) > MAX_GRAPHS:
-                self._replays.popitem(last=False)
-            self._warm_up(run)
-        else:
-            replay = self._replays[key] or self._capture(run)
-            self._replays[key] = replay
-            self._replays.move_to_end(key)
+            positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)
+            return self.model.forward(newest[:, None], positions, cache, plan, only_likeliest=only_likeliest)
+        self._enter(newest, cache, rows)
+        replay = self._replays.get((plan, rows))
+        if replay is not None:
+            self._replays.move_to_end((plan, rows))
             replay()
+        elif self._may_capture:
+            self._first_run(plan, rows)
+        else:
+            self._step(plan, rows)
         cache.length += 1
-        return self._logits[:rows]
+        self._next += 1
+        if not only_likeliest:
+            self._newest = self._tokens  # nobody's
+            return self._logits[:num_rows]
+        self._newest = self._tokens[:num_rows].clone()
+        return self._newest
 
-    def _warm_up(self, run: Callable[[], None]) -> None:
-        """The step itself, on a stream beside: what libraries set up at their first call must not be captured."""
-        if self.model.device.type != "cuda":
-            return run()
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            run()
-        here.wait_stream(beside)
+    @property
+    def _may_capture(self) -> bool:
+        return self.failure is None and not self._is_full
 
-    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _enter(self, newest: Tensor, cache: GraphedCache, rows: int) -> None:
+        """Brings what the step reads into its fixed memory, as far as it is not there."""
+        has_come = self._serial != cache.serial
+        if has_come:
+            self._where.copy_(cache.where)
+            self._num_pad[: len(newest)].copy_(cache.num_pad)
+            self._num_pad[len(newest) : rows].fill_(cache.length)  # rows that fill up: they see what they write
+            self._serial = cache.serial
+        if has_come or self._next != cache.length:
+            self._at.fill_(cache.length)
+            self._next = cache.length
+        if has_come or newest is not self._newest:
+            self._tokens[: len(newest)].copy_(newest)
+
+    def _first_run(self, plan: LayerPlan, rows: int) -> None:
+        """Does the step, and captures it for the next time."""
+
+        def work() -> None:
+            self._step(plan, rows)
+
+        self._captures.warm_up(work)
+        try:
+            replay = self._captures.capture(work)
+        except Exception as error:  # of whatever kind: steps run without
+            self.failure = f"{type(error).__name__}: {error}"[:500]
+            self._at.tolist()  # raises where the device itself is lost
+            logger.warning("decode steps run kernel by kernel, since capturing one failed: %s", self.failure)
+            self._drop_graphs()
+            return
         self.num_captured += 1
-        if self.model.device.type != "cuda":
-            return run
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
-        self._pool = self._pool or graph.pool()  # graphs replay one after another, so they may share
-        return graph.replay
+        self.num_late += not self._is_loading
+        self._replays[plan, rows] = replay
+        while len(self._replays) > MAX_GRAPHS:
+            self._replays.popitem(last=False)
+
+    def _drop_graphs(self) -> None:
+        self._replays.clear()
+        self._captures.forget()
+
+    def _step(self, plan: LayerPlan, rows: int) -> None:
+        """What a graph does: the tokens of `rows` rows through `plan`; their logits, likeliest tokens, next column."""
+        model, num_pad, tokens = self.model, self._num_pad[:rows], self._tokens[:rows]
+        last = model.config.max_position_embeddings - 1
+        positions = (self._at - num_pad)[:, None].clamp(max=last)
+        view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotations)
+        h, _ = run_layers(model, model.embed(tokens[:, None], positions), view, Extents.of_plan(plan))
+        logits = model.head(h[:, -1])
+        self._logits[:rows].copy_(logits)
+        tokens.copy_(likeliest(logits))
+        self._at.add_(1)
+
+    def describe(self) -> str:
+        """For people."""
+        if self.failure is not None:
+            return f"no graphs ({self.failure})"
+        found = f"{self.num_graphs} graphs in {self.graph_bytes / 2**30:.2f} GiB"
+        found += f", {self.num_late} of them after loading" if self.num_late else ""
+        return f"{found}, {self.nbytes / 2**30:.1f} GiB for caches"
+
+
+def graphs_serve(model: Decoder) -> bool:
+    """Whether steps can be captured: on a GPU, where kernels read their bounds on the device. Elsewhere launches cost
+    little, or steps run kernel by kernel."""
+    return model.device.type == "cuda" and backend_on(model.device).reads_tables

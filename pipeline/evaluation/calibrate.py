@@ -78,6 +78,8 @@ def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument:
     started = time.monotonic()
     if config.decode.ffn_skip is not None:
         raise ConfigError("decode.ffn_skip", "is what is looked for; give the schedule beneath alone")
+    if config.decode.lossless:
+        raise ConfigError("decode.lossless", "the schedule beneath is to be decoded by; leave it out")
     if config.model.quantization is not None:
         raise ConfigError("model.quantization", "blocks are measured with the weights as they are; leave it null")
     target = new_folder(config.output)

@@ -27,6 +27,9 @@ MEANINGS: Final = {
     "ffns_run": "feed-forward blocks, likewise",
     "error_code": "empty when the row is good",
     "error_message": "empty when the row is good",
+    "source_id": "of the document in the corpus, which became several rows",
+    "template": "that made the prompt of it",
+    "sample": "which answer to that prompt it is, from 0",
 }
 
 CARD: Final = """\

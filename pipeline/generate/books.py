@@ -29,6 +29,7 @@ Check: TypeAlias = Callable[[], None]
 def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequence[str] = ()) -> RunState:
     """`run.json` at the start of a session. `former`: sessions before it that no earlier state names."""
     earlier = planned.earlier
+    began = time.time() if earlier else planned.started_at
     before = earlier.get("former", []) if earlier else []
     return {
         "state": phase,
@@ -40,9 +41,13 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequenc
             "quantization": planned.config.model.quantization,
         },
         "decode": planned.model.decode,
-        "input": {"format": planned.input.listing.format, "files": list_files(planned.input)},
+        "input": {
+            "format": planned.input.listing.format,
+            "files": list_files(planned.input),
+            "documents": planned.input.num_documents,
+        },
         "columns": list_columns(output_schema(planned.input)),
-        "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": time.time(), "ended_at": None}],
+        "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": began, "ended_at": None}],
         "retries": earlier.get("retries", []) if earlier else [],
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
         "former": list(dict.fromkeys([*before, *former])),
@@ -100,4 +105,4 @@ def refuse_open_books(folder: RunFolder, state: RunState, check: Check) -> None:
 
 def output_schema(plan: InputPlan) -> pa.Schema:
     """The columns of the data files."""
-    return pa.schema([*OUTPUT_SCHEMA, *plan.extra_schema])
+    return pa.schema([*OUTPUT_SCHEMA, *plan.carried_schema])

@@ -16,6 +16,7 @@ from pipeline.config import InputConfig
 from pipeline.handles import CollectorHandle, LedgerHandle, LeftoversHandle
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
+from pipeline.input.prompting import Prompter
 from pipeline.input.source import CorpusDatasource
 from pipeline.ray_internals import set_last_stage_cpus
 from pipeline.stages.decode import DecodeStage
@@ -34,6 +35,8 @@ class PipelineSpec:
     plan: InputPlan
     done: DoneRows | None
     """Rows that are written already."""
+    prompter: Prompter | None
+    """Makes prompts where they are made."""
     tokenize: TokenizeConfig
     generator: GeneratorConfig
     pool: Pool
@@ -56,7 +59,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: Helpers) -> Datas
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
     sampling = spec.tokenize.sampling
-    source = CorpusDatasource(spec.plan, spec.input, spec.done)
+    source = CorpusDatasource(spec.plan, spec.input, spec.done, spec.prompter)
     rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, compute=few)
     # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Strict:
     # else the last rows of every block that was read would be a window of their own, of a batch and a bit
@@ -79,7 +82,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: Helpers) -> Datas
         num_cpus=spec.pool.num_cpus,
         num_gpus=spec.pool.num_gpus or None,
     )
-    end = partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.extra_schema.names))
+    end = partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.carried_schema.names))
     windows_per_file = None if sink.rows_per_file is None else sink.rows_per_file // spec.window_rows
     return rows.map_batches(
         sink, fn_kwargs={"finish": end, "unpack": unpack}, batch_size=windows_per_file, batch_format="pyarrow",

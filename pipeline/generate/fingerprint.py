@@ -9,21 +9,31 @@ import itertools
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from actors.chat_template import ChatTemplate
 from pipeline.config import DecodeConfig, JobConfig
+from pipeline.input.expansion import LINES_BEFORE
 from pipeline.input.plan import InputPlan
+from pipeline.input_config import PROMPT_SOURCES
 from pipeline.store.digest import describe_difference, digest_files, refuse_differences
 from pipeline.store.run_state import FileEntry, Fingerprint, RunState
 from pipeline.units import Json
 from skipdecode.hub import resolve_source
+from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 NUM_SHOWN = 3  # input files that an error names
 
 
 def fingerprint(
-    config: JobConfig, decode: dict[str, Json], model_folder: Path, dtype: str, plan: InputPlan
+    config: JobConfig,
+    decode: dict[str, Json],
+    model_folder: Path,
+    dtype: str,
+    plan: InputPlan,
+    chat: ChatTemplate | None = None,
 ) -> Fingerprint:
-    """`decode`, `dtype`: as they are settled, never "auto". A resumed run must agree in every entry."""
+    """`decode`, `dtype`: as they are settled, never "auto"; `chat`: None where no prompt goes through it. A resumed run
+    must agree in every entry."""
     entries: Fingerprint = {"code_version": CODE_VERSION, "model.dtype": dtype}
     entries |= _settings(config, decode)
     if config.sampling.deterministic:
@@ -32,7 +42,10 @@ def fingerprint(
     entries["model.files"] = digest_files(model_folder)
     tokenizer = config.model.tokenizer
     entries["model.tokenizer"] = tokenizer and digest_files(resolve_source(tokenizer, "model.tokenizer"))
+    entries["input.chat_template"] = hashlib.sha256(chat.source.encode()).hexdigest() if chat else None
     entries["input.format"] = plan.listing.format
+    if plan.listing.format == "openai_batch":
+        entries["input.lines"] = plan.listing.expansion.lines
     entries["input.files"] = _digest_rows(list_files(plan))
     return {key: list(value) if isinstance(value, tuple) else value for key, value in entries.items()}
 
@@ -41,12 +54,13 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
     """The entries that the configuration alone decides."""
     entries: Fingerprint = {"model.quantization": config.model.quantization}
     skip = decode.get("ffn_skip")
-    entries |= {f"decode.{key}": value for key, value in decode.items() if key != "ffn_skip"}
+    entries |= {f"decode.{key}": value for key, value in decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
+    entries["decode.lossless"] = bool(decode.get("lossless"))  # how many tokens are drafted, if any, changes none
     entries |= {f"decode.ffn_skip.{key}": value for key, value in (skip if isinstance(skip, dict) else {}).items()}
     for section, names in (
         ("sampling", None),
         ("prefill", None),
-        ("input", ("prompt_column", "id_column", "too_long", "limit")),
+        ("input", (*PROMPT_SOURCES, "chat", "system", "id_column", "too_long", "limit")),
         ("limits", ("max_line_bytes",)),
     ):
         values: dict[str, Json] = getattr(config, section).model_dump(mode="json")
@@ -56,14 +70,17 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
 
 def defaults() -> Fingerprint:
     """What an entry means in the fingerprint of an earlier version, which did not have it."""
-    return _settings(JobConfig(), DecodeConfig().model_dump(mode="json"))
+    return _settings(JobConfig(), DecodeConfig().model_dump(mode="json")) | {
+        "input.lines": LINES_BEFORE,
+        "input.chat_template": None,
+    }
 
 
 def list_files(plan: InputPlan) -> list[FileEntry]:
-    """The input as `run.json` has it: name, size in bytes, time of the last change in ns, etag, rows; per file."""
+    """The input as `run.json` has it: name, size in bytes, time of the last change in ns, etag, documents; per file."""
     return [
-        [file.name, file.size_bytes, file.mtime_ns, etag, num_rows]
-        for file, etag, num_rows in zip(plan.listing.files, plan.etags, plan.num_rows_per_file, strict=True)
+        [file.name, file.size_bytes, file.mtime_ns, etag, num_documents]
+        for file, etag, num_documents in zip(plan.listing.files, plan.etags, plan.num_documents_per_file, strict=True)
     ]
 
 

@@ -5,16 +5,21 @@ They are part of what a finished run has: `run.json` says how long they are, and
 
 import json
 from collections.abc import Callable, Iterator
+from typing import BinaryIO, Final
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from pipeline.schema import OutputRow
+from pipeline.generate.openai_answers import AnswerRow, Gathered, answer_line, error_line, lines_of
+from pipeline.input.expansion import Expansion
+from pipeline.input.openai_rows import CHAT_URL, line_samples
+from pipeline.input.row import RowError
+from pipeline.schema import SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 from pipeline.units import Json
 
-COLUMNS = [
+COLUMNS: Final = (
     "id",
     "generated_text",
     "num_input_tokens",
@@ -22,26 +27,52 @@ COLUMNS = [
     "finish_reason",
     "error_code",
     "error_message",
-]
-
+)
+SOURCES: Final = (SOURCE_ID, SAMPLE, "body")
+"""Columns that say which line a row belongs to, where lines have several."""
+ROWS_AT_ONCE: Final = 256  # with the bodies of their lines
 
 FILES = {"ok": "batch_output.jsonl", "failed": "batch_errors.jsonl"}
-"""By the status of their rows."""
+"""By the status of their lines."""
 
 
-def write_batch_files(folder: RunFolder, model: str, check: Callable[[], None] = lambda: None) -> dict[str, list[int]]:
-    """A line per row: answers in `batch_output.jsonl`, failures in `batch_errors.jsonl`; each appears when whole, and
-    after `check`. Gives the lines and bytes of each."""
-    written = {}
-    for status, name in FILES.items():
-        lines = num_bytes = 0
-        with folder.replacing(name, check) as file:
-            for row in _rows(folder, status):
-                line = answer_line(row, model) if status == "ok" else error_line(row)
-                lines += 1
-                num_bytes += file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        written[name] = [lines, num_bytes]
-    return written
+class _Lines:
+    """Lines on their way into a file, counted."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_lines = self.num_bytes = 0
+
+    def write(self, line: dict[str, Json]) -> None:
+        self.num_lines += 1
+        self.num_bytes += self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+
+def write_batch_files(
+    folder: RunFolder, model: str, check: Callable[[], None] = lambda: None, samples: int = 1
+) -> dict[str, list[int]]:
+    """A line for each line of the input: answers in `batch_output.jsonl`, failures, be it of one of its samples, in
+    `batch_errors.jsonl`; each file appears when whole, and after `check`. Gives the lines and bytes of each.
+
+    `samples`: of a line that does not say it.
+    """
+    with (
+        folder.replacing(FILES["failed"], check) as bad,
+        folder.replacing(FILES["ok"], check) as good,
+        Gathered() as gathered,
+    ):
+        lines = {"ok": _Lines(good), "failed": _Lines(bad)}
+        for status in FILES:
+            for row in _rows(folder, status, samples):
+                if row.get("samples", 1) == 1:
+                    lines[status].write(answer_line([row], model) if status == "ok" else error_line(row))
+                elif rows := gathered.add(row):
+                    for found, line in lines_of(rows, model):
+                        lines[found].write(line)
+        for rows in gathered.rest():
+            for found, line in lines_of(rows, model):
+                lines[found].write(line)
+    return {FILES[status]: [written.num_lines, written.num_bytes] for status, written in lines.items()}
 
 
 def has_batch_files(folder: RunFolder, state: RunState) -> bool:
@@ -66,30 +97,23 @@ def count_lines(folder: RunFolder, name: str) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
 
 
-def _rows(folder: RunFolder, status: str) -> Iterator[OutputRow]:
+def _rows(folder: RunFolder, status: str, samples: int) -> Iterator[AnswerRow]:
     for path in folder.data_files(status):
         with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
-            for batch in file.iter_batches(columns=COLUMNS):
-                yield from batch.to_pylist()
+            names = file.schema_arrow.names
+            wanted = [*COLUMNS, *(("url",) if "url" in names else ()), *(SOURCES if SOURCE_ID in names else ())]
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=wanted):
+                for row in batch.to_pylist():
+                    row["is_chat"] = row.pop("url", None) == CHAT_URL
+                    if SOURCE_ID in row:
+                        body = row.pop("body")
+                        row["samples"] = 1 if row["id"] == row[SOURCE_ID] else _samples(body, samples)
+                    yield row
 
 
-def answer_line(row: OutputRow, model: str) -> dict[str, Json]:
-    """A line of the output file, as OpenAI's batch API writes it for /v1/completions."""
-    read, made = row["num_input_tokens"], row["num_generated_tokens"]
-    choice: dict[str, Json] = {"index": 0, "text": row["generated_text"], "logprobs": None}
-    choice["finish_reason"] = row["finish_reason"]
-    body: dict[str, Json] = {
-        "id": f"cmpl-{row['id']}",
-        "object": "text_completion",
-        "model": model,
-        "choices": [choice],
-        "usage": {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made},
-    }
-    response: dict[str, Json] = {"status_code": 200, "request_id": f"req-{row['id']}", "body": body}
-    return {"id": f"batch_req_{row['id']}", "custom_id": row["id"], "response": response, "error": None}
-
-
-def error_line(row: OutputRow) -> dict[str, Json]:
-    """A line of the errors file."""
-    error: dict[str, Json] = {"code": row["error_code"], "message": row["error_message"]}
-    return {"id": f"batch_req_{row['id']}", "custom_id": row["id"], "response": None, "error": error}
+def _samples(body: str | None, samples: int) -> int:
+    """Answers that a line asked for; `body`: None where it could not be kept."""
+    try:
+        return line_samples(json.loads(body) if body is not None else {}, Expansion(samples=samples)) or samples
+    except RowError:
+        return samples

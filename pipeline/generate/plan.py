@@ -5,18 +5,24 @@ else. Left out: what of the rows is done already (`resume`).
 """
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, start_ray
 from pipeline.config import JobConfig, ModelConfig
+from pipeline.generate.chat import find_chat_template, used_chat_template
 from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.places import check_apart, check_output, has_all_rows
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
+from pipeline.input.expansion import LINES_BEFORE, LINES_NOW, Expansion
 from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, plan_input
+from pipeline.input.prompting import Prompter, unknown_names
+from pipeline.schema import PROMPT
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from pipeline.units import Note, count
@@ -43,6 +49,10 @@ class PlannedRun:
     """Of the ids of the input's rows, to close the books with; None: not asked for."""
     is_finished: bool
     """The run in the folder was finished before, and its files are there still."""
+    started_at: float
+    """When its first session began, in epoch seconds: what templates take for the time."""
+    prompter: Prompter | None
+    """Makes prompts where they are made."""
 
 
 def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedRun:
@@ -51,9 +61,11 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     `index_all`: so that single rows can be looked up, as a resume must.
     """
     model = check_model(config, note)
+    chat = find_chat_template(config, model)
     folder = RunFolder.open(config.output.path)
     earlier = check_output(folder, config)
-    listing = list_input(config.input, config.limits.max_line_bytes)
+    expansion = Expansion.of(config.input, config.sampling, lines_of(earlier))
+    listing = list_input(config.input, config.limits.max_line_bytes, expansion)
     check_apart(folder, listing)
     cluster = start_ray()
     stop_on_sigterm()
@@ -67,9 +79,28 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     scans, entries = scan_input(listing, config.input, index_all or is_open, note, sum_ids=index_all or not is_finished)
     plan = plan_input(listing, scans, config.input)
     id_sum = sum_input(plan, scans, config.input)
-    note(f"input: {plan.num_rows} rows in {count(len(listing.files), f'{listing.format} file')}")
-    prints = fingerprint(config, model.decode, model.folder, dtype, plan)
-    return PlannedRun(config, model, dtype, folder, earlier, plan, entries, pool, prints, id_sum, is_finished)
+    note(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
+    columns = {name for scan in scans for name in scan.columns} | ({PROMPT} if listing.format == "text" else set())
+    for text in unknown_names(config.input, columns):
+        note(text)
+    chat = used_chat_template(chat, config, listing.format, scans, note)
+    prints = fingerprint(config, model.decode, model.folder, dtype, plan, chat)
+    began = started_at(earlier)
+    prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC))
+    return PlannedRun(
+        config, model, dtype, folder, earlier, plan, entries, pool, prints, id_sum, is_finished, began, prompter
+    )
+
+
+def started_at(earlier: RunState | None) -> float:
+    """When the run began; of a new one, now."""
+    return earlier["sessions"][0]["started_at"] if earlier is not None and earlier["sessions"] else time.time()
+
+
+def lines_of(earlier: RunState | None) -> int:
+    """How the run in the folder reads OpenAI batch lines."""
+    lines = earlier["fingerprint"].get("input.lines", LINES_BEFORE) if earlier is not None else LINES_NOW
+    return lines if isinstance(lines, int) else LINES_NOW
 
 
 def begun_in(earlier: RunState | None) -> str | None:

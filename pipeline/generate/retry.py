@@ -25,6 +25,7 @@ from pipeline.generate.run import RunResult, finish_run, was_finished
 from pipeline.generate.stream import stream_rows
 from pipeline.input.ids import sum_outputs
 from pipeline.input.plan import InputPlan
+from pipeline.input_config import stored_input
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
 from pipeline.store.commit import finish_commit, start_commit
 from pipeline.store.lease import Lease
@@ -72,7 +73,7 @@ def retry(path: str, given: Mapping[str, Json], overrides: list[str], note: Note
 
 def _own_config(state: RunState, given: Mapping[str, Json], path: str) -> dict[str, Json]:
     """The configuration of the run, with what is `given` in its place."""
-    tree: dict[str, Json] = {**state["config"]}
+    tree: dict[str, Json] = {**state["config"], "input": stored_input(state["config"]["input"])}
     for section, values in given.items():
         before = tree.get(section) or {}
         tree[section] = before | values if isinstance(before, dict) and isinstance(values, dict) else values

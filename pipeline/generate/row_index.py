@@ -84,7 +84,9 @@ def _scan_group(
             return error, parts[0]
         if sum_ids:
             is_whole = len(digests) == scan.num_rows
-            id_sum = sum_digests(digests) if is_whole else sum_made_ids(scan.file, scan.num_rows)
+            id_sum = (
+                sum_digests(digests) if is_whole else sum_made_ids(scan.file, scan.num_documents, listing.expansion.ids)
+            )
             scan = replace(scan, id_sum=id_sum)
         scans.append(scan)
         parts.append(input_entries(digests, index))
@@ -94,10 +96,10 @@ def _scan_group(
 def sum_input(plan: InputPlan, scans: Sequence[FileScan], config: InputConfig) -> int | None:
     """The sum of the ids of all rows of the plan; None where the scans have none."""
     total, task = 0, ray.remote(**TASK)(_sum_first)
-    for index, (scan, count) in enumerate(zip(scans, plan.num_rows_per_file, strict=True)):
+    for index, (scan, count) in enumerate(zip(scans, plan.num_documents_per_file, strict=True)):
         if scan.id_sum is None:
             return None
-        is_cut = 0 < count < scan.num_rows  # `input.limit` ends in this file
+        is_cut = 0 < count < scan.num_documents  # `input.limit` ends in this file
         total += fetch(task.remote(plan.listing, index, config, count)) if is_cut else scan.id_sum if count else 0
     return total % ID_MODULUS
 

@@ -6,6 +6,7 @@ from pipeline.config import JobConfig
 from pipeline.generate.dataset import PipelineSpec
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
+from pipeline.input.openai_rows import CHAT_URL
 from pipeline.stages.tokens import TokenizeConfig
 from skipdecode.hub import resolve_source
 from skipdecode.sampling import Sampling
@@ -35,12 +36,21 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         length_buckets=config.actors.length_buckets,
         deterministic=s.deterministic,
         baseline_fraction=config.baseline.fraction,
+        memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
     return PipelineSpec(
         input=config.input,
         plan=work.plan,
         done=work.done,
-        tokenize=TokenizeConfig(tokenizer or source, model.config, sampling, config.input.too_long),
+        prompter=planned.prompter,
+        tokenize=TokenizeConfig(
+            tokenizer or source,
+            model.config,
+            sampling,
+            config.input.too_long,
+            chat=config.input.is_chat,
+            chat_url=CHAT_URL if planned.input.listing.format == "openai_batch" else None,
+        ),
         generator=generator,
         pool=pool,
         window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),

@@ -16,16 +16,19 @@ import pyarrow.parquet as pq
 import ray
 
 from pipeline.cluster import start_ray
-from pipeline.config import ConfigError, InputConfig, LimitsConfig, build_config
+from pipeline.config import ConfigError, InputConfig, LimitsConfig, SamplingConfig, build_config
 from pipeline.generate.fingerprint import compare_files, list_files
 from pipeline.generate.openai_batch import FILES, count_lines
+from pipeline.generate.plan import lines_of
 from pipeline.generate.row_index import TASK, EntriesRef, gather, group_files, match_rows, scan_input
 from pipeline.generate.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
+from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
 from pipeline.input.ids import describe_place, split_place
 from pipeline.input.match import Match
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.read import read_file
+from pipeline.input_config import stored_input
 from pipeline.store.lease import may_live, read_lease
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import Books, RunState
@@ -66,7 +69,7 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
     verdict.rows = dict(found.num_rows)
     plan = None
     if read_input:
-        tree = state["config"]["input"] | ({"path": inputs} if inputs else {})
+        tree = stored_input(state["config"]["input"]) | ({"path": list[Json](inputs)} if inputs else {})
         config = build_config(InputConfig, tree)
         plan, entries = _read_input(config, state, inputs is not None, verdict, note)
     num_outputs = sum(found.num_rows.values())
@@ -119,8 +122,10 @@ def _read_input(
     config: InputConfig, state: RunState, has_moved: bool, verdict: Verdict, note: Note
 ) -> tuple[InputPlan | None, list[EntriesRef]]:
     max_line_bytes = build_config(LimitsConfig, state["config"].get("limits", {})).max_line_bytes
+    sampling = build_config(SamplingConfig, state["config"]["sampling"])
+    expansion = Expansion.of(config, sampling, lines_of(state))
     try:
-        listing = list_input(config, max_line_bytes)
+        listing = list_input(config, max_line_bytes, expansion)
         scans, entries = scan_input(listing, config, True, note)
         plan = plan_input(listing, scans, config)
     except (ConfigError, OSError) as error:
@@ -134,7 +139,7 @@ def _read_input(
     if differing := compare_files(before, now):
         verdict.input = "changed"
         verdict.problems.add("input", differing)
-    note(f"input: {plan.num_rows} rows in {count(len(listing.files), 'file')}, {verdict.input}")
+    note(f"input: {plan.describe()} in {count(len(listing.files), 'file')}, {verdict.input}")
     return plan, entries
 
 
@@ -194,9 +199,17 @@ def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict
         }
         verdict.problems.add("count", _miscounts("report.json:", json.loads(report) if report else {}, totals))
     if state["input"]["format"] == "openai_batch" and state["state"] == "finished":
-        for status, name in FILES.items():
-            lines, num_rows = count_lines(folder, name), counted[status]
-            verdict.problems.add("count", [f"{name}: {lines} lines for {num_rows} rows"] if lines != num_rows else [])
+        verdict.problems.add("count", _miscounted_lines(folder, counted, found))
+
+
+def _miscounted_lines(folder: RunFolder, counted: Mapping[str, int], found: FilesFound) -> list[str]:
+    """Of the batch files: a line for each row, or where lines of the input have several rows, for each of these."""
+    lines = {status: count_lines(folder, name) for status, name in FILES.items()}
+    if found.num_documents is None:
+        named = [(FILES[status], lines[status], counted[status], "row") for status in FILES]
+    else:
+        named = [(" and ".join(FILES.values()), sum(lines.values()), found.num_documents, "document")]
+    return [f"{name}: {own} lines for {count(rows, word)}" for name, own, rows, word in named if own != rows]
 
 
 def _miscounts(where: str, said: Mapping[str, T], is_so: Mapping[str, T]) -> list[str]:

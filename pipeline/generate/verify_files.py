@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.input.ids import OUTPUT_ENTRY, output_entries
-from pipeline.schema import ERROR_CODES, OUTPUT_SCHEMA, PROMPT, list_columns, type_words
+from pipeline.schema import ERROR_CODES, OUTPUT_SCHEMA, PROMPT, SAMPLE, SOURCE_ID, list_columns, type_words
 
 BATCH_ROWS = 4096
 NUM_SHOWN = 20  # problems of each kind that are told; the rest is counted
@@ -51,9 +51,13 @@ class FilesFound:
     tokens: dict[str, int] = field(default_factory=lambda: {"num_input_tokens": 0, "num_generated_tokens": 0})
     """Of good rows."""
     errors: dict[str, int] = field(default_factory=dict)
+    num_documents: int | None = None
+    """First samples; None where rows do not say which sample they are."""
 
     def join(self, other: "FilesFound") -> None:
         self.problems.join(other.problems)
+        if other.num_documents is not None:
+            self.num_documents = (self.num_documents or 0) + other.num_documents
         for mine, theirs in (
             (self.num_rows, other.num_rows), (self.tokens, other.tokens), (self.errors, other.errors)
         ):  # fmt: skip
@@ -103,6 +107,9 @@ def _check_rows(file: pq.ParquetFile, number: int, path: str, found: FilesFound)
             parts.append(output_entries(batch, number, first))
         first += batch.num_rows
         found.num_rows[status] += batch.num_rows
+        if SOURCE_ID in batch.schema.names and pa.field(SAMPLE, pa.int32()) in batch.schema:
+            firsts = pc.sum(pc.equal(batch[SAMPLE], 0)).as_py() or 0
+            found.num_documents = (found.num_documents or 0) + firsts
         if status == "ok":
             for name in found.tokens:
                 found.tokens[name] += pc.sum(batch[name]).as_py() or 0

@@ -118,5 +118,5 @@ def _csv_row(values: list[str], header: list[str], number: int, where: str, conf
         fields = {column: value for column, value in fields.items() if column not in bad}
     row.fields = fields
     row.id = fields.get(config.id_column) or None
-    row.prompt = fields.get(config.prompt_column)
+    row.prompt = None if config.text_column is None else fields.get(config.text_column)
     return row

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from pipeline.config import MAX_LINE_BYTES, ConfigError, InputConfig
+from pipeline.config import MAX_LINE_BYTES, ConfigError, InputConfig, SamplingConfig
+from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.formats import BINARY, parse_suffix
 from pipeline.input.lines import READ_BYTES, iter_lines
 from pipeline.input.openai_rows import looks_like_batch
@@ -37,17 +38,20 @@ class Listing:
     format: str  # concrete, never "auto"
     folders: tuple[str, ...] = ()  # that are read with everything in them
     max_line_bytes: int = MAX_LINE_BYTES
+    expansion: Expansion = ONE_ROW
 
 
-def list_input(config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES) -> Listing:
+def list_input(
+    config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES, expansion: Expansion | None = None
+) -> Listing:
     """Finds the files of `input.path` and their format; `ConfigError` if there is none, or no single one.
 
     A path is a file, a folder or a pattern of `*`, `?` and `**`; local, or any URI pyarrow knows. A folder is
     read recursively, but without names that start with `_` or `.` (a wildcard does not match these either)
     and without README, LICENSE and the like, with format auto also without *.md. A file that several paths
-    lead to is read once.
+    lead to is read once. `expansion`: of its documents; None: by their templates alone.
     """
-    if config.prompt_column == config.id_column and config.format not in ("text", "openai_batch"):
+    if config.text_column == config.id_column and config.format not in ("text", "openai_batch"):
         raise ConfigError("input.id_column", f"is the prompt column too ({config.id_column!r}); name another column")
     filesystem: pafs.FileSystem | None = None
     found: dict[str, pafs.FileInfo] = {}  # by identity, in order
@@ -73,7 +77,9 @@ def list_input(config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES) -> Lis
         for info, name in zip(found.values(), names, strict=True)
     )
     format = _detect_format(filesystem, files, config)
-    return Listing(filesystem, files, format, tuple(folders), max_line_bytes)
+    return Listing(
+        filesystem, files, format, tuple(folders), max_line_bytes, expansion or Expansion.of(config, SamplingConfig())
+    )
 
 
 def _without_commits(names: list[str]) -> list[str]:

@@ -5,10 +5,12 @@ Everything streams. Left out: the readers of `BINARY` formats, which make blocks
 
 import posixpath
 from collections.abc import Iterator
+from functools import partial
 from typing import BinaryIO, Final
 
 from pipeline.config import MAX_LINE_BYTES, InputConfig
 from pipeline.input.csv_rows import csv_rows
+from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_rows, jsonl_row
 from pipeline.input.lines import iter_lines
 from pipeline.input.openai_rows import batch_row
@@ -41,12 +43,17 @@ def parse_suffix(path: str) -> tuple[str | None, str | None]:
 
 
 def iter_rows(
-    stream: BinaryIO, name: str, format: str, config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES
+    stream: BinaryIO,
+    name: str,
+    format: str,
+    config: InputConfig,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    expansion: Expansion = ONE_ROW,
 ) -> Iterator[Row]:
     """The rows of one text, CSV, JSONL or OpenAI batch file; `stream` gives its uncompressed bytes."""
     if format == "text":
         return text_rows(iter_lines(stream, max_line_bytes), name)
     if format == "csv":
         return csv_rows(stream, name, config, max_line_bytes)
-    make_row = batch_row if format == "openai_batch" else jsonl_row
+    make_row = partial(batch_row, expansion=expansion) if format == "openai_batch" else jsonl_row
     return json_rows(iter_lines(stream, max_line_bytes), name, make_row, config)

@@ -4,7 +4,7 @@ Left out: which ids occur twice and which rows are done (`match`).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -40,11 +40,12 @@ def sum_digests(digests: Digests) -> int:
     return sum(int(column) << (32 * place) for place, column in enumerate(words.sum(0, dtype=np.uint64))) % ID_MODULUS
 
 
-def sum_made_ids(file: SourceFile, count: int) -> int:
-    """`sum_digests` of the made ids of the first rows of a file."""
+def sum_made_ids(file: SourceFile, count: int, expand: Callable[[str], Sequence[str]]) -> int:
+    """`sum_digests` of the made ids of the first documents of a file; `expand`: the ids of their rows."""
     starts = range(0, count, SUMMED_AT_ONCE)
     parts = ((start, min(start + SUMMED_AT_ONCE, count)) for start in starts)
-    return sum(sum_digests(digest_ids([made_id(file, row) for row in range(*part)])) for part in parts) % ID_MODULUS
+    made = ([id for row in range(*part) for id in expand(made_id(file, row))] for part in parts)
+    return sum(sum_digests(digest_ids(ids)) for ids in made) % ID_MODULUS
 
 
 def sum_outputs(table: pa.Table) -> int:

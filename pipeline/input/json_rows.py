@@ -99,9 +99,6 @@ def _dirty_keys(value: JsonObject) -> list[str]:
 
 def jsonl_row(row: Row, value: JsonObject, config: InputConfig) -> None:
     row.fields = value
-    prompt = value.get(config.prompt_column)
-    if isinstance(prompt, str):
-        row.prompt = prompt
     given = value.get(config.id_column)
     if isinstance(given, str):
         row.id = given or None
@@ -110,8 +107,15 @@ def jsonl_row(row: Row, value: JsonObject, config: InputConfig) -> None:
     elif given is not None:
         kind = json_kind(given)
         row.fail(BAD_LINE, f"id column {config.id_column!r} must be a string or an integer, got {kind}")
+    column = config.text_column or config.messages_column
+    if column is None:
+        return
+    prompt = value.get(column)
     if prompt is None:
-        state = "is null" if config.prompt_column in value else "is missing"
-        row.fail(PROMPT_MISSING, f"column {config.prompt_column!r} {state}")
-    elif row.prompt is None:
-        row.fail(PROMPT_NOT_TEXT, f"column {config.prompt_column!r} must be a string, got {json_kind(prompt)}")
+        row.fail(PROMPT_MISSING, f"column {column!r} {'is null' if column in value else 'is missing'}")
+    elif column != config.text_column:
+        return
+    elif isinstance(prompt, str):
+        row.prompt = prompt
+    else:
+        row.fail(PROMPT_NOT_TEXT, f"column {column!r} must be a string, got {json_kind(prompt)}")

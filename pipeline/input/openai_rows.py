@@ -1,25 +1,35 @@
-"""OpenAI batch lines for /v1/completions: prompt or token ids, and sampling parameters of the row's own.
+"""OpenAI batch lines, for completions and for chats: prompt, token ids or messages, and sampling parameters of its own.
 
-A parameter that this program does not have fails its row, unless its value asks for nothing. Left out: the
-answer files (`pipeline.generate.openai_batch`), and chat.
+A parameter that this program does not have fails its row, unless its value asks for nothing. Left out: the answer files
+(`pipeline.generate.openai_batch`), and what becomes of messages (`prompting`).
 """
 
 import json
 from collections.abc import Iterable
 from typing import Final
 
-from pipeline.config import InputConfig
+from pipeline.config import MAX_SAMPLES, InputConfig
+from pipeline.input.expansion import LINES_BEFORE, ONE_ROW, Expansion
 from pipeline.input.json_rows import json_kind, parse_object, to_json
 from pipeline.input.row import JsonObject, Row, RowError
 from pipeline.json_size import count_marks
-from pipeline.openai_params import MAX_TOKEN_ID, BadParameter, is_token_list, sampling_parameters, shown
-from pipeline.schema import BAD_LINE, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
+from pipeline.openai_params import (
+    MAX_TOKEN_ID,
+    BadParameter,
+    chat_sampling_parameters,
+    is_int,
+    is_token_list,
+    sampling_parameters,
+    shown,
+)
+from pipeline.schema import BAD_LINE, BAD_MESSAGES, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
 from pipeline.units import Json
 
 BATCH_URL: Final = "/v1/completions"
+CHAT_URL: Final = "/v1/chat/completions"
 BATCH_KEYS: Final = frozenset({"custom_id", "method", "url", "body"})
 BATCH_COLUMNS: Final = ("method", "url", "body")
-_IGNORED_KEYS: Final = frozenset({"prompt", "model", "user"})
+_IGNORED_KEYS: Final = frozenset({"model", "user"})
 
 
 def looks_like_batch(lines: Iterable[bytes]) -> bool | None:
@@ -32,7 +42,7 @@ def looks_like_batch(lines: Iterable[bytes]) -> bool | None:
     return None
 
 
-def batch_row(row: Row, value: JsonObject, config: InputConfig) -> None:
+def batch_row(row: Row, value: JsonObject, config: InputConfig, expansion: Expansion = ONE_ROW) -> None:
     fields = {key: _batch_text(value[key]) for key in ("method", "url") if value.get(key) is not None}
     row.fields = fields
     custom_id = value.get("custom_id")
@@ -44,12 +54,27 @@ def batch_row(row: Row, value: JsonObject, config: InputConfig) -> None:
     if not isinstance(body, dict):
         raise RowError(BAD_LINE, f"body must be an object, got {json_kind(body)}")
     fields["body"] = _batch_body(body)
+    is_chat = value.get("url") == CHAT_URL and expansion.lines > LINES_BEFORE
     try:
-        _check_target(value)
-        row.sampling = _sampling(body)
+        _check_target(value, is_chat)
+        row.samples = line_samples(body, expansion)
+        row.sampling = _sampling(body, is_chat, expansion)
     except RowError as error:
         row.fail(error.code, error.reason)
-    row.prompt, row.tokens = _batch_prompt(body.get("prompt"))
+    if is_chat:
+        row.messages = _batch_messages(body.get("messages"))
+    else:
+        row.prompt, row.tokens = _batch_prompt(body.get("prompt"))
+
+
+def line_samples(body: JsonObject, expansion: Expansion) -> int | None:
+    """The answers that a line asks for; None: it does not say. RowError where that is no number of answers."""
+    n = body.get("n")
+    if n is None or expansion.lines == LINES_BEFORE:
+        return None
+    if not is_int(1, MAX_SAMPLES)(n):
+        raise RowError(BAD_PARAMETERS, f"body.n must be an integer from 1 to {MAX_SAMPLES}, got {shown(n)}")
+    return n
 
 
 def _batch_text(value: Json) -> str:
@@ -63,11 +88,20 @@ def _batch_body(body: JsonObject) -> str:
         raise RowError(BAD_LINE, "body holds a number that JSON does not have (NaN or infinite)") from error
 
 
-def _check_target(value: JsonObject) -> None:
+def _check_target(value: JsonObject, is_chat: bool) -> None:
     if value.get("method") != "POST":
         raise RowError(BAD_PARAMETERS, f"method must be 'POST', got {shown(value.get('method'))}")
-    if value.get("url") != BATCH_URL:
-        raise RowError(BAD_PARAMETERS, f"url must be {BATCH_URL!r}, got {shown(value.get('url'))}")
+    if not is_chat and value.get("url") != BATCH_URL:
+        raise RowError(BAD_PARAMETERS, f"url must be {BATCH_URL!r} or {CHAT_URL!r}, got {shown(value.get('url'))}")
+
+
+def _batch_messages(messages: Json) -> list[Json]:
+    """What is in them is looked at where a prompt is made of them."""
+    if messages is None:
+        raise RowError(PROMPT_MISSING, "body.messages is missing or null")
+    if not isinstance(messages, list):
+        raise RowError(BAD_MESSAGES, f"body.messages must be a list of messages, got {json_kind(messages)}")
+    return messages
 
 
 def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
@@ -86,10 +120,16 @@ def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
     raise RowError(PROMPT_NOT_TEXT, f"body.prompt must be {wanted}, got {shown(prompt)}")
 
 
-def _sampling(body: JsonObject) -> str | None:
+def _sampling(body: JsonObject, is_chat: bool, expansion: Expansion) -> str | None:
     """The row's own sampling parameters under the names of `sampling.*`, as JSON; None if it has none."""
+    mine = _IGNORED_KEYS | {"messages" if is_chat else "prompt"}
+    if expansion.lines > LINES_BEFORE:
+        mine |= {"n"}
     try:
-        own = sampling_parameters(body, _IGNORED_KEYS)
+        own = chat_sampling_parameters(body, mine) if is_chat else sampling_parameters(body, mine)
     except BadParameter as error:
         raise RowError(BAD_PARAMETERS, f"body.{error}") from error
+    samples = line_samples(body, expansion) or expansion.samples
+    if samples > 1 and not own.get("temperature", expansion.temperature):
+        raise RowError(BAD_PARAMETERS, f"{samples} answers at temperature 0 are the same; give body.temperature")
     return to_json(own) if own else None

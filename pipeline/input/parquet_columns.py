@@ -4,6 +4,7 @@ Left out: opening files (`scan`, `read`), and text inside lists and structs, whi
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +31,14 @@ def is_id_type(type_: pa.DataType) -> bool:
     return is_text_type(type_) or pa.types.is_integer(type_.value_type if pa.types.is_dictionary(type_) else type_)
 
 
+def is_messages_type(type_: pa.DataType) -> bool:
+    """Lists of structs or maps, or text, which is then their JSON."""
+    if not any(is_it(type_) for is_it, _ in LISTS):
+        return is_text_type(type_)
+    value = type_.value_type
+    return bool(pa.types.is_struct(value) or pa.types.is_map(value) or pa.types.is_null(value))
+
+
 def plain_type(type_: pa.DataType) -> pa.DataType:
     """`type_` with the type of the values for dictionaries, which differ from file to file."""
     if pa.types.is_dictionary(type_):
@@ -43,6 +52,15 @@ def plain_type(type_: pa.DataType) -> pa.DataType:
         if is_it(type_):
             return make(type_.value_field.with_type(plain_type(type_.value_type)))
     return type_
+
+
+def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
+    """The column without dictionaries, and in a type that holds it."""
+    plain = plain_type(column.type)
+    for wanted in (plain, type_):
+        if column.type != wanted:  # pyarrow's cast breaks lists of structs with a child of nulls, to their own type too
+            column = column.cast(wanted)
+    return column
 
 
 def without_views(type_: pa.DataType) -> pa.DataType:
@@ -85,6 +103,27 @@ def settle_views(batch: pa.RecordBatch) -> pa.RecordBatch:
 def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
     """A string or integer column as `string`, and which values are not valid UTF-8: those become null."""
     return without_invalid_utf8(column.cast(plain_type(column.type)).cast(pa.string()))
+
+
+def to_python(batch: pa.RecordBatch) -> list[dict[str, object]]:
+    """Rows as Python has them, maps as dictionaries. ValueError for what Python cannot say."""
+    columns = {
+        name: [_as_python(value, column.type) for value in column.to_pylist()]
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _as_python(value: Any, type_: pa.DataType) -> object:
+    if value is None or not pa.types.is_nested(type_):
+        return value
+    if pa.types.is_map(type_):
+        return {key: _as_python(item, type_.item_type) for key, item in value}
+    if pa.types.is_struct(type_):
+        return {child.name: _as_python(value[child.name], child.type) for child in type_}
+    if any(is_it(type_) for is_it, _ in LISTS):
+        return [_as_python(item, type_.value_type) for item in value]
+    return value
 
 
 def without_invalid_utf8(column: pa.Array) -> tuple[pa.Array, Mask]:
@@ -161,14 +200,18 @@ def row_bytes(metadata: pq.FileMetaData) -> int:
 
 def block_cuts(batch: pa.RecordBatch, max_bytes: int) -> list[int]:
     """Where to cut a batch so that no part, without its dictionaries, has more than `max_bytes`, or else one row."""
-    sizes = sum((decoded_bytes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
     cuts, total = [0], 0
-    for row, size in enumerate(sizes.tolist()):
+    for row, size in enumerate(row_sizes(batch).tolist()):
         if total + size > max_bytes and row > cuts[-1]:
             cuts.append(row)
             total = 0
         total += size
     return [*cuts, batch.num_rows]
+
+
+def row_sizes(batch: pa.RecordBatch) -> Rows:
+    """int64 [rows]: about what each takes without dictionaries."""
+    return sum((decoded_bytes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
 
 
 def own_values(column: pa.Array) -> pa.Array:

@@ -13,10 +13,13 @@ import pyarrow as pa
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.arrays import Places, Rows
 from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, merge_parquet_leaf, merge_types
+from pipeline.input.columns import check_source, unknown_columns
 from pipeline.input.files import Listing
 from pipeline.input.ids import ROW_BITS
-from pipeline.input.scan import FileScan, unknown_columns
-from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING
+from pipeline.input.prompting import check_format, check_templates
+from pipeline.input.scan import FileScan
+from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING, SOURCE_SCHEMA
+from pipeline.units import count
 
 ROW_SCHEMA: Final = pa.schema(
     [
@@ -36,9 +39,11 @@ class InputPlan:
     """Everything a reader of any file has to know; the same input and config give the same plan."""
 
     listing: Listing
-    num_rows_per_file: tuple[int, ...]  # after `input.limit`
+    num_documents_per_file: tuple[int, ...]  # after `input.limit`
+    num_rows_per_file: tuple[int, ...]  # that these become
     etags: tuple[str | None, ...]  # per file
-    num_bytes_per_file: tuple[int, ...]  # of the rows in memory, about
+    num_bytes_per_file: tuple[int, ...]  # of the documents in memory, about
+    has_sources: bool  # its rows say which document they come from
     extra_schema: pa.Schema
     json_columns: frozenset[str]
     duplicates: tuple[Rows, ...]  # per file, sorted
@@ -49,13 +54,32 @@ class InputPlan:
         return sum(self.num_rows_per_file)
 
     @property
+    def num_documents(self) -> int:
+        return sum(self.num_documents_per_file)
+
+    @property
     def num_duplicates(self) -> int:
         return sum(map(len, self.duplicates))
 
     @property
     def schema(self) -> pa.Schema:
         """Of every block that `read_file` yields."""
+        return pa.schema([*ROW_SCHEMA, *self.carried_schema])
+
+    @property
+    def document_schema(self) -> pa.Schema:
+        """Of a block before its documents become rows."""
         return pa.schema([*ROW_SCHEMA, *self.extra_schema])
+
+    @property
+    def carried_schema(self) -> pa.Schema:
+        """Columns that the output has as they are read."""
+        return pa.schema([*(SOURCE_SCHEMA if self.has_sources else ()), *self.extra_schema])
+
+    def describe(self) -> str:
+        """How many rows, and of how many documents where that is another number."""
+        rows = count(self.num_rows, "row")
+        return f"{count(self.num_documents, 'document')}, {rows}" if self.has_sources else rows
 
     def with_duplicates(self, rows: Places, firsts: Places) -> "InputPlan":
         """The plan with these rows (places) marked as having the id of `firsts` (places)."""
@@ -78,20 +102,34 @@ def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig)
         raise ConfigError("input.path", f"no rows in {', '.join(config.path)}")
     _check_columns(listing, scans, config)
     schema, json_columns = _unify(listing.format, scans)
-    left, num_rows = config.limit or sum(scan.num_rows for scan in scans), []
+    left, documents = config.limit or sum(scan.num_documents for scan in scans), []
     for scan in scans:
-        num_rows.append(min(scan.num_rows, left))
-        left -= num_rows[-1]
+        documents.append(min(scan.num_documents, left))
+        left -= documents[-1]
+    num_rows = [_rows_of(scan, wanted) for scan, wanted in zip(scans, documents, strict=True)]
+    if max(num_rows) >= 2**32:
+        raise ConfigError("input.path", f"a file becomes {max(num_rows)} rows; cut it, so that it has less than 2^32")
     return InputPlan(
         listing,
+        num_documents_per_file=tuple(documents),
         num_rows_per_file=tuple(num_rows),
         etags=tuple(scan.etag for scan in scans),
         num_bytes_per_file=tuple(scan.num_bytes for scan in scans),
+        has_sources=listing.expansion.is_on or sum(num_rows) > sum(documents),
         extra_schema=schema,
         json_columns=json_columns,
         duplicates=tuple(np.empty(0, np.int64) for _ in scans),
         duplicate_of=tuple(np.empty(0, np.uint64) for _ in scans),
     )
+
+
+def _rows_of(scan: FileScan, num_documents: int) -> int:
+    """Of the first documents of a file."""
+    if num_documents == scan.num_documents:
+        return scan.num_rows
+    if scan.counts is not None:
+        return int(scan.counts[:num_documents].sum())
+    return scan.num_rows // scan.num_documents * num_documents
 
 
 def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputConfig) -> None:
@@ -101,25 +139,25 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
             "input.path",
             f"{kinds[True]} holds OpenAI batch lines and {kinds[False]} does not; one run reads one format",
         )
-    if listing.format in ("text", "openai_batch"):
+    check_format(listing, config)
+    if listing.format == "openai_batch":
         return
-    names = {name for scan in scans for name in scan.extra_schema.names}
-    if not any(scan.has_prompt for scan in scans):
-        if not names and not any(scan.has_id for scan in scans):
-            error = next(scan.first_error for scan in scans if scan.num_rows)
-            raise ConfigError(
-                "input.path",
-                f"no line is a JSON object; the first: {error}. "
-                "JSON Lines needs one object per line (a JSON array: jq -c '.[]')",
-            )
-        names |= {config.id_column} if any(scan.has_id for scan in scans) else set()
-        missing = unknown_columns(config.prompt_column, names)
-        raise ConfigError("input.prompt_column", f"the input has {missing}")
+    names = {PROMPT} if listing.format == "text" else {name for scan in scans for name in scan.columns}
+    if not names:
+        error = next(scan.first_error for scan in scans if scan.num_rows)
+        raise ConfigError(
+            "input.path",
+            f"no line is a JSON object; the first: {error}. "
+            "JSON Lines needs one object per line (a JSON array: jq -c '.[]')",
+        )
+    check_templates(config, names)
+    if listing.format == "text" and config.messages_column is None:
+        return
+    check_source(names, "the input", config)
     # "id" is only the default, and an input without ids is fine; a name that somebody chose is meant.
     is_chosen = config.id_column != InputConfig.model_fields["id_column"].default
-    if is_chosen and not any(scan.has_id for scan in scans):
-        missing = unknown_columns(config.id_column, names | {config.prompt_column})
-        raise ConfigError("input.id_column", f"the input has {missing}")
+    if is_chosen and config.id_column not in names:
+        raise ConfigError("input.id_column", f"the input has {unknown_columns(config.id_column, names)}")
 
 
 def _unify(format: str, scans: Sequence[FileScan]) -> tuple[pa.Schema, frozenset[str]]:

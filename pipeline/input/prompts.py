@@ -1,22 +1,30 @@
 """A few prompts of an input, for whoever measures on a sample: the first distinct ones that are fit to run."""
 
+from datetime import UTC, datetime
 from itertools import islice
 
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import list_input
 from pipeline.input.plan import plan_input
+from pipeline.input.prompting import Prompter
 from pipeline.input.read import read_file
 from pipeline.input.scan import scan_file
 from pipeline.schema import PROMPT
 
 
 def read_prompts(config: InputConfig, count: int) -> list[str]:
-    """The first `count` distinct prompts that are fit to run."""
+    """The first `count` distinct prompts that are fit to run, of templates too; ConfigError for conversations."""
+    if config.is_chat:
+        key = "chat" if config.chat else "messages_column"
+        raise ConfigError(
+            f"input.{key}", "a sample is of prompts as they are; render conversations first, or leave it out"
+        )
     listing = list_input(config)
+    prompter = Prompter.of(config, listing.format, None, datetime.now(UTC))
     plan = plan_input(listing, [scan_file(listing, index, config)[0] for index in range(len(listing.files))], config)
     found: dict[str, None] = {}
     for index in range(len(listing.files)):
-        for block in read_file(plan, index, config):
+        for block in read_file(plan, index, config, prompter=prompter):
             texts, codes = block[PROMPT].to_pylist(), block["error_code"].to_pylist()
             found |= dict.fromkeys(text for text, code in zip(texts, codes, strict=True) if text and not code)
             if len(found) >= count:

@@ -16,49 +16,66 @@ import pyarrow.parquet as pq
 from pipeline.config import InputConfig
 from pipeline.input.arrays import Mask
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
+from pipeline.input.expand import Documents, expand
 from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import ARROW, iter_rows
 from pipeline.input.ids import already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
 from pipeline.input.parquet_columns import (
     block_cuts,
+    cast_plain,
     encoded_columns,
     own_values,
     parquet_ids,
-    plain_type,
     row_bytes,
+    row_sizes,
     settle_views,
+    to_python,
     to_text,
     without_bombs,
     without_invalid_utf8,
 )
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
+from pipeline.input.prompting import Prompter, prompt_fields, template_columns
 from pipeline.input.row import BLOCK_BYTES, Row
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
-Blocks = Generator[pa.Table, None, None]
+Blocks = Generator[Documents, None, None]
 
 
-def read_file(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int = 1024) -> Iterator[pa.Table]:
+def read_file(
+    plan: InputPlan,
+    index: int,
+    config: InputConfig,
+    rows_per_block: int = 1024,
+    prompter: Prompter | None = None,
+    is_done: Mask | None = None,
+) -> Iterator[pa.Table]:
     """The rows of file `index` as blocks of `plan.schema`, of up to `rows_per_block` rows and about 32 MiB.
 
-    Raises `RuntimeError` if the file is not the one that was scanned: with other rows the books cannot close.
+    `prompter`: makes prompts where they are made; without it there are none. Nor are there for rows that are done:
+    bool [rows]. Raises `RuntimeError` if the file is not the one that was scanned: with other rows the books cannot
+    close.
     """
-    file = plan.listing.files[index]
-    wanted = plan.num_rows_per_file[index]
+    file, expansion = plan.listing.files[index], plan.listing.expansion
+    wanted = plan.num_documents_per_file[index]
     _check_unchanged(plan.listing.filesystem, file)
     reader = {"parquet": _read_parquet, ARROW: _read_arrow}.get(plan.listing.format, _read_rows)
-    done = 0
+    done = num_rows = 0
     try:
         with closing(reader(plan, index, config, rows_per_block)) as blocks:
-            while done < wanted and (block := next(blocks, None)) is not None:
-                block = _mark_duplicates(block[: wanted - done], done, plan, index)
-                done += len(block)
-                yield block
+            while done < wanted and (documents := next(blocks, None)) is not None:
+                documents = documents[: wanted - done]
+                done += len(documents.table)
+                mask = None if is_done is None else is_done[num_rows:]
+                for block in expand(documents, expansion, plan.schema, prompter, mask, rows_per_block):
+                    yield _mark_duplicates(block, num_rows, plan, index)
+                    num_rows += len(block)
     except (OSError, pa.ArrowException) as error:
         raise RuntimeError(f"input file {file.path}: cannot be read after row {done}: {error}") from error
-    if done != wanted:
-        raise RuntimeError(f"input file {file.path}: {done} rows now, {wanted} when it was scanned")
+    found, expected = (done, num_rows), (wanted, plan.num_rows_per_file[index])
+    if found != expected:
+        raise RuntimeError(f"input file {file.path}: {found} documents and rows now, {expected} when it was scanned")
 
 
 def _check_unchanged(filesystem: pafs.FileSystem, file: SourceFile) -> None:
@@ -68,19 +85,32 @@ def _check_unchanged(filesystem: pafs.FileSystem, file: SourceFile) -> None:
 
 
 def _read_rows(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
-    file, wanted = plan.listing.files[index], plan.num_rows_per_file[index]
+    file, wanted = plan.listing.files[index], plan.num_documents_per_file[index]
     with open_stream(plan.listing.filesystem, file) as stream:
         block: list[Row] = []
         num_bytes = 0
-        rows = iter_rows(stream, file.name, plan.listing.format, config, plan.listing.max_line_bytes)
+        listing = plan.listing
+        rows = iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes, listing.expansion)
         for row in islice(rows, wanted):
             block.append(row)
             num_bytes += row.num_bytes
             if len(block) == rows_per_block or num_bytes >= BLOCK_BYTES:
-                yield _to_table(block, file, plan)
+                yield _documents(block, file, plan)
                 block, num_bytes = [], 0
         if block:
-            yield _to_table(block, file, plan)
+            yield _documents(block, file, plan)
+
+
+def _documents(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> Documents:
+    format = plan.listing.format
+    word = "row" if format == "csv" else "line"
+    return Documents(
+        _to_table(rows, file, plan),
+        num_bytes=[row.num_bytes for row in rows],
+        places=[f"{file.name} {word} {row.number + 1}" for row in rows],
+        fields=[prompt_fields(row, format) for row in rows],
+        samples=[row.samples for row in rows] if format == "openai_batch" else (),
+    )
 
 
 def _to_table(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> pa.Table:
@@ -97,8 +127,9 @@ def _to_table(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> pa.Tabl
         if name in plan.json_columns:
             values = [None if value is None else to_json(value) for value in values]
         columns.append(values)
-    arrays = [pa.array(values, type=field.type) for values, field in zip(columns, plan.schema, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=plan.schema)
+    schema = plan.document_schema
+    arrays = [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
@@ -138,31 +169,60 @@ def _from_batches(batches: Iterable[pa.RecordBatch], file: SourceFile, plan: Inp
 
 def _from_batch(
     batch: pa.RecordBatch, file: SourceFile, first: int, plan: InputPlan, config: InputConfig, errors: "_Errors"
-) -> pa.Table:
+) -> Documents:
     count = batch.num_rows
     if config.id_column in batch.schema.names:
         ids, _, bad_ids = parquet_ids(batch.column(config.id_column), file, first)
         errors.set(bad_ids, BAD_LINE, f"column {config.id_column!r} is not valid UTF-8")
     else:
         ids = [made_id(file, first + row) for row in range(count)]
-    prompts, bad_prompts = to_text(batch.column(config.prompt_column))
-    errors.set(bad_prompts, BAD_LINE, f"column {config.prompt_column!r} is not valid UTF-8")
+    prompts, bad_prompts = pa.nulls(count, pa.string()), np.zeros(count, bool)
+    if config.text_column is not None:
+        prompts, bad_prompts = to_text(batch.column(config.text_column))
+        errors.set(bad_prompts, BAD_LINE, f"column {config.text_column!r} is not valid UTF-8")
     extras = []
     for field in plan.extra_schema:
         if field.name not in batch.schema.names:
             extras.append(pa.nulls(count, field.type))
             continue
-        plain = batch.column(field.name)
-        plain = plain.cast(plain_type(plain.type)).cast(field.type)
-        column, bad = without_invalid_utf8(plain)
+        column, bad = without_invalid_utf8(cast_plain(batch.column(field.name), field.type))
         errors.set(bad, BAD_LINE, f"column {field.name!r} is not valid UTF-8")
         extras.append(column)
-    missing = np.asarray(prompts.is_null()) & ~bad_prompts
-    errors.set(missing, PROMPT_MISSING, f"column {config.prompt_column!r} is null")
+    source = config.text_column or config.messages_column
+    if source is not None:
+        column = batch.column(source) if config.text_column is None else prompts
+        missing = np.asarray(column.is_null()) & ~bad_prompts
+        errors.set(missing, PROMPT_MISSING, f"column {source!r} is null")
+    fields = _parquet_fields(batch, config, errors)
     nothing = [pa.nulls(count, ROW_SCHEMA.field(name).type) for name in (PROMPT_TOKENS, SAMPLING)]
-    return pa.Table.from_arrays(
-        [pa.array(ids, pa.string()), prompts, *nothing, *errors.columns(), *extras], schema=plan.schema
+    columns = [pa.array(ids, pa.string()), prompts, *nothing, *errors.columns(), *extras]
+    return Documents(
+        pa.Table.from_arrays(columns, schema=plan.document_schema),
+        num_bytes=row_sizes(batch).tolist(),
+        places=[f"{file.name} row {first + row + 1}" for row in range(count)],
+        fields=fields,
+        samples=(),
     )
+
+
+def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> list[dict[str, object]]:
+    """The columns that prompts are made of, as Python values, by row; of one that has none that is text, nothing."""
+    wanted = template_columns(config) | ({config.messages_column} if config.messages_column is not None else set())
+    part = batch.select([name for name in batch.schema.names if name in wanted])
+    if not part.num_columns:
+        return [{} for _ in range(batch.num_rows)]
+    try:
+        return to_python(part)
+    except ValueError:  # text in it that is no UTF-8, or a time that Python cannot say
+        found = []
+    for row in range(batch.num_rows):
+        try:
+            found += to_python(part[row : row + 1])
+        except ValueError as error:
+            found.append({})
+            is_here = np.arange(batch.num_rows) == row
+            errors.set(is_here, BAD_LINE, f"a column of the prompt cannot be read: {error}")
+    return found
 
 
 class _Errors:

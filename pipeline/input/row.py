@@ -26,7 +26,9 @@ class Row:
     id: str | None = None  # None: the row has none of its own
     prompt: str | None = None
     tokens: list[int] | None = None
+    messages: list[Json] | None = None  # of a conversation, in place of a prompt
     sampling: str | None = None  # JSON object
+    samples: int | None = None  # answers that it asks for; None: as many as the run makes
     error_code: str = ""
     error_message: str = ""
     fields: Mapping[str, Json] = field(default_factory=dict)  # every column the row has, prompt and id included

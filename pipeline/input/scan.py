@@ -4,26 +4,30 @@ Of Parquet only the footer and the id column are read; of Arrow all of it.
 Left out: what the files have in common (`plan`).
 """
 
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.arrays import Digests
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.arrow_types import infer_json_type, merge_json_leaf, merge_types
+from pipeline.input.columns import check_source, own_columns, refuse_reserved
 from pipeline.input.csv_rows import read_csv_header
+from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, SourceFile, blame, is_fsspec, open_stream, read_etag, sniff_batch
 from pipeline.input.formats import ARROW, iter_rows
 from pipeline.input.ids import DIGEST, digest_id, digest_ids, made_id
 from pipeline.input.openai_rows import BATCH_COLUMNS
 from pipeline.input.parquet_columns import (
     is_id_type,
+    is_messages_type,
     is_text_type,
     parquet_ids,
     plain_type,
@@ -31,28 +35,29 @@ from pipeline.input.parquet_columns import (
     without_views,
 )
 from pipeline.input.row import BLOCK_BYTES, Row
-from pipeline.schema import RESERVED_COLUMNS
 
 SCANNED_ROWS = 65536  # at a time
 
 
 @dataclass(frozen=True, eq=False)
 class FileScan:
-    """What one pass over one file found; of its first `input.limit` rows, if there is a limit."""
+    """What one pass over one file found; of its first `input.limit` documents, if there is a limit."""
 
     file: SourceFile
-    num_rows: int
-    num_bytes: int  # of the rows in memory, about
+    num_rows: int  # that its documents become (`expansion`)
+    num_documents: int
+    num_bytes: int  # of the documents in memory, about
+    columns: frozenset[str]  # every name that was there, be its values null
     extra_schema: pa.Schema  # columns but prompt and id; JSONL: see arrow_types.infer_json_type
     json_columns: frozenset[str]  # JSONL columns that no Arrow type fits: string, JSON text
-    has_prompt: bool  # the prompt column was there, be it null
-    has_id: bool  # likewise
     has_own_ids: bool  # some row has an id that is not made
     is_indexed: bool  # the digests of its ids were taken
     etag: str | None = None  # of the object, where there are etags
     is_batch: bool | None = None  # JSONL with format auto: whether the first object is an OpenAI batch line
     first_error: str | None = None
     id_sum: int | None = None  # `ids.sum_digests` of its rows, where it was asked for
+    num_chats: int = 0  # OpenAI batch lines that are conversations
+    counts: NDArray[np.int32] | None = None  # rows of each document, where these differ and a limit may cut the file
 
 
 def scan_file(listing: Listing, index: int, config: InputConfig, index_all: bool = False) -> tuple[FileScan, Digests]:
@@ -65,9 +70,9 @@ def scan_file(listing: Listing, index: int, config: InputConfig, index_all: bool
     with blame("input.path", file.path, is_fsspec(listing.filesystem)):
         etag = read_etag(listing.filesystem, file)
         if listing.format == "parquet":
-            scan, digests = _scan_parquet(listing.filesystem, file, config, index_all)
+            scan, digests = _scan_parquet(listing, file, config, index_all)
         elif listing.format == ARROW:
-            scan, digests = _scan_arrow(listing.filesystem, file, config, index_all)
+            scan, digests = _scan_arrow(listing, file, config, index_all)
         else:
             scan, digests = _scan_rows(listing, file, config, index_all or listing.format != "text")
         return replace(scan, etag=etag), digests
@@ -78,37 +83,43 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
     if listing.format == "csv":
         with open_stream(listing.filesystem, file) as stream:
             header = read_csv_header(stream, file.path)
-        if header and config.prompt_column not in header:
-            missing = unknown_columns(config.prompt_column, header)
-            raise ConfigError("input.prompt_column", f"{file.path} has {missing}")
-    columns = _Columns(listing.format, header, config)
-    digests = bytearray()
-    num_rows = num_bytes = num_own_ids = 0
+        if header:
+            check_source(header, file.path, config)
+    columns, expansion = _Columns(listing.format, header, config), listing.expansion
+    digests, counts = bytearray(), array("i")
+    num_bytes = num_own_ids = num_chats = 0
     first_error = None
     with open_stream(listing.filesystem, file) as stream:
-        for row in islice(iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes), config.limit):
-            num_rows += 1
+        rows = iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes, expansion)
+        for row in islice(rows, config.limit):
+            counts.append(expansion.count(row.samples))
             num_bytes += row.num_bytes
             first_error = first_error or row.error_message or None
             columns.add(row)
             num_own_ids += row.id is not None
+            num_chats += row.messages is not None
             if is_indexed:
-                digests += digest_id(row.id or made_id(file, row.number))
+                for id in expansion.ids(row.id or made_id(file, row.number), row.samples):
+                    digests += digest_id(id)
+    per_document = np.frombuffer(counts, np.int32)
+    is_even = bool((per_document == expansion.count()).all())
     is_json = config.format == "auto" and listing.format in ("jsonl", "openai_batch")
     schema = columns.finish()
-    _refuse_reserved(schema.names, file)
+    refuse_reserved(schema.names, file, expansion)
     scan = FileScan(
         file,
-        num_rows=num_rows,
+        num_rows=int(per_document.sum()),
+        num_documents=len(counts),
         num_bytes=num_bytes,
+        columns=frozenset(columns.seen),
         extra_schema=schema,
         json_columns=frozenset(columns.json_columns),
-        has_prompt=config.prompt_column in columns.seen,
-        has_id=config.id_column in columns.seen,
         has_own_ids=num_own_ids > 0,
         is_indexed=is_indexed,
         is_batch=sniff_batch(listing.filesystem, file) if is_json else None,
         first_error=first_error,
+        num_chats=num_chats,
+        counts=None if is_even or config.limit is None else per_document,
     )
     return scan, np.frombuffer(bytes(digests), dtype=DIGEST)
 
@@ -118,7 +129,7 @@ class _Columns:
 
     def __init__(self, format: str, header: Sequence[str], config: InputConfig) -> None:
         self._format = format
-        self._own = {config.prompt_column, config.id_column} if format in ("csv", "jsonl") else set()
+        self._own = own_columns(config) if format in ("csv", "jsonl") else frozenset()
         self._rows: list[Row] = []
         self._num_bytes = 0
         known = BATCH_COLUMNS if format == "openai_batch" else header
@@ -152,72 +163,59 @@ class _Columns:
         self._rows, self._num_bytes = [], 0
 
 
-def _refuse_reserved(names: Sequence[str], file: SourceFile) -> None:
-    for name in names:
-        if name in RESERVED_COLUMNS:
-            raise ConfigError(
-                "input.path",
-                f"{file.path} has a column {name!r}, a name that the output uses; "
-                "rename or drop it, or make it input.prompt_column or input.id_column",
-            )
-
-
-def _scan_parquet(
-    filesystem: pafs.FileSystem, file: SourceFile, config: InputConfig, index_all: bool
-) -> tuple[FileScan, Digests]:
-    with pq.ParquetFile(filesystem.open_input_file(file.path)) as parquet:
+def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
+    expansion = listing.expansion
+    with pq.ParquetFile(listing.filesystem.open_input_file(file.path)) as parquet:
         num_rows = parquet.metadata.num_rows
         groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
         # A file without rows may come without columns or with columns of type null: it has no say.
         schema = parquet.schema_arrow if num_rows else pa.schema([])
         if num_rows:
             _check_parquet_columns(schema, file, config)
-        extra = _extra_schema(schema, file, config)
+        extra = _extra_schema(schema, file, config, expansion)
         num_rows = min(num_rows, config.limit or num_rows)
         has_id = config.id_column in schema.names
         digests, has_own_ids = np.empty(0, DIGEST), False
         if has_id:
-            digests, has_own_ids = _parquet_digests(parquet, file, num_rows, config)
+            digests, has_own_ids = _parquet_digests(parquet, file, num_rows, config, expansion)
         elif index_all:
-            digests = digest_ids([made_id(file, row) for row in range(num_rows)])
+            digests = digest_ids([id for row in range(num_rows) for id in expansion.ids(made_id(file, row))])
         scan = FileScan(
             file,
-            num_rows=num_rows,
+            num_rows=num_rows * expansion.count(),
+            num_documents=num_rows,
             num_bytes=sum(group.total_byte_size for group in groups),
+            columns=frozenset(schema.names),
             extra_schema=extra,
             json_columns=frozenset(),
-            has_prompt=num_rows > 0,
-            has_id=has_id,
             has_own_ids=has_own_ids,
             is_indexed=has_id or index_all,
         )
         return scan, digests
 
 
-def _extra_schema(schema: pa.Schema, file: SourceFile, config: InputConfig) -> pa.Schema:
+def _extra_schema(schema: pa.Schema, file: SourceFile, config: InputConfig, expansion: Expansion) -> pa.Schema:
     """The columns but prompt and id, without dictionaries and views."""
-    fields = []
+    fields, own = [], own_columns(config)
     for field in schema:
-        if field.name not in (config.prompt_column, config.id_column):
+        if field.name not in own:
             try:
                 fields.append((field.name, plain_type(without_views(field.type))))
             except pa.ArrowNotImplementedError as error:
                 raise unwritable(field, file.path) from error
-    _refuse_reserved([name for name, _ in fields], file)
+    refuse_reserved([name for name, _ in fields], file, expansion)
     return pa.schema(fields)
 
 
-def _scan_arrow(
-    filesystem: pafs.FileSystem, file: SourceFile, config: InputConfig, index_all: bool
-) -> tuple[FileScan, Digests]:
-    extra, has_id, is_indexed = pa.schema([]), False, index_all
+def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
+    extra, has_id, is_indexed, expansion = pa.schema([]), False, index_all, listing.expansion
     digests, num_rows, num_bytes, num_own = bytearray(), 0, 0, 0
-    with open_arrow(filesystem, file) as reader:
+    with open_arrow(listing.filesystem, file) as reader:
         stored = stored_schema(reader.schema, file)
         for batch in arrow_batches(reader, stored, SCANNED_ROWS):
             if not num_rows:  # a file without rows has no say
                 _check_parquet_columns(stored, file, config)
-                extra = _extra_schema(stored, file, config)
+                extra = _extra_schema(stored, file, config, expansion)
                 has_id = config.id_column in stored.names
                 is_indexed = has_id or index_all
             batch = batch[: (config.limit or num_rows + batch.num_rows) - num_rows]
@@ -227,18 +225,18 @@ def _scan_arrow(
             elif is_indexed:
                 ids = [made_id(file, num_rows + row) for row in range(batch.num_rows)]
             if is_indexed:
-                digests += b"".join(map(digest_id, ids))
+                digests += b"".join(digest_id(id) for given in ids for id in expansion.ids(given))
             num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
             if num_rows == config.limit:
                 break
     scan = FileScan(
         file,
-        num_rows=num_rows,
+        num_rows=num_rows * expansion.count(),
+        num_documents=num_rows,
         num_bytes=num_bytes,
+        columns=frozenset(stored.names if num_rows else ()),
         extra_schema=extra,
         json_columns=frozenset(),
-        has_prompt=num_rows > 0,
-        has_id=has_id,
         has_own_ids=num_own > 0,
         is_indexed=is_indexed,
     )
@@ -249,39 +247,26 @@ def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputCon
     names = schema.names
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError("input.path", f"{file.path} has more than one column {repeated[0]!r}")
-    if config.prompt_column not in names:
-        missing = unknown_columns(config.prompt_column, names)
-        raise ConfigError("input.prompt_column", f"{file.path} has {missing}")
-    type_ = schema.field(config.prompt_column).type
-    if not is_text_type(type_):
-        raise ConfigError(
-            "input.prompt_column",
-            f"{config.prompt_column!r} in {file.path} has type {type_}; a prompt must be a string",
-        )
-    type_ = schema.field(config.id_column).type if config.id_column in names else pa.string()
-    if not is_id_type(type_) and not pa.types.is_null(type_):
-        raise ConfigError(
-            "input.id_column",
-            f"{config.id_column!r} in {file.path} has type {type_}; an id must be a string or an integer",
-        )
+    check_source(names, file.path, config)
+    for key, column, is_fit, wanted in (
+        ("prompt_column", config.text_column, is_text_type, "a prompt must be a string"),
+        ("messages_column", config.messages_column, is_messages_type, "a conversation is a list of {role, content}"),
+        ("id_column", config.id_column, is_id_type, "an id must be a string or an integer"),
+    ):
+        type_ = schema.field(column).type if column in names else pa.string()
+        if column in names and not is_fit(type_) and not (key != "prompt_column" and pa.types.is_null(type_)):
+            raise ConfigError(f"input.{key}", f"{column!r} in {file.path} has type {type_}; {wanted}")
 
 
 def _parquet_digests(
-    parquet: pq.ParquetFile, file: SourceFile, num_rows: int, config: InputConfig
+    parquet: pq.ParquetFile, file: SourceFile, num_rows: int, config: InputConfig, expansion: Expansion
 ) -> tuple[Digests, bool]:
-    """Of every row, and whether some row has an id of its own."""
+    """Of every row, and whether some document has an id of its own."""
     digests, number, num_own = bytearray(), 0, 0
     for batch in parquet.iter_batches(SCANNED_ROWS, columns=[config.id_column]):
         ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
-        digests += b"".join(map(digest_id, ids))
+        digests += b"".join(digest_id(id) for given in ids for id in expansion.ids(given))
         number, num_own = number + len(ids), num_own + int(own.sum())
         if number == num_rows:
             break
     return np.frombuffer(bytes(digests), dtype=DIGEST), num_own > 0
-
-
-def unknown_columns(wanted: str, columns: Collection[str]) -> str:
-    """The end of a message about a column that is not there."""
-    names = sorted(columns)
-    shown = names[:20] + (["..."] if len(names) > 20 else [])
-    return f"no column {wanted!r}; there are: {', '.join(shown) or 'none'}"

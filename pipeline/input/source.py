@@ -1,6 +1,6 @@
 """The normalised input as a Ray Data source: one read task per file, each streaming its blocks.
 
-The only module here that imports Ray, so that the others run and are tested without it. A read task carries two
+The only module here that imports Ray, so that the others run and are tested without it. A read task carries some
 object references, an index and the config, so that a plan of 10^5 files is stored once and not once per task.
 Left out: cutting one large file into several tasks; give the corpus in files.
 """
@@ -16,6 +16,7 @@ from ray.data.datasource import ReadTask
 from pipeline.config import InputConfig
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
+from pipeline.input.prompting import Prompter
 from pipeline.input.read import read_file
 
 
@@ -26,16 +27,24 @@ class CorpusDatasource(Datasource):  # type: ignore[misc]
     repartition by rows behind it where smaller blocks are wanted.
     """
 
-    def __init__(self, plan: InputPlan, config: InputConfig, done: DoneRows | None = None) -> None:
+    def __init__(
+        self,
+        plan: InputPlan,
+        config: InputConfig,
+        done: DoneRows | None = None,
+        prompter: Prompter | None = None,
+    ) -> None:
         super().__init__()
         self._num_rows = plan.num_rows_per_file
         self._num_left = self._num_rows if done is None else tuple(self._num_rows - done.num_rows_per_file)
-        self._num_bytes = plan.num_bytes_per_file
+        sizes = zip(plan.num_bytes_per_file, plan.num_rows_per_file, plan.num_documents_per_file, strict=True)
+        self._num_bytes = tuple(size * rows // max(documents, 1) for size, rows, documents in sizes)
         self._paths = tuple(file.path for file in plan.listing.files)
         self._schema = plan.schema
         self._config = config
         self._plan = ray.put(plan)
         self._done = None if done is None else ray.put(done)
+        self._prompter = ray.put(prompter)
 
     def estimate_inmemory_data_size(self) -> int | None:
         return sum(self._num_bytes)
@@ -46,7 +55,7 @@ class CorpusDatasource(Datasource):  # type: ignore[misc]
         """One per file that has rows left, whatever `parallelism` says."""
         return [
             ReadTask(
-                _reader(self._plan, self._done, index, self._config),
+                _reader(self._plan, self._done, self._prompter, index, self._config),
                 BlockMetadata(
                     num_rows=int(num_left),
                     # Ray takes 0 for an empty dataset
@@ -63,21 +72,27 @@ class CorpusDatasource(Datasource):  # type: ignore[misc]
 
 
 def _reader(
-    plan: "ray.ObjectRef[InputPlan]", done: "ray.ObjectRef[DoneRows] | None", index: int, config: InputConfig
+    plan: "ray.ObjectRef[InputPlan]",
+    done: "ray.ObjectRef[DoneRows] | None",
+    prompter: "ray.ObjectRef[Prompter | None]",
+    index: int,
+    config: InputConfig,
 ) -> Callable[[], Iterator[pa.Table]]:
     """A function that captures references only, not the datasource."""
 
     def read_corpus_file() -> Iterator[pa.Table]:
-        yield from read_rest(ray.get(plan), None if done is None else ray.get(done), index, config)
+        yield from read_rest(ray.get(plan), None if done is None else ray.get(done), index, config, ray.get(prompter))
 
     return read_corpus_file
 
 
-def read_rest(plan: InputPlan, done: DoneRows | None, index: int, config: InputConfig) -> Iterator[pa.Table]:
+def read_rest(
+    plan: InputPlan, done: DoneRows | None, index: int, config: InputConfig, prompter: Prompter | None = None
+) -> Iterator[pa.Table]:
     """The rows of file `index` that are not done."""
     is_done = None if done is None else done.of_file(index, plan.num_rows_per_file[index])
     first = 0
-    for block in read_file(plan, index, config):
+    for block in read_file(plan, index, config, prompter=prompter, is_done=is_done):
         rest = block if is_done is None else block.filter(pa.array(~is_done[first : first + len(block)]))
         first += len(block)
         if len(rest):

@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.report.document import Agreement, Speedup
+from pipeline.report.drafts import COLUMNS as DRAFT_COLUMNS
+from pipeline.report.drafts import DraftTotals
 
 Number = TypeVar("Number", float, np.ndarray)
 
@@ -32,7 +34,9 @@ PAIRED = (
 """The same over those that were decoded at full depth too."""
 BOTH, DECODE = ("prefill_s", "decode_s"), ("decode_s",)
 COLUMNS = tuple(
-    dict.fromkeys((*ALL, *PAIRED, "layers", "prompt_columns", "full_output_tokens", "full_error", "split_error"))
+    dict.fromkeys(
+        (*ALL, *PAIRED, *DRAFT_COLUMNS, "layers", "prompt_columns", "full_output_tokens", "full_error", "split_error")
+    )
 )
 
 
@@ -64,6 +68,7 @@ class BatchTotals:
     num_pairs: int = 0
     logs: dict[tuple[str, ...], list[np.ndarray]] = field(default_factory=lambda: {BOTH: [], DECODE: []})
     """Logarithms of `per_token_ratio`, by the parts that it is of."""
+    drafts: DraftTotals = field(default_factory=DraftTotals)
     split: Errors = field(default_factory=Errors)
     full: Errors = field(default_factory=Errors)
     """Full-depth passes that failed."""
@@ -82,6 +87,7 @@ class BatchTotals:
         self.columns = _plus(self.columns, pc.multiply(table["rows"], table["prompt_columns"]))
         steps = pc.subtract(table["output_tokens"], table["rows"])
         self.full_layers = _plus(self.full_layers, pc.multiply(table["layers"], steps))
+        self.drafts.add(table)
         self.split.add(table["split_error"])
         self.full.add(table["full_error"])
         pairs = table.filter(pc.is_valid(table["full_output_tokens"]))

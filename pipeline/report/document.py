@@ -132,6 +132,19 @@ class Rates(TypedDict):
     output_tokens_per_s: list[float]
 
 
+class Drafts(TypedDict):
+    """Of a lossless run."""
+
+    drafted: int
+    """Tokens."""
+    accepted: int
+    acceptance_by_position: list[float]
+    """The share of the first, second, .. drafted token that was accepted, with all before it."""
+    draft_s: float
+    verify_s: float
+    """Of `decode_s`: in drafts, and in passes at full depth."""
+
+
 class CountedFigures(TypedDict):
     """Of `report.json` what counting gives: of the rows in the data files, and of the batches."""
 
@@ -146,6 +159,10 @@ class CountedFigures(TypedDict):
     decode_output_throughput: float | None
     speedup: Speedup
     agreement: Agreement
+    draft_acceptance: float | None
+    """None, here and in the next two: no batch was decoded with drafts."""
+    tokens_per_pass: float | None
+    drafts: Drafts | None
     layers_per_token: float | None
     ffns_per_token: float | None
     padding_fraction: float
@@ -161,6 +178,7 @@ class CountedFigures(TypedDict):
     split_batches: ErrorCount
     baseline_errors: ErrorCount
     books: Books
+    documents: int
     model: ModelState
     decode: dict[str, Json]
     prefill: str

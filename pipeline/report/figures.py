@@ -77,6 +77,9 @@ def _counted(
         "decode_output_throughput": ratio(batches.total("output_tokens"), batches.total("prefill_s", "decode_s")),
         "speedup": speedup(batches),
         "agreement": agreement(batches),
+        "draft_acceptance": batches.drafts.acceptance,
+        "tokens_per_pass": batches.drafts.tokens_per_pass,
+        "drafts": batches.drafts.figures(),
         "layers_per_token": ratio(batches.total("layers_run"), batches.decode_steps),
         "ffns_per_token": ratio(batches.total("ffns_run"), batches.decode_steps),
         "padding_fraction": 0.0 if padded is None else 1 - padded,
@@ -95,10 +98,17 @@ def _counted(
         "split_batches": _errors(batches.split),
         "baseline_errors": _errors(batches.full),
         "books": state["books"],
+        "documents": num_documents(state),
         "model": state["model"],
         "decode": decode,
         "prefill": state["config"]["prefill"]["method"],
     }
+
+
+def num_documents(state: RunState) -> int:
+    """Of the input; each may have become several rows. In a run of an earlier version each is one."""
+    found = state["input"].get("documents") if "input" in state else None
+    return state["books"]["input"] if found is None else found
 
 
 def _errors(errors: Errors) -> ErrorCount:

@@ -20,7 +20,8 @@ from pipeline.units import count, duration
 
 Single = Literal[
     "duration_s", "request_throughput", "output_throughput", "total_token_throughput", "decode_output_throughput",
-    "total_input_tokens", "total_output_tokens", "layers_per_token", "ffns_per_token", "padding_fraction", "prefill_s",
+    "total_input_tokens", "total_output_tokens", "draft_acceptance", "tokens_per_pass",
+    "layers_per_token", "ffns_per_token", "padding_fraction", "prefill_s",
     "decode_s", "baseline_s",
 ]  # fmt: skip
 """Keys of report.json that have a line of their own."""
@@ -33,6 +34,8 @@ LABELS: Final[dict[Single, tuple[str, str]]] = {  # what it is called on the pag
     "decode_output_throughput": ("output tokens per second of decoding, one worker", ""),
     "total_input_tokens": ("input tokens", ""),
     "total_output_tokens": ("output tokens", ""),
+    "draft_acceptance": ("drafted tokens that full depth accepted", "%"),
+    "tokens_per_pass": ("tokens per row and pass at full depth", ""),
     "layers_per_token": ("layers per output token", ""),
     "ffns_per_token": ("feed-forward blocks per output token", ""),
     "padding_fraction": ("padding, share of the prompts' columns", "%"),
@@ -88,8 +91,10 @@ def _when(report: Figures, state: RunState) -> str:
 def _cards(report: Figures) -> list[tuple[str, str, str]]:
     """Label, value, small print."""
     s, a, books, price = report["speedup"], report["agreement"], report["books"], report["cost"]
+    documents = report.get("documents", books["input"])  # of an earlier version there are none
+    of = f"{books['input']:,}" + ("" if documents == books["input"] else f" from {documents:,} documents")
     items = [
-        ("rows", f"{report['completed']:,}", f"of {books['input']:,}, {report['failed']:,} failed"),
+        ("rows", f"{report['completed']:,}", f"of {of}, {report['failed']:,} failed"),
         ("output tokens/s", f"{report['output_throughput']:,.0f}", f"{report['total_output_tokens']:,} in all"),
         ("speedup", times(s["measured"]), interval(report) or ("one batch" if s["batches"] else "not measured")),
         ("as at full depth", percent(a["token_match"]), f"of tokens; {percent(a['exact_rows'])} of rows"),
@@ -129,7 +134,7 @@ def _is_full(report: Figures) -> bool:
     """Whether every layer of every token was to run."""
     layers, decode = report["model"]["layers"], report["decode"]
     is_deep = all(step == layers for step in report["layers_by_step"]["planned"])
-    return is_deep and "ffn_skip" not in decode and report["prefill"] == "full"
+    return is_deep and not decode.keys() & {"ffn_skip", "lossless"} and report["prefill"] == "full"
 
 
 def _layers_text(report: Figures) -> str:
@@ -178,6 +183,8 @@ def _figures(report: Figures) -> list[tuple[str, str, str]]:
     lines: list[tuple[str, str, str]] = []
     for key, (label, unit) in LABELS.items():
         value = report[key]
+        if value is None and key in ("draft_acceptance", "tokens_per_pass"):
+            continue  # no drafts
         text = percent(value) if unit == "%" else shown(value) + (f" {unit}" if unit and value is not None else "")
         lines.append((label, key, text))
     return lines

@@ -51,6 +51,10 @@ BATCH_SCHEMA: Final = pa.schema(
         ("rows", pa.int32()),
         ("layers", pa.int32()),
         *((prefix + name, kind) for prefix in ("", "full_") for name, kind in _COST),
+        ("draft_s", pa.float64()),
+        ("verify_s", pa.float64()),
+        ("drafted_at", pa.list_(pa.int64())),
+        ("accepted_at", pa.list_(pa.int64())),
         ("full_error", pa.string()),
         ("split_error", pa.string()),
         ("exact_rows", pa.int32()),
@@ -59,7 +63,8 @@ BATCH_SCHEMA: Final = pa.schema(
     ]
 )
 """One row per decoded batch. `split_error`: of the larger batch that failed and of which this is a part (out of memory,
-mostly). `full_*`, `predicted_*` and the agreement are null unless it was paired."""
+mostly). `draft*`, `verify_s`, `accepted_at`: with
+`decode.lossless` alone. `full_*`, `predicted_*` and the agreement are null unless it was paired."""
 WINDOW_SCHEMA: Final = pa.schema(
     [
         ("worker", pa.string()),

@@ -133,6 +133,9 @@ def layers_by_step(totals: DataTotals, decode: dict[str, Json], num_layers: int,
         for length, (low, high) in by_length
         if length > max_new_tokens or not low == high == sums[max(length - 1, 0)]
     ]
+    if decode.get("lossless"):
+        reason = "drafts that were refused cost layers too, so rows of one length ran different ones (decode.lossless)"
+        return {"planned": planned, "run": None, "reason": reason}
     if others:
         reason = (
             f"rows of {others[0]} tokens ran other layers in all than the schedule for {max_new_tokens} plans, so they "

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, JsonValue, field_validator
 
 from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config
 from pipeline.config_tree import apply_overrides
+from skipdecode.gpus import MEMORY_SHARE
 
 DEPLOYMENT = "Completions"
 DRAIN_S = 120.0  # the default of limits.request_timeout_s
@@ -34,6 +35,8 @@ class EngineSection(Section):
     """cohort: requests that wait together share positions. continuous: they join and leave one batch at any step."""
     batch_size: Positive = 32
     """Rows of a cohort, or of a continuous batch."""
+    memory_share: Annotated[float, Field(gt=0.0, le=0.95)] = MEMORY_SHARE
+    """Of a GPU's memory, what a replica takes for weights and caches. Hosts give half of what is free."""
     max_cohorts: Positive = 8
     """Cohorts that take turns; under `continuous`, batches (one per schedule)."""
     max_prefill_tokens: Positive = 4096

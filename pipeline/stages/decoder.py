@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from actors.generator import DEVICE_LOST, Generator, GeneratorConfig, WindowResult
+from actors.devices import is_lost
+from actors.generator import Generator, GeneratorConfig, WindowResult
 from pipeline.handles import BackendRecord
 from skipdecode.backends import choice
 from skipdecode.generate import Request
@@ -33,7 +34,9 @@ class Decoder:
         """One answer per request. Ends the process when its device is lost: a new one may get another context."""
         try:
             return self._thread.submit(self.generator, requests, may_measure).result()
-        except DEVICE_LOST as error:
+        except Exception as error:
+            if not is_lost(error, self.generator.device):
+                raise
             self._last_words(f"{type(error).__name__}: {error}"[:500])
             os._exit(1)
 
@@ -49,6 +52,8 @@ class Decoder:
     def backend(self) -> BackendRecord:
         """Whose kernels it decodes with, and why."""
         if self.generator.device.type == "cuda":
-            return {"name": "cuda", "reason": torch.cuda.get_device_name(self.generator.device)}
+            reason = torch.cuda.get_device_name(self.generator.device)
+            graphs = self.generator.graphs
+            return {"name": "cuda", "reason": reason if graphs is None else f"{reason}; {graphs.describe()}"}
         chosen = choice.choose()
         return {"name": chosen.name, "reason": chosen.reason}

@@ -5,9 +5,10 @@ are not ours pass through untouched. The columns are `pipeline.schema`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 import pyarrow as pa
 
@@ -28,6 +29,7 @@ from skipdecode.sampling import Sampling, cut_at_stop
 from skipdecode.tokenizer import Tokenizer
 
 TOKENS = pa.list_(pa.int32())
+Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
 
 
 def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
@@ -46,6 +48,16 @@ class TokenizeConfig:
     model: DecoderConfig
     sampling: Sampling
     too_long: str
+    chat: bool = False
+    """Whether the chat template has made the prompts, which bring their special tokens then."""
+    chat_url: str | None = None
+    """Rows whose column `url` says this are such prompts; None: none of them."""
+
+    def is_rendered(self, table: pa.Table) -> list[bool]:
+        """Per row: whether its prompt brings its special tokens."""
+        if self.chat_url is None:
+            return [self.chat] * table.num_rows
+        return [url == self.chat_url for url in table["url"].to_pylist()]
 
 
 @lru_cache(maxsize=2)
@@ -59,12 +71,12 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
     tokenizer = _tokenizer(config.source, config.model)
     prompts, given = table[PROMPT].to_pylist(), table[PROMPT_TOKENS].to_pylist()
     codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
-    samplings = table[SAMPLING].to_pylist()
+    samplings, is_rendered = table[SAMPLING].to_pylist(), config.is_rendered(table)
     texts = [row for row, code in enumerate(codes) if not code and given[row] is None]
     tokens: list[list[int]] = [[] for _ in codes]
     parts = [cut_text(prompts[row], tokenizer.max_token_chars, config) for row in texts]
     cut = {row for row, part in zip(texts, parts, strict=True) if len(part) < len(prompts[row])}
-    for row, ids in zip(texts, encode_each(tokenizer, parts), strict=True):
+    for row, ids in zip(texts, encode_each(tokenizer, parts, [is_rendered[row] for row in texts]), strict=True):
         if isinstance(ids, str):
             codes[row], messages[row] = ENGINE_ERROR, ids
         else:
@@ -79,7 +91,10 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
                 known = [token for token in given[row] if token < config.model.vocab_size]
                 prompts[row] = prompts[row] or tokenizer.decode(known)
             max_new_tokens = row_sampling(config.sampling, samplings[row]).max_new_tokens
-            tokens[row], problem = fit_prompt(tokens[row], tokenizer.front, max_new_tokens, config, is_cut=row in cut)
+            # a chat template may begin with another token
+            is_bare = is_rendered[row] and tokens[row][: len(tokenizer.front)] != list(tokenizer.front)
+            front = () if is_bare else tokenizer.front
+            tokens[row], problem = fit_prompt(tokens[row], front, max_new_tokens, config, is_cut=row in cut)
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             problem = ENGINE_ERROR, describe(error)
         counts[row] = len(tokens[row])
@@ -103,14 +118,24 @@ def cut_text(text: str, max_token_chars: int, config: TokenizeConfig) -> str:
     return text[-limit:] if config.too_long == "truncate_left" else text[:limit]
 
 
-def encode_each(tokenizer: Tokenizer, texts: list[str]) -> list[list[int] | str]:
-    """Tokens of each text, or why it has none. All at once; one by one when that fails."""
+def encode_each(tokenizer: Tokenizer, texts: list[str], is_rendered: list[bool]) -> list[list[int] | str]:
+    """Tokens of each text, or why it has none. `is_rendered`: by a chat template, which brings its special tokens."""
+    made: list[list[int] | str] = [[]] * len(texts)
+    for encode, wanted in ((tokenizer.encode, False), (tokenizer.encode_rendered, True)):
+        rows = [row for row, rendered in enumerate(is_rendered) if rendered == wanted]
+        for row, ids in zip(rows, _encode_all(encode, [texts[row] for row in rows]), strict=True):
+            made[row] = ids
+    return made
+
+
+def _encode_all(encode: Encode, texts: list[str]) -> list[list[int] | str]:
+    """All at once; one by one when that fails."""
     try:
-        return list(tokenizer.encode(texts))
+        return list(encode(texts)) if texts else []
     except Exception as error:
         if len(texts) == 1:
             return [describe(error)]
-    return [encode_each(tokenizer, [text])[0] for text in texts]
+    return [_encode_all(encode, [text])[0] for text in texts]
 
 
 def describe(error: Exception) -> str:

@@ -15,7 +15,7 @@ Fingerprint: TypeAlias = dict[str, Json]
 """Everything that decides the rows, by dotted key (`generate.fingerprint`)."""
 
 FileEntry: TypeAlias = list[str | int | None]
-"""A file of the input: name, size in bytes, time of the last change in ns, etag, rows."""
+"""A file of the input: name, size in bytes, time of the last change in ns, etag, documents."""
 
 
 FileRecord: TypeAlias = list[int | str]
@@ -54,6 +54,8 @@ class InputState(TypedDict):
 
     format: str
     files: list[FileEntry]
+    documents: NotRequired[int]
+    """Rows of the input; each may become several of the output."""
 
 
 class RetryState(TypedDict):

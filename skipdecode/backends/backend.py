@@ -102,6 +102,8 @@ class FusedLayer(Protocol):
 class Backend:
     """torch's operators, which serve on every device, and are the reference for all other back ends."""
 
+    takes_places = False
+    """`step` and `column_attention` take `Columns` with `places`: several new columns of a row."""
     reads_tables = False
     """`step` and `column_attention` take `TableColumns`: a captured step then reads its bounds on the device."""
 

@@ -34,6 +34,8 @@ from skipdecode.config import Quantization
 class CompiledBackend(Backend):
     """As `Backend`, for CPUs."""
 
+    takes_places = True
+
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
         return choice.choose().dtype

@@ -1,28 +1,100 @@
-"""Keys and values in fixed memory, for decode steps as CUDA graphs (`skipdecode.step_graphs`).
+"""Keys and values for decode steps as CUDA graphs (`skipdecode.step_graphs`): a captured step knows one address.
 
-A graph replays fixed kernels on fixed addresses: so the column that a step writes is a number on the device, and
-attention reads columns in whole steps of COLUMN_STEP behind a mask.
+All caches lie in one memory (`skipdecode.kv.pool`). Where a layer's keys and values begin in it, and how far its rows
+lie apart, stands in a table on the device, as do a row's first column and the one that the step writes. So the same
+graph serves batches of any length, and of any place in memory.
 
-B rows, S columns visible, H heads of queries, G of keys and values, K head dim.
+B rows, L layers, G heads of keys and values, C columns of a layer's memory, K head dim.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import FusedLayer, FusedStore
+from skipdecode.backends.backend import FusedLayer, FusedStore, TableColumns
+from skipdecode.backends.device import backend_on
+from skipdecode.config import DecoderConfig
 from skipdecode.kv.padded import KVCache
-from skipdecode.kv.view import attention
+from skipdecode.kv.pool import ALIGNMENT, CachePool, PoolPart
 from skipdecode.rope import Turn, turn_of
 
-COLUMN_STEP = 32  # a graph for every so many columns; also what a layer's memory is rounded up to
+_serials = itertools.count()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each layer's K and V lie in the part of a batch."""
+
+    rows: int
+    heads: int
+    head_dim: int
+    columns: dict[int, int]
+    """Of each layer that has memory of its own; what others share is that of one of these."""
+
+    @classmethod
+    def of(cls, config: DecoderConfig, rows: int, capacities: Sequence[int], owners: Sequence[int]) -> "Layout":
+        """`capacities` [L] are rounded up, so that every row begins at a whole 16 numbers."""
+        columns = {owner: -(-capacities[owner] // ALIGNMENT) * ALIGNMENT for owner in sorted(set(owners))}
+        return cls(rows, config.num_kv_heads, config.head_dim, columns)
+
+    @property
+    def count(self) -> int:
+        """Numbers in all."""
+        return 2 * self.rows * sum(self.columns.values()) * self.heads * self.head_dim
+
+    def shape(self, owner: int) -> tuple[int, int, int, int]:
+        """[R, G, C, K]."""
+        return self.rows, self.heads, self.columns[owner], self.head_dim
+
+    def places(self, start: int) -> dict[int, tuple[int, int, int, int]]:
+        """As `TableColumns.where`, of a part that begins at `start`."""
+        places, at = {}, start
+        for owner, columns in self.columns.items():
+            head = columns * self.head_dim
+            size = self.rows * self.heads * head
+            places[owner] = (at, at + size, self.heads * head, head)
+            at += 2 * size
+        return places
 
 
 class GraphedCache(KVCache):
-    """A `KVCache` in memory of `StepGraphs`; `keep` moves rows within it."""
+    """A `KVCache` in a part of the pool; `keep` moves rows within it."""
+
+    part: PoolPart
+    where: Tensor
+    """[L, 4] int64, as `TableColumns.where` of each layer."""
+    serial: int
+    """Of these rows in that place; other rows, another number."""
+
+    @classmethod
+    def within(
+        cls, pool: CachePool, layout: Layout, num_pad: Tensor, owners: Sequence[int], *, is_masked: bool = False
+    ) -> "GraphedCache":
+        """Rows for `num_pad` [B] and those that fill them up to `layout.rows`. PoolFull where there is no room."""
+        part = pool.take(layout.count)
+        places = layout.places(part.start)
+        own: dict[tuple[str, int], Tensor] = {}
+        for owner, (k_at, v_at, _, _) in places.items():
+            shape = layout.shape(owner)
+            for name, at in (("k", k_at), ("v", v_at)):
+                memory = pool.memory[at : at + torch.Size(shape).numel()].view(shape)
+                own[name, owner] = memory[: len(num_pad)]
+        k, v = [own["k", owner] for owner in owners], [own["v", owner] for owner in owners]
+        cache = cls(k, v, num_pad, owners, is_masked=is_masked)
+        cache.part, cache.serial = part, next(_serials)
+        cache.is_masked = cache.valid is not None  # so that nobody waits to see whether rows that stay are padded
+        cache.where = torch.tensor([places[owner] for owner in owners]).to(num_pad.device)
+        return cache
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole part, also when rows have left."""
+        return self.part.nbytes
 
     def keep(self, rows: Tensor) -> Self:
         for owner in set(self.owners):
@@ -30,52 +102,63 @@ class GraphedCache(KVCache):
                 memory[: len(rows)] = memory[rows]  # indexing copies first
         return self._of(slice(len(rows)), rows)  # leading rows: the same addresses and strides, however many
 
+    def _of(self, rows: Tensor | slice, pads: Tensor | slice) -> Self:
+        cache = super()._of(rows, pads)
+        cache.part, cache.where, cache.serial = self.part, self.where, next(_serials)
+        return cache
 
-class GraphedView:
-    """What a captured step sees of a cache: `columns` of them, of which it writes the one that `at` [1] says."""
 
-    has_kernels = stores_by_kernel = False
+class TableView:
+    """What a captured step sees: one new column per row, whose place is a number on the device (`KVView`)."""
+
+    has_kernels, stores_by_kernel = True, False
 
     def __init__(
-        self, cache: KVCache, num_pad: Tensor, at: Tensor, columns: int, positions: Tensor, table: Tensor | None
+        self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, table: Tensor | None
     ) -> None:
-        """`positions` [B, 1] int64; `table`: of `rope.rotations`."""
-        self._cache, self._num_pad, self._at, self._columns = cache, num_pad, at, columns
+        """`memory` of the pool, `where` [L, 4], `first` [B], `last` [1]: as in `TableColumns`. `positions` [B, 1]
+        int64; `table`: of `rope.rotations`."""
+        self._memory, self._where, self._first, self._last = memory, where, first, last
         self._positions, self._table = positions, table
+        attend_one = backend_on(memory.device).column_attention(memory)
+        assert attend_one is not None, "a back end that reads no tables"
+        self._attend_one = attend_one
 
     @cached_property
     def turn(self) -> Turn | None:
         return turn_of(self._table, self._positions)
 
-    @cached_property
-    def _mask(self) -> Tensor:
-        columns = torch.arange(self._columns, device=self._at.device)
-        may = (columns >= self._num_pad[:, None]) & (columns <= self._at)
-        # additive, so that the attention of every layer need not make it so
-        bias = torch.zeros(may.shape, dtype=self._cache.k[0].dtype, device=may.device).masked_fill_(~may, float("-inf"))
-        return bias[:, None, None]
+    def columns(self, layer: int) -> TableColumns:
+        return TableColumns(self._memory, self._where[layer], self._first, self._last.expand(len(self._first)))
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        if k is not None and v is not None:
-            self.store(layer, k, v)
-        keys, values = (memory[layer][:, :, : self._columns] for memory in (self._cache.k, self._cache.v))
-        return attention(q, keys, values, self._mask)
+        return self._attend_one(q, k, v, self.columns(layer))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._cache.k[layer].index_copy_(2, self._at, k)
-        self._cache.v[layer].index_copy_(2, self._at, v)
+        """Into the column `last` of every row."""
+        rows, heads, _, dim = k.shape
+        places = self._where[layer]
+
+        def along(count: int, step: Tensor | int) -> Tensor:
+            return torch.arange(count, device=k.device) * step
+
+        own = along(rows, places[2])[:, None, None] + along(heads, places[3])[:, None] + along(dim, 1)  # [B, G, K]
+        own = own + self._last * dim
+        for at, new in ((places[0], k), (places[1], v)):
+            self._memory.index_put_((own + at,), new[:, :, 0])
 
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        raise AssertionError("a kernel for CPUs")
+        columns = [self.columns(layer) for layer in layers] if attends else None
+        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
-        raise AssertionError("a kernel for CPUs")
+        raise AssertionError("a kernel for prompts, and one column")
 
-    def part(self, where: slice) -> "GraphedView":
+    def part(self, where: slice) -> "TableView":
         assert where == slice(None), "all rows of a cohort are at the same step"
         return self
 
-    def last(self, h: Tensor) -> tuple[Tensor, "GraphedView"]:
+    def last(self, h: Tensor) -> tuple[Tensor, "TableView"]:
         raise AssertionError("one new column already")

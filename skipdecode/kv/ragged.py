@@ -109,6 +109,20 @@ class Arena:
         columns = torch.arange(self._visible[0] + 1, device=self._device)
         self._mask = (columns <= self._at[:, None])[:, None, None]  # [B, 1, 1, S]
 
+    def reach(self, lengths: Sequence[int]) -> None:
+        """Columns of each row of the batch that are written, where several are in a step (`skipdecode.kv.tokens`)."""
+        self._lengths = list(lengths)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the batch."""
+        return len(self.prompts)
+
+    def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of all rows of the batch: [B, G, columns of the layer, K]."""
+        owner, rows = self._owners[layer], slice(self.first, self.first + self.num_rows)
+        return self._k[owner][rows], self._v[owner][rows]
+
     def view(self, table: Tensor | None = None) -> "ArenaSlice":
         """All rows of the batch, in the step begun; `table` as in `ArenaSlice`."""
         attend_one = self._backend.column_attention(self._k[0])

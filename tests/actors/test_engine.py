@@ -22,7 +22,6 @@ from skipdecode.cohort import Cohort
 from skipdecode.generate import Request
 from skipdecode.logprobs import score_prompt
 from skipdecode.sampling import Sampling
-from skipdecode.step_graphs import StepGraphs
 from tests.support.naive import greedy, random_prompts
 from tests.support.processes import wait_for
 
@@ -88,17 +87,13 @@ def test_tokens_are_those_of_the_offline_generator(generator: Generator, schedul
     assert engine.cache_bytes == 0
 
 
-def test_deterministic_cohorts_are_the_offline_ones_in_bfloat16(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Equal tokens for any arrival, where rounding would change them in other shapes; on a GPU too, with its graphs."""
-    monkeypatch.setattr("actors.generator.step_graphs", StepGraphs)
+def test_deterministic_cohorts_are_the_offline_ones_in_bfloat16(tiny_checkpoint: Path) -> None:
+    """Equal tokens for any arrival, where rounding would change them in other shapes."""
     fixed = Generator(
         GeneratorConfig(
             str(tiny_checkpoint), DECODE, dtype="bfloat16", num_threads=1, batch_size=4, deterministic=True
         )
     )  # fmt: skip
-    assert fixed._graphs is None, "steps of graphs have other shapes than the engine's"
     pool = pool_of(10)
     wanted = offline(fixed, pool)
     assert run(engine_of(fixed), {0: pool}) == wanted
@@ -369,7 +364,7 @@ def test_all_who_wait_are_known_when_the_device_is_lost(
     generator: Generator, scheduler: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Newcomers whose prompts it was lost with, too, and an answer that was complete but not yet given out."""
-    monkeypatch.setattr("actors.engine.DEVICE_LOST", (ZeroDivisionError,))
+    monkeypatch.setattr("actors.engine.is_lost", lambda error, _device: isinstance(error, ZeroDivisionError))
     engine = engine_of(generator, scheduler=scheduler, max_cohorts=4)
     pool = [
         Request(str(i), p, greedy(1 if i == 1 else 12, ignore_eos=True))

@@ -89,11 +89,12 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     assert config["model"] == {"source": "models/opt-e2e", "tokenizer": None, "dtype": "auto", "quantization": None}
     assert config["sampling"] == {
         "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
-        "ignore_eos": False, "deterministic": False,
+        "ignore_eos": False, "deterministic": False, "n": 1,
     }  # fmt: skip
     assert config["input"] == {
         "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,
-        "too_long": "fail_row",
+        "too_long": "fail_row", "template": None, "templates": None, "messages_column": None, "chat": False,
+        "system": None, "chat_template": "auto",
     }  # fmt: skip
     assert config["output"] == {"path": "outputs/run", "if_exists": "fail"}
     assert config["actors"]["length_buckets"] == [32, 64, 128, 256, 512, 1024, 2048]

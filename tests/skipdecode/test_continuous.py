@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.cohort import rounded_columns
-from skipdecode.continuous import ContinuousBatch, _layer_ends, check_continuous, generate_continuous
+from skipdecode.continuous import ContinuousBatch, check_continuous, generate_continuous, layer_ends
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
@@ -232,9 +232,9 @@ def test_only_what_rows_have_written_is_moved(loaded: Decoder) -> None:
 def test_a_schedule_is_looked_through_once(loaded: Decoder) -> None:
     """Thousands of plans; a batch is made anew whenever rows come after a pause."""
     ContinuousBatch(loaded, SkipDecode(L, 5, 2, 1, 77))
-    misses = _layer_ends.cache_info().misses
+    misses = layer_ends.cache_info().misses
     ContinuousBatch(loaded, SkipDecode(L, 5, 2, 1, 77))
-    assert _layer_ends.cache_info().misses == misses
+    assert layer_ends.cache_info().misses == misses
 
 
 def test_a_long_stream_of_rows_stays_small(loaded: Decoder) -> None:

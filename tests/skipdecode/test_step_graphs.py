@@ -1,28 +1,40 @@
-"""The logic of graphed steps, run on the CPU without a capture: static memory, column steps, masks, compaction.
+"""The logic of graphed steps, run on the CPU without a capture: one memory, tables of places, padded rows, compaction.
 
-Against the same decoder without graphs, which other tests hold against Hugging Face; float32, tokens equal. Real
-captures are in `test_gpu`.
+The CUDA back end with torch's operators as its kernels, against the decoder without graphs, which other tests hold
+against Hugging Face; float32, tokens equal. Real captures are in `test_gpu`.
 """
 
-from collections.abc import Callable
+import itertools
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipdecode import step_graphs
+from skipdecode.captures import CudaCaptures
+from skipdecode.cohort import COMPACT_AT, Cohort, kept_rows
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
+from skipdecode.kv import view
 from skipdecode.kv.padded import KVCache
+from skipdecode.kv.pool import CachePool, PoolFull
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
-from skipdecode.step_graphs import COLUMN_STEP, MAX_GRAPHS, StepGraphs, step_graphs
+from skipdecode.schedule import make_schedule
+from skipdecode.step_graphs import MAX_GRAPHS, StepGraphs, graphs_serve, ladder, plans_of
 from skipdecode.weights import load_model
+from tests.support.graphs import FakeCaptures, cpu_as_cuda
 from tests.support.naive import random_prompts
 
 L = 6
+ROOM = 1 << 24
 SCHEDULES: list[Schedule] = [
     FullDepth(L),
     SkipDecode(L, 5, 2, 1, 9),
@@ -40,110 +52,357 @@ def make_requests(lengths: list[int], num_new: int, *, seed: int = 3, **keys: fl
     return [Request(f"row-{i}", p, sampling) for i, p in enumerate(random_prompts(lengths, seed=seed))]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _as_cuda() -> Iterator[None]:
+    with cpu_as_cuda():
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(ending_checkpoint: Ending) -> Decoder:
-    return load_model(ending_checkpoint("125m"))
+    return load_model(ending_checkpoint("125m")).pack()
 
 
-@pytest.mark.parametrize("style", ["125m", "350m", "1.3b"])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("keys", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_rungs() -> None:
+    assert ladder(256) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    assert ladder(20) == (1, 2, 3, 4, 6, 8, 12, 16, 24)
+    assert ladder(256, has_midpoints=False) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+SAMPLED = {"temperature": 1.0, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("style", "schedule", "keys"),
+    [(style, SCHEDULES[1], {}) for style in ("125m", "350m", "1.3b")]
+    + [("1.3b", SCHEDULES[1], SAMPLED)]
+    + [("125m", schedule, {}) for schedule in SCHEDULES[2:]],
+    ids=str,
+)
 def test_tokens_are_those_without_graphs(
     ending_checkpoint: Ending, style: str, schedule: Schedule, keys: dict[str, float]
 ) -> None:
-    model = load_model(ending_checkpoint(style))
-    graphs = StepGraphs(model)
-    small, large = ([3, 5, 1, 2, 4, 3, 2, 1], 9), ([1, 9, 4, 16, 2, 9, 30, 7], 40)
-    for lengths, num_new in [small, small, large, small, large]:  # captured, moved to larger memory, and back
+    model = load_model(ending_checkpoint(style)).pack()
+    graphs = StepGraphs(model, ROOM)
+    small, large = ([3, 5, 1, 2, 4], 9), ([1, 9, 16, 2, 30], 40)
+    for lengths, num_new in [small, large]:
         requests = make_requests(lengths, num_new, seed=len(lengths), **keys)
         wanted, made = generate(model, requests, schedule), generate(model, requests, schedule, graphs=graphs)
         assert made.completions == wanted.completions
         assert made.stats.decode_steps == wanted.stats.decode_steps
+        with torch.inference_mode():
+            graphs.pool.memory.fill_(torch.nan)  # no column that a row has not written may matter
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_any_shapes_in_any_order(model: Decoder, data: st.DataObject) -> None:
-    """One set of graphs and memory through batches that grow and shrink."""
-    graphs = StepGraphs(model)
+@settings(max_examples=6, deadline=None)
+def test_any_shapes_in_any_order_with_any_looks(model: Decoder, data: st.DataObject) -> None:
+    """One set of graphs through batches of all shapes; tokens are looked at late, behind the newest steps."""
+    graphs = StepGraphs(model, ROOM, max_rows=16)
     for _ in range(3):
         lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=9))
         num_new = data.draw(st.integers(1, 50))
         schedule = data.draw(st.sampled_from([*SCHEDULES[:3], SkipDecode(L, 6, 2, 2, max(num_new - 1, 1))]))
         requests = make_requests(lengths, num_new)
-        fixed = {"prompt_columns": 70, "batch_rows": 10, "compact": False} if data.draw(st.booleans()) else {}
-        wanted = generate(model, requests, schedule, **fixed).completions  # type: ignore[arg-type]
-        assert generate(model, requests, schedule, graphs=graphs, **fixed).completions == wanted  # type: ignore[arg-type]
+        is_fixed = data.draw(st.booleans())
+        fixed = {"prompt_columns": 70, "batch_rows": 10, "compact_at": 0.0} if is_fixed else {}
+        looks = {"check_every": data.draw(st.integers(1, 9)), "looks_behind": data.draw(st.integers(0, 2))}
+        cohort = Cohort(model, requests, schedule, graphs=graphs, **fixed, **looks)  # type: ignore[arg-type]
+        cohort.prefill()
+        while not cohort.is_done:
+            cohort.step()
+        wanted = generate(model, requests, schedule).completions
+        assert [row.tokens for row in cohort.rows] == [completion.tokens for completion in wanted]
+
+
+def test_cohorts_take_turns(model: Decoder) -> None:
+    """Several live in one memory, one step each, as an endpoint has them."""
+    graphs, schedule = StepGraphs(model, ROOM), SkipDecode(L, 5, 2, 1, 19)
+    batches = [make_requests([n, 2 * n, 1], 20, seed=n, temperature=t) for n, t in [(3, 0.0), (9, 1.0), (20, 0.0)]]
+    cohorts = [Cohort(model, batch, schedule, graphs=graphs, check_every=1, looks_behind=1) for batch in batches]
+    for cohort in cohorts:
+        cohort.prefill()
+    while not all(cohort.is_done for cohort in cohorts):
+        for cohort in cohorts:
+            if not cohort.is_done:
+                cohort.step()
+    for cohort, batch in zip(cohorts, batches, strict=True):
+        assert [row.tokens for row in cohort.rows] == [c.tokens for c in generate(model, batch, schedule).completions]
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_swiftkv(tiny_checkpoint: Path, group_size: int) -> None:
-    model = load_model(tiny_checkpoint).with_swiftkv(3, group_size)
-    schedule, graphs = SwiftPrefill(SkipDecode(L, 5, 2, 1, 9), 3), StepGraphs(model)
+    model = load_model(tiny_checkpoint).with_swiftkv(3, group_size).pack()
+    schedule, graphs = SwiftPrefill(SkipDecode(L, 5, 2, 1, 9), 3), StepGraphs(model, ROOM)
     requests = make_requests([5, 40, 1], 20)
     for _ in range(2):
-        assert (
-            generate(model, requests, schedule, graphs=graphs).completions
-            == generate(model, requests, schedule).completions
-        )
+        made = generate(model, requests, schedule, graphs=graphs)
+        assert made.completions == generate(model, requests, schedule).completions
 
 
-def test_as_many_graphs_as_plans_and_column_steps(model: Decoder) -> None:
-    """A second batch captures what the first ran once; from the third on there is nothing to capture."""
-    schedule, graphs = SkipDecode(L, 5, 2, 1, 69), StepGraphs(model)
-    requests = make_requests([4] * 4, 70, ignore_eos=True)
-    plans, column_steps = 4, -(-(4 + 69) // COLUMN_STEP)
-    captured = []
-    for _ in range(3):
-        generate(model, requests, schedule, graphs=graphs)
-        captured.append(graphs.num_captured)
-    assert captured[0] == captured[2] <= plans + column_steps - 1
-    assert captured[0] >= plans
+# Which graphs there are, and when they are made
 
 
-def test_rows_and_memory(model: Decoder) -> None:
-    """Compaction keeps to powers of two, so that graphs serve again; the memory is that of the largest batch."""
-    graphs = StepGraphs(model)
+def test_all_graphs_are_captured_at_load(model: Decoder) -> None:
+    """No batch of any length, size or place captures another one, and none is lost when one fails."""
+    schedule, captures = SkipDecode(L, 5, 2, 1, 69), FakeCaptures()
+    graphs = StepGraphs(model, ROOM, max_rows=16, captures=captures)
+    plans = plans_of([schedule, FullDepth(L)], 70)
+    assert [plan.num_layers_run for plan in plans] == [6, 5, 4, 3, 2]
+    graphs.capture_all(plans)
+    assert captures.captures == graphs.num_captured == graphs.num_graphs == 5 * len(ladder(16))
+    assert captures.replays == 0
+    for lengths, num_new in [([4] * 4, 70), ([60, 3, 9], 20), ([1] * 11, 5), ([7], 70)]:
+        for each in (schedule, FullDepth(L)):
+            requests = make_requests(lengths, num_new)
+            made = generate(model, requests, each, graphs=graphs)
+            assert made.completions == generate(model, requests, each).completions
+    assert captures.captures == graphs.num_captured
+    assert captures.warm_ups == captures.captures
+    assert graphs.num_late == 0
+    assert captures.replays > 100
+
+
+@pytest.mark.parametrize("layers", [24, 32])
+def test_160_batches_ask_for_at_most_210_graphs(layers: int) -> None:
+    """512 new tokens at 2x, each batch at full depth too; row counts as `Cohort` has them (`kept_rows`)."""
+    rng = random.Random(layers)
+    schedule = make_schedule({"method": "skipdecode", "speedup": 2}, num_layers=layers, max_new_tokens=512)
+    full = FullDepth(layers)
+    rungs = ladder(256)
+    at_load = {(plan, rows) for plan in plans_of([schedule, full], 4096) for rows in rungs}
+
+    class Graphs:
+        def rows_for(self, num_rows: int) -> int:
+            return next(rung for rung in rungs if rung >= num_rows)
+
+    asked = set()
+    for _ in range(160):
+        mean, count = rng.choice([40, 150, 400]), rng.randint(1, 256)
+        ends = sorted(min(512, 1 + int(rng.expovariate(1 / mean))) for _ in range(count))
+        for each in (schedule, full):
+            size = len(ends)
+            for k in range(ends[-1] - 1):
+                asked.add((each.step(k), Graphs().rows_for(size)))
+                running = len(ends) - bisect_right(ends, k + 1)
+                size = kept_rows(size, running, COMPACT_AT, Graphs())  # type: ignore[arg-type]
+    assert asked <= at_load
+    assert 100 < len(asked) <= len(at_load) <= 210
+
+
+def test_compaction_asks_for_rungs(model: Decoder) -> None:
+    """The row counts of real batches are those that the count above takes for granted."""
+    graphs, seen = StepGraphs(model, ROOM), set()
+    step = graphs._step
+    graphs._step = lambda plan, rows: (seen.add(rows), step(plan, rows))[1]  # type: ignore[assignment,func-returns-value]
     requests = make_requests([3, 9, 1, 5, 12, 7, 2, 8, 10, 4, 6] * 2, 60)
-    rows = generate(model, requests, FullDepth(L), graphs=graphs).stats.batch_rows
-    assert rows[0] == 22
-    assert len(set(rows)) >= 3, "the case has lost its point: no compaction"
-    assert {size & (size - 1) for size in set(rows) - {22}} == {0}
-    held = graphs.nbytes
-    config = model.config
-    column = 2 * config.num_hidden_layers * config.hidden_size * 4
-    needed = -(-(12 + 59) // COLUMN_STEP) * COLUMN_STEP
-    assert held == 22 * needed * column
-    generate(model, requests[:5], FullDepth(L), graphs=graphs)
-    assert graphs.nbytes == held
-    graphs.clear()
-    assert graphs.nbytes == 0
-    assert generate(model, requests, FullDepth(L), graphs=graphs).stats.batch_rows == rows
+    wanted = generate(model, requests, FullDepth(L))
+    stats = generate(model, requests, FullDepth(L), graphs=graphs).stats
+    assert len(set(stats.batch_rows)) >= 3, "the case has lost its point: no compaction"
+    assert seen <= set(ladder(256))
+    assert stats.batch_rows[0] == wanted.stats.batch_rows[0] == 22
+    assert set(stats.batch_rows) - {22} <= set(ladder(256))
 
 
-def test_a_batch_that_went_wrong_leaves_nothing_behind(model: Decoder) -> None:
-    """What is not a number stays so under a mask that weighs it with zero."""
-    graphs, requests = StepGraphs(model), make_requests([3, 20, 9], 30)
-    wanted = generate(model, requests, FullDepth(L)).completions
-    for _ in range(2):
-        generate(model, requests, FullDepth(L), graphs=graphs)
-        with torch.inference_mode():
-            for memory in graphs._memory.values():
-                memory.fill_(torch.nan)
-    assert generate(model, requests, FullDepth(L), graphs=graphs).completions == wanted
+def test_no_attention_of_torch_in_the_loop(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps attend by the back end's kernel alone: a plan of cuDNN or another library, kept by shape, cannot come up.
+    And where prompts, or steps without kernels, do call torch's attention, cuDNN is not among its choices."""
+    graphs, called = StepGraphs(model, ROOM), []
+    cohort = Cohort(model, make_requests([5, 9, 2], 40), SkipDecode(L, 5, 2, 1, 39), graphs=graphs)
+    cohort.prefill()
+    monkeypatch.setattr(view.F, "scaled_dot_product_attention", lambda *a, **k: called.append(a) or a[0])
+    monkeypatch.setattr("skipdecode.kv.padded.attention", lambda *a: called.append(a) or a[0])
+    attends = "skipdecode.backends.cuda_reference.TorchKernels.attend"
+    monkeypatch.setattr(attends, lambda _self, _heads, q, *_: q)
+    while not cohort.is_done:
+        cohort.step()
+    assert not called
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_more_plans_than_graphs_lose_the_midpoints(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 40)
+    graphs = StepGraphs(model, ROOM, max_rows=64, captures=FakeCaptures())
+    graphs.capture_all(plans_of([SkipDecode(L, 6, 2, 1, 59)], 60))
+    assert graphs.rungs == (1, 2, 4, 8, 16, 32, 64)
+    assert graphs.num_graphs == 5 * 7 <= 40 < 5 * len(ladder(64))
+    assert graphs.rows_for(5) == 8
+    assert graphs.rows_within(63) == 32
 
 
 def test_graphs_are_bounded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skipdecode.step_graphs.MAX_GRAPHS", 3)
-    schedule, graphs, requests = SkipDecode(L, 6, 1, 1, 59), StepGraphs(model), make_requests([4, 40], 60)
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 3)
+    schedule, graphs, requests = SkipDecode(L, 6, 1, 1, 59), StepGraphs(model, ROOM), make_requests([4, 40], 60)
     wanted = generate(model, requests, schedule).completions
     for _ in range(2):
         assert generate(model, requests, schedule, graphs=graphs).completions == wanted
-        assert len(graphs._replays) <= 3 < MAX_GRAPHS
+        assert graphs.num_graphs <= 3 < MAX_GRAPHS
+
+
+def test_graphs_take_so_much_memory_and_no_more(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the bound steps run kernel by kernel, with the same tokens."""
+    monkeypatch.setattr(step_graphs, "MAX_GRAPH_BYTES", 1000)
+    graphs = StepGraphs(model, ROOM, max_rows=8, captures=FakeCaptures(graph_bytes=300))
+    graphs.capture_all(plans_of([FullDepth(L), SkipDecode(L, 5, 2, 1, 19)], 20))
+    assert graphs.num_graphs == 4
+    assert graphs.graph_bytes == 1200
+    requests = make_requests([5, 2, 9], 20)
+    schedule = SkipDecode(L, 5, 2, 1, 19)
+    made = generate(model, requests, schedule, graphs=graphs)
+    assert made.completions == generate(model, requests, schedule).completions
+    assert graphs.num_graphs == 4
+
+
+# When something goes wrong
+
+
+def test_a_capture_that_fails_leaves_steps_without_graphs(model: Decoder) -> None:
+    """One kernel that cannot be captured costs speed, and no row; the report names it."""
+    error = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+    captures = FakeCaptures(error)
+    graphs, schedule = StepGraphs(model, ROOM, captures=captures), SkipDecode(L, 5, 2, 1, 19)
+    graphs.capture_all(plans_of([schedule], 20))
+    assert captures.captures == 1, "it tries again and again"
+    assert captures.forgotten == 1, "a pool whose graphs are gone would be used again"
+    requests = make_requests([5, 2, 9], 20)
+    made = generate(model, requests, schedule, graphs=graphs)
+    assert made.completions == generate(model, requests, schedule).completions
+    assert captures.captures == 1
+    assert graphs.num_graphs == 0
+    assert "operation not permitted" in graphs.describe()
+
+
+def test_a_capture_that_fails_late_does_its_step_once(model: Decoder) -> None:
+    captures, schedule = FakeCaptures(), SkipDecode(L, 5, 2, 1, 19)
+    graphs, requests = StepGraphs(model, ROOM, captures=captures), make_requests([5, 2, 9], 20)
+    cohort = Cohort(model, requests, schedule, graphs=graphs)
+    cohort.prefill()
+    cohort.step()
+    captures.fails = RuntimeError("out of luck")
+    while not cohort.is_done:
+        cohort.step()
+    assert [row.tokens for row in cohort.rows] == [c.tokens for c in generate(model, requests, schedule).completions]
+    assert graphs.failure == "RuntimeError: out of luck"
+
+
+def test_memory_is_that_of_the_batches_that_live(model: Decoder) -> None:
+    graphs = StepGraphs(model, 1 << 22)
+    before = graphs.pool.free_bytes
+    requests = make_requests([3, 9, 1, 5], 60)
+    cohort = Cohort(model, requests, FullDepth(L), graphs=graphs)
+    column = 2 * L * model.config.hidden_size * 4
+    columns = -(-(9 + 59) // 16) * 16
+    assert cohort.cache_bytes == before - graphs.pool.free_bytes == 4 * columns * column
+    many = make_requests([9] * 200, 60)
+    for _ in range(2):  # what cannot be had takes nothing
+        with pytest.raises(PoolFull, match=r"actors\.memory_share"):
+            Cohort(model, many, FullDepth(L), graphs=graphs)
+        assert before - graphs.pool.free_bytes == cohort.cache_bytes
+    del cohort
+    assert graphs.pool.free_bytes == before
+
+
+def test_more_rows_than_graphs_have(model: Decoder) -> None:
+    graphs, requests = StepGraphs(model, ROOM, max_rows=4), make_requests([3, 9, 1, 5, 8, 2], 30)
+    made = generate(model, requests, FullDepth(L), graphs=graphs)
+    assert made.completions == generate(model, requests, FullDepth(L)).completions
 
 
 def test_for_gpus_only(model: Decoder) -> None:
-    assert step_graphs(model) is None
+    assert not graphs_serve(model)
     plain = KVCache.allocate(model.config, num_pad=torch.tensor([0]), capacities=[4] * L, dtype=torch.float32)
     with pytest.raises(AssertionError, match="from elsewhere"):
-        StepGraphs(model)(torch.tensor([5]), plain, FullDepth(L).step(0))
+        StepGraphs(model, ROOM)(torch.tensor([5]), plain, FullDepth(L).step(0))
+
+
+# Memory in one piece
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5)), max_size=40))
+def test_pool_parts_never_overlap_and_come_back(asked: list[tuple[int, int]]) -> None:
+    pool = CachePool(4096, torch.float32, torch.device("cpu"))  # 1,024 numbers
+    parts = []
+    for count, drop in asked:
+        if pool.has_room(-(-count // 16) * 16):
+            parts.append(pool.take(count))
+        if drop < len(parts):
+            del parts[drop]
+        spans = sorted((part.start, part.end) for part in parts)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        assert all(start % 16 == 0 for start, _ in spans)
+        assert pool.free_bytes == 4096 - 4 * sum(end - start for start, end in spans)
+    parts.clear()
+    assert pool.free_bytes == 4096
+    assert pool.take(1024).nbytes == 4096
+
+
+# Captures themselves, with torch's objects replaced
+
+
+class FakeGraph:
+    """`torch.cuda.graph` and `CUDAGraph`: capturing moves to a stream of its own, and stays there where it fails."""
+
+    fails = False
+
+    def __init__(self, cuda: "FakeCuda", pool: object, stream: object) -> None:
+        self.cuda, self.pool, self.stream = cuda, pool, stream
+
+    def __enter__(self) -> None:
+        self.cuda.here = self.stream
+
+    def __exit__(self, *_: object) -> None:
+        if self.fails:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.cuda.here = "main"
+
+
+class FakeCuda:
+    """What `CudaCaptures` asks of torch.cuda."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.here: object = "main"
+        self.num_streams, self.pools = 0, iter(range(1, 9))
+        self.used: list[tuple[object, object]] = []
+        for name in ("Stream", "current_stream", "set_stream", "CUDAGraph", "graph", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name.lower()))
+
+    def stream(self, _device: torch.device) -> str:
+        self.num_streams += 1
+        return f"stream {self.num_streams}"
+
+    def current_stream(self, _device: torch.device) -> object:
+        return self.here
+
+    def set_stream(self, stream: object) -> None:
+        self.here = stream
+
+    def cudagraph(self) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: None)
+
+    def graph_pool_handle(self) -> int:
+        return next(self.pools)
+
+    def graph(self, _graph: object, *, pool: object, stream: object, capture_error_mode: str) -> FakeGraph:
+        assert capture_error_mode == "thread_local"
+        self.used.append((pool, stream))
+        return FakeGraph(self, pool, stream)
+
+
+def test_one_stream_and_one_pool_until_graphs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library keeps a workspace for each stream it meets; a pool must not outlive its graphs."""
+    cuda = FakeCuda(monkeypatch)
+    captures = CudaCaptures(torch.device("cuda"))
+    for _ in range(3):
+        captures.capture(lambda: None)
+    captures.forget()
+    captures.capture(lambda: None)
+    assert cuda.used == [(1, "stream 1")] * 3 + [(2, "stream 1")]
+    assert cuda.num_streams == 1
+
+
+def test_a_failed_capture_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(FakeGraph, "fails", True)
+    with pytest.raises(RuntimeError, match="during capture"):
+        CudaCaptures(torch.device("cuda")).capture(lambda: None)
+    assert cuda.here == "main"

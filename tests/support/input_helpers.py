@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.config import ConfigError, InputConfig
+from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
 from pipeline.input.ids import OUTPUT_ENTRY, input_entries
 from pipeline.input.match import match
@@ -28,8 +29,8 @@ def make_config(path: Any, **keys: Any) -> InputConfig:
     return InputConfig(path=tuple(str(p) for p in paths), **keys)
 
 
-def make_plan(config: InputConfig) -> InputPlan:
-    listing = list_input(config)
+def make_plan(config: InputConfig, expansion: Expansion | None = None) -> InputPlan:
+    listing = list_input(config, expansion=expansion)
     # Through pickle, because scans run on other machines.
     scanned = [pickle.loads(pickle.dumps(scan_file(listing, i, config))) for i in range(len(listing.files))]
     plan: InputPlan = pickle.loads(pickle.dumps(plan_input(listing, [scan for scan, _ in scanned], config)))

@@ -77,6 +77,8 @@ CHANGES = [
     ({"sampling__deterministic": True}, ["actors.batch_size", "actors.length_buckets", "sampling.deterministic"]),
     ({"input__limit": 5}, ["input.limit", "input.files"]),
     ({"input__format": "jsonl"}, []),
+    ({"sampling__n": 2, "sampling__temperature": 0.5}, ["sampling.n", "sampling.temperature"]),
+    ({"input__chat": True, "input__system": "S"}, ["input.chat", "input.system"]),
 ]  # fmt: skip
 
 

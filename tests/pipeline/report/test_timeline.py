@@ -110,7 +110,9 @@ def write_records(folder: Path, count: int) -> None:
     worker = pa.array([f"worker-{i:05d}" for i in range(64)]).take(pa.array(np.arange(count) % 64))
     columns: dict[str, Any] = {"worker": worker, "started_at": at, "decode_s": np.full(count, 0.5)}
     for field in BATCH_SCHEMA:
-        if field.name not in columns:
+        if pa.types.is_list(field.type):  # no drafts
+            columns[field.name] = pa.nulls(count, field.type)
+        elif field.name not in columns:
             is_null = ~is_paired if field.name.startswith(("full_", "predicted_")) else np.zeros(count, bool)
             values = pa.array(np.ones(count, "i8"), mask=is_null | (field.type == pa.string()))
             columns[field.name] = values.cast(field.type)

@@ -1,0 +1,49 @@
+"""A worker's GPU: its memory, what of it caches may take, and whether it is still there. No model, no rows.
+
+What hosts give to caches is `actors.generator`'s choice: their memory is shared with Ray.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Every error of CUDA is of this kind, also one of a capture or a launch that hurts nobody else. Older torch has none.
+DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+
+SPARE = 0.05  # of a GPU's memory, left free whatever its share: others may hold some of it
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes."""
+
+    total: int
+    free: int
+    """What this process could still get, torch's own reserve included."""
+    own: int
+    """In this process's tensors: the weights, after loading."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "DeviceMemory":
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_allocated(device)
+        return cls(int(total), int(free) + torch.cuda.memory_reserved(device) - own, own)
+
+    def for_caches(self, share: float) -> int:
+        """Bytes for the caches of all batches, where this process may take `share` of the device."""
+        return max(0, min(int(share * self.total) - self.own, self.free - int(SPARE * self.total)))
+
+
+def is_lost(error: Exception, device: torch.device) -> bool:
+    """Whether the device is gone for this process, so that every later batch would fail too, and a new process may not.
+
+    An error of CUDA that stays says so; one after which the device still counts was the batch's own.
+    """
+    return isinstance(error, DEVICE_ERRORS) and not _counts(device)
+
+
+def _counts(device: torch.device) -> bool:
+    try:
+        return torch.ones(8, device=device).sum().item() == 8
+    except Exception:
+        return False

@@ -1,0 +1,185 @@
+"""Lossless decoding beside full depth: tokens per second, acceptance, and what the cost model expects; in turns.
+
+`demo`: the demo model on made prompts, with its own drafts. `opt-1.3b` and `tinyllama-1.1b`: random weights in these
+shapes, whose drafts are scripted: a drafted token is that of full depth with probability ACCEPTED, else another; the
+passes that make it run all the same. The last line on stdout is one JSON document.
+
+    python -m benchmarks.lossless --models demo opt-1.3b tinyllama-1.1b --output benchmarks/results/x.json
+"""
+
+import argparse
+import datetime
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.bench import random_model
+from actors.generator import choose_dtype
+from pipeline.cluster import num_cores
+from pipeline.demo_corpus import make_prompts
+from pipeline.machine import provenance
+from skipdecode.cost import Ceilings, measure_ceilings, predict_s
+from skipdecode.decoder import Decoder
+from skipdecode.draft_length import DraftLength, Prices
+from skipdecode.families import config_of, released
+from skipdecode.generate import BatchResult, generate
+from skipdecode.lossless import Lossless
+from skipdecode.plan import FullDepth
+from skipdecode.request import Request
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
+from skipdecode.speculative import Chain, SpeculativeBatch, run_to_the_end
+from skipdecode.tokenizer import Tokenizer
+from skipdecode.weights import load_model
+
+DEMO, ACCEPTED, NEW_TOKENS, PROMPT_TOKENS = "models/opt-e2e", 0.93, 64, 64
+TINYLLAMA = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+BATCHES = {"demo": (1, 8, 32), "opt-1.3b": (1, 4, 8, 16), "tinyllama-1.1b": (1, 4, 8, 16)}
+WAYS = {
+    "4 drafts": {"lossless": True, "draft_tokens": 4},
+    "true": {"lossless": True},
+    "auto": {"lossless": "auto"},
+}
+
+
+class Scripted(SpeculativeBatch):
+    """Drafts that are those of `wanted` (tokens by id) as often as a tuned model's would be."""
+
+    wanted: dict[str, list[int]]
+    rng: random.Random
+
+    def _drafted(self, chains: Sequence[Chain], made: Tensor) -> list[int]:
+        drafts = []
+        for chain in chains:
+            tokens, k = self.wanted[self._members[chain.at].row.request.id], chain.k + chain.num_drafts + 1
+            token = tokens[k] if k < len(tokens) else 0
+            drafts.append(token if self.rng.random() < ACCEPTED else (token + 1) % self.model.config.vocab_size)
+        return drafts
+
+
+def model_and_requests(name: str, dtype: torch.dtype, rows: int) -> tuple[Decoder, list[Request]]:
+    sampling = Sampling(NEW_TOKENS, ignore_eos=name != "demo")
+    if name == "demo":
+        model = load_model(DEMO, device="cpu", dtype=dtype)
+        prompts = [str(row["prompt"]) for row in make_prompts(rows)]
+        tokens = Tokenizer(DEMO, model.config).encode(prompts)
+    else:
+        shape = config_of(TINYLLAMA) if name == "tinyllama-1.1b" else released(name)
+        model = random_model(shape, device="cpu", dtype=dtype)
+        rng = random.Random(0)
+        tokens = [[rng.randrange(4, shape.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(rows)]
+    return model.pack(), [Request(str(i), prompt, sampling) for i, prompt in enumerate(tokens)]
+
+
+def decode(
+    model: Decoder, requests: Sequence[Request], schedule: Lossless, length: DraftLength, wanted: dict[str, list[int]]
+) -> BatchResult:
+    """`wanted`: of full depth, for scripted drafts; none: the model's own drafts."""
+    batch = Scripted(model, schedule, length=length) if wanted else SpeculativeBatch(model, schedule, length=length)
+    if isinstance(batch, Scripted):
+        batch.wanted, batch.rng = wanted, random.Random(0)
+    return run_to_the_end(batch, requests)
+
+
+def compare(
+    name: str, model: Decoder, requests: list[Request], ceilings: Ceilings, repeats: int
+) -> list[dict[str, Any]]:
+    layers, sizes = model.config.num_hidden_layers, (model.dtype.itemsize, model.weight_itemsize)
+    full = FullDepth(layers)
+    draft = {"method": "skipdecode", "max_layers": 4, "min_layers": 4}
+    results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in WAYS}}
+    lengths: dict[str, tuple[Lossless, DraftLength]] = {}
+    for way, keys in WAYS.items():
+        schedule = make_schedule(draft | keys, num_layers=layers, max_new_tokens=NEW_TOKENS)
+        assert isinstance(schedule, Lossless)
+        lengths[way] = schedule, DraftLength(schedule, Prices(model.config, *sizes, ceilings))
+    wanted: dict[str, list[int]] = {}
+    for repeat in range(repeats + 1):  # the first warms up
+        order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
+        for way in order if repeat else ["full", *WAYS]:
+            if way == "full":
+                made = generate(model, requests, full)
+                if name != "demo":
+                    wanted = {r.id: c.tokens for r, c in zip(requests, made.completions, strict=True)}
+            else:
+                made = decode(model, requests, *lengths[way], wanted)
+            if repeat:
+                results[way].append(made)
+    return [_line(name, way, results, ceilings, model) for way in WAYS]
+
+
+def _line(
+    name: str, way: str, results: dict[str, list[BatchResult]], ceilings: Ceilings, model: Decoder
+) -> dict[str, Any]:
+    full, ours = results["full"], results[way]
+    seconds = [median(r.stats.decode_s for r in own) for own in (full, ours)]
+    stats: Any = ours[-1].stats
+    itemsize = model.dtype.itemsize
+    _, full_s = predict_s(
+        model.config, FullDepth(model.config.num_hidden_layers), ceilings, prompt_columns=stats.prompt_columns,
+        batch_rows=stats.batch_rows, itemsize=itemsize, weight_itemsize=model.weight_itemsize, rows=stats.rows,
+    )  # fmt: skip
+    equal = sum(a.tokens == b.tokens for a, b in zip(full[-1].completions, ours[-1].completions, strict=True))
+    line = {
+        "model": name,
+        "batch": stats.rows,
+        "drafts": way,
+        "full_tokens_per_s": (full[-1].stats.output_tokens - stats.rows) / seconds[0],
+        "tokens_per_s": (stats.output_tokens - stats.rows) / seconds[1],
+        "speedup": seconds[0] / seconds[1],
+        "predicted": full_s / stats.model_decode_s,
+        "speedups": [a.stats.decode_s / b.stats.decode_s for a, b in zip(full, ours, strict=True)],
+        "rows_equal": equal,
+        "tokens_per_pass": (stats.output_tokens - stats.rows) / stats.row_steps,
+        "acceptance_by_position": [a / d for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)],
+        "draft_s": stats.draft_s,
+        "verify_s": stats.verify_s,
+    }
+    print(json.dumps(line), file=sys.stderr, flush=True)
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=list(BATCHES))
+    parser.add_argument("--batches", nargs="+", type=int, help="instead of those of each model")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(num_cores())
+    device = torch.device("cpu")
+    dtype = choose_dtype(arguments.dtype, device)
+    kind = str(dtype).removeprefix("torch.")
+    ceilings, results = measure_ceilings("cpu", kind), list[dict[str, Any]]()
+    for name in arguments.models:
+        batches = arguments.batches or BATCHES[name]
+        model, requests = model_and_requests(name, dtype, max(batches))
+        for batch in batches:
+            results += compare(name, model, requests[:batch], ceilings, arguments.repeats)
+        del model
+    document = provenance(device) | {
+        "date": datetime.date.today().isoformat(),
+        "dtype": kind,
+        "new_tokens": NEW_TOKENS,
+        "scripted_acceptance": ACCEPTED,
+        "results": results,
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The chat template of a run: found, compiled, and left out where no prompt goes through it. All errors are
+`ConfigError`."""
+
+from collections.abc import Sequence
+
+from actors.chat_template import ChatTemplate, load_chat_template
+from pipeline.checkpoint import ResolvedModel
+from pipeline.config import ConfigError, JobConfig
+from pipeline.input.scan import FileScan
+from pipeline.units import Note, count
+from skipdecode.hub import resolve_source
+
+REMEDY = "set input.chat_template to a file that has one"
+
+
+def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate | None:
+    """That of `input.chat_template`, or the checkpoint's; None: it has none, and the configuration asks for none."""
+    given, own = config.input.chat_template, config.model.tokenizer
+    try:
+        source = resolve_source(own, "model.tokenizer") if own else model.folder
+        found = load_chat_template(source, model.config.model_type, None if given == "auto" else given)
+    except ValueError as error:
+        if given == "auto" and not config.input.is_chat:
+            return None
+        raise ConfigError("input.chat_template", str(error)) from error
+    if found is None and config.input.is_chat:
+        asked = "input.chat" if config.input.chat else "input.messages_column"
+        raise ConfigError(
+            "input.chat_template", f"{asked} needs a chat template, and the checkpoint has none; {REMEDY}"
+        )
+    return found
+
+
+def used_chat_template(
+    chat: ChatTemplate | None, config: JobConfig, format: str, scans: Sequence[FileScan], note: Note
+) -> ChatTemplate | None:
+    """None where no prompt goes through it."""
+    chats = sum(scan.num_chats for scan in scans)
+    if format == "openai_batch" and chats and chat is None:
+        if chats == sum(scan.num_documents for scan in scans):
+            raise ConfigError(
+                "input.chat_template", f"every line is a chat, and the checkpoint has no chat template; {REMEDY}"
+            )
+        note(f"input.chat_template: {count(chats, 'chat')} will fail, since the checkpoint has no template; {REMEDY}")
+    return chat if chats or config.input.is_chat else None

@@ -1,0 +1,74 @@
+"""What drafts came to in a lossless run (`decode.lossless`): how many were accepted, and where its time went."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.report.document import Drafts
+
+COLUMNS = ("rows", "output_tokens", "row_steps", "draft_s", "verify_s", "drafted_at", "accepted_at")
+
+
+@dataclass
+class DraftTotals:
+    """Added up over the batches that were decoded with drafts."""
+
+    num_batches: int = 0
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS[:5], 0.0))
+    drafted_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """By place in a draft."""
+    accepted_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def add(self, table: pa.Table) -> None:
+        """`table`: COLUMNS of `records.BATCH_SCHEMA`, and maybe more."""
+        own = table.filter(pc.is_valid(table["drafted_at"]))
+        self.num_batches += own.num_rows
+        for name in self.sums:
+            self.sums[name] += pc.sum(own[name]).as_py() or 0.0
+        self.drafted_at = _plus(self.drafted_at, _by_place(own["drafted_at"]))
+        self.accepted_at = _plus(self.accepted_at, _by_place(own["accepted_at"]))
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of drafted tokens that full depth made too, and all before them."""
+        return _ratio(self.accepted_at.sum(), self.drafted_at.sum())
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens that a row got from a pass at full depth, in the mean."""
+        return _ratio(self.sums["output_tokens"] - self.sums["rows"], self.sums["row_steps"])
+
+    def figures(self) -> Drafts | None:
+        if not self.num_batches:
+            return None
+        return {
+            "drafted": int(self.drafted_at.sum()),
+            "accepted": int(self.accepted_at.sum()),
+            "acceptance_by_position": [float(a / d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)],
+            "draft_s": self.sums["draft_s"],
+            "verify_s": self.sums["verify_s"],
+        }
+
+
+def _by_place(lists: pa.ChunkedArray) -> np.ndarray:
+    """Sums over lists, number by number."""
+    total = np.zeros(0)
+    for chunk in lists.chunks:
+        values = pc.list_flatten(chunk).to_numpy()
+        lengths = pc.list_value_length(chunk).to_numpy()
+        places = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        total = _plus(total, np.bincount(places, weights=values))
+    return total
+
+
+def _plus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of any lengths."""
+    size = max(len(a), len(b))
+    total: np.ndarray = np.pad(a, (0, size - len(a))) + np.pad(b, (0, size - len(b)))
+    return total
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return float(a / b) if b else None

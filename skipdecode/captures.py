@@ -1,0 +1,83 @@
+"""Capturing work as a CUDA graph, and doing it again; for tests without a device, the same work done again.
+
+One stream serves every warm-up and every capture: libraries keep a workspace for each stream that they meet (cuBLAS 32
+MiB on Hopper). All graphs share one memory pool, since they replay one after another. A pool is gone with its last
+graph: `forget` drops it, and the next capture makes another.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Work = Callable[[], None]
+"""Launches kernels on fixed memory; nothing in it depends on the host."""
+
+
+class Captures(Protocol):
+    """How work is captured."""
+
+    def warm_up(self, work: Work) -> None:
+        """Does the work once: what libraries set up at their first call must not be captured."""
+
+    def capture(self, work: Work) -> Work:
+        """The work as one launch, without doing it. Raises what capturing raises."""
+
+    def forget(self) -> None:
+        """All graphs are gone."""
+
+    def held_bytes(self) -> int:
+        """Bytes of device memory in use by this process or others; what grows with captures is theirs."""
+
+
+class CudaCaptures:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def warm_up(self, work: Work) -> None:
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            work()
+        here.wait_stream(self._stream)
+
+    def capture(self, work: Work) -> Work:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        here = torch.cuda.current_stream(self._device)
+        try:  # thread_local: other threads of a worker copy their own things meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+        finally:
+            torch.cuda.set_stream(here)  # a capture that fails at its end leaves its own stream behind
+        return graph.replay
+
+    def forget(self) -> None:
+        self._pool = None
+
+    def held_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(total) - int(free) - int(unused)
+
+
+class Repeats:
+    """Does the work again and again, where nothing can be captured."""
+
+    def warm_up(self, work: Work) -> None:
+        work()
+
+    def capture(self, work: Work) -> Work:
+        return work
+
+    def forget(self) -> None: ...
+
+    def held_bytes(self) -> int:
+        return 0
+
+
+def captures_on(device: torch.device) -> Captures:
+    return CudaCaptures(device) if device.type == "cuda" else Repeats()

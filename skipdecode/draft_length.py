@@ -1,0 +1,178 @@
+"""How many tokens to draft: as many as bring the most tokens per second, by their cost and by how many were accepted.
+
+Costs are those of `skipdecode.cost`, times what measured times say of this machine (not under `deterministic`, where no
+decision may depend on time). Acceptance is counted by source and place in a draft: a draft of a skipped pass, or a
+repetition of so many tokens. One `DraftLength` serves all batches of a schedule, and learns from each.
+
+A decision changes how fast tokens come, never which. No torch.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from skipdecode.config import DecoderConfig
+from skipdecode.cost import Ceilings, Cost, attention_cost, ffn_cost, head_cost
+from skipdecode.lossless import Lossless
+from skipdecode.plan import LayerPlan
+from skipdecode.repeats import LONGEST, SHORTEST
+
+MOST = 8  # tokens drafted at a time, where their number is free
+# Rounds that a decision holds: prices cost more than looking at a clock.
+HOLDS = 8
+# Drafts are to gain as much before any are made; what is below drowns in how exact prices are.
+MARGIN = 1.03
+# Rounds without drafts until one tries again whether they are accepted; so seldom that it costs a percent at most.
+PROBE_EVERY = 128
+LEAST_CHANCE = 0.1  # of a repeated token: below it, looking for it costs more than it brings
+KEEP = 0.998  # of what was counted, at each count: old text says little about new
+# What acceptance is taken for before anything is known, as if so many drafts had been seen: of skipped passes (a tuned
+# model's; an untuned one is soon known better), and of repeats of 2, 3 and 4 tokens.
+PRIOR, PRIOR_WEIGHT = {0: 0.8, 2: 0.3, 3: 0.5, 4: 0.7}, 8.0
+SKIPPED = 0
+"""The source of a draft by a skipped pass; that of a repeat is how many tokens repeat."""
+# A machine to decide by where the one at hand is not to be measured: 2 cores with matrix units, by order of magnitude.
+REFERENCE = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
+Source = tuple[int, int]
+"""Where a drafted token comes from: SKIPPED or the length of a repeat, and how many of the same draft come before."""
+
+
+@dataclass
+class Acceptance:
+    """Counts by source, of drafts whose predecessors were all accepted: the others say nothing."""
+
+    tried: dict[Source, float] = field(default_factory=dict)
+    accepted: dict[Source, float] = field(default_factory=dict)
+
+    def see(self, sources: Sequence[Source], num_accepted: int) -> None:
+        for i, source in enumerate(sources[: num_accepted + 1]):
+            self.tried[source] = self.tried.get(source, 0.0) * KEEP + 1.0
+            self.accepted[source] = self.accepted.get(source, 0.0) * KEEP + (i < num_accepted)
+
+    def rate(self, kind: int, place: int) -> float:
+        """The share of drafts of that kind and place that full depth makes too."""
+        prior = PRIOR[kind] if place == 0 else self.rate(kind, place - 1)
+        tried = self.tried.get((kind, place), 0.0)
+        return (self.accepted.get((kind, place), 0.0) + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
+
+    def expected(self, kind: int, most: int) -> list[float]:
+        """Tokens of a row's next pass with 0, 1, .. `most` drafts: one, and those accepted."""
+        expected, chance = [1.0], 1.0
+        for place in range(most):
+            chance *= self.rate(kind, place)
+            expected.append(expected[-1] + chance)
+        return expected
+
+
+class Prices:
+    """Seconds of passes of one model."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        itemsize: int,
+        weight_itemsize: int | None = None,
+        ceilings: Ceilings | None = None,
+    ) -> None:
+        """`ceilings`: of this machine, whose measured times then count, too; None: decide without a clock."""
+        self._config, self._sizes = config, {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+        self._ceilings, self.is_timed = ceilings or REFERENCE, ceilings is not None
+        self._ratios: dict[tuple[str, int], deque[float]] = {}
+
+    def model_s(self, plan: LayerPlan, rows: int, tokens: int, context: int) -> float:
+        """By the cost model: `tokens` new columns of `rows` rows that see `context` columns, and the head on each."""
+        shape = {"rows": tokens, "new_columns": 1, "context": context}
+        attn = attention_cost(self._config, **shape, **self._sizes)  # type: ignore[arg-type]
+        read_once = attn.cache_bytes * (1 - rows / tokens)  # columns of a row read its cache together
+        attn = Cost(attn.flops, attn.bytes - read_once, attn.calls, attn.cache_flops, attn.cache_bytes - read_once)
+        ffn = ffn_cost(self._config, tokens=tokens, **self._sizes)  # type: ignore[arg-type]
+        head = head_cost(self._config, rows=tokens, **self._sizes)  # type: ignore[arg-type]
+        seconds = self._ceilings.seconds
+        return sum(plan.attn) * seconds(attn) + sum(plan.ffn) * seconds(ffn) + seconds(head)
+
+    def seconds(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int) -> float:
+        """The same as this machine has it: `kind` is draft or verify."""
+        return self.model_s(plan, rows, tokens, context) * self._ratio(kind, tokens)
+
+    def saw(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
+        """What such a pass took."""
+        if self.is_timed:
+            ratios = self._ratios.setdefault((kind, _size(tokens)), deque(maxlen=7))
+            ratios.append(took_s / self.model_s(plan, rows, tokens, context))
+
+    def _ratio(self, kind: str, tokens: int) -> float:
+        """Measured over predicted for passes of about that size: the nearest that were seen."""
+        near = [
+            (abs(size - _size(tokens)) + 100 * (other != kind), ratios)
+            for (other, size), ratios in self._ratios.items()
+        ]
+        return median(min(near, key=lambda pair: pair[0])[1]) if near else 1.0
+
+
+def _size(tokens: int) -> int:
+    """Sizes that are priced alike: half as many again is another."""
+    return round(2 * math.log2(tokens))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """For some rounds of a batch."""
+
+    skipped: int
+    """Tokens to draft by skipped passes."""
+    repeated: dict[int, int]
+    """The same by repeats, by how many tokens repeat; none: not even to be looked for."""
+
+
+class DraftLength:
+    """Decides for the batches of one schedule, and learns from them."""
+
+    def __init__(self, schedule: Lossless, prices: Prices) -> None:
+        self.schedule, self.prices = schedule, prices
+        self.acceptance = Acceptance()
+        self._resting = 0
+
+    def decide(self, rows: int, k: int, context: int) -> Decision:
+        """For `rows` rows, in the middle at decode step k with `context` columns."""
+        drafts_by_skipping = self.schedule.drafts_by_skipping
+        lengths = range(SHORTEST, LONGEST + 1)
+        if self.schedule.draft_tokens is not None:
+            n = self.schedule.draft_tokens
+            return Decision(n if drafts_by_skipping else 0, dict.fromkeys(lengths, n))
+        passes_s = [self._verify_s(rows, n, context) for n in range(MOST + 1)]
+        skipped, rate = self._skipped(rows, k, context, passes_s) if drafts_by_skipping else (0, rows / passes_s[0])
+        repeated = {length: n for length in lengths if (n := self._repeated(length, rows, rate, passes_s))}
+        if not self.schedule.may_rest:
+            skipped = max(skipped, 1) if drafts_by_skipping else 0
+            repeated = {length: repeated.get(length, 1) for length in lengths} if not drafts_by_skipping else repeated
+        self._resting = 0 if skipped or (repeated and not drafts_by_skipping) else self._resting + HOLDS
+        if self._resting >= PROBE_EVERY:  # what was not accepted may be by now
+            self._resting = 0
+            return Decision(1 if drafts_by_skipping else 0, dict.fromkeys(lengths, 1))
+        return Decision(skipped, repeated)
+
+    def _verify_s(self, rows: int, drafted: int, context: int) -> float:
+        return self.prices.seconds("verify", self.schedule.prefill(), rows, rows * (1 + drafted), context)
+
+    def _skipped(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> tuple[int, float]:
+        """Tokens to draft by skipped passes, and the tokens per second with so many."""
+        best, rate, drafts_s = 0, rows / passes_s[0], 0.0
+        for n, tokens in enumerate(self.acceptance.expected(SKIPPED, MOST)[1:], start=1):
+            drafts_s += self.prices.seconds("draft", self.schedule.drafts.step(k + n - 1), rows, rows, context)
+            now = rows * tokens / (drafts_s + passes_s[n])
+            if now > rate * (MARGIN if best == 0 else 1.0):
+                best, rate = n, now
+        return best, rate
+
+    def _repeated(self, length: int, rows: int, rate: float, passes_s: Sequence[float]) -> int:
+        """Tokens to draft by a repeat of `length`: each of which is to bring more than the time it costs could."""
+        chance, count = 1.0, 0
+        for n in range(1, MOST + 1):
+            chance *= self.acceptance.rate(length, n - 1)
+            token_s = (passes_s[n] - passes_s[n - 1]) / rows
+            if chance < LEAST_CHANCE or chance / rate < MARGIN * token_s:
+                break
+            count = n
+        return count

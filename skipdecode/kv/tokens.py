@@ -1,0 +1,93 @@
+"""New columns of some rows of a continuous batch as one step, several of a row if need be: as drafts are verified
+(`skipdecode.speculative`).
+
+Every token is a row of the states. It has a place (the row of the batch whose K and V it sees) and a column there, up
+to which it sees them. Tokens of a place may come in any order: all are stored before any attends. Kernels of one column
+per row serve where they take places (`Columns.places`); elsewhere the tokens of a place are queries behind a mask.
+
+N tokens, B rows of the batch, T most tokens of a place, S columns visible, H heads of queries, G of keys and values, K
+head dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends.backend import Columns, FusedLayer, FusedStore
+from skipdecode.backends.device import backend_on
+from skipdecode.kv.ragged import Arena
+from skipdecode.kv.view import attention
+from skipdecode.rope import Turn, turn_of
+
+
+class TokensView:
+    """N tokens of an arena's batch (`skipdecode.kv.view.KVView`); their states are [N, 1, D]."""
+
+    stores_by_kernel = False
+
+    def __init__(self, arena: Arena, places: Tensor, columns: Tensor, table: Tensor | None) -> None:
+        """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotations`."""
+        self._arena, self._places, self._columns, self._table = arena, places, columns, table
+        k, _ = arena.memory_of(0)
+        self._attend_one = backend_on(k.device).column_attention(k) if backend_on(k.device).takes_places else None
+        self.has_kernels = self._attend_one is not None
+
+    @cached_property
+    def turn(self) -> Turn | None:
+        return turn_of(self._table, self._columns[:, None])
+
+    @cached_property
+    def _first(self) -> Tensor:
+        return torch.zeros_like(self._columns)
+
+    def _memory(self, layer: int) -> Columns:
+        return Columns(*self._arena.memory_of(layer), self._first, self._columns, places=self._places)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        if self._attend_one is not None:
+            return self._attend_one(q, k, v, self._memory(layer))
+        if k is not None and v is not None:
+            self.store(layer, k, v)
+        slots, mask = self._slots
+        keys, values = (memory[:, :, : mask.shape[3]] for memory in self._arena.memory_of(layer))
+        queries = q.new_zeros(len(mask), q.shape[1], mask.shape[2], q.shape[3])  # [B, H, T, K]
+        queries[self._places, :, slots] = q[:, :, 0]
+        return attention(queries, keys, values, mask)[self._places, :, slots][:, :, None]
+
+    @cached_property
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        """[N] the place of each token among those of its row, and [B, 1, T, S] what these may attend to."""
+        num_rows = self._arena.num_rows
+        counts, slots = [0] * num_rows, []
+        for place in self._places.tolist():
+            slots.append(counts[place])
+            counts[place] += 1
+        at = torch.tensor(slots, device=self._places.device)
+        until = self._columns.new_zeros(num_rows, max(counts))  # queries that are nobody's see a column all the same
+        until[self._places, at] = self._columns
+        visible = torch.arange(int(self._columns.max()) + 1, device=self._places.device)
+        return at, (visible <= until[..., None])[:, None]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self._arena.memory_of(layer)
+        keys[self._places, :, self._columns] = k[:, :, 0]
+        values[self._places, :, self._columns] = v[:, :, 0]
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        columns = [self._memory(layer) for layer in layers] if attends else None
+        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
+
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+        raise AssertionError("a kernel for prompts, and one column")
+
+    def part(self, where: slice) -> "TokensView":
+        if where == slice(None):
+            return self
+        return TokensView(self._arena, self._places[where], self._columns[where], self._table)
+
+    def last(self, h: Tensor) -> tuple[Tensor, "TokensView"]:
+        raise AssertionError("every token is a last one")

@@ -1,0 +1,44 @@
+"""Lossless: a schedule that only drafts. Full depth verifies the drafts, and the tokens are those of full depth.
+
+A value like every schedule, so rows with equal ones share batches, and what prices caches sees full depth, whose keys
+and values it keeps. The loop is `skipdecode.speculative`; `skipdecode.draft_length` says how many tokens to draft. No
+torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from skipdecode.plan import FullDepth, Schedule
+
+KEYS = ("lossless", "draft_tokens")
+"""Of a `decode:` mapping, beside those of its schedule."""
+
+
+@dataclass(frozen=True)
+class Lossless(FullDepth):
+    """Full depth, for which `drafts` may draft."""
+
+    drafts: Schedule
+    draft_tokens: int | None = None
+    """At a time; None: as many as pay."""
+    may_rest: bool = False
+    """Drafts nothing where nothing is gained by it; else one token at least."""
+
+    @property
+    def drafts_by_skipping(self) -> bool:
+        """Whether the schedule leaves anything out; else rows draft what they repeat, and nothing else."""
+        return not isinstance(self.drafts, FullDepth) or type(self.drafts) is not FullDepth
+
+
+def lossless_schedule(drafts: Schedule, lossless: Any, draft_tokens: Any) -> Schedule:
+    """`drafts` itself where it is to be decoded by, else `Lossless` for it; ValueError names the key at fault."""
+    if lossless not in (None, False, True, "auto"):
+        raise ValueError(f"decode.lossless: {lossless!r} is not one of false, true, auto")
+    is_number = isinstance(draft_tokens, int) and not isinstance(draft_tokens, bool) and draft_tokens >= 1
+    if draft_tokens not in (None, "auto") and not is_number:
+        raise ValueError(f"decode.draft_tokens: expected a whole number from 1 on, or auto, got {draft_tokens!r}")
+    if not lossless:
+        if is_number:
+            raise ValueError("decode.draft_tokens: has no meaning without decode.lossless; set it to true or auto")
+        return drafts
+    return Lossless(drafts.num_layers, drafts, draft_tokens if is_number else None, lossless == "auto")

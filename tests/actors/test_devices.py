@@ -1,0 +1,208 @@
+"""What a worker does with a GPU, without one: its memory, lost devices, batches and cohorts on graphs.
+
+The CUDA back end runs with torch's operators on the CPU, and says that it is a GPU where that is asked.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors import devices, generator
+from actors.batches import EngineConfig
+from actors.devices import DeviceMemory, is_lost
+from actors.engine import Engine
+from actors.generator import Generator, GeneratorConfig
+from skipdecode.cost import cache_bytes_per_row
+from skipdecode.families import released
+from skipdecode.generate import Request, generate
+from skipdecode.gpus import GPUS, MEMORY_SHARE
+from skipdecode.plan import FullDepth
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
+from skipdecode.step_graphs import StepGraphs, ladder
+from tests.support.graphs import FakeCaptures, cpu_as_cuda
+from tests.support.naive import random_prompts
+
+DECODE = {"method": "skipdecode", "max_layers": 5, "min_layers": 2}
+GB = 10**9
+
+
+def some(count: int, num_new: int = 12, **keys: float) -> list[Request]:
+    prompts = random_prompts([3 + 5 * i % 27 for i in range(count)], seed=4)
+    return [Request(f"r{i}", p, Sampling(max_new_tokens=num_new, **keys)) for i, p in enumerate(prompts)]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def _on_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Generators decode by graphs, in a memory of 4 MB."""
+    monkeypatch.setattr(generator, "graphs_serve", lambda _model: True)
+    monkeypatch.setattr(Generator, "_cache_share", lambda _self: 1 << 22)
+    with cpu_as_cuda():
+        yield
+
+
+def build(folder: Path, **keys: object) -> Generator:
+    given = {"dtype": "float32", "num_threads": 1, "length_buckets": (8, 32), "batch_size": 8} | keys
+    return Generator(GeneratorConfig(str(folder), DECODE, **given))  # type: ignore[arg-type]
+
+
+# Memory
+
+
+@pytest.mark.parametrize(("gpu", "rows"), [("h200", 391), ("a100", 200)])
+def test_caches_take_most_of_a_gpu(gpu: str, rows: int) -> None:
+    """OPT-6.7B, prompts of 256, 512 new tokens, SkipDecode 2x: a quarter of what was free held 124 and 65 rows."""
+    config = released("opt-6.7b")
+    schedule = make_schedule({"method": "skipdecode", "speedup": 2}, num_layers=32, max_new_tokens=512)
+    per_row = cache_bytes_per_row(config, schedule, prompt_columns=256, num_new=512, itemsize=2)
+    weights, total = 2 * 6_658_473_984, GPUS[gpu].memory_bytes
+    memory = DeviceMemory(total=total, free=total - weights, own=weights)
+    assert memory.for_caches(MEMORY_SHARE) // per_row == pytest.approx(rows, rel=0.02)
+
+
+def test_what_others_hold_is_not_taken() -> None:
+    memory = DeviceMemory(total=80 * GB, free=20 * GB, own=2 * GB)
+    assert memory.for_caches(0.85) == 16 * GB  # a twentieth of the device stays free
+    assert DeviceMemory(total=80 * GB, free=1 * GB, own=2 * GB).for_caches(0.85) == 0
+    assert DeviceMemory(total=80 * GB, free=78 * GB, own=2 * GB).for_caches(0.425) == 32 * GB  # half a GPU
+
+
+def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes more or less from run to run must not make other shapes; full depth has to fit, too."""
+    made = build(tiny_checkpoint, batch_size=None, baseline_fraction=0.5)
+    monkeypatch.setattr(made, "device", torch.device("cuda"))
+    per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=32, num_new=12, itemsize=4)
+    sizes = set()
+    for rows in (1, 2, 5, 30, 47, 50, 63, 300, 9000):
+        monkeypatch.setattr(made, "_cache_share", lambda rows=rows: per_row * rows)
+        size = made.batch_size(32, 12)
+        assert size <= rows
+        sizes.add(size)
+    assert sizes == {1, 2, 4, 24, 32, 48, 256}
+    assert sizes <= set(ladder(256))
+
+
+# Lost devices
+
+
+class CudaError(Exception):
+    """As torch raises it for all that CUDA says."""
+
+
+def test_an_error_after_which_the_device_counts_is_the_batches_own(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One operation that cannot be captured or launched must not kill workers until its rows are parked."""
+    monkeypatch.setattr(devices, "DEVICE_ERRORS", (CudaError,))
+    assert not is_lost(CudaError("operation not permitted when stream is capturing"), torch.device("cpu"))
+    assert not is_lost(ValueError("whatever"), torch.device("cpu"))
+    made, calls = build(tiny_checkpoint), []
+
+    def failing(*args: object, **keys: object) -> object:
+        calls.append(args)
+        if len(calls) == 1:
+            raise CudaError("invalid configuration argument")
+        return generate(*args, **keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(generator, "generate", failing)
+    requests = some(4)
+    result = made(requests)
+    assert [answer.tokens for answer in result.answers] == [a.tokens for a in build(tiny_checkpoint)(requests).answers]  # type: ignore[union-attr]
+
+
+def test_a_device_that_counts_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "DEVICE_ERRORS", (CudaError,))
+
+    def lost(*_args: object, **_keys: object) -> torch.Tensor:
+        raise CudaError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "ones", lost)
+    assert is_lost(CudaError("an illegal memory access was encountered"), torch.device("cpu"))
+
+
+def test_a_lost_device_in_a_measurement_ends_the_worker(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build(tiny_checkpoint, baseline_fraction=1.0)
+    monkeypatch.setattr(generator, "is_lost", lambda error, _device: isinstance(error, CudaError))
+
+    def failing(model: object, requests: object, schedule: object, **keys: object) -> object:
+        if schedule == made.full:
+            raise CudaError("gone")
+        return generate(model, requests, schedule, **keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(generator, "generate", failing)
+    with pytest.raises(CudaError):
+        made(some(4))
+
+
+# Batches and cohorts on graphs
+
+
+@pytest.mark.usefixtures("_on_graphs")
+def test_offline_batches_and_cohorts_of_an_endpoint_share_graphs(tiny_checkpoint: Path) -> None:
+    """Tokens are those without graphs, and nothing is captured after loading: full depth for the baseline, too."""
+    requests = some(7) + some(3, temperature=0.9)
+    requests = [Request(f"x{i}", r.prompt_tokens, r.sampling) for i, r in enumerate(requests)]
+    wanted = build(tiny_checkpoint, has_graphs=False)(requests).answers
+    made = build(tiny_checkpoint, baseline_fraction=1.0)
+    assert made.graphs is not None
+    assert made.graphs.num_captured == 5 * len(ladder(8)), "depths 6 to 2, at 1, 2, 3, 4, 6 and 8 rows"
+    assert made(requests).answers == wanted
+    engine = Engine(made, EngineConfig(batch_size=4))
+    tickets = [engine.add(request) for request in requests]
+    while not engine.is_idle:
+        engine.turn()
+    assert [ticket.row.tokens for ticket in tickets if ticket.row] == [answer.tokens for answer in wanted]  # type: ignore[union-attr]
+    assert made.graphs.num_late == 0
+    assert made.graphs.pool.free_bytes == made.graphs.nbytes
+
+
+@pytest.mark.usefixtures("_on_graphs")
+def test_deterministic_runs_on_graphs_offline_and_online(tiny_checkpoint: Path) -> None:
+    """One shape, one set of graphs: bit for bit in bfloat16, whoever else comes."""
+    made = build(tiny_checkpoint, deterministic=True, batch_size=4, dtype="bfloat16")
+    assert made.graphs is not None
+    assert made.graphs.num_captured == 4, "one number of rows"
+    requests = some(6)
+    wanted = [answer.tokens for answer in made(requests).answers]  # type: ignore[union-attr]
+    for arriving in (requests, requests[::-1]):
+        engine = Engine(made, EngineConfig(batch_size=4))
+        tickets = {}
+        for request in arriving:
+            tickets[request.id] = engine.add(request)
+            engine.turn()
+        while not engine.is_idle:
+            engine.turn()
+        rows = [tickets[request.id].row for request in requests]
+        assert [row.tokens for row in rows if row] == wanted
+    assert made.graphs.num_late == 0
+
+
+@pytest.mark.usefixtures("_on_graphs")
+def test_cohorts_beyond_the_memory_of_graphs_run_beside_it(tiny_checkpoint: Path) -> None:
+    made = build(tiny_checkpoint)
+    wanted = made(some(6, 40)).answers
+    made.graphs = StepGraphs(made.model, 300_000, max_rows=8)  # room for one cohort or two
+    engine = Engine(made, EngineConfig(batch_size=1))
+    tickets = [engine.add(request) for request in some(6, 40)]
+    while not engine.is_idle:
+        engine.turn()
+    assert [ticket.row.tokens for ticket in tickets if ticket.row] == [answer.tokens for answer in wanted]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("_on_graphs")
+def test_a_batch_that_does_not_fit_is_split_and_graphs_stay(tiny_checkpoint: Path) -> None:
+    made = build(tiny_checkpoint, batch_size=8)
+    requests = some(8)
+    wanted = made(requests).answers
+    captures = FakeCaptures()
+    per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=48, num_new=12, itemsize=4)
+    made.graphs = StepGraphs(made.model, 4 * per_row, max_rows=8, captures=captures)
+    made._capture()
+    captured = captures.captures
+    result = made(requests)
+    assert result.answers == wanted
+    assert any("actors.memory_share" in batch.get("split_error", "") for batch in result.batches)
+    assert captures.captures == captured > 0
+    assert made.graphs.num_graphs == captured

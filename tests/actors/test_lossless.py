@@ -1,0 +1,105 @@
+"""Lossless decoding through the generator and both schedulers of the engine: the tokens of full depth. Float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.batches import EngineConfig
+from actors.engine import Engine
+from actors.generator import Generator, GeneratorConfig
+from skipdecode.generate import generate
+from skipdecode.request import Completion, Request
+from skipdecode.sampling import Sampling
+from tests.support.naive import random_prompts
+from tests.support.ties import is_tie
+
+SKIP = {"method": "skipdecode", "max_layers": 5, "min_layers": 2, "warmup_layers": 1, "horizon": 12}
+LOSSLESS: list[dict[str, Any]] = [
+    SKIP | {"lossless": True, "draft_tokens": 3},
+    SKIP | {"lossless": "auto"},
+    {"method": "full", "lossless": True},
+]
+
+
+@pytest.fixture(scope="module")
+def generator(tiny_checkpoint: Path) -> Generator:
+    config = GeneratorConfig(str(tiny_checkpoint), LOSSLESS[0], dtype="float32", num_threads=1, batch_size=8)
+    return Generator(config)
+
+
+def pool_of(count: int, num_new: int = 12) -> list[Request]:
+    prompts = random_prompts([1 + i % 40 for i in range(count)], seed=6)
+    return [
+        Request(str(i), p, Sampling(num_new + i % 7, temperature=float(i % 2), seed=i)) for i, p in enumerate(prompts)
+    ]
+
+
+def assert_full(generator: Generator, made: dict[str, list[int]], requests: list[Request]) -> None:
+    for request in requests:
+        wanted = generate(generator.model, [request], generator.full).completions[0].tokens
+        assert made[request.id] == wanted or is_tie(generator.model, request, made[request.id], wanted)
+
+
+@pytest.mark.parametrize("decode", LOSSLESS)
+def test_offline(generator: Generator, decode: dict[str, Any]) -> None:
+    requests = pool_of(20)
+    one = generator.with_decode(decode)
+    result = one(requests)
+    answers = {r.id: a for r, a in zip(requests, result.answers, strict=True) if isinstance(a, Completion)}
+    assert_full(generator, {name: answer.tokens for name, answer in answers.items()}, requests)
+    for record in result.batches:
+        assert len(record["drafted_at"]) == len(record["accepted_at"])
+        assert all(a <= d for a, d in zip(record["accepted_at"], record["drafted_at"], strict=True))
+        assert record["row_steps"] + sum(record["accepted_at"]) >= record["output_tokens"] - record["rows"]
+        assert record["draft_s"] + record["verify_s"] <= record["decode_s"]
+    assert sum(record["layers_run"] for record in result.batches) == sum(a.layers_run for a in answers.values())
+
+
+def test_a_run_measures_itself_against_full_depth(tiny_checkpoint: Path) -> None:
+    config = GeneratorConfig(
+        str(tiny_checkpoint), LOSSLESS[0], dtype="float32", num_threads=1, batch_size=4, baseline_fraction=1.0
+    )
+    for record in Generator(config)(pool_of(8)).batches:
+        assert record["exact_rows"] == record["rows"]
+        assert record["full_output_tokens"] == record["output_tokens"]
+        assert record["predicted_decode_s"] > 0
+        assert record["full_predicted_decode_s"] > 0
+
+
+@pytest.mark.parametrize("scheduler", ["cohort", "continuous"])
+@pytest.mark.parametrize("decode", LOSSLESS)
+def test_online(generator: Generator, scheduler: Any, decode: dict[str, Any]) -> None:
+    """Whoever comes when; every token says what it took, and the counts add up."""
+    one, requests = generator.with_decode(decode), pool_of(14)
+    engine = Engine(one, EngineConfig(scheduler, batch_size=4, max_cohorts=2))
+    made: dict[str, list[int]] = {request.id: [] for request in requests}
+    layers: dict[str, list[int]] = {request.id: [] for request in requests}
+    waiting, turn = list(requests), 0
+    while waiting or not engine.is_idle:
+        for _ in range(1 + turn % 3 if waiting else 0):
+            engine.add(waiting.pop(0)) if waiting else None
+        for progress in engine.turn():
+            assert progress.error is None
+            made[progress.ticket.request.id] += progress.tokens
+            layers[progress.ticket.request.id] += progress.layers
+        turn += 1
+        assert turn < 2000
+    assert_full(one, made, requests)
+    assert {name: len(tokens) for name, tokens in made.items()} == {name: len(own) for name, own in layers.items()}
+    assert engine.counts.layers_run == sum(sum(own[1:]) for own in layers.values())
+    assert engine.counts.layers_run >= 6 * sum(len(own) - 1 for own in layers.values())
+    assert engine.counts.finished == len(requests)
+
+
+def test_a_stream_is_cancelled_between_rounds(generator: Generator) -> None:
+    engine = Engine(generator, EngineConfig("continuous", batch_size=4))
+    tickets = [engine.add(request) for request in pool_of(3, num_new=40)]
+    engine.turn()
+    engine.cancel(tickets[1])
+    made: dict[str, list[int]] = {}
+    while not engine.is_idle:
+        for progress in engine.turn():
+            made.setdefault(progress.ticket.request.id, []).extend(progress.tokens)
+    assert engine.counts.finished == 2
+    assert engine.counts.cancelled == 1

@@ -1,0 +1,277 @@
+"""Prompts made of columns: templates over every format, conversations, what fails a row and what refuses a run."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.chat_template import ChatTemplate
+from actors.jinja_sandbox import Template
+from pipeline.config import ConfigError, SamplingConfig
+from pipeline.input.expansion import Expansion
+from pipeline.input.prompting import Prompter, unknown_names
+from pipeline.input.read import read_file
+from tests.support.input_helpers import make_config, make_plan, write, write_jsonl, write_parquet
+
+pytestmark = pytest.mark.process  # the sandbox is one
+
+DROPPED = {"not_utf8"}
+NOW = datetime(2026, 7, 4, 5, 6, tzinfo=UTC)
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def read(path: Path, by: ChatTemplate | None = None, sampling: SamplingConfig | None = None, **keys: Any) -> Any:
+    """All rows, with their prompts."""
+    config = make_config(path, **keys)
+    plan = make_plan(config, Expansion.of(config, sampling or SamplingConfig()))
+    prompter = Prompter.of(config, plan.listing.format, by, NOW)
+    blocks = [block for i in range(len(plan.listing.files)) for block in read_file(plan, i, config, prompter=prompter)]
+    assert all(block.schema == plan.schema for block in blocks)
+    return [row for block in blocks for row in block.drop_columns(DROPPED & set(block.schema.names)).to_pylist()]
+
+
+def texts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    assert not any(row["error_code"] for row in rows), rows
+    return [row["prompt"] for row in rows]
+
+
+def refuse(path: Path, match: str, **keys: Any) -> None:
+    with pytest.raises(ConfigError, match=match):
+        read(path, **keys)
+
+
+def chatml(*messages: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages) + "<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def chat() -> ChatTemplate:
+    return through(CHATML)
+
+
+def through(source: str) -> ChatTemplate:
+    return ChatTemplate(Template(source, strict=False), {})
+
+
+def test_a_template_reads_columns_of_every_format(tmp_path: Path) -> None:
+    rows = [{"id": "a", "question": "Why?", "n": 1, "city": "Leeds"}, {"id": "b", "question": "{{ n }}", "n": 2.5}]
+    template = "{{ id }} Question: {{ question }}\nAnswer:"
+    wanted = ["a Question: Why?\nAnswer:", "b Question: {{ n }}\nAnswer:"]
+    found = read(write_jsonl(tmp_path / "a.jsonl", rows), template=template)
+    assert texts(found) == wanted, "what rows hold is no template"
+    assert [(row["id"], row["question"], row["city"]) for row in found] == [
+        ("a", "Why?", "Leeds"),
+        ("b", "{{ n }}", None),
+    ]
+    columns = {"id": ["a", "b"], "question": pa.array(["Why?", "{{ n }}"]).dictionary_encode()}
+    assert texts(read(write_parquet(tmp_path / "a.parquet", columns), template=template)) == wanted
+    assert texts(read(write(tmp_path / "a.csv", "id,question\na,Why?\nb,{{ n }}\n"), template=template)) == wanted
+    lines = write(tmp_path / "a.txt", "Why?\n{{ n }}\n")
+    assert texts(read(lines, template="Q: {{ prompt }}")) == ["Q: Why?", "Q: {{ n }}"]
+
+
+def test_each_template_makes_a_row_of_each_document(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "x", "text": "T"}, {"id": "y", "text": "U"}])
+    templates = {"sum_1": "Sum: {{ text }}", "b": "Ask: {{ text }}"}
+    rows = read(path, templates=templates, sampling=SamplingConfig(n=2, temperature=1))
+    assert [(row["id"], row["prompt"]) for row in rows] == [
+        (f"{id}-{name}-{j}", f"{word}: {text}")
+        for id, text in (("x", "T"), ("y", "U"))
+        for name, word in (("b", "Ask"), ("sum_1", "Sum"))
+        for j in (0, 1)
+    ]
+    assert [(row["source_id"], row["template"], row["sample"]) for row in rows[:3]] == [
+        ("x", "b", 0), ("x", "b", 1), ("x", "sum_1", 0),
+    ]  # fmt: skip
+    rows = read(path, templates={"b": templates["b"]})
+    assert [(row["id"], row["template"], row["sample"]) for row in rows] == [("x-b", "b", 0), ("y-b", "b", 0)]
+
+
+def test_a_template_may_read_a_column_called_prompt(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "P", "n": 1}])
+    rows = read(path, template="Q: {{ prompt }}")
+    assert texts(rows) == ["Q: P"]
+    assert rows[0]["n"] == 1
+    refuse(path, "has a column 'prompt'", template="Q: {{ n }}")
+    parquet = write_parquet(tmp_path / "a.parquet", {"prompt": ["P"], "n": [1]})
+    assert texts(read(parquet, templates={"a": "{{ prompt }}", "b": "{{ n }}"})) == ["P", "1"]
+
+
+def test_nested_values_reach_templates_as_python_has_them(tmp_path: Path) -> None:
+    value = {"a": [{"b": 1}, {"b": 2}], "s": "ü"}
+    template = "{% for x in v.a %}{{ x.b }},{% endfor %}{{ v['s'] }} {{ m|tojson }}"
+    path = write_jsonl(tmp_path / "a.jsonl", [{"v": value, "m": {"k": [1, None]}}, {"v": value, "m": "text"}])
+    assert texts(read(path, template=template)) == ['1,2,ü {"k": [1, null]}', '1,2,ü "text"']
+    table = pa.table({"v": pa.array([value]), "m": pa.array([[("k", 1), ("l", 2)]], pa.map_(pa.string(), pa.int64()))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert texts(read(tmp_path / "a.parquet", template=template)) == ['1,2,ü {"k": 1, "l": 2}']
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ a }} {{ missing }}", "'missing' is undefined"),
+        ("{{ a.b.c }}", "has no attribute"),
+        ("{{ a }}{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ a }}{{ raise_exception('no ' ~ a) }}", "no x"),
+        ("{{ a }}{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ a }}{{ 'a' * 10**9 }}", ""),
+        ("{{ a }}{% for i in range(9**9) %}{% for j in range(9**9) %}{% endfor %}{% endfor %}", ""),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_fails_its_rows_alone(tmp_path: Path, template: str, reason: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "1", "a": "x", "missing": 1}, {"id": "2", "a": "x"}, {"id": "3"}])
+    rows = read(path, templates={"bad": template, "good": "{{ id }}"})
+    assert [row["prompt"] for row in rows if row["template"] == "good"] == ["1", "2", "3"]
+    bad = [row for row in rows if row["template"] == "bad"]
+    assert [row["error_code"] for row in bad[1:]] == ["bad_template"] * 2
+    assert [row["prompt"] for row in bad[1:]] == [None, None]
+    assert bad[1]["error_message"].startswith("a.jsonl line 2: template 'bad': ")
+    assert reason in bad[1]["error_message"]
+
+
+def test_a_null_is_no_text(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"a": "x", "b": 1}, {"a": None, "b": 1}])
+    parquet = write_parquet(tmp_path / "a.parquet", {"a": ["x", None], "b": [1, 1]})
+    for source in (path, parquet):
+        rows = read(source, template="{{ a }} {{ b }}")
+        assert [(row["prompt"], row["error_code"]) for row in rows] == [("x 1", ""), (None, "bad_template")]
+        assert "a value that it prints is null" in rows[1]["error_message"]
+        made = texts(read(source, template="{% if a %}{{ a }}{% endif %}{{ a or 'y' }}{{ a|default('z', true) }}"))
+        assert made == ["xxx", "yz"]
+
+
+def test_a_bad_document_fails_with_its_own_reason(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"a": 1}\nnot json\n')
+    rows = read(path, templates={"x": "{{ a }}", "y": "{{ a }}!"})
+    assert [row["error_code"] for row in rows] == ["", "", "bad_line", "bad_line"]
+    nested = pa.array([[b"\xff"], [b"ok"]])
+    broken = pa.ListArray.from_arrays(nested.offsets, pa.StringArray.from_buffers(2, *nested.values.buffers()[1:]))
+    pq.write_table(pa.table({"not_utf8": broken}), tmp_path / "a.parquet")
+    rows = read(tmp_path / "a.parquet", template="{{ not_utf8[0] }}")
+    assert [(row["prompt"], row["error_code"]) for row in rows] == [(None, "bad_line"), ("ok", "")]
+
+
+def test_templates_are_checked_before_the_start(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "x", "a": 1}])
+    refuse(
+        path,
+        r"input\.template: names no column of the input: it reads b, c; there are: a, id",
+        template="{{ b }}{{ c }}",
+    )
+    refuse(path, r"input\.templates\.q: names no column .*reads nothing", templates={"p": "{{ a }}", "q": "just text"})
+    refuse(path, r"input\.template: no Jinja template: line 1", template="{{ a")
+    refuse(path, r"input\.templates\.q: no Jinja template", templates={"q": "{% for %}"})
+    config = make_config(path, template="{{ a }} {{ aa }}{% set z = 1 %}{{ z }}{{ range(2) }}")
+    assert unknown_names(config, ["a"]) == ["input.template: no file has a column 'aa'; rows that need it will fail"]
+    batch = {"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p"}}
+    for keys in ({"template": "{{ body }}"}, {"messages_column": "body"}, {"chat": True}):
+        refuse(write_jsonl(tmp_path / "b.jsonl", [batch]), "OpenAI batch lines bring prompts", **keys)
+    refuse(path, r"input\.chat_template: has no effect", prompt_column="a", chat_template="x.jinja")
+    refuse(path, r"input\.messages_column: the input has no column 'm'; there are: a, id", messages_column="m")
+    parquet = write_parquet(tmp_path / "a.parquet", {"m": [1]})
+    refuse(parquet, r"input\.messages_column: 'm' in .* has type int64; a conversation is a list", messages_column="m")
+    refuse(parquet, r"input\.messages_column: .* has no column 'n'; there are: m", messages_column="n")
+
+
+def test_a_prompt_becomes_a_message(tmp_path: Path, chat: ChatTemplate) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi"}, {"prompt": None}])
+    rows = read(path, chat, chat=True)
+    assert texts(rows[:1]) == [chatml(("user", "Hi"))]
+    assert rows[1]["error_code"] == "prompt_missing"
+    rows = read(path, chat, chat=True, system="Be brief.")
+    assert texts(rows[:1]) == [chatml(("system", "Be brief."), ("user", "Hi"))]
+    rows = read(path, chat, chat=True, templates={"a": "A: {{ prompt }}", "b": "{{ prompt }}!"})
+    assert texts(rows[:2]) == [chatml(("user", "A: Hi")), chatml(("user", "Hi!"))]
+    rows = read(path, through("{{ strftime_now('%d %B %Y') }}"), chat=True)
+    assert texts(rows[:1]) == ["04 July 2026"]
+
+
+def test_conversations(tmp_path: Path, chat: ChatTemplate) -> None:
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "{{ 1 }}"},
+    ]
+    ruled = [{"role": "system", "content": "S"}, *talk]
+    said = [(message["role"], message["content"]) for message in talk]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"m": talk}, {"m": ruled}, {"m": json.dumps(talk)}])
+    rows = read(path, chat, messages_column="m", system="T")
+    assert texts(rows) == [
+        chatml(("system", "T"), *said), chatml(("system", "S"), *said), chatml(("system", "T"), *said),
+    ]  # fmt: skip
+    with_nulls = [{**message, "name": None} for message in talk]
+    pq.write_table(
+        pa.table({"m": [with_nulls, [{"role": "user", "content": "x", "name": None}], None]}), tmp_path / "a.parquet"
+    )
+    rows = read(tmp_path / "a.parquet", chat, messages_column="m")
+    assert texts(rows[:2]) == [chatml(*said), chatml(("user", "x"))]
+    assert rows[2]["error_code"] == "prompt_missing"
+    assert rows[0]["m"] == with_nulls, "the column stays"
+    csv = "m\n" + '"' + json.dumps(talk).replace('"', '""') + '"\n'
+    assert texts(read(write(tmp_path / "a.csv", csv), chat, messages_column="m")) == [chatml(*said)]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["text", 5, {}, [], [5], [{}], [{"content": "x"}], [{"role": "user"}], [{"role": "robot", "content": "x"}],
+     [{"role": "user", "content": 5}], [{"role": ["user"], "content": "x"}], "[1", '{"role": "user"}'],
+)  # fmt: skip
+def test_messages_of_a_wrong_shape_fail_their_row(tmp_path: Path, chat: ChatTemplate, messages: Any) -> None:
+    good = [{"role": "user", "content": "x"}]
+    rows = read(write_jsonl(tmp_path / "a.jsonl", [{"m": good}, {"m": messages}]), chat, messages_column="m")
+    assert [row["error_code"] for row in rows] == ["", "bad_messages"]
+    assert rows[1]["error_message"].startswith("a.jsonl line 2: ")
+    assert rows[1]["prompt"] is None
+
+
+def test_a_chat_template_that_raises_fails_the_row(tmp_path: Path) -> None:
+    chat = through("{{ raise_exception('roles must alternate') if messages|length > 1 else 'ok' }}")
+    message = {"role": "user", "content": "x"}
+    rows = read(write_jsonl(tmp_path / "a.jsonl", [{"m": [message]}, {"m": [message] * 2}]), chat, messages_column="m")
+    assert [(row["prompt"], row["error_code"]) for row in rows] == [("ok", ""), (None, "bad_template")]
+    assert "roles must alternate" in rows[1]["error_message"]
+
+
+def test_chats_and_completions_in_one_batch_file(tmp_path: Path, chat: ChatTemplate) -> None:
+    head = {"method": "POST", "url": "/v1/chat/completions"}
+    user = {"role": "user", "content": "Hi"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"messages": [user], "max_completion_tokens": 3, "max_tokens": 9}, ""),
+        ({"messages": [{"role": "developer", "content": "D"}, user], "n": 2, "temperature": 1}, ""),
+        ({"messages": [parts], "response_format": {"type": "text"}, "tools": [], "store": False}, ""),
+        ({"messages": [user], "tools": [{"type": "function"}]}, "body.tools must be empty"),
+        ({"messages": [user], "response_format": {"type": "json_object"}}, "body.response_format must be"),
+        ({"messages": [user], "max_completion_tokens": 0}, "body.max_completion_tokens must be"),
+        ({"messages": [user], "functions": []}, "body.functions is not supported"),
+        ({"messages": [user], "chat_template": "{{ 1 }}"}, "body.chat_template is not supported"),
+    ]
+    lines = [{"custom_id": f"c{n}", **head, "body": body} for n, (body, _) in enumerate(bodies)]
+    lines.append({"custom_id": "p", **head, "url": "/v1/completions", "body": {"prompt": "plain"}})
+    rows = {row["id"]: row for row in read(write_jsonl(tmp_path / "a.jsonl", lines), chat)}
+    assert rows["p"]["prompt"] == "plain"
+    assert rows["c0"]["prompt"] == chatml(("user", "Hi"))
+    assert json.loads(rows["c0"]["_sampling"]) == {"max_new_tokens": 3}
+    assert rows["c1-0"]["prompt"] == rows["c1-1"]["prompt"] == chatml(("system", "D"), ("user", "Hi"))
+    assert rows["c2"]["prompt"] == chatml(("user", "a\nb"))
+    for number, (_, reason) in enumerate(bodies):
+        row = rows.get(f"c{number}") or rows[f"c{number}-0"]
+        assert row["error_code"] == ("bad_parameters" if reason else ""), row
+        assert reason in row["error_message"]
+    rows = {row["id"]: row for row in read(tmp_path / "a.jsonl")}
+    assert (rows["c0"]["error_code"], rows["p"]["error_code"]) == ("bad_parameters", "")
+    assert "set input.chat_template" in rows["c0"]["error_message"]
+    bad = [{"custom_id": "x", **head, "body": {"messages": value}} for value in (None, "x", [], [{"role": "user"}])]
+    codes = [row["error_code"] for row in read(write_jsonl(tmp_path / "b.jsonl", bad), chat)]
+    assert (
+        codes == ["prompt_missing", "bad_messages", "bad_messages", "bad_messages"] or codes[1:] == ["duplicate_id"] * 3
+    )

@@ -1,0 +1,135 @@
+"""The schedule that only drafts: what a `decode:` mapping says of it, and how many tokens are drafted."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode.cost import Ceilings
+from skipdecode.draft_length import HOLDS, MOST, PROBE_EVERY, SKIPPED, Decision, DraftLength, Prices
+from skipdecode.families import config_of
+from skipdecode.lossless import Lossless
+from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.schedule import listed_schedule, make_schedule
+
+L = 24
+OPT = config_of({"model_type": "opt", "num_hidden_layers": L, "hidden_size": 2048, "ffn_dim": 8192,
+                 "num_attention_heads": 32, "vocab_size": 50272, "max_position_embeddings": 2048})  # fmt: skip
+SKIP = SkipDecode(L, 5, 4, 1, 63)
+
+
+def made(**decode: Any) -> Schedule:
+    return make_schedule(decode, num_layers=L, max_new_tokens=64)
+
+
+def length(drafts: Schedule = SKIP, tokens: int | None = None, may_rest: bool = True, **prices: Any) -> DraftLength:
+    return DraftLength(Lossless(L, drafts, tokens, may_rest), Prices(OPT, 2, **prices))
+
+
+def test_the_mapping_says_what_drafts() -> None:
+    skip = {"method": "skipdecode", "max_layers": 5, "min_layers": 4}
+    assert made(**skip, lossless=True) == Lossless(L, SKIP, None, False)
+    assert made(**skip, lossless="auto", draft_tokens=3) == Lossless(L, SKIP, 3, True)
+    assert made(**skip, lossless=False, draft_tokens="auto") == SKIP
+    assert made(method="full", lossless=True) == Lossless(L, FullDepth(L))
+    assert not Lossless(L, FullDepth(L)).drafts_by_skipping
+    assert Lossless(L, SKIP).drafts_by_skipping
+
+
+def test_it_is_full_depth_to_all_others() -> None:
+    schedule = Lossless(L, SKIP)
+    assert {schedule.step(k) for k in range(99)} == {FullDepth(L).prefill()} == {schedule.prefill()}
+    assert schedule != FullDepth(L)
+
+
+@pytest.mark.parametrize(
+    ("decode", "key"),
+    [
+        ({"lossless": "yes"}, "decode.lossless"),
+        ({"lossless": True, "draft_tokens": 0}, "decode.draft_tokens"),
+        ({"lossless": True, "draft_tokens": "many"}, "decode.draft_tokens"),
+        ({"lossless": False, "draft_tokens": 4}, "decode.draft_tokens"),
+        ({"lossless": True, "ffn_skip": {"mode": "row"}}, "decode.ffn_skip.mode"),
+        ({"lossless": "auto", "ffn_skip": {"mode": "random", "share": 0.2}}, "decode.ffn_skip.mode"),
+    ],
+)
+def test_what_cannot_be_is_named(decode: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        made(**decode)
+
+
+def test_swiftkv_and_lists_of_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^decode\.lossless: .*SwiftKV"):
+        make_schedule({"lossless": True}, num_layers=L, max_new_tokens=9, kv_layers=12)
+    with pytest.raises(ValueError, match=r"^decode\.lossless: "):
+        listed_schedule(OPT, {"method": "full", "lossless": True}, 9)
+
+
+def test_a_number_is_kept_to() -> None:
+    assert length(tokens=3).decide(512, 0, 9) == Decision(3, {2: 3, 3: 3, 4: 3})
+    assert length(FullDepth(L), 3).decide(1, 0, 9) == Decision(0, {2: 3, 3: 3, 4: 3})
+
+
+def test_few_rows_draft_more_than_many() -> None:
+    """Where weights bind drafts are nearly free to verify; where arithmetic does each costs what a token costs."""
+    counts = [length().decide(rows, 0, 100).skipped for rows in (1, 4, 16, 64, 512)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] >= 3
+    assert counts[-1] == 0
+    assert length(may_rest=False).decide(512, 0, 100).skipped == 1
+
+
+def test_what_is_refused_is_drafted_no_more_but_tried_again() -> None:
+    decider = length()
+    assert decider.decide(4, 0, 100).skipped > 0
+    for _ in range(300):
+        decider.acceptance.see([(SKIPPED, 0)], 0)
+        for kind in (2, 3, 4):
+            decider.acceptance.see([(kind, 0)], 0)
+    decisions = [decider.decide(4, 0, 100) for _ in range(2 * PROBE_EVERY // HOLDS + 1)]
+    assert [bool(decision.skipped) for decision in decisions].count(True) == 2
+    for _ in range(3000):
+        decider.acceptance.see([(SKIPPED, place) for place in range(MOST)], MOST)
+    assert decider.decide(4, 0, 100).skipped > 4
+
+
+@given(accepted=st.lists(st.integers(0, MOST), max_size=60), rows=st.integers(1, 600), k=st.integers(0, 200))
+def test_without_a_clock_times_decide_nothing(accepted: list[int], rows: int, k: int) -> None:
+    one, other = length(), length()
+    for n in accepted:
+        for decider in (one, other):
+            decider.acceptance.see([(SKIPPED, place) for place in range(MOST)], n)
+        other.prices.saw("draft", SKIP.step(0), rows, rows, 50, 1e3 * n + 1)
+    assert one.decide(rows, k, 50) == other.decide(rows, k, 50)
+
+
+def test_measured_times_decide() -> None:
+    """A machine on which passes of several columns take as much longer as they have columns."""
+    decider = length(ceilings=Ceilings(1e12, 1e10, 1e-6))
+    assert decider.decide(4, 0, 100).skipped > 0
+    full = FullDepth(L).prefill()
+    for columns in range(1, MOST + 2):
+        for _ in range(7):
+            took = columns * decider.prices.model_s(full, 4, 4, 100)
+            decider.prices.saw("verify", full, 4, 4 * columns, 100, took)
+    assert decider.decide(4, 0, 100).skipped == 0
+
+
+def test_acceptance_is_counted_up_to_the_first_refusal() -> None:
+    acceptance = length().acceptance
+    for _ in range(4000):
+        acceptance.see([(SKIPPED, place) for place in range(4)], 2)
+    assert acceptance.rate(SKIPPED, 0) == pytest.approx(1, abs=0.02)
+    assert acceptance.rate(SKIPPED, 1) == pytest.approx(1, abs=0.02)
+    assert acceptance.rate(SKIPPED, 2) == pytest.approx(0, abs=0.02)
+    assert (SKIPPED, 3) not in acceptance.tried
+    assert acceptance.expected(SKIPPED, 3) == pytest.approx([1, 2, 3, 3], abs=0.1)
+
+
+def test_prices_know_columns_of_a_row_from_rows() -> None:
+    """The cache of a row is read once for all of its columns, weights once for all rows."""
+    prices, full, few = Prices(OPT, 2), FullDepth(L).prefill(), Unified(L, 4).step(0)
+    assert prices.model_s(full, 4, 20, 1500) < prices.model_s(full, 20, 20, 1500)
+    assert prices.model_s(full, 4, 20, 1500) < 2 * prices.model_s(full, 4, 4, 1500)
+    assert prices.model_s(few, 4, 4, 100) < prices.model_s(full, 4, 4, 100) / 2

@@ -1,0 +1,236 @@
+"""Lossless decoding against full depth: same tokens, whatever is drafted and whoever is in the batch. Float32."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipdecode.backends import choice
+from skipdecode.decoder import Decoder
+from skipdecode.ffn_skip import SkipBand
+from skipdecode.generate import generate
+from skipdecode.lossless import Lossless
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.request import Request, Row
+from skipdecode.sampling import Sampling
+from skipdecode.speculative import SpeculativeBatch, generate_lossless
+from skipdecode.tokenizer import Tokenizer
+from skipdecode.weights import load_model
+from tests.support.cpu_backends import forced
+from tests.support.cuda_models import random_model
+from tests.support.naive import greedy, random_prompts, requests_for
+from tests.support.ties import is_tie
+
+L = 6
+FULL = FullDepth(L)
+DRAFTS: list[Schedule] = [
+    FULL,  # repeats alone
+    SkipDecode(L, 5, 2, 1, 14),
+    SkipDecode(L, 6, 6, 1, 1),  # all layers: whatever it drafts is accepted
+    EarlyExit(L, 4, 1, 1, 9),
+    Unified(L, 3),
+    SkipBand(SkipDecode(L, 6, 3, 2, 9), 4, (1, 4)),
+]
+PROMPT_LENGTHS = [3, 30, 7, 1, 12, 5, 18, 9]
+
+
+def is_quiet(model: Decoder) -> Decoder:
+    """The same model with middle layers that change little, so that drafts without them are often right."""
+    with torch.no_grad():
+        for layer in model.layers[1:-1]:
+            for linear in (layer.out_proj, layer.fc2):
+                linear.weight *= 0.2
+                if linear.bias is not None:
+                    linear.bias *= 0.2
+    return model
+
+
+@pytest.fixture(scope="module", params=["torch", *(["kernels"] if choice.choose().name != "torch" else [])])
+def models(request: pytest.FixtureRequest, ending_checkpoint: Callable[[str], Path]) -> Iterator[dict[str, Decoder]]:
+    """Narrow random models, by torch's operators and by the kernels of this machine: one whose rows end, and a Llama
+    whose heads share keys."""
+    with forced("torch" if request.param == "torch" else choice.choose().name):
+        opt = is_quiet(load_model(ending_checkpoint("125m")))
+        llama = is_quiet(random_model("llama", layers=L))
+        yield {"opt": opt.pack(), "llama": llama.pack()}
+
+
+def run(batch: SpeculativeBatch, arrivals: dict[int, list[Request]], cancel_at: dict[str, int]) -> dict[str, Row]:
+    """Step 0, 1, ...: who arrives joins, who is to go is cancelled, until nobody is left."""
+    rows: dict[str, Row] = {}
+    step = 0
+    while step <= max(arrivals) or not batch.is_done:
+        if new := arrivals.get(step):
+            rows |= {row.request.id: row for row in batch.join(new)}
+        for name, at in cancel_at.items():
+            if at == step and name in rows:
+                rows[name].cancel()
+        batch.step()
+        step += 1
+    return rows
+
+
+def assert_same(model: Decoder, request: Request, made: list[int], reason: str | None) -> None:
+    """What it makes alone at full depth, but for what is no clear choice of the model's."""
+    completion = generate(model, [request], FullDepth(model.config.num_hidden_layers)).completions[0]
+    if reason == "cancelled":
+        wanted = completion.tokens[: len(made)]
+        assert made == wanted or is_tie(model, request, made, wanted)
+    elif (made, reason) != (completion.tokens, completion.finish_reason):
+        assert is_tie(model, request, made, completion.tokens), request
+
+
+@st.composite
+def requests(draw: st.DrawFn, name: str) -> Request:
+    prompt = random_prompts([draw(st.integers(1, 40))], seed=draw(st.integers(0, 99)), vocab=200)[0]
+    sampling = Sampling(
+        max_new_tokens=draw(st.integers(1, 30)),
+        temperature=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        top_k=draw(st.sampled_from([0, 20])),
+        top_p=draw(st.sampled_from([1.0, 0.9])),
+        seed=draw(st.integers(0, 3)),
+        ignore_eos=draw(st.booleans()),
+    )
+    return Request(name, prompt, sampling)
+
+
+@settings(max_examples=20)
+@given(
+    data=st.data(),
+    name=st.sampled_from(["opt", "llama"]),
+    drafts=st.sampled_from(DRAFTS),
+    draft_tokens=st.sampled_from([None, 1, 2, 5]),
+    may_rest=st.booleans(),
+)
+def test_rows_that_come_and_go_have_the_tokens_of_full_depth(
+    models: dict[str, Decoder],
+    data: st.DataObject,
+    name: str,
+    drafts: Schedule,
+    draft_tokens: int | None,
+    may_rest: bool,
+) -> None:
+    arrivals: dict[int, list[Request]] = {}
+    names = [str(i) for i in range(data.draw(st.integers(1, 9)))]
+    for row in names:
+        arrivals.setdefault(data.draw(st.integers(0, 12)), []).append(data.draw(requests(row)))
+    cancel_at = {row: data.draw(st.integers(0, 20)) for row in names if data.draw(st.integers(0, 3)) == 0}
+    batch = SpeculativeBatch(models[name], Lossless(L, drafts, draft_tokens, may_rest))
+    rows = run(batch, arrivals, cancel_at)
+    assert sorted(rows) == sorted(names)
+    for row in rows.values():
+        assert_same(models[name], row.request, row.tokens, row.finish_reason)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_drafts_are_accepted_and_refused(models: dict[str, Decoder], drafts: Schedule, temperature: float) -> None:
+    """Neither way is idle in these tests; drafts of all layers are always right, and no pass is in vain."""
+    pool = requests_for(random_prompts(PROMPT_LENGTHS, seed=2, vocab=200), greedy(40, temperature=temperature))
+    accepted = drafted = 0
+    for model in models.values():
+        stats = generate_lossless(model, pool, Lossless(L, drafts, 4)).stats
+        accepted, drafted = accepted + sum(stats.accepted_at), drafted + sum(stats.drafted_at)
+        assert stats.output_tokens - stats.rows <= stats.row_steps + sum(stats.accepted_at)
+    if drafts == DRAFTS[2]:
+        assert accepted > 0.98 * drafted  # short of what is no clear choice, and repeats
+    elif temperature == 0 or drafts is not FULL:
+        assert 0 < accepted < drafted
+
+
+def test_layers_count_what_was_refused(models: dict[str, Decoder]) -> None:
+    """4 drafts of 2 layers each and 5 columns of 6 layers in each of a row's rounds."""
+    request = Request("row", random_prompts([9], seed=1, vocab=200)[0], greedy(31, temperature=1.0, ignore_eos=True))
+    result = generate_lossless(models["opt"], [request], Lossless(L, Unified(L, 2), 4))
+    drafted, stats = sum(result.stats.drafted_at), result.stats
+    assert stats.decode_steps == stats.row_steps > 0
+    completion = result.completions[0]
+    by_repeats = (completion.layers_run - 6 * (drafted + stats.row_steps)) / 2
+    assert 0 <= by_repeats <= drafted
+    assert completion.layers_run == completion.ffns_run
+    assert stats.layers_run == completion.layers_run
+    assert stats.layer_row_steps >= completion.layers_run
+
+
+def test_one_token_is_that_of_the_prompt(models: dict[str, Decoder]) -> None:
+    pool = requests_for(random_prompts([3, 9], vocab=200), greedy(1))
+    result = generate_lossless(models["opt"], pool, Lossless(L, Unified(L, 2), 4))
+    full = generate(models["opt"], pool, FULL)
+    assert [c.tokens for c in result.completions] == [c.tokens for c in full.completions]
+    assert [c.layers_run for c in result.completions] == [0, 0]
+
+
+def test_logprobs_are_those_of_full_depth(models: dict[str, Decoder]) -> None:
+    """Of the rows that ask for them, with as many of the likeliest as they ask for."""
+    prompts, sampling = random_prompts([5, 17, 3], seed=4, vocab=200), greedy(20, temperature=0.5)
+    pool = [
+        Request(str(i), p, sampling, top_logprobs=top)
+        for i, (p, top) in enumerate(zip(prompts, (0, None, 3), strict=True))
+    ]
+    made, wanted = SpeculativeBatch(models["opt"], Lossless(L, SkipDecode(L, 5, 3, 1, 9), 3)), list[Row]()
+    rows = list(run(made, {0: pool}, {}).values())
+    for request in pool:
+        alone = SpeculativeBatch(models["opt"], Lossless(L, FULL, 1, True))
+        wanted += run(alone, {0: [request]}, {}).values()
+    for ours, theirs in zip(rows, wanted, strict=True):
+        assert ours.tokens == theirs.tokens
+        count = 0 if ours.request.top_logprobs is None else len(ours.tokens)
+        assert len(ours.logprobs[:count]) == count
+        assert ours.request.top_logprobs is not None or not ours.logprobs
+        for a, b in zip(ours.logprobs[:count], theirs.logprobs[:count], strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert [token for token, _ in a.top] == [token for token, _ in b.top]
+            assert len(a.top) == ours.request.top_logprobs
+
+
+def test_stop_strings_end_rows_within_a_draft(tiny_checkpoint: Path) -> None:
+    model = load_model(tiny_checkpoint)
+    decode = Tokenizer(tiny_checkpoint, model.config).decode
+    prompts = random_prompts(PROMPT_LENGTHS, seed=6)
+    free = generate(model, requests_for(prompts, greedy(24, ignore_eos=True)), FULL)
+    stops = [decode(c.tokens)[8:10] or "x" for c in free.completions]
+    pool = [
+        Request(str(i), p, greedy(24, ignore_eos=True, stop=(stop,)))
+        for i, (p, stop) in enumerate(zip(prompts, stops, strict=True))
+    ]
+    full = generate(model, pool, FULL, decode_text=decode)
+    ours = generate_lossless(model, pool, Lossless(L, SkipDecode(L, 6, 6, 1, 1), 5), decode_text=decode)
+    assert [(c.tokens, c.finish_reason) for c in ours.completions] == [
+        (c.tokens, c.finish_reason) for c in full.completions
+    ]
+    assert {c.finish_reason for c in ours.completions} >= {"stop"}
+
+
+@pytest.mark.slow
+def test_very_many_rows(models: dict[str, Decoder]) -> None:
+    """SKIPDECODE_LOSSLESS_ROWS of them (2,000) in batches of any size: all that differ are no clear choices, and these
+    are at most one in 10^5 tokens."""
+    num_rows = int(os.environ.get("SKIPDECODE_LOSSLESS_ROWS", "2000"))
+    rng = torch.Generator().manual_seed(7)
+    differing, tokens, done = 0, 0, 0
+    while done < num_rows:
+        size = int(torch.randint(1, 49, (1,), generator=rng))
+        lengths = torch.randint(1, 40, (size,), generator=rng).tolist()
+        model = models[("opt", "llama")[done % 2]]
+        temperature = (0.0, 0.6, 1.0)[done % 3]
+        sampling = greedy(
+            int(torch.randint(1, 40, (1,), generator=rng)), temperature=temperature, top_k=(0, 20)[done % 2]
+        )
+        pool = [
+            Request(f"{done}-{i}", p, sampling) for i, p in enumerate(random_prompts(lengths, seed=done, vocab=200))
+        ]
+        drafts = DRAFTS[done % len(DRAFTS)]
+        ours = generate_lossless(model, pool, Lossless(L, drafts, (None, 1, 3, 6)[done % 4])).completions
+        full = generate(model, pool, FULL).completions
+        for request, a, b in zip(pool, ours, full, strict=True):
+            tokens += len(b.tokens)
+            if (a.tokens, a.finish_reason) != (b.tokens, b.finish_reason):
+                assert is_tie(model, request, a.tokens, b.tokens), request
+                differing += 1
+        done += size
+    print(f"{done} rows, {tokens} tokens, {differing} rows that differ where there is no clear choice")
+    assert differing <= max(1, tokens / 1e5)
