@@ -11,7 +11,13 @@ class Batch:
     rows: tuple[int, ...]
     """Indices into the window."""
     bucket: int
-    """Columns that hold every prompt of the batch: the length bucket."""
+    """Columns that hold every prompt of the batch, or what is behind its heads: the length bucket."""
+    marks: tuple[tuple[int, ...], ...] = ()
+    """Where the heads end that each row shares with others (`actors.sharing_plan`); empty: nothing is shared."""
+
+    def of(self, part: slice) -> "Batch":
+        """Some of its rows."""
+        return Batch(self.rows[part], self.bucket, self.marks[part])
 
 
 def bucket_of(length: int, buckets: Sequence[int]) -> int:

@@ -63,6 +63,7 @@ class CohortBatches(Admission):
         if isinstance(schedule := tickets[0].schedule, Lossless):
             return self._start_lossless(tickets, schedule)
         longest = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
+        requests = [ticket.request for ticket in tickets]
         columns = min(bucket, rounded_columns(max(len(ticket.request.prompt_tokens) for ticket in tickets)))
         rows, width = generator.batch_size(bucket, longest) if is_fixed else None, bucket if is_fixed else columns
         graphs = generator.graphs
@@ -70,7 +71,7 @@ class CohortBatches(Admission):
             graphs = None  # beside the cohorts that run; these rows decode in torch's own memory, kernel by kernel
         cohort = Cohort(
             generator.model,
-            [ticket.request for ticket in tickets],
+            requests,
             tickets[0].schedule,
             decode_text=generator.tokenizer.decode,
             prompt_columns=width,
@@ -78,6 +79,7 @@ class CohortBatches(Admission):
             compact_at=0.0 if is_fixed else 1.0,
             check_every=1,
             graphs=graphs,
+            sharing=generator.sharing_of(requests, tickets[0].schedule),
         )
         for ticket, row in zip(tickets, cohort.rows, strict=True):
             ticket.row = row
@@ -91,7 +93,9 @@ class CohortBatches(Admission):
         batch = SpeculativeBatch(self.generator.model, schedule, decode_text=decode, length=length)
         self._running.append(CohortBatch(batch, tickets))
         self._last_start = time.monotonic()
-        for ticket, row in zip(tickets, batch.join([ticket.request for ticket in tickets]), strict=True):
+        requests = [ticket.request for ticket in tickets]
+        rows = batch.join(requests, self.generator.sharing_of(requests, schedule))
+        for ticket, row in zip(tickets, rows, strict=True):
             ticket.row = row
 
     def next(self) -> CohortBatch | None:

@@ -30,8 +30,9 @@ class PoolBatch:
     def cache_bytes(self) -> int:
         return self.batch.cache_bytes
 
-    def join(self, tickets: list[Ticket]) -> None:
-        rows = self.batch.join([ticket.request for ticket in tickets])
+    def join(self, tickets: list[Ticket], generator: Generator) -> None:
+        requests = [ticket.request for ticket in tickets]
+        rows = self.batch.join(requests, generator.sharing_of(requests, self.batch.schedule))
         for ticket, row in zip(tickets, rows, strict=True):
             ticket.row = row
         self.all_tickets += tickets
@@ -80,9 +81,9 @@ class ContinuousBatches(Admission):
         """Prompts that fail leave the batch they were to join as it was."""
         pool = self._pool_for(tickets[0])
         if pool is not None:
-            return pool.join(tickets)
+            return pool.join(tickets, self.generator)
         pool = self._new_pool(tickets[0])
-        pool.join(tickets)
+        pool.join(tickets, self.generator)
         self._pools.append(pool)
 
     def next(self) -> PoolBatch | None:

@@ -11,22 +11,25 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from actors.batching import Batch, cut_batches
 from actors.devices import DeviceMemory, is_lost
+from actors.sharing_plan import NOMINAL, PromptPrices, cut_window, share_batch
 from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
-from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s
+from skipdecode.cost import Ceilings, SharedShape, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.gpus import MEMORY_SHARE
 from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
 from skipdecode.placing import choose_dtype as choose_dtype
-from skipdecode.plan import FullDepth, Schedule
+from skipdecode.plan import FullDepth, LayerPlan, Schedule
+from skipdecode.prefix import Sharing, share
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.speculative import LosslessStats, generate_lossless
@@ -61,6 +64,9 @@ class GeneratorConfig:
     length_buckets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
     deterministic: bool = False
     baseline_fraction: float = 0.0
+    shares_prefixes: bool = False
+    """What prompts of a window begin with alike is run once; not where `deterministic`, since whom a row shares with
+    must not choose a shape."""
     memory_share: float = MEMORY_SHARE
     """Of a GPU's memory, for weights and caches."""
     has_graphs: bool = True
@@ -105,6 +111,7 @@ class Generator:
             dtype = str(self.dtype).removeprefix("torch.")
             self.ceilings = measure_ceilings(str(self.device), dtype)
         self._num_batches = self._num_turns = self._num_pairs = 0
+        self._prices: dict[LayerPlan, PromptPrices] = {}
         self._warm_up()
         self.load_s = time.perf_counter() - start
 
@@ -163,17 +170,77 @@ class Generator:
         result.answers = [answers[row] for row in range(len(requests))]
         return result
 
+    def decode_batches(self, requests: Sequence[Request]) -> list[tuple[Batch, BatchResult]]:
+        """The batches of a window with what each cost, for whoever measures; an error is raised, and none is split."""
+        found = []
+        for batch in self.cut(requests):
+            chosen = [requests[row] for row in batch.rows]
+            found.append((batch, self._run(batch, chosen, self.schedule(chosen[0].sampling.max_new_tokens))))
+        return found
+
     def cut(self, requests: Sequence[Request]) -> list[Batch]:
-        """The batches that a window is decoded in; a batch by itself is cut no further."""
-        return cut_batches(
-            [len(request.prompt_tokens) for request in requests],
-            [self.schedule(request.sampling.max_new_tokens) for request in requests],
-            self.config.length_buckets,
-            lambda bucket: self.batch_size(bucket, max((r.sampling.max_new_tokens for r in requests), default=1)),
+        """The batches that a window is decoded in; a batch by itself is cut no further, unless less is shared in it."""
+        schedules = [self.schedule(request.sampling.max_new_tokens) for request in requests]
+        lengths = [len(request.prompt_tokens) for request in requests]
+        longest = max((r.sampling.max_new_tokens for r in requests), default=1)
+        size, buckets = partial(self.batch_size, max_new_tokens=longest), self.config.length_buckets
+        if not self.shares_prefixes:
+            return cut_batches(lengths, schedules, buckets, size)
+        members: dict[Schedule, list[int]] = {}
+        for row, schedule in enumerate(schedules):
+            members.setdefault(schedule, []).append(row)
+        batches = []
+        for schedule, rows in members.items():
+            own = [requests[row] for row in rows]
+            for batch in self._cut_sharing(own, schedule, longest) or cut_batches(
+                [lengths[row] for row in rows], [schedule] * len(rows), buckets, size
+            ):
+                batches.append(replace(batch, rows=tuple(rows[at] for at in batch.rows)))
+        return batches
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.config.shares_prefixes and not self.config.deterministic
+
+    def _cut_sharing(self, requests: Sequence[Request], schedule: Schedule, max_new_tokens: int) -> list[Batch] | None:
+        """Batches in which rows with one schedule share what they begin with; None where it does not pay."""
+        prompts, steps = [request.prompt_tokens for request in requests], max_new_tokens - 1
+        size = partial(self.batch_size, max_new_tokens=max_new_tokens)
+        return cut_window(
+            prompts, self.prices(schedule), steps, self.config.length_buckets, size, copies=self._copies(schedule)
         )
 
-    def batch_size(self, bucket: int, max_new_tokens: int) -> int:
-        """Rows per batch for prompts of up to `bucket` tokens."""
+    def sharing_of(self, requests: Sequence[Request], schedule: Schedule) -> Sharing | None:
+        """What a batch of whoever waits together shares; None: nothing that pays."""
+        if not self.shares_prefixes:
+            return None
+        steps = max(request.sampling.max_new_tokens for request in requests) - 1
+        return share_batch([request.prompt_tokens for request in requests], self.prices(schedule), steps)
+
+    def prices(self, schedule: Schedule) -> PromptPrices:
+        """What prompts cost under that schedule."""
+        plan = schedule.prefill()
+        if plan not in self._prices:
+            sizes = {"itemsize": self.dtype.itemsize, "weight_itemsize": self.model.weight_itemsize}
+            ceilings = self.ceilings or NOMINAL[self.device.type]
+            self._prices[plan] = PromptPrices.of(self.model.config, schedule, ceilings, **sizes)
+        return self._prices[plan]
+
+    def shared_shape(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> SharedShape | None:
+        """What the rows of a batch share, for the cost model."""
+        sharing = self._sharing(batch, chosen)
+        prompts = [request.prompt_tokens for request in chosen]
+        return None if sharing is None else sharing.shape(prompts, copies=self._copies(schedule))
+
+    def _copies(self, schedule: Schedule) -> bool:
+        """Whether heads that rows share are copied to each of them."""
+        return not self.model.is_fused or self.graphs is not None or isinstance(schedule, Lossless)
+
+    def _sharing(self, batch: Batch, chosen: Sequence[Request]) -> Sharing | None:
+        return share([request.prompt_tokens for request in chosen], batch.marks) if batch.marks else None
+
+    def batch_size(self, bucket: int, max_new_tokens: int, *, head_columns: int = 0) -> int:
+        """Rows per batch for prompts of up to `bucket` tokens. `head_columns`: of heads beside these, per row."""
         if self.config.batch_size:
             return self.config.batch_size
         if self.config.deterministic:  # free memory must not choose a shape
@@ -186,6 +253,8 @@ class Generator:
         per_row = max(
             weight * cache_bytes_per_row(self.model.config, schedule, **shape) for schedule, weight in schedules.items()
         )
+        head_bytes = 2 * self.model.config.num_hidden_layers * self.model.config.kv_dim * self.dtype.itemsize
+        per_row += head_bytes * head_columns
         if is_cuda:  # so that shapes repeat from batch to batch, and graphs serve
             fits = min(MAX_BATCH_ROWS["cuda"], int(self._cache_bytes() / per_row))
             return max((rows for rows in ladder(MAX_BATCH_ROWS["cuda"]) if rows <= fits), default=1)
@@ -247,8 +316,8 @@ class Generator:
             return {batch.rows[0]: RowFailure("engine_error", message)}
         half = len(batch.rows) // 2
         answers: dict[int, Answer] = {}
-        for rows in (batch.rows[:half], batch.rows[half:]):
-            answers |= self._decode(Batch(rows, batch.bucket), requests, schedule, records, may_measure, message)
+        for part in (slice(half), slice(half, None)):
+            answers |= self._decode(batch.of(part), requests, schedule, records, may_measure, message)
         return answers
 
     def _measured(
@@ -268,6 +337,7 @@ class Generator:
         if is_paired and is_first:
             full, full_error = self._baseline(batch, chosen)
         result = self._run(batch, chosen, schedule)
+        shape = self.shared_shape(batch, chosen, schedule)
         if is_paired and not is_first:
             full, full_error = self._baseline(batch, chosen)
         record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
@@ -277,7 +347,7 @@ class Generator:
         if full is not None:
             self._num_pairs += 1
             record |= {f"full_{key}": value for key, value in _figures(full).items()} | agreement(result, full)
-            record |= self._predicted(result, schedule)
+            record |= self._predicted(result, schedule, shape)
         records.append(record)
         self._num_batches += 1
         self._num_turns += may_measure
@@ -295,18 +365,21 @@ class Generator:
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
         if isinstance(schedule, Lossless):
             length, decode = self.draft_length(schedule), self.tokenizer.decode
-            return generate_lossless(self.model, chosen, schedule, decode_text=decode, length=length)
+            sharing = self._sharing(batch, chosen)
+            return generate_lossless(self.model, chosen, schedule, decode_text=decode, length=length, sharing=sharing)
         fixed: dict[str, Any] = {}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
             fixed = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
+        if (sharing := self._sharing(batch, chosen)) is not None:
+            fixed = {"sharing": sharing}
         return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, graphs=self.graphs, **fixed)
 
     def _takes_turn(self) -> bool:
         fraction, n = self.config.baseline_fraction, self._num_turns
         return fraction > 0 and (n in FIRST_PAIRS or int((n + 1) * fraction) > int(n * fraction))
 
-    def _predicted(self, result: BatchResult, schedule: Schedule) -> dict[str, float]:
+    def _predicted(self, result: BatchResult, schedule: Schedule, sharing: SharedShape | None) -> dict[str, float]:
         assert self.ceilings is not None
         record: dict[str, float] = {}
         for prefix, chosen in (("predicted", schedule), ("full_predicted", self.full)):
@@ -320,6 +393,7 @@ class Generator:
                 itemsize=self.dtype.itemsize,
                 weight_itemsize=self.model.weight_itemsize,
                 ffn_rows=result.stats.ffn_rows if chosen is schedule else None,
+                sharing=sharing,
             )
             if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):
                 decode = result.stats.model_decode_s  # how many rounds there were nobody knew before

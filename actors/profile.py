@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import skipdecode.kv.graphed
 import skipdecode.kv.padded
 import skipdecode.kv.ragged
 from skipdecode.backends.device import backend_on
@@ -72,7 +71,6 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
         *backend.timed_calls(),
         (KVCache, "append", "cache write"),
         *((module, "attention", "attention") for module in (skipdecode.kv.padded, skipdecode.kv.ragged)),
-        (skipdecode.kv.graphed, "attention", "attention"),
     ]
     for block in model.layers:
         places += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]

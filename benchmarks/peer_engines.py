@@ -55,7 +55,7 @@ def make_engine(spec: Spec) -> Engine:
         return ctranslate2(spec)
     if spec.name == "openvino":
         return openvino(spec)
-    if spec.name == "vllm":
+    if spec.name in ("vllm", "vllm-prefix"):
         return vllm(spec)
     raise ValueError(f"engine {spec.name!r} is unknown")
 
@@ -222,11 +222,13 @@ def vllm(spec: Spec) -> Engine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
-    llm = LLM(spec.model, dtype=spec.dtype, enable_prefix_caching=False, max_num_seqs=spec.max_batch)
+    shares = spec.name == "vllm-prefix"  # what prompts begin with alike is kept, for `prefix.py`
+    llm = LLM(spec.model, dtype=spec.dtype, enable_prefix_caching=shares, max_num_seqs=spec.max_batch)
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
         made = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [list(r.outputs[0].token_ids) for r in made]
 
-    return Engine(run, {"environment": settings, "max_num_seqs": spec.max_batch})
+    facts = {"environment": settings, "max_num_seqs": spec.max_batch, "enable_prefix_caching": shares}
+    return Engine(run, facts)

@@ -1,6 +1,8 @@
 """`python -m jobs.doctor`: versions, devices, free memory, what a run would choose here, and what is wrong.
 
 Takes the configuration of a run (`--config`, `-i`, `-o`, `key=value`), loads its model once, and starts nothing else.
+With an input it says what the corpus will take: tokens in and out, hours, and with `--price-per-hour` the cost. For
+that it reads the input once, decodes at most 64 rows of it, and one batch of made-up ones.
 The last line on stdout is one JSON document. Exit codes: 0 nothing is wrong; 1 something is (the list is on stderr);
 2 bad configuration.
 """
@@ -15,6 +17,9 @@ from jobs.cli import ERROR, OK, make_parser, note, read_settings, run_verb, star
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("doctor", __doc__, overrides="dotted keys, e.g. model.source=my-model")
     parser.add_argument("-i", "--input", action="append", metavar="PATH", help="prompts to look at too: input.path")
+    parser.add_argument(
+        "--price-per-hour", type=float, metavar="PRICE", help="of all machines of the run: actors.price_per_hour"
+    )
     parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
     return parser.parse_intermixed_args(argv)
 
@@ -34,7 +39,8 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.config_tree import section_of
     from pipeline.doctor.examine import examine
 
-    tree = read_settings(arguments, {"input.path": arguments.input, "output.path": arguments.output})
+    flags = {"input.path": arguments.input, "output.path": arguments.output}
+    tree = read_settings(arguments, flags | {"actors.price_per_hour": arguments.price_per_hour})
     document = examine(build_config(JobConfig, tree), bool(section_of(tree, "input").get("path")), note)
     show(document)
     return document, ERROR if document["problems"] else OK

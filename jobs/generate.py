@@ -39,6 +39,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "-i", "--input", action="append", metavar="PATH", help="file, folder, pattern or URI (repeatable): input.path"
     )
+    parser.add_argument(
+        "--price-per-hour", type=float, metavar="PRICE", help="of all machines together: actors.price_per_hour"
+    )
     add_output(parser, "run folder")
     return parser.parse_intermixed_args(argv)
 
@@ -50,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.config import JobConfig, build_config
 
-    tree = read_settings(arguments, {"input.path": arguments.input} | output_keys(arguments))
+    flags = {"input.path": arguments.input, "actors.price_per_hour": arguments.price_per_hour}
+    tree = read_settings(arguments, flags | output_keys(arguments))
     config = build_config(JobConfig, tree)
     from pipeline.generate.run import run  # seconds, which a wrong key needs not
 

@@ -60,9 +60,10 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
 def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[str, Json]:
     """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2.
 
-    `ffn_skip` and `lossless` are apart from that: they are the job's own, on top of whatever schedule holds.
+    `ffn_skip` and `lossless` are apart from that: they are the job's own, on top of whatever schedule holds. `prefix`
+    is no part of it.
     """
-    given = config.decode.model_dump(exclude_none=True)
+    given = config.decode.model_dump(exclude_none=True, exclude={"prefix"})
     skip, lossless = given.pop("ffn_skip", None), {key: given.pop(key) for key in LOSSLESS_KEYS}
     decode = {"method": "skipdecode"} | given if given else default_decode(opt, note)
     if skip is not None:

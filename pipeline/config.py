@@ -99,6 +99,14 @@ class DecodeConfig(Section):
     """lossless: tokens drafted at a time; auto: as many as pay."""
     ffn_skip: FFNSkipConfig | None = None
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
+    prefix: Literal["auto", "off"] = "auto"
+    """auto: what prompts of a window begin with alike is run once, where that saves time; off: every prompt by itself.
+    Without effect under `sampling.deterministic`, and where a method is measured alone (`jobs.evaluate`)."""
+
+    @field_validator("prefix", mode="before")
+    @classmethod
+    def _off_is_false_in_yaml(cls, value: object) -> object:
+        return "off" if value is False else value
 
 
 class PrefillConfig(Section):
@@ -191,6 +199,8 @@ class ActorsConfig(Section):
     """Batches' worth of rows an actor takes at a time and sorts by length."""
     share_leftovers: bool = True
     """Whether actors that have nothing left to do take over parts of other actors' windows."""
+    price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    """What all machines of the run together cost per hour, in any currency; for estimate and report."""
 
     @field_validator("length_buckets")
     @classmethod

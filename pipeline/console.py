@@ -123,8 +123,13 @@ class LiveBar(Ticker):
         self._bar.refresh()
 
 
-def live_progress(collector: CollectorHandle, total: int, note: Callable[[str], None]) -> Ticker:
-    """`with live_progress(collector, total, note):` while the pipeline runs."""
+def live_progress(
+    collector: CollectorHandle,
+    total: int,
+    note: Callable[[str], None],
+    hear: Callable[[Counts], None] = lambda _: None,
+) -> Ticker:
+    """`with live_progress(collector, total, note):` while the pipeline runs. `hear` is told each time, too."""
     started, tell = time.monotonic(), job_teller(note)
 
     def counts() -> Counts | None:
@@ -134,6 +139,7 @@ def live_progress(collector: CollectorHandle, total: int, note: Callable[[str], 
             return None  # figures only; the run itself says when something is wrong
         progress: JobProgress = {**found, "rows_done": rows_done(found, total), "rows_total": total}
         tell(progress, time.monotonic() - started)
+        hear(found)
         return found
 
     def line() -> str | None:

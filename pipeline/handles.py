@@ -142,7 +142,7 @@ class BackendRecord(TypedDict):
     """Whose kernels a worker decodes with."""
 
     name: str
-    """cuda, or one of `skipdecode.backends.choice.NAMES`."""
+    """As `skipdecode.backends.choice.Choice` has it; `cuda` in runs of earlier versions."""
     reason: str
     """What the machine has, and what is amiss with faster ones."""
 
@@ -186,6 +186,7 @@ class BatchRecord(TypedDict):
     ffns_run: int
     layer_row_steps: int
     cache_bytes: int
+    prefix_tokens_saved: int
     prefill_s: float
     decode_s: float
     draft_s: NotRequired[float]
@@ -220,6 +221,19 @@ class Counts(TypedDict):
     """Since the first worker was ready."""
 
 
+class Pace(TypedDict):
+    """What the batches of a session took, passes at full depth apart."""
+
+    rows: int
+    failed: int
+    output_tokens: int
+    workers: int
+    batches: int
+    pairs: int
+    own_s: float
+    full_s: float
+
+
 class CollectorHandle(Protocol):
     """Of `report.collector.MetricsCollector`."""
 
@@ -229,5 +243,7 @@ class CollectorHandle(Protocol):
     def window_done(self) -> RemoteMethod[[str, WindowRecord, Sequence[BatchRecord]], None]: ...
     @property
     def counts(self) -> RemoteMethod[[], Counts]: ...
+    @property
+    def pace(self) -> RemoteMethod[[], Pace]: ...
     @property
     def flush(self) -> RemoteMethod[[], None]: ...

@@ -9,7 +9,7 @@ B rows, P prompt columns, N new tokens, V vocabulary.
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from skipdecode.kv.padded import KVCache
 from skipdecode.logprobs import LogprobRecorder
 from skipdecode.looks import Looks
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
+from skipdecode.prefix import SharedPrompts, Sharing
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling
@@ -55,6 +56,8 @@ class BatchStats:
     """Feed-forward blocks, likewise."""
     layer_row_steps: int = 0
     """Layers of all `row_steps`, wasted ones included."""
+    prefix_tokens_saved: int = 0
+    """Of `input_tokens`, those that were not run, since another row's run served."""
     cache_bytes: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -81,6 +84,7 @@ class Cohort:
         check_every: int | None = None,
         looks_behind: int | None = None,
         graphs: StepGraphs | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
         `check_every`, `looks_behind`: None, as the device wants it. The others as in `generate`."""
@@ -93,20 +97,36 @@ class Cohort:
         self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
         self._decode_text = decode_text
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
-        self._prompt, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
-        columns, has_fixed_shape = self._prompt.shape[1], batch_rows is not None
-        self._has_fixed_shape = has_fixed_shape
-        self._cache = allocate_cache(
-            model, num_pad, columns, schedule, self.num_new, is_masked=has_fixed_shape, graphs=graphs
-        )
-        self._sampler = _sampler(requests, len(num_pad), self.num_new, model.device)
-        self._ffns = _row_ffns(schedule, requests, len(num_pad), self.num_new, model.device, has_fixed_shape)
+        self._has_fixed_shape = has_fixed_shape = batch_rows is not None
+        self._shared: SharedPrompts | None = None
+        if sharing is None:
+            self._prompt, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
+            self._cache = self._allocate(num_pad, self._prompt.shape[1])
+        else:
+            assert not has_fixed_shape, "whose company a row is in must not choose a shape"
+            self._shared = shared_prompts(model, requests, schedule, sharing, self._allocate, copies=graphs is not None)
+            self._cache = self._shared.cache
+        columns, num_rows = max(len(r.prompt_tokens) for r in requests), len(self._cache.num_pad)
+        self._sampler = _sampler(requests, num_rows, self.num_new, model.device)
+        self._ffns = _row_ffns(schedule, requests, num_rows, self.num_new, model.device, has_fixed_shape)
         self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
         self._made: list[Tensor] = []  # [B] each, not yet seen by the host
         self._logprobs = LogprobRecorder(self.rows, model.device)
         self._num_made = 0
         num_input = sum(len(r.prompt_tokens) for r in requests)
-        self.stats = BatchStats(len(self.rows), columns, num_input, cache_bytes=self._cache.nbytes)
+        saved = 0 if sharing is None else sharing.tokens_saved
+        self.stats = BatchStats(
+            len(self.rows),
+            columns if prompt_columns is None else prompt_columns,
+            num_input,
+            prefix_tokens_saved=saved,
+            cache_bytes=self._cache.nbytes,
+        )
+
+    def _allocate(self, num_pad: Tensor, columns: int) -> KVCache:
+        is_masked = self._has_fixed_shape
+        model, schedule, graphs = self.model, self.schedule, self._graphs
+        return allocate_cache(model, num_pad, columns, schedule, self.num_new, is_masked=is_masked, graphs=graphs)
 
     @property
     def cache_bytes(self) -> int:
@@ -123,8 +143,13 @@ class Cohort:
         """Feeds the prompts and makes y_0."""
         start = now(self.model.device)
         plan = self.schedule.prefill()
-        keys = {"in_equal_parts": self._has_fixed_shape, "only_likeliest": self._is_plain}
-        self._choose(feed_prompts(self.model, self._prompt, self._cache, plan, **keys))
+        if self._shared is not None:
+            made = self._shared.feed(plan, only_likeliest=self._is_plain)
+            self._shared = None  # what is copied need not be kept
+        else:
+            keys = {"in_equal_parts": self._has_fixed_shape, "only_likeliest": self._is_plain}
+            made = feed_prompts(self.model, self._prompt, self._cache, plan, **keys)
+        self._choose(made)
         self.stats.prefill_s = now(self.model.device) - start
         self._look_if_due()
 
@@ -143,7 +168,7 @@ class Cohort:
             made = self._graphs(newest, cache, plan, only_likeliest=self._is_plain)
         else:
             last = self.model.config.max_position_embeddings - 1
-            positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
+            positions = cache.next_positions[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
             made = self.model(newest[:, None], positions, cache, plan, ffns, only_likeliest=self._is_plain)
         self._choose(made)
         stats.ffn_rows.append([] if ffns is None else ffns.rows_run)
@@ -255,6 +280,21 @@ def feed_prompts(
     ]
     cache.length += tokens.shape[1]
     return torch.cat(made)
+
+
+def shared_prompts(
+    model: Decoder,
+    requests: Sequence[Request],
+    schedule: Schedule,
+    sharing: Sharing,
+    allocate: Callable[[Tensor, int], KVCache],
+    *,
+    copies: bool,
+) -> SharedPrompts:
+    """The prompts of a batch of which heads are shared, not fed yet."""
+    prompts, at_once = [r.prompt_tokens for r in requests], prefill_tokens(model)
+    assert len(prompts) == len(sharing.of_row), "the sharing of another batch"
+    return SharedPrompts(model, prompts, schedule, sharing, allocate, tokens_at_once=at_once, copies=copies)
 
 
 def prefill_tokens(model: Decoder) -> int:

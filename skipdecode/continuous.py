@@ -14,18 +14,20 @@ B rows, R rows with memory, C columns of a layer, S columns visible, H heads, K 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts, rounded_columns
+from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
 from skipdecode.decoder import Decoder, run_layers
 from skipdecode.extents import Extents, Run
+from skipdecode.kv.padded import KVCache
 from skipdecode.kv.ragged import Arena
 from skipdecode.logprobs import LogprobRecorder
 from skipdecode.plan import Schedule, has_no_kv_holes, kv_owners
+from skipdecode.prefix import Sharing
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import cuts, likeliest, pick
 from skipdecode.sampling import row_uniforms
@@ -88,20 +90,18 @@ class ContinuousBatch:
         return self._arena.bytes_with(num_rows, prompt, limit, prompt_columns=rounded_columns(prompt))
 
     @torch.inference_mode()
-    def join(self, requests: Sequence[Request]) -> list[Row]:
-        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests.
+    def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
+        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests. `sharing`: heads that are
+        run once; their keys and values are copied to every row.
 
         Where that fails, the batch goes on as it was.
         """
         refuse_too_long(requests, self.model.config.max_position_embeddings)
         rows = [Row(request) for request in requests]
-        longest = max(len(r.prompt_tokens) for r in requests)
-        tokens, num_pad = pad_prompts(self.model, requests, rounded_columns(longest), None)
-        cache = allocate_cache(self.model, num_pad, tokens.shape[1], self.schedule, 1)
         members = [_Member(row, self._num_steps) for row in rows]
         params, recorder = _params(members, self.model.device), LogprobRecorder(rows, self.model.device)
         is_plain = params is None and not recorder.is_asked  # nobody wants more than the likeliest token
-        made = feed_prompts(self.model, tokens, cache, self.schedule.prefill(), only_likeliest=is_plain)
+        made, cache = self._feed_prompts(requests, sharing, only_likeliest=is_plain)
         first = made if is_plain else _choose(made, members, params, self._num_steps)
         if recorder.is_asked:
             recorder.see(made, first)
@@ -120,6 +120,20 @@ class ContinuousBatch:
             self._newest = newest
             self._changed()
         return rows
+
+    def _feed_prompts(
+        self, requests: Sequence[Request], sharing: Sharing | None, *, only_likeliest: bool
+    ) -> tuple[Tensor, KVCache]:
+        """The prompts: what `feed_prompts` gives, and the cache they fill."""
+        model, plan = self.model, self.schedule.prefill()
+        if sharing is not None:
+            allocate = partial(allocate_cache, model, schedule=self.schedule, num_new=1)
+            shared = shared_prompts(model, requests, self.schedule, sharing, allocate, copies=True)
+            return shared.feed(plan, only_likeliest=only_likeliest), shared.cache
+        longest = max(len(r.prompt_tokens) for r in requests)
+        tokens, num_pad = pad_prompts(model, requests, rounded_columns(longest), None)
+        cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1)
+        return feed_prompts(model, tokens, cache, plan, only_likeliest=only_likeliest), cache
 
     @torch.inference_mode()
     def step(self) -> None:

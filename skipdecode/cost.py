@@ -57,6 +57,16 @@ class Ceilings:
         return rest + bound(cost.cache_flops, cost.cache_bytes) + cost.calls * self.call_s
 
 
+@dataclass(frozen=True)
+class SharedShape:
+    """What rows of a batch share, as far as it has a price (`skipdecode.prefix`)."""
+
+    passes: tuple[tuple[int, int, int], ...]
+    """Of each pass that feeds prompts, heads first: rows, columns fed, columns seen."""
+    columns_read_once: int
+    """Of all rows' columns, those that a decode step finds in a core's cache."""
+
+
 def attention_cost(
     config: DecoderConfig,
     *,
@@ -66,16 +76,18 @@ def attention_cost(
     itemsize: int,
     weight_itemsize: int | None = None,
     kv_columns: int | None = None,
+    columns_read_once: float = 0.0,
 ) -> Cost:
     """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved).
 
     `weight_itemsize`, here and below: bytes of a weight where it is not `itemsize` (int8). `kv_columns`: of how many
     columns it makes keys and values, where it is not `new_columns`: all of a prompt, of which one goes on; none, if
-    they are there already (SwiftKV), and two of the four projections are not run.
+    they are there already (SwiftKV), and two of the four projections are not run. `columns_read_once`: how many of the
+    rows' columns are not read from memory, since those of another row are the same (`skipdecode.prefix`).
     """
     d, q, kv = config.hidden_size, config.q_dim, config.kv_dim
     tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
-    cache_flops, cache_bytes = 4 * tokens * context * q, itemsize * 2 * rows * context * kv
+    cache_flops, cache_bytes = 4 * tokens * context * q, itemsize * 2 * (rows * context - columns_read_once) * kv
     flops = 4 * (tokens * q + kv_tokens * kv) * d + cache_flops
     moved = (weight_itemsize or itemsize) * (2 * q + (2 * kv if kv_tokens else 0)) * d + cache_bytes
     moved += itemsize * (2 * tokens * (d + q) + 2 * kv_tokens * kv)  # activations
@@ -117,10 +129,12 @@ def plan_parts(
     itemsize: int,
     weight_itemsize: int | None = None,
     ffn_rows: Sequence[int] | None = None,
+    columns_read_once: float = 0.0,
 ) -> list[Cost]:
     """The costs of one forward call, one entry per sublayer that runs, the head last.
 
-    `ffn_rows`: on how many rows each block in `plan.by_row` ran; None: on all.
+    `ffn_rows`: on how many rows each block in `plan.by_row` ran; None: on all. `columns_read_once`: see
+    `attention_cost`.
     """
     first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
     top = max(plan.layers, default=0) if not plan.by_row else first
@@ -131,7 +145,7 @@ def plan_parts(
         if plan.attn[layer]:
             kv_columns = new_columns if layer < first else 0
             shape = {"rows": rows, "new_columns": columns, "kv_columns": kv_columns, "context": context}
-            parts.append(attention_cost(config, **shape, **sizes))
+            parts.append(attention_cost(config, **shape, **sizes, columns_read_once=columns_read_once))
         if plan.ffn[layer] and not (plan.by_row and plan.by_row[layer]):
             parts.append(ffn_cost(config, tokens=rows * columns, **sizes))
     if any(plan.attn[first:]):
@@ -154,24 +168,30 @@ def predict_s(
     weight_itemsize: int | None = None,
     rows: int | None = None,
     ffn_rows: Sequence[Sequence[int]] | None = None,
+    sharing: SharedShape | None = None,
 ) -> tuple[float, float]:
     """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
 
     Padding of prompts is paid for, though not every kernel runs it. `rows` None: as many prompts as rows at step 0,
     which is wrong where rows ended with y_0. `ffn_rows`: for schedules by row, what each step came to
-    (`BatchStats.ffn_rows`), since nothing can know it before.
+    (`BatchStats.ffn_rows`), since nothing can know it before. `sharing`: what the prompts share.
     """
     if rows is None:
         rows = batch_rows[0] if batch_rows else 1
 
-    def seconds(plan: LayerPlan, rows: int, new: int, context: int, ran: Sequence[int] | None = None) -> float:
+    whole = ((rows, prompt_columns, prompt_columns),)
+    passes, read_once = (whole, 0.0) if sharing is None else (sharing.passes, sharing.columns_read_once / rows)
+
+    def seconds(
+        plan: LayerPlan, rows: int, new: int, context: int, ran: Sequence[int] | None = None, once: float = 0.0
+    ) -> float:
         shape = {"rows": rows, "new_columns": new, "context": context, "itemsize": itemsize}
-        parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, ffn_rows=ran)
+        parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, ffn_rows=ran, columns_read_once=once)
         return sum(map(ceilings.seconds, parts))
 
-    prefill = seconds(schedule.prefill(), rows, prompt_columns, prompt_columns)
+    prefill = sum(seconds(schedule.prefill(), *each) for each in passes)
     decode = sum(
-        seconds(schedule.step(k), n, 1, prompt_columns + k + 1, ffn_rows[k] if ffn_rows else None)
+        seconds(schedule.step(k), n, 1, prompt_columns + k + 1, ffn_rows[k] if ffn_rows else None, n * read_once)
         for k, n in enumerate(batch_rows)
     )
     return prefill, decode

@@ -277,16 +277,18 @@ class Decoder(nn.Module):
         rows: RowFFNs | None = None,
         *,
         only_likeliest: bool = False,
+        before: Tensor | None = None,
     ) -> Tensor:
         """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V].
 
         `rows` decides on the blocks in `plan.by_row`. `only_likeliest`: the likeliest token instead, [B] int64.
+        `before` [B] int64: the columns are the ends of prompts, of which so many tokens are in `cache` or shared.
         """
         T = tokens.shape[1]
-        is_prompt = T > 1 and cache.length == 0
+        is_prompt = before is not None or (T > 1 and cache.length == 0)
         kv: KVView = PaddedView(cache, positions, self.rotations)
         if is_prompt and not plan.by_row and self.is_fused and PromptsView.serves(cache):
-            kv = prompts = PromptsView(cache, positions, self.rotations)
+            kv = prompts = PromptsView(cache, positions, self.rotations, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         extents = Extents.of_plan(plan, is_prompt=is_prompt)
         h, kv = run_layers(self, self.embed(tokens, positions), kv, extents, ffns=rows)

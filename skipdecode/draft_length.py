@@ -53,6 +53,7 @@ class Acceptance:
 
     def rate(self, kind: int, place: int) -> float:
         """The share of drafts of that kind and place that full depth makes too."""
+        place = min(place, 2 * MOST)  # behind it all are alike
         prior = PRIOR[kind] if place == 0 else self.rate(kind, place - 1)
         tried = self.tried.get((kind, place), 0.0)
         return (self.accepted.get((kind, place), 0.0) + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
@@ -138,12 +139,12 @@ class DraftLength:
         """For `rows` rows, in the middle at decode step k with `context` columns."""
         drafts_by_skipping = self.schedule.drafts_by_skipping
         lengths = range(SHORTEST, LONGEST + 1)
-        if self.schedule.draft_tokens is not None:
-            n = self.schedule.draft_tokens
-            return Decision(n if drafts_by_skipping else 0, dict.fromkeys(lengths, n))
-        passes_s = [self._verify_s(rows, n, context) for n in range(MOST + 1)]
+        number = self.schedule.draft_tokens
+        if number is not None and not self.schedule.may_rest:
+            return Decision(number if drafts_by_skipping else 0, dict.fromkeys(lengths, number))
+        passes_s = [self._verify_s(rows, n, context) for n in range((number or MOST) + 1)]
         skipped, rate = self._skipped(rows, k, context, passes_s) if drafts_by_skipping else (0, rows / passes_s[0])
-        repeated = {length: n for length in lengths if (n := self._repeated(length, rows, rate, passes_s))}
+        repeated = {length: number or n for length in lengths if (n := self._repeated(length, rows, rate, passes_s))}
         if not self.schedule.may_rest:
             skipped = max(skipped, 1) if drafts_by_skipping else 0
             repeated = {length: repeated.get(length, 1) for length in lengths} if not drafts_by_skipping else repeated
@@ -158,18 +159,18 @@ class DraftLength:
 
     def _skipped(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> tuple[int, float]:
         """Tokens to draft by skipped passes, and the tokens per second with so many."""
-        best, rate, drafts_s = 0, rows / passes_s[0], 0.0
-        for n, tokens in enumerate(self.acceptance.expected(SKIPPED, MOST)[1:], start=1):
+        best, rate, drafts_s, number = 0, rows / passes_s[0], 0.0, self.schedule.draft_tokens
+        for n, tokens in enumerate(self.acceptance.expected(SKIPPED, len(passes_s) - 1)[1:], start=1):
             drafts_s += self.prices.seconds("draft", self.schedule.drafts.step(k + n - 1), rows, rows, context)
             now = rows * tokens / (drafts_s + passes_s[n])
-            if now > rate * (MARGIN if best == 0 else 1.0):
+            if number in (None, n) and now > rate * (MARGIN if best == 0 else 1.0):
                 best, rate = n, now
         return best, rate
 
     def _repeated(self, length: int, rows: int, rate: float, passes_s: Sequence[float]) -> int:
         """Tokens to draft by a repeat of `length`: each of which is to bring more than the time it costs could."""
         chance, count = 1.0, 0
-        for n in range(1, MOST + 1):
+        for n in range(1, len(passes_s)):
             chance *= self.acceptance.rate(length, n - 1)
             token_s = (passes_s[n] - passes_s[n - 1]) / rows
             if chance < LEAST_CHANCE or chance / rate < MARGIN * token_s:

@@ -11,6 +11,7 @@ import torch
 from skipdecode.cohort import CHECK_EVERY, COMPACT_AT, BatchStats, Cohort, allocate_cache, now, pad_prompts
 from skipdecode.decoder import Decoder
 from skipdecode.plan import Schedule
+from skipdecode.prefix import Sharing
 from skipdecode.request import Completion, DecodeText, Request, complete
 from skipdecode.step_graphs import StepGraphs
 
@@ -43,12 +44,13 @@ def generate(
     batch_rows: int | None = None,
     compact: bool = True,
     graphs: StepGraphs | None = None,
+    sharing: Sharing | None = None,
 ) -> BatchResult:
     """Continues every request under `schedule`; completions in the order of the requests.
 
     `decode_text` is needed for stop strings only. `prompt_columns` and `batch_rows` fix the shape (padding columns,
     empty rows) and `compact=False` keeps it, for results that do not depend on who else is in the batch. `graphs`: of
-    this model, for steps on CUDA.
+    this model, for steps on CUDA. `sharing`: the heads of prompts that are run once; not with a fixed shape.
     """
     cohort = Cohort(
         model,
@@ -59,6 +61,7 @@ def generate(
         batch_rows=batch_rows,
         compact_at=COMPACT_AT if compact else 0.0,
         graphs=graphs,
+        sharing=sharing,
     )
     start = now(model.device)
     cohort.prefill()

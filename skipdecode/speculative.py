@@ -32,6 +32,7 @@ from skipdecode.kv.tokens import TokensView
 from skipdecode.logprobs import listed, top_logprobs
 from skipdecode.lossless import Lossless
 from skipdecode.plan import LayerPlan
+from skipdecode.prefix import Sharing
 from skipdecode.repeats import Repeats
 from skipdecode.request import DecodeText, Request, Row, TokenLogprobs, complete
 from skipdecode.sampler import cuts, likeliest, pick
@@ -329,17 +330,19 @@ def generate_lossless(
     *,
     decode_text: DecodeText | None = None,
     length: DraftLength | None = None,
+    sharing: Sharing | None = None,
 ) -> BatchResult:
     """Continues every request with the tokens of full depth; completions in the order of the requests."""
-    return run_to_the_end(SpeculativeBatch(model, schedule, decode_text=decode_text, length=length), requests)
+    return run_to_the_end(SpeculativeBatch(model, schedule, decode_text=decode_text, length=length), requests, sharing)
 
 
 @torch.inference_mode()
-def run_to_the_end(batch: SpeculativeBatch, requests: Sequence[Request]) -> BatchResult:
+def run_to_the_end(batch: SpeculativeBatch, requests: Sequence[Request], sharing: Sharing | None = None) -> BatchResult:
     """The same by an empty batch."""
     model, stats = batch.model, batch.stats
     start = now(model.device)
-    rows = batch.join(requests)
+    rows = batch.join(requests, sharing)
+    stats.prefix_tokens_saved = 0 if sharing is None else sharing.tokens_saved
     stats.rows, stats.input_tokens = len(rows), sum(len(r.prompt_tokens) for r in requests)
     stats.prompt_columns = rounded_columns(max(len(r.prompt_tokens) for r in requests))
     stats.cache_bytes, stats.prefill_s = batch.cache_bytes, now(model.device) - start

@@ -142,7 +142,7 @@ class StepGraphs:
         """A first step of rows that nobody wants, with one column of memory for all layers."""
         layers = self.model.config.num_hidden_layers
         try:
-            cache = self.allocate(torch.zeros_like(self._num_pad[:rows]), [1] * layers, [0] * layers)
+            cache = self.allocate(torch.zeros_like(self._num_pad[:rows]), [1] * layers, [0] * layers, is_masked=True)
         except PoolFull:  # nor will there ever be such a batch
             return
         self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)

@@ -26,6 +26,7 @@ ONLY_IN = {  # third party -> the packages that may import it
     "safetensors": {"skipdecode"},
     "gguf": {"skipdecode"},
     "huggingface_hub": {"skipdecode"},
+    "triton": {"skipdecode"},
     "transformers": set(),  # the reference of the tests, never part of the product
 }
 PYPI_NAMES = {
@@ -34,6 +35,7 @@ PYPI_NAMES = {
     "huggingface_hub": "huggingface-hub",
     "starlette": "fastapi",
     "rouge_score": "rouge-score",
+    "triton": "torch",  # its CUDA builds bring it
 }
 
 

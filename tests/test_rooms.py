@@ -19,13 +19,14 @@ ARROWS: dict[str, set[str]] = {
     "store": set(),
     "stages": set(),
     "report": {"store"},
-    "generate": {"input", "store", "stages", "report"},
+    "generate": {"input", "store", "stages", "report", "estimate"},
     "export": {"store"},
     "service": set(),
     "training": {"input", "store"},
     "evaluation": {"input", "store", "report"},
     "bench": {"service"},
-    "doctor": {"input", "store"},
+    "doctor": {"input", "store", "estimate", "generate"},
+    "estimate": {"input", "stages", "store"},
 }
 """Room -> the rooms it may import. Export, training, evaluation, service, bench and doctor are nobody's foundation."""
 

@@ -13,9 +13,20 @@ from actors.generator import Generator, GeneratorConfig, choose_device
 from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
-from pipeline.doctor.facts import GIB, cpu_backend, gpus, machine, wrong_devices, wrong_places
+from pipeline.doctor.corpus import Worker, estimate
+from pipeline.doctor.facts import (
+    GIB,
+    cpu_backend,
+    cuda_backend,
+    gpus,
+    machine,
+    says_nothing_of_cpus,
+    wrong_devices,
+    wrong_places,
+)
 from pipeline.doctor.versions import check_versions
-from pipeline.input.files import list_input
+from pipeline.input.expansion import Expansion
+from pipeline.input.files import Listing, list_input
 from pipeline.machine import provenance
 from pipeline.store.run_folder import RunFolder
 from pipeline.units import Json, Note
@@ -88,7 +99,11 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
         "ray": None if cluster is None else asdict(ray_facts(cluster)),
     }
     problems += check_versions().wrong + wrong_devices() + wrong_places()
-    backend = attempt(cpu_backend)
+    on_gpu = attempt(cuda_backend)
+    if on_gpu is not None:
+        note(f"CUDA kernels: {on_gpu}")
+    document["cuda_backend"] = None if on_gpu is None else asdict(on_gpu)
+    backend = None if says_nothing_of_cpus() else attempt(cpu_backend)
     if backend is not None:
         note(f"CPU kernels: {backend}")
     document["cpu_backend"] = None if backend is None else asdict(backend)
@@ -98,15 +113,24 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
     for node in nodes or ():
         note(f"workers on {node.node}: {node.backend}")
     document["worker_backends"] = [asdict(node) for node in nodes or ()]
-    chosen = None if nodes is None else attempt(lambda: choice(config, device, nodes, note))
+    worker = Worker()
+    chosen = None if nodes is None else attempt(lambda: choice(config, device, nodes, note, worker))
     document["choice"] = None if chosen is None else asdict(chosen)
     if has_input:
-        found = attempt(lambda: list_input(config.input))
-        document["input"] = None if found is None else {"files": len(found.files), "format": found.format}
+        listing = attempt(lambda: list_files(config))
+        document["input"] = None if listing is None else {"files": len(listing.files), "format": listing.format}
+        if listing is not None and worker.model is not None:
+            actors = 1 if pool is None else pool.max_size
+            expected = attempt(lambda: estimate(config, listing, worker, actors, note))
+            document["estimate"] = None if expected is None else asdict(expected)
     place = attempt(lambda: output(config, problems))
     document["output"] = None if place is None else asdict(place)
     document["problems"] = [*problems]
     return document
+
+
+def list_files(config: JobConfig) -> Listing:
+    return list_input(config.input, config.limits.max_line_bytes, Expansion.of(config.input, config.sampling))
 
 
 def find_cluster() -> Cluster:
@@ -154,9 +178,12 @@ def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.dev
     return find_backends(cluster, pool.num_cpus)
 
 
-def choice(config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend], note: Note) -> Choice:
-    """Where this machine has such a device the model is loaded as a worker on it does."""
-    model = check_model(config, note)
+def choice(
+    config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend], note: Note, worker: Worker | None = None
+) -> Choice:
+    """Where this machine has such a device the model is loaded as a worker on it does; `worker` keeps it."""
+    worker = worker or Worker()
+    model = worker.model = check_model(config, note)
     dtype = settle_dtype(config.model.dtype, device.type, nodes)
     check_quantization(config.model.quantization, model.config, dtype, device.type, why_no_int8(nodes))
     new = config.sampling.max_new_tokens
@@ -183,7 +210,7 @@ def choice(config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend]
     if config.model.quantization is not None and cpu_backend().no_int8 is not None:
         return found
     note(f"model: loading {model.source} on {device}")
-    generator = Generator(generator_config(config, model, device, dtype))
+    generator = worker.generator = Generator(generator_config(config, model, device, dtype))
     sizes = {str(bucket): generator.batch_size(bucket, new) for bucket in buckets}
     return replace(found, load_s=generator.load_s, batch_size=sizes)
 
@@ -203,6 +230,7 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
         length_buckets=config.actors.length_buckets,
         deterministic=config.sampling.deterministic,
         baseline_fraction=config.baseline.fraction,
+        shares_prefixes=config.decode.prefix == "auto",
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from actors.generator import free_bytes
 from pipeline.cluster import OBJECT_STORE_BYTES, num_cores
 from pipeline.config import ConfigError
-from skipdecode.backends.choice import BackendError, Choice, choose, cpu_flags
+from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose, cpu_flags
+from skipdecode.backends.device import choice_on
 
 GIB = 1 << 30
 
@@ -38,6 +39,21 @@ def cpu_backend() -> Choice:
     """What a CPU of this machine decodes with, and why; ConfigError where it was told to use what it cannot."""
     try:
         return choose()
+    except BackendError as error:
+        raise ConfigError.parse(error) from error
+
+
+def says_nothing_of_cpus() -> bool:
+    """Whether the user forces kernels of the GPU that this machine has."""
+    return os.environ.get(VARIABLE, "").strip().lower() == "triton" and torch.cuda.is_available()
+
+
+def cuda_backend() -> Choice | None:
+    """What a GPU of this machine decodes with, and why; None where there is none. ConfigError as above."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return choice_on(torch.device("cuda"))
     except BackendError as error:
         raise ConfigError.parse(error) from error
 

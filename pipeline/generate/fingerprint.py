@@ -22,6 +22,7 @@ from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 NUM_SHOWN = 3  # input files that an error names
+PREFIX = "decode.prefix"
 
 
 def fingerprint(
@@ -52,7 +53,7 @@ def fingerprint(
 
 def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
     """The entries that the configuration alone decides."""
-    entries: Fingerprint = {"model.quantization": config.model.quantization}
+    entries: Fingerprint = {"model.quantization": config.model.quantization, PREFIX: config.decode.prefix}
     skip = decode.get("ffn_skip")
     entries |= {f"decode.{key}": value for key, value in decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
     entries["decode.lossless"] = bool(decode.get("lossless"))  # how many tokens are drafted, if any, changes none
@@ -76,6 +77,14 @@ def defaults() -> Fingerprint:
     }
 
 
+def shares_prefixes(config: JobConfig, earlier: RunState | None) -> bool:
+    """Whether a run shares what prompts begin with alike: `decode.prefix`, but for runs of before there was that key,
+    whose rows were all made without."""
+    if earlier is not None and PREFIX not in earlier["fingerprint"]:
+        return False
+    return config.decode.prefix == "auto"
+
+
 def list_files(plan: InputPlan) -> list[FileEntry]:
     """The input as `run.json` has it: name, size in bytes, time of the last change in ns, etag, documents; per file."""
     return [
@@ -94,8 +103,11 @@ def _digest_rows(rows: Sequence[FileEntry]) -> str:
 def compare_fingerprints(state: RunState, now: Fingerprint, plan: InputPlan, free: Collection[str] = ()) -> None:
     """ConfigError that names each entry in which `now` differs from the run of `state` (run.json), with both values.
 
-    A key that the run lacks, of an earlier version, means its default. `free`: keys that may differ.
+    A key that the run lacks, of an earlier version, means its default. `free`: keys that may differ. A run without
+    `decode.prefix` goes on as it began, whatever is asked for (`shares_prefixes`).
     """
+    if PREFIX not in state["fingerprint"]:
+        free = {*free, PREFIX}
     default, lines = defaults(), list[str]()
     before = {key: default[key] for key in now if key in default} | state["fingerprint"]
     if before.get("input.files") != now.get("input.files"):

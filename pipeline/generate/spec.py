@@ -1,13 +1,16 @@
 """From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows, files."""
 
-from actors.generator import MAX_BATCH_ROWS, GeneratorConfig
+from actors.generator import GeneratorConfig
 from pipeline.checkpoint import worker_path
 from pipeline.config import JobConfig
+from pipeline.estimate.forecast import window_rows
 from pipeline.generate.dataset import PipelineSpec
+from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.input.openai_rows import CHAT_URL
 from pipeline.stages.tokens import TokenizeConfig
+from skipdecode.config import DecoderConfig
 from skipdecode.hub import resolve_source
 from skipdecode.sampling import Sampling
 
@@ -36,6 +39,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         length_buckets=config.actors.length_buckets,
         deterministic=s.deterministic,
         baseline_fraction=config.baseline.fraction,
+        shares_prefixes=shares_prefixes(config, planned.earlier),
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
     return PipelineSpec(
@@ -43,25 +47,25 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         plan=work.plan,
         done=work.done,
         prompter=planned.prompter,
-        tokenize=TokenizeConfig(
-            tokenizer or source,
-            model.config,
-            sampling,
-            config.input.too_long,
-            chat=config.input.is_chat,
-            chat_url=CHAT_URL if planned.input.listing.format == "openai_batch" else None,
-        ),
+        tokenize=tokenize_config(config, tokenizer or source, model.config, sampling, planned.input.listing.format),
         generator=generator,
         pool=pool,
         window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),
     )
 
 
-def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:
-    """Rows an actor takes at a time: `window_batches` batches, but so few that every actor gets two windows or more."""
-    size = config.actors.batch_size
-    rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
-    return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))
+def tokenize_config(
+    config: JobConfig, source: str, model: DecoderConfig, sampling: Sampling, format: str
+) -> TokenizeConfig:
+    """`source`: of the tokenizer; `format`: of the input."""
+    return TokenizeConfig(
+        source,
+        model,
+        sampling,
+        config.input.too_long,
+        chat=config.input.is_chat,
+        chat_url=CHAT_URL if format == "openai_batch" else None,
+    )
 
 
 def rows_per_file(num_rows: int, window_rows: int) -> int | None:

@@ -5,10 +5,15 @@ Left out: the pipeline itself (`dataset`), how Ray Data executes it (`execution`
 
 import math
 import time
+from contextlib import suppress
+from functools import partial
 
 import ray
 
 from pipeline.console import live_progress
+from pipeline.estimate.forecast import Shape
+from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
+from pipeline.estimate.sample import sample_rows
 from pipeline.generate.books import close_books, expected_ids, output_schema
 from pipeline.generate.dataset import Helpers, PipelineSpec, build_pipeline
 from pipeline.generate.ending import check_budget, early_limit, note_if_full, reason_to_stop
@@ -16,7 +21,7 @@ from pipeline.generate.execution import execute, prepare
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.generate.spec import make_spec, rows_per_file
-from pipeline.handles import CollectorHandle, fetch
+from pipeline.handles import CollectorHandle, Counts, fetch
 from pipeline.input.ids import sum_outputs
 from pipeline.report.collector import start_collector
 from pipeline.stages.attempts import start_ledger
@@ -36,6 +41,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
     folder, session = planned.folder, state["sessions"][-1]["id"]
     spec, expected = make_spec(planned, work), expected_ids(planned, work.plan)
     _note_start(planned, work, spec, note)
+    estimate = _start_estimate(planned, work, spec, note)
     is_retry = work.place != "data"  # of rows that have failed already: there cannot be more of them
     ends_at = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
@@ -47,7 +53,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
             keep_workers=helpers.leftovers is not None,
             no_progress_timeout_s=planned.config.limits.no_progress_timeout_s + skipping_s(work),
         )
-        with live_progress(helpers.collector, work.num_left, note):
+        with live_progress(helpers.collector, work.num_left, note, partial(_hear, estimate, helpers.collector)):
             execute(build_pipeline(spec, sink, helpers))
     except BaseException as error:
         lease.check()  # whoever has taken the folder over writes its run.json
@@ -60,7 +66,35 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
         if reason is error:
             raise
         raise reason from error
+    if estimate is not None and estimate.found is not None and len(state["sessions"]) == 1:
+        state["estimate"] = estimate.found
     _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, expected, lease, note)
+
+
+def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, note: Note) -> LiveEstimate | None:
+    """None: the rows that are left are no fair sample of the input, or could not be looked at, which is for the run
+    itself to say."""
+    if work.num_done or work.place != "data":
+        return None
+    sampling, actors = spec.tokenize.sampling, planned.config.actors
+    shape = Shape(
+        rows=work.num_left,
+        window_rows=spec.window_rows,
+        actors=planned.pool.max_size,
+        baseline_fraction=planned.config.baseline.fraction,
+        max_new_tokens=sampling.max_new_tokens,
+    )
+    try:
+        sample = sample_rows(work.plan, spec.input, spec.prompter, spec.tokenize, sampling, SAMPLED_ROWS, SAMPLED_FILES)
+    except Exception:
+        return None
+    return LiveEstimate(sample, shape, actors.price_per_hour, note)
+
+
+def _hear(estimate: LiveEstimate | None, collector: CollectorHandle, counts: Counts) -> None:
+    if estimate is not None and estimate.is_ready(counts["rows"]):
+        with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # figures only
+            estimate.hear(fetch(collector.pace.remote(), timeout_s=10))
 
 
 def skipping_s(work: Work) -> float:

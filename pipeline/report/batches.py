@@ -25,7 +25,16 @@ T_975 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 
-ALL = ("rows", "input_tokens", "output_tokens", "layers_run", "ffns_run", "prefill_s", "decode_s")
+ALL = (
+    "rows",
+    "input_tokens",
+    "output_tokens",
+    "layers_run",
+    "ffns_run",
+    "prefill_s",
+    "decode_s",
+    "prefix_tokens_saved",
+)
 """Columns that are summed over all batches."""
 PAIRED = (
     "rows", "exact_rows", "matched_tokens", "compared_tokens", "full_prefill_s", "full_decode_s",
@@ -103,6 +112,12 @@ class BatchTotals:
     def total(self, *names: str) -> float | None:
         """The sum of these columns over all batches."""
         return _sum([self.all[name] for name in names])
+
+    @property
+    def prefix_saved_s(self) -> float:
+        """Seconds that the prompt tokens which were not run would have taken, at the pace of those that were."""
+        saved, given, took_s = (self.all[name] or 0.0 for name in ("prefix_tokens_saved", "input_tokens", "prefill_s"))
+        return took_s * saved / (given - saved) if given > saved else 0.0
 
     def paired_total(self, *names: str) -> float | None:
         return _sum([self.paired[name] for name in names])

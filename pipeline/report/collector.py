@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import ray
 
 from pipeline.cluster import on_this_node
-from pipeline.handles import BatchRecord, CollectorHandle, Counts, WindowRecord, WorkerRecord
+from pipeline.handles import BatchRecord, CollectorHandle, Counts, Pace, WindowRecord, WorkerRecord
 from pipeline.report.prometheus import LiveMetrics
 from pipeline.report.records import SCHEMAS, Kind, Record
 from pipeline.store.run_folder import RunFolder
@@ -34,6 +34,8 @@ class MetricsCollector:
         self._flushed_at = time.monotonic()
         self._counts = Counts(rows=0, failed=0, input_tokens=0, output_tokens=0, workers=0, restarts=0, working_s=0.0)
         self._workers: set[str] = set()
+        self._batches = self._pairs = 0
+        self._own_s = self._full_s = 0.0
         self._ready_at: float | None = None
         self._live = LiveMetrics(run_id, rows_planned)
 
@@ -54,9 +56,30 @@ class MetricsCollector:
         for batch in batches:
             self._counts["input_tokens"] += batch["input_tokens"]
             self._counts["output_tokens"] += batch["output_tokens"]
+            self._time(batch)
         self._live.window_done(window, batches)
         if time.monotonic() - self._flushed_at > FLUSH_S:
             self.flush()
+
+    def _time(self, batch: BatchRecord) -> None:
+        self._batches += 1
+        self._own_s += batch["prefill_s"] + batch["decode_s"]
+        if "full_prefill_s" in batch:
+            self._pairs += 1
+            self._full_s += batch["full_prefill_s"] + batch["full_decode_s"]
+
+    def pace(self) -> Pace:
+        """What the batches took so far, for an estimate of the rest."""
+        return {
+            "rows": self._counts["rows"],
+            "failed": self._counts["failed"],
+            "output_tokens": self._counts["output_tokens"],
+            "workers": self._counts["workers"],
+            "batches": self._batches,
+            "pairs": self._pairs,
+            "own_s": self._own_s,
+            "full_s": self._full_s,
+        }
 
     def counts(self) -> Counts:
         """What has been decoded so far in this session; the time since the first worker was ready, whose loading says

@@ -40,6 +40,20 @@ class Cost(TypedDict):
     per_million_tokens: float | None
 
 
+class Estimated(TypedDict):
+    """What the run expected of itself, beside what came of it."""
+
+    seen_rows: int
+    """That had been decoded when it said so."""
+    input_tokens: int
+    output_tokens: int
+    duration_s: float
+    cost: float | None
+    duration_ratio: float
+    """Of what was expected to what it took."""
+    output_tokens_ratio: float | None
+
+
 class DecodedAgain(TypedDict):
     """Beyond what the data files hold."""
 
@@ -168,8 +182,14 @@ class CountedFigures(TypedDict):
     padding_fraction: float
     prefill_s: float
     decode_s: float
+    prefix_tokens_saved: int
+    """Prompt tokens that were not run, since another row's run of them served (`decode.prefix`)."""
+    prefix_saved_s: float
+    """What these would have taken at the pace of the others."""
     baseline_s: float
     cost: Cost | None
+    estimate: Estimated | None
+    """None: too few rows for one, or a run that was resumed."""
     decoded_again: DecodedAgain
     lengths: Lengths
     layers_by_step: LayersByStep

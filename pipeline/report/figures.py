@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from pipeline.config import ConfigError
 from pipeline.report.batches import COLUMNS, BatchTotals, Errors, agreement, ratio, speedup
 from pipeline.report.collector import read_metrics
-from pipeline.report.document import Cost, CountedFigures, ErrorCount, Figures, Lane
+from pipeline.report.document import Cost, CountedFigures, ErrorCount, Estimated, Figures, Lane
 from pipeline.report.page import render_report
 from pipeline.report.plots import MAX_LANES
 from pipeline.report.records import StoredStart
@@ -63,6 +63,8 @@ def _counted(
 ) -> CountedFigures:
     """The figures that need neither windows nor workers."""
     all_tokens = totals.input_tokens + totals.output_tokens
+    if price_per_hour is None:
+        price_per_hour = state["config"].get("actors", {}).get("price_per_hour")
     decode, num_layers = state["decode"], state["model"]["layers"]
     padded = ratio(batches.total("input_tokens"), batches.columns)
     return {
@@ -85,8 +87,11 @@ def _counted(
         "padding_fraction": 0.0 if padded is None else 1 - padded,
         "prefill_s": batches.total("prefill_s") or 0.0,
         "decode_s": batches.total("decode_s") or 0.0,
+        "prefix_tokens_saved": int(batches.total("prefix_tokens_saved") or 0),
+        "prefix_saved_s": batches.prefix_saved_s,
         "baseline_s": batches.paired_total("full_prefill_s", "full_decode_s") or 0.0,
         "cost": None if price_per_hour is None else cost(price_per_hour, duration_s, totals.output_tokens, all_tokens),
+        "estimate": estimated(state, duration_s, totals.output_tokens),
         "decoded_again": {
             "rows": max(0, int(batches.total("rows") or 0) - totals.ok),
             "output_tokens": max(0, int(batches.total("output_tokens") or 0) - totals.output_tokens),
@@ -102,6 +107,22 @@ def _counted(
         "model": state["model"],
         "decode": decode,
         "prefill": state["config"]["prefill"]["method"],
+    }
+
+
+def estimated(state: RunState, duration_s: float, output_tokens: int) -> Estimated | None:
+    """What a run of one session expected, beside what it took."""
+    said = state.get("estimate")
+    if said is None or len(state["sessions"]) > 1:
+        return None
+    return {
+        "seen_rows": said["seen_rows"],
+        "input_tokens": said["input_tokens"],
+        "output_tokens": said["output_tokens"],
+        "duration_s": said["duration_s"],
+        "cost": said["cost"],
+        "duration_ratio": said["duration_s"] / duration_s,
+        "output_tokens_ratio": ratio(said["output_tokens"], output_tokens),
     }
 
 

@@ -22,7 +22,7 @@ Single = Literal[
     "duration_s", "request_throughput", "output_throughput", "total_token_throughput", "decode_output_throughput",
     "total_input_tokens", "total_output_tokens", "draft_acceptance", "tokens_per_pass",
     "layers_per_token", "ffns_per_token", "padding_fraction", "prefill_s",
-    "decode_s", "baseline_s",
+    "decode_s", "baseline_s", "prefix_tokens_saved", "prefix_saved_s",
 ]  # fmt: skip
 """Keys of report.json that have a line of their own."""
 
@@ -41,6 +41,8 @@ LABELS: Final[dict[Single, tuple[str, str]]] = {  # what it is called on the pag
     "padding_fraction": ("padding, share of the prompts' columns", "%"),
     "prefill_s": ("time in prompts", "s"),
     "decode_s": ("time in decoding", "s"),
+    "prefix_tokens_saved": ("prompt tokens run once for several rows", "tokens"),
+    "prefix_saved_s": ("time they would have taken, estimated", "s"),
     "baseline_s": ("time spent measuring full depth", "s"),
 }
 WORKER_COLUMNS = ("worker", "host", "device", "dtype", "load_s", "busy_s", "idle_s", "restarts", "rows")
@@ -85,7 +87,11 @@ def _badges(report: Figures, state: RunState) -> list[tuple[str, bool]]:
 def _when(report: Figures, state: RunState) -> str:
     began = datetime.datetime.fromtimestamp(state["sessions"][0]["started_at"], datetime.UTC)
     resumed = f", {len(state['sessions'])} sessions" if len(state["sessions"]) > 1 else ""
-    return f"{began:%Y-%m-%d %H:%M} UTC, {duration(report['duration_s'])}{resumed}"
+    said = report["estimate"]
+    expected = (
+        "" if said is None else f" (expected after {count(said['seen_rows'], 'row')}: {duration(said['duration_s'])})"
+    )
+    return f"{began:%Y-%m-%d %H:%M} UTC, {duration(report['duration_s'])}{expected}{resumed}"
 
 
 def _cards(report: Figures) -> list[tuple[str, str, str]]:

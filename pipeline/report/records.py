@@ -38,6 +38,7 @@ _COST: Final = (  # of a batch, in the run's depth and again at full depth
     ("ffns_run", pa.int64()),
     ("layer_row_steps", pa.int64()),
     ("cache_bytes", pa.int64()),
+    ("prefix_tokens_saved", pa.int64()),
     ("prefill_s", pa.float64()),
     ("decode_s", pa.float64()),
     ("predicted_prefill_s", pa.float64()),

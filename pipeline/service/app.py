@@ -103,6 +103,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         batch_size=config.engine.batch_size,
         length_buckets=config.engine.length_buckets,
         deterministic=config.sampling.deterministic,
+        shares_prefixes=config.decode.prefix == "auto",
         memory_share=config.engine.memory_share,
         has_graphs=config.engine.scheduler == "cohort",
     )

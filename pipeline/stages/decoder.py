@@ -7,12 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from actors.devices import is_lost
 from actors.generator import Generator, GeneratorConfig, WindowResult
 from pipeline.handles import BackendRecord
-from skipdecode.backends import choice
+from skipdecode.backends.device import choice_on
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
 
@@ -51,9 +49,6 @@ class Decoder:
 
     def backend(self) -> BackendRecord:
         """Whose kernels it decodes with, and why."""
-        if self.generator.device.type == "cuda":
-            reason = torch.cuda.get_device_name(self.generator.device)
-            graphs = self.generator.graphs
-            return {"name": "cuda", "reason": reason if graphs is None else f"{reason}; {graphs.describe()}"}
-        chosen = choice.choose()
-        return {"name": chosen.name, "reason": chosen.reason}
+        chosen, graphs = choice_on(self.generator.device), self.generator.graphs
+        reason = chosen.reason if graphs is None else f"{chosen.reason}; {graphs.describe()}"
+        return {"name": chosen.name, "reason": reason}

@@ -77,6 +77,18 @@ class CommitState(TypedDict):
     removes: list[str]
 
 
+class EstimateState(TypedDict):
+    """What a session expected of itself, once its first rows were decoded."""
+
+    rows: int
+    seen_rows: int
+    """That were decoded by then."""
+    input_tokens: int
+    output_tokens: int
+    duration_s: float
+    cost: float | None
+
+
 class RunState(TypedDict):
     """`run.json`."""
 
@@ -105,6 +117,8 @@ class RunState(TypedDict):
     """Lines and bytes of each OpenAI batch file."""
     former: NotRequired[list[str]]
     """Sessions of runs that were in the folder before, and of holders that it was taken from."""
+    estimate: NotRequired[EstimateState]
+    """Of a run of one session."""
     report: NotRequired[dict[str, Any]]
     """`report.json`, once the run is finished."""
 

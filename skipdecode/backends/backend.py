@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.cpu import Activation, Columns
+from skipdecode.backends.cpu import Activation, Columns, SharedColumns
 from skipdecode.backends.layer import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 
 __all__ = [
     "TORCH", "Activation", "Backend", "ColumnAttention", "Columns", "FusedLayer", "FusedStore", "LayerShape", "Packed",
-    "Product", "Prompts", "TableColumns", "activate",
+    "Product", "Prompts", "SharedColumns", "TableColumns", "activate",
 ]  # fmt: skip
 
 
@@ -95,8 +95,17 @@ class FusedLayer(Protocol):
     def store(self) -> FusedStore | None:
         """Its keys and values alone; None where it makes none (SwiftKV's queries)."""
 
-    def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
-        """h [N, D], whole prompts, through the layer; `memory`: k, v [B, G, S, K], filled up to the prompts' ends."""
+    def read(
+        self,
+        h: Tensor,
+        prompts: Prompts,
+        memory: tuple[Tensor, Tensor] | None,
+        *,
+        feeds: bool,
+        shared: SharedColumns | None = None,
+    ) -> Tensor:
+        """h [N, D], prompts, through the layer; `memory`: k, v [B, G, S, K], filled up to the prompts' ends. `shared`:
+        of the tokens `before` those given, where they are not in `memory`."""
 
 
 class Backend:

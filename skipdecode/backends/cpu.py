@@ -31,6 +31,38 @@ def is_available(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in NAMES and choice.choose().name != "torch"
 
 
+class Shared(ctypes.Structure):
+    """Columns that several rows read before their own, as the kernels take them (`cpp/heads.h`)."""
+
+    _fields_ = [("k", POINTER), ("v", POINTER), ("capacity", INT64), ("where", POINTER), ("counts", POINTER)]
+
+
+class SharedColumns(NamedTuple):
+    """Columns before a row's own, of which several rows read one copy: the head of their prompts."""
+
+    k: Tensor
+    """[R, G, S, K], contiguous."""
+    v: Tensor
+    where: Tensor
+    """[B] int64: the row's first one, counted in columns of a group from the start of `k`: r G S + column."""
+    counts: Tensor
+    """[B] int64: how many; even."""
+
+    def struct(self, rows: int, like: Tensor) -> Shared:
+        """As kernels take it that run on memory `like` [.., G, .., K]."""
+        for held in (self.k, self.v):
+            assert held.is_contiguous(), held.stride()
+            assert held.dtype == like.dtype, held.dtype
+            assert held.shape == self.k.shape, (held.shape, self.k.shape)
+            assert (held.shape[1], held.shape[3]) == (like.shape[1], like.shape[3]), (held.shape, like.shape)
+        for numbers in (self.where, self.counts):
+            assert numbers.dtype == torch.int64, numbers.dtype
+            assert numbers.shape == (rows,), (numbers.shape, rows)
+            assert numbers.is_contiguous(), numbers.stride()
+        pointers = self.where.data_ptr(), self.counts.data_ptr()
+        return Shared(self.k.data_ptr(), self.v.data_ptr(), self.k.shape[2], *pointers)
+
+
 class Columns(NamedTuple):
     """Where one new column per row goes, and what it may attend to: as the arguments of `attend`. Where rows have
     `places`, k and v are those of all places."""
@@ -40,6 +72,7 @@ class Columns(NamedTuple):
     first: Tensor
     last: Tensor
     places: Tensor | None = None
+    shared: SharedColumns | None = None
 
 
 class Heads(ctypes.Structure):
@@ -98,16 +131,17 @@ def attend(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     places: Tensor | None = None,
+    shared: SharedColumns | None = None,
 ) -> Tensor:
     """Attention of one query per row over its columns first..last: q [B, H K] -> [B, H K], heads side by side.
 
     k, v [B, G, S, K], contiguous: the cache, each of its G heads for H / G neighbours among those of q. `first`, `last`
     [B] int64, both included. `new`: key and value [B, G K] of column `last`, stored before it is attended to; q and
     `new` may be columns of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS norm over each head
-    of q and of the new key; then `rotations` [positions, r] float32 (`LayerShape`) turns them by their place,
-    last - first. Finite numbers only: what becomes of NaN and infinities is not defined. `places` [B] int64: the row of
-    k and v [R, G, S, K] that each row has; those that have one together are several new columns of it, all of which are
-    stored before any of them attends.
+    of q and of the new key; then `rotations` [positions, r] float32 (`LayerShape`) turns them by their place, which is
+    last - first behind what is shared. Finite numbers only: what becomes of NaN and infinities is not defined. `places`
+    [B] int64: the row of k and v [R, G, S, K] that each row has; those that have one together are several new columns
+    of it, all of which are stored before any of them attends. `shared`: columns before a row's own.
     """
     B, (R, G, S, K) = len(q), k.shape
     assert B == R or places is not None, (q.shape, k.shape)
@@ -143,6 +177,7 @@ def attend(
         first.data_ptr(),
         last.data_ptr(),
         None if places is None else places.data_ptr(),
+        None if shared is None else ctypes.byref(shared.struct(B, k)),
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -292,10 +327,10 @@ def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tenso
 THEN = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
 """As `Then` in `cpp/gemm.h`."""
 ARGUMENTS = {
-    "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 7, INT],
-    "prompt": [POINTER, INT64, *[POINTER] * 3, INT, INT, *[POINTER] * 2, INT64, INT],
-    "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 6, INT],
-    "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 4, INT],
+    "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 8, INT],
+    "prompt": [POINTER, INT64, *[POINTER] * 4, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
+    "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 7, INT],
+    "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 5, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "pack": [INT64, INT64, POINTER, POINTER],
     "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],

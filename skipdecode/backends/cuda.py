@@ -11,7 +11,7 @@ vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -265,6 +265,14 @@ class CudaBackend(Backend):
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
         return self.kernels.draw(logits, temperature, top_k, top_p, uniform)
+
+    def timed_calls(self) -> list[tuple[Any, str, str]]:
+        return [
+            (self.kernels, "attend", "attention"),
+            (self.kernels, "add_norm", "norms"),
+            (CudaLayer, "attention", "products of attention"),
+            (CudaLayer, "feed", "feed-forward"),
+        ]
 
 
 Block = tuple[Norm, CudaProduct, Callable[[Tensor], Tensor]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu
-from skipdecode.backends.cpu import INT64, POINTER, Columns, Heads, Weight
+from skipdecode.backends.cpu import INT64, POINTER, Columns, Heads, Shared, SharedColumns, Weight
 from skipdecode.backends.prompts import Prompts
 
 
@@ -223,23 +223,32 @@ class LayerKernel:
 
     def pointers(self, rows: int, columns: Columns) -> tuple[int, int, int, int, int]:
         """Keys, values, capacity, first and last columns, as `step` takes them."""
-        k, v, first, last, places = columns
+        k, v, first, last, places, _ = columns
         _check_cache(self.dtype, rows if places is None else len(k), self._shape, k, v)
         _check_indices(rows, first)
         _check_indices(rows, last)
         return k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr()
 
-    def read(self, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool) -> Tensor:
-        """h [N, D], whole prompts, through the layer, in place; `memory`: k, v [B, G, S, K], filled up to the prompts'
-        ends."""
+    def read(
+        self,
+        h: Tensor,
+        prompts: Prompts,
+        memory: tuple[Tensor, Tensor] | None,
+        *,
+        feeds: bool,
+        shared: SharedColumns | None = None,
+    ) -> Tensor:
+        """h [N, D], prompts, through the layer, in place; `memory`: k, v [B, G, S, K], filled up to the prompts' ends.
+        `shared`: of the tokens `before` those given, where they are not in `memory`."""
         _check_states(self.dtype, h, (prompts.num_tokens, self.width))
         assert self.store is not None, "no keys and values"
-        where: tuple[Any, ...] = (None, None, 0)
+        where: tuple[Any, ...] = (None, None, 0, None)
         if memory is not None:
             k, v = memory
             _check_cache(self.dtype, len(prompts), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
-            where = (k.data_ptr(), v.data_ptr(), k.shape[2])
+            head = None if shared is None else ctypes.byref(shared.struct(len(prompts), k))
+            where = (k.data_ptr(), v.data_ptr(), k.shape[2], head)
         threads = torch.get_num_threads()
         self._read(self._reference, *prompts.pointers(), h.data_ptr(), memory is not None, feeds, *where, threads)
         return h
@@ -250,12 +259,15 @@ def step(layers: Sequence[LayerKernel], h: Tensor, columns: Sequence[Columns] | 
     (None: none attends), and its feed-forward block (where it `feeds`)."""
     rows, count, dtype = len(h), len(layers), layers[0].dtype
     memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
-    places = None
+    places = shared = None
     if columns is not None:
         places = columns[0].places
         assert all(of.places is places for of in columns), "layers of other rows"
         if places is not None:
             _check_indices(rows, places)
+        heads = [at.shared.struct(rows, at.k) for at in columns if at.shared is not None]
+        assert len(heads) in (0, count), "shared columns in some of the layers"
+        shared = (Shared * count)(*heads) if heads else None
         memory = [kernel.pointers(rows, at) for kernel, at in zip(layers, columns, strict=True)]
     for kernel in layers:
         assert kernel.dtype == dtype, kernel.dtype
@@ -275,6 +287,7 @@ def step(layers: Sequence[LayerKernel], h: Tensor, columns: Sequence[Columns] | 
         pointers(*first),
         pointers(*last),
         _pointer(places),
+        shared,
         _pointer(LayerKernel.seconds),
         torch.get_num_threads(),
     )

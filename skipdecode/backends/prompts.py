@@ -1,4 +1,4 @@
-"""Prompts without their padding, as kernels read them."""
+"""Prompts without their padding, as kernels read them; or their ends, where what comes before is in a cache already."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,18 +7,19 @@ from torch import Tensor
 class Prompts:
     """Left-padded prompts [B, T] laid one behind the other, without the padding: [N, ...]."""
 
-    def __init__(self, positions: Tensor) -> None:
-        """`positions` [B, T] int64: -1 a padding column (`Decoder.embed`)."""
+    def __init__(self, positions: Tensor, before: Tensor | None = None, start: int = 0) -> None:
+        """`positions` [B, T] int64: -1 a padding column (`Decoder.embed`). `before` [B] int64: tokens of each prompt
+        that come before these, and whose K and V are there. `start`: the first of the columns."""
         self._is_real = positions >= 0
         lengths = self._is_real.sum(dim=1)
-        assert bool((positions[:, -1] == lengths - 1).all() & (lengths > 0).all()), (
-            "left-padded, and none of them empty"
-        )
-        self.columns = positions.shape[1] - lengths
-        """[B] int64: the column of each prompt's first token."""
+        ends = lengths if before is None else lengths + before
+        assert bool((positions[:, -1] == ends - 1).all() & (lengths > 0).all()), "left-padded, and none of them empty"
+        self.before = before
+        self.columns = start + positions.shape[1] - ends
+        """[B] int64: the column of each prompt's first token. Negative where those before are in other memory."""
         self.starts = F.pad(lengths.cumsum(dim=0), (1, 0))
         """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
-        self.num_columns, self.num_tokens = positions.shape[1], int(self.starts[-1])  # T, N
+        self.num_columns, self.num_tokens = start + positions.shape[1], int(self.starts[-1])  # T, N
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -31,5 +32,6 @@ class Prompts:
         """The last token of each prompt: [N, D] -> [B, 1, D]."""
         return h[self.starts[1:] - 1][:, None]
 
-    def pointers(self) -> tuple[int, int, int]:
-        return len(self), self.starts.data_ptr(), self.columns.data_ptr()
+    def pointers(self) -> tuple[int, int, int, int | None]:
+        before = None if self.before is None else self.before.data_ptr()
+        return len(self), self.starts.data_ptr(), self.columns.data_ptr(), before

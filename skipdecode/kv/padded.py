@@ -14,15 +14,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore, Prompts
+from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore, Prompts, SharedColumns
 from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
+from skipdecode.kv.shared import SharedHeads
 from skipdecode.kv.view import attention
 from skipdecode.rope import Turn, turn_of
 
 
 class KVCache:
     """k[l], v[l]: [B, G, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
+
+    `shared`: where the heads of prompts are that several rows read; then the columns here are those behind them.
 
     `owners` [L]: whose memory a layer's K and V are; its own, unless neighbours share theirs (AcrossKV).
     """
@@ -33,6 +36,7 @@ class KVCache:
         self.k, self.v, self.owners, self.is_masked = k, v, owners, is_masked
         self.num_pad = num_pad  # [B] int64, columns of left padding
         self.length = 0
+        self.shared: SharedHeads | None = None
         self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
         # None when no row is padded: attention then needs no mask. `is_masked` asks for one all the same, so that the
@@ -67,9 +71,16 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for K and V; what layers share counts once."""
+        """Bytes held for K and V; what layers or rows share counts once."""
         own = [t for owner in set(self.owners) for t in (self.k[owner], self.v[owner])]
+        own += [] if self.shared is None else self.shared.memory
         return sum(t.numel() * t.element_size() for t in own)
+
+    @property
+    def next_positions(self) -> Tensor:
+        """[B] int64: of the next column."""
+        own = self.length - self.num_pad
+        return own if self.shared is None else own + self.shared.counts
 
     @property
     def attend_one(self) -> ColumnAttention | None:
@@ -81,7 +92,8 @@ class KVCache:
         assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
         if self._last is None or self._last[0] != self.length:  # once per step, not once per layer
             self._last = (self.length, torch.full_like(self.num_pad, self.length))
-        return Columns(self.k[layer], self.v[layer], self.num_pad, self._last[1])
+        shared = None if self.shared is None else self.shared.columns(layer)
+        return Columns(self.k[layer], self.v[layer], self.num_pad, self._last[1], shared=shared)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [B, G, T, K] behind the filled columns; gives back all of the layer's K and V, [B, G, S, K]."""
@@ -98,11 +110,12 @@ class KVCache:
 
     def mask(self, num_new: int) -> Tensor | None:
         """[B, 1, T, S] bool for `num_new` columns behind the filled ones; None when causality alone says it all."""
+        assert self.shared is None, "columns in other memory, and attention that reads this one"
+        total = self.length + num_new
         if self.valid is None:
             # `is_causal` aligns queries with the first keys, so it serves a prompt from column 0 and nothing else
-            assert num_new == 1 or self.length == 0, "several columns behind a filled cache are not supported"
-            return None
-        total = self.length + num_new
+            is_whole = num_new == 1 or self.length == 0
+            return None if is_whole else causal_mask(num_new, total, self.num_pad.device)[None, None]
         valid = self.valid[:, None, None, :total]  # [B, 1, 1, S]
         if num_new == 1:
             return valid
@@ -128,6 +141,7 @@ class KVCache:
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
         cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked)
         cache.length = self.length
+        cache.shared = None if self.shared is None else self.shared.of(pads)
         return cache
 
 
@@ -180,14 +194,15 @@ class PaddedView:
 
 
 class PromptsView:
-    """Whole prompts into an empty `cache`, where every layer is one kernel; states are [N, D], without the padding."""
+    """Prompts into `cache`, where every layer is one kernel; states are [N, D], without the padding."""
 
     has_kernels = stores_by_kernel = True
     turn = None
 
-    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None) -> None:
+    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, before: Tensor | None = None) -> None:
+        """`before` [B] int64: tokens of each prompt that are in `cache`, or shared; None: none."""
         self._cache, self._positions, self._table = cache, positions, table
-        self.prompts = Prompts(positions)
+        self.prompts = Prompts(positions, before, cache.length)
         self.pack = self.prompts.pack
 
     @staticmethod
@@ -205,7 +220,8 @@ class PromptsView:
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
         for kernel, layer in zip(kernels, layers, strict=True):
-            h = kernel.read(h, self.prompts, self._memory(layer) if attends else None, feeds=feeds)
+            memory = self._memory(layer) if attends else None
+            h = kernel.read(h, self.prompts, memory, feeds=feeds, shared=self._shared(layer))
         return h
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
@@ -221,6 +237,9 @@ class PromptsView:
 
     def _memory(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._cache.k[layer], self._cache.v[layer]
+
+    def _shared(self, layer: int) -> SharedColumns | None:
+        return None if self._cache.shared is None else self._cache.shared.columns(layer)
 
 
 def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:

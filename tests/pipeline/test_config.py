@@ -25,6 +25,7 @@ from pipeline.training.distill import with_defaults
 from skipdecode.families import released
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
+from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedule import METHOD_KEYS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -169,7 +170,7 @@ def test_a_learning_rate_that_would_rise_is_refused() -> None:
 def test_a_run_can_be_told_every_method_and_every_key_of_it() -> None:
     names = get_args(get_args(DecodeConfig.model_fields["method"].annotation)[0])
     assert names == tuple(METHOD_KEYS)
-    assert SCHEDULE_KEYS | {"method", "ffn_skip"} == DecodeConfig.model_fields.keys()
+    assert SCHEDULE_KEYS | {"method", "ffn_skip", "prefix", *LOSSLESS_KEYS} == DecodeConfig.model_fields.keys()
 
 
 def test_the_tree_is_frozen() -> None:

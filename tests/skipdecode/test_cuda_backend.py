@@ -6,6 +6,7 @@ Float32 tokens are those of the decoder by parts. That Triton's kernels are thes
 import pytest
 import torch
 
+from actors.bench import BenchCase, profile_case
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
 from skipdecode.backends.cuda import CudaBackend, CudaLayer, Heads
 from skipdecode.backends.cuda_reference import TorchKernels
@@ -18,10 +19,8 @@ from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model, som
 
 BACKEND = CudaBackend(TorchKernels())
 SCHEDULES: list[Schedule] = [
-    FullDepth(4),
-    SkipDecode(4, 4, 2, 1, 8),
-    EarlyExit(4, 4, 1, 1, 9),
-    SkipBand(SkipDecode(4, 4, 2, 1, 8), 1, (1, 2)),
+    SkipDecode(4, 4, 2, 1, 6),
+    SkipBand(EarlyExit(4, 4, 2, 1, 6), 1, (1, 2)),
     SkipSaturated(FullDepth(4), 2, 1, 1, 0.9),
 ]
 
@@ -30,7 +29,7 @@ SCHEDULES: list[Schedule] = [
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_tokens_are_those_of_torch(name: str, schedule: Schedule) -> None:
     keys = {"temperature": 0.9, "top_p": 0.9} if name == "llama" else {}
-    requests = some_requests(12, **keys)
+    requests = some_requests(9, **keys)
     with cpu_computed_by(TORCH):
         wanted = generate(random_model(name), requests, schedule).completions
     with cpu_computed_by(BACKEND):
@@ -46,7 +45,7 @@ def test_tokens_are_those_of_torch(name: str, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_swiftkv(group_size: int) -> None:
-    requests, schedule = some_requests(12), SwiftPrefill(SkipDecode(4, 4, 2, 1, 8), 2)
+    requests, schedule = some_requests(9), SwiftPrefill(SkipDecode(4, 4, 2, 1, 6), 2)
     with cpu_computed_by(TORCH):
         wanted = generate(random_model("llama").with_swiftkv(2, group_size), requests, schedule).completions
     with cpu_computed_by(BACKEND):
@@ -76,3 +75,13 @@ def test_a_table_is_columns() -> None:
     torch.testing.assert_close(made, wanted)
     assert torch.equal(k[:, :, 9], k_plain[:, :, 9])
     assert torch.equal(v[:, :, 9], v_plain[:, :, 9])
+
+
+def test_stages_are_timed_and_left_as_they_were() -> None:
+    with cpu_computed_by(BACKEND):
+        model = random_model("llama").pack()
+        before = CudaLayer.feed
+        rows = profile_case(model, BenchCase(3, 5, 4), [{"method": "full"}])
+        assert {"attention", "norms", "feed-forward", "products of attention"} <= {row["stage"] for row in rows}
+        assert CudaLayer.feed is before
+        assert "attend" not in vars(BACKEND.kernels)

@@ -67,8 +67,16 @@ def test_swiftkv_and_lists_of_schedules_are_refused() -> None:
 
 
 def test_a_number_is_kept_to() -> None:
-    assert length(tokens=3).decide(512, 0, 9) == Decision(3, {2: 3, 3: 3, 4: 3})
-    assert length(FullDepth(L), 3).decide(1, 0, 9) == Decision(0, {2: 3, 3: 3, 4: 3})
+    assert length(tokens=3, may_rest=False).decide(512, 0, 9) == Decision(3, {2: 3, 3: 3, 4: 3})
+    assert length(FullDepth(L), 3, may_rest=False).decide(1, 0, 9) == Decision(0, {2: 3, 3: 3, 4: 3})
+    assert length(tokens=12, may_rest=False).decide(1, 0, 9).skipped == 12
+
+
+def test_auto_drafts_that_number_or_none() -> None:
+    assert length(tokens=3).decide(1, 0, 100).skipped == 3
+    assert set(length(tokens=3).decide(1, 0, 100).repeated.values()) <= {3}
+    assert length(tokens=3).decide(512, 0, 100) == Decision(0, {})
+    assert length(tokens=1500).decide(1, 0, 100).skipped == 0
 
 
 def test_few_rows_draft_more_than_many() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ from skipdecode.sampling import Sampling
 from skipdecode.speculative import SpeculativeBatch, generate_lossless
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
-from tests.support.cpu_backends import forced
+from tests.support.cpu_backends import forced, product_dtype
 from tests.support.cuda_models import random_model
 from tests.support.naive import greedy, random_prompts, requests_for
 from tests.support.ties import is_tie
+
+__all__ = ["product_dtype"]  # a fixture
 
 L = 6
 FULL = FullDepth(L)
@@ -185,6 +188,26 @@ def test_logprobs_are_those_of_full_depth(models: dict[str, Decoder]) -> None:
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
             assert [token for token, _ in a.top] == [token for token, _ in b.top]
             assert len(a.top) == ours.request.top_logprobs
+
+
+@pytest.mark.parametrize("shape", ["opt", "llama"])
+def test_the_kernels_give_the_same_bits_whatever_was_drafted(product_dtype: torch.dtype, shape: str) -> None:
+    """A column of several in a pass is computed as one that is alone, in bfloat16 too: tokens and log-probabilities are
+    those without drafts, bit by bit (behind the same pass over the prompts)."""
+    model, sampling = random_model(shape, layers=L, dtype=product_dtype).pack(), greedy(16, ignore_eos=True)
+    pool = [
+        Request(str(i), p, replace(sampling, temperature=0.5 * (i % 2)), top_logprobs=1)
+        for i, p in enumerate(random_prompts([1 + i % 9 for i in range(14)], vocab=200))
+    ]
+    made = []
+    for schedule in (
+        Lossless(L, FULL, 1, True),
+        Lossless(L, SkipDecode(L, 6, 6, 1, 1), 5),
+        Lossless(L, Unified(L, 4), 3),
+    ):
+        rows = run(SpeculativeBatch(model, schedule), {0: pool}, {}).values()
+        made.append([(row.tokens, [one.logprob for one in row.logprobs[: len(row.tokens)]]) for row in rows])
+    assert made[0] == made[1] == made[2]
 
 
 def test_stop_strings_end_rows_within_a_draft(tiny_checkpoint: Path) -> None:

@@ -99,43 +99,57 @@ template <> struct Head<bfloat16, 128> : Pairs<128> {};
 // A thread's part of it, to be called by all threads of a parallel region, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
 // `places` [rows]: the row of the cache that each row has, where several may have one, whose keys and values are all there
-// (`store_all`); null: its own. put(row, head, numbers) is called with each row's and head's result [dim]. Here each head has keys and values of its own.
+// (`store_all`); null: its own. `shared` (null: none) comes before a row's own columns; a row's bits are those it has with
+// all columns in one piece. put(row, head, numbers) is called with each row's and head's result [dim]. Here each head has
+// keys and values of its own.
 template <typename T, int DIM, typename Put>
 void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k, T* v,
-            int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, Put put) {
+            int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, const Shared* shared,
+            Put put) {
   const int64_t dim = DIM ? DIM : heads.dim, count = heads.count;
   const float scale = 1.0f / std::sqrt(float(dim));
   const int64_t step = capacity * dim;  // from one head's cache to the next
-  std::vector<float> weights(capacity), query(dim), sums(dim);
+  std::vector<float> weights(capacity + (shared ? shared->capacity : 0)), query(dim), sums(dim);
   std::vector<T> made(dim);
   share(rows * count, [&](int64_t unit) {
-    const UnitOf of(unit, rows, count, places);
-    const int64_t row = of.row, head = of.head, start = first[row], end = last[row], at = of.memory * step;
-    T *keys = k + at, *values = v + at;
-    if (new_k) store_new(heads, row, head, end - start, new_k, new_v, row_stride, keys + end * dim, values + end * dim);
+    const UnitOf of(unit, rows, count, places, shared);
+    const int64_t row = of.row, head = of.head, start = first[row], own = last[row] - start + 1;
+    const int64_t before = count_of(shared, row), seen = before + own;
+    T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
+    if (new_k)
+      store_new(heads, row, head, seen - 1, new_k, new_v, row_stride, keys + (own - 1) * dim, values + (own - 1) * dim);
     const T* from = q + row * row_stride + head * dim;
     if (heads.turns_queries()) {
-      turn(heads, heads.q_norm, end - start, from, made.data());
+      turn(heads, heads.q_norm, seen - 1, from, made.data());
       from = made.data();
     }
     auto run = [&](float* x, float* sum) {
       Head<T, DIM>::load_scaled(from, scale, dim, x);
       float top = -FLT_MAX;
-      for (int64_t s = start; s <= end; ++s) {
-        prefetch(values + s * dim, dim);
-        weights[s] = Head<T, DIM>::dot(x, keys + s * dim, dim);
-        top = weights[s] > top ? weights[s] : top;
-      }
+      auto score = [&](int64_t from_, int64_t to, const T* keys_, const T* values_) {
+        for (int64_t s = from_; s < to; ++s, keys_ += dim, values_ += dim) {
+          prefetch(values_, dim);
+          weights[s] = Head<T, DIM>::dot(x, keys_, dim);
+          top = weights[s] > top ? weights[s] : top;
+        }
+      };
+      if (before) score(0, before, shared->line<T>(shared->k, row, head, dim), shared->line<T>(shared->v, row, head, dim));
+      score(before, seen, keys, values);
       float total = 0.0f;
-      for (int64_t s = start; s <= end; ++s) {
+      for (int64_t s = 0; s < seen; ++s) {
         weights[s] = exp_of_negative(weights[s] - top);
         total += weights[s];
       }
-      const T* next = k + (unit + 1 < rows * count ? UnitOf(unit + 1, rows, count, places).memory : of.memory) * step;
+      const UnitOf following(unit + 1 < rows * count ? unit + 1 : unit, rows, count, places, shared);
+      const T* next = k + following.memory * step + start * dim;
       for (int64_t d = 0; d < dim; ++d) sum[d] = 0.0f;
-      for (int64_t s = start; s <= end; ++s) {
+      if (before) {
+        const T* line = shared->line<T>(shared->v, row, head, dim);
+        for (int64_t s = 0; s < before; ++s, line += dim) Head<T, DIM>::add(sum, weights[s], line, dim);
+      }
+      for (int64_t s = 0; s < own; ++s) {
         prefetch(next + s * dim, dim);
-        Head<T, DIM>::add(sum, weights[s], values + s * dim, dim);
+        Head<T, DIM>::add(sum, weights[before + s], values + s * dim, dim);
       }
       Head<T, DIM>::store_scaled(sum, 1.0f / total, dim, made.data());
       put(row, head, made.data());
@@ -151,21 +165,23 @@ void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const 
 
 template <typename T, int DIM, typename Put>
 void attend_any(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-                T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, Put put) {
+                T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+                const Shared* shared, Put put) {
   const auto run = heads.count > heads.groups ? attend_groups<T, DIM, Put> : attend<T, DIM, Put>;
-  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, put);
+  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
 }
 
 template <typename T, typename Put>
 void attend_of(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-               T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, Put put) {
+               T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+               const Shared* shared, Put put) {
   const auto run = heads.dim == 32    ? attend_any<T, 32, Put>    // the demo model
                    : heads.dim == 64  ? attend_any<T, 64, Put>    // OPT-125m to 1.3B
                    : heads.dim == 80  ? attend_any<T, 80, Put>    // 2.7B
                    : heads.dim == 96  ? attend_any<T, 96, Put>
                    : heads.dim == 128 ? attend_any<T, 128, Put>   // 6.7B and larger
                                       : attend_any<T, 0, Put>;
-  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, put);
+  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
 }
 
 }  // namespace cpu

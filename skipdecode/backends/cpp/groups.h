@@ -235,17 +235,17 @@ struct GroupRoom {
   }
 };
 
-// The weights of `count` columns from `keys` on, of all queries of a group, and one over their sum in tops[16 query].
+// The scores of `count` columns from `keys` on, of all queries of a group, as those of columns `from` on.
 template <int DIM, typename T>
-void weigh(int64_t each, int64_t count, const T* keys, const T* values, int64_t dim_, const GroupRoom<T>& room) {
+void score_all(int64_t each, int64_t from, int64_t count, const T* keys, const T* values, int64_t dim_,
+               const GroupRoom<T>& room) {
   const int64_t dim = DIM ? DIM : dim_;
   const float scale = 1.0f / std::sqrt(float(dim));
-  for (int64_t r = 0; r < each; ++r) store16(room.tops + 16 * r, all(-FLT_MAX));
   for (int64_t s = 0; s < count; s += 16) {
     const int64_t some = count - s < 16 ? count - s : 16;
     prefetch(values + s * dim, some * dim);
     for (int64_t r = 0; r < each; ++r) {
-      float* scores = room.scores + r * room.apart + s;
+      float* scores = room.scores + r * room.apart + from + s;
       const auto run = some == 16 ? score<DIM, true, T> : score<DIM, false, T>;
       run(room.queries + r * room.width, keys + s * dim, some, dim, scores);
       const Floats scaled = first_of(some, load16(scores) * all(scale), all(-FLT_MAX));
@@ -253,6 +253,11 @@ void weigh(int64_t each, int64_t count, const T* keys, const T* values, int64_t 
       store16(room.tops + 16 * r, max(load16(room.tops + 16 * r), scaled));
     }
   }
+}
+
+// Scores to weights, and one over their sum in tops[16 query].
+template <typename T>
+void weigh(int64_t each, int64_t count, const GroupRoom<T>& room) {
   for (int64_t r = 0; r < each; ++r) {
     const Floats top = all(largest(load16(room.tops + 16 * r)));
     Floats total = all(0.0f);
@@ -269,29 +274,43 @@ void weigh(int64_t each, int64_t count, const T* keys, const T* values, int64_t 
 // As `attend` in attention.h.
 template <typename T, int DIM, typename Put>
 void attend_groups(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, Put put) {
+                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+                   const Shared* shared, Put put) {
   constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
   const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
-  const GroupRoom<T> room(heads, capacity);
+  const GroupRoom<T> room(heads, capacity + (shared ? shared->capacity : 0));
   share(units, [&](int64_t unit) {
-    const UnitOf of(unit, rows, heads.groups, places);
+    const UnitOf of(unit, rows, heads.groups, places, shared);
     const int64_t row = of.row, group = of.head, start = first[row], count = last[row] - start + 1;
-    T *keys = k + of.memory * step, *values = v + of.memory * step;
-    if (new_k) store_new(heads, row, group, count - 1, new_k, new_v, row_stride, keys + last[row] * dim, values + last[row] * dim);
+    const int64_t before = count_of(shared, row);
+    T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
+    const T *head_keys = before ? shared->line<T>(shared->k, row, group, dim) : nullptr;
+    const T *head_values = before ? shared->line<T>(shared->v, row, group, dim) : nullptr;
+    if (new_k)
+      store_new(heads, row, group, before + count - 1, new_k, new_v, row_stride, keys + (count - 1) * dim,
+                values + (count - 1) * dim);
     for (int64_t r = 0; r < each; ++r) {
       const T* from = q + row * row_stride + (group * each + r) * dim;
       if (heads.turns_queries())
-        turn(heads, heads.q_norm, count - 1, from, room.queries + r * room.width);
+        turn(heads, heads.q_norm, before + count - 1, from, room.queries + r * room.width);
       else
         std::memcpy(room.queries + r * room.width, from, dim * sizeof(T));
     }
-    weigh<DIM>(each, count, keys + start * dim, values + start * dim, dim, room);
+    for (int64_t r = 0; r < each; ++r) store16(room.tops + 16 * r, all(-FLT_MAX));
+    if (before) score_all<DIM>(each, 0, before, head_keys, head_values, dim, room);
+    score_all<DIM>(each, before, count, keys, values, dim, room);
+    weigh(each, before + count, room);
     std::memset(room.sums, 0, each * room.width * sizeof(float));
-    const T* next = k + (unit + 1 < units ? UnitOf(unit + 1, rows, heads.groups, places).memory : of.memory) * step + start * dim;
+    const UnitOf following(unit + 1 < units ? unit + 1 : unit, rows, heads.groups, places, shared);
+    const T* next = k + following.memory * step + start * dim;
+    for (int64_t s = 0; s < before; s += AT_ONCE) {
+      const int64_t some = before - s < AT_ONCE ? before - s : AT_ONCE;
+      add_all_values(each, some, room.weights + s, room.apart, head_values + s * dim, dim, room.sums, room.width);
+    }
     for (int64_t s = 0; s < count; s += AT_ONCE) {
       const int64_t some = count - s < AT_ONCE ? count - s : AT_ONCE;
       prefetch(next + s * dim, some * dim);
-      add_all_values(each, some, room.weights + s, room.apart, values + (start + s) * dim, dim, room.sums, room.width);
+      add_all_values(each, some, room.weights + before + s, room.apart, values + s * dim, dim, room.sums, room.width);
     }
     for (int64_t r = 0; r < each; ++r) {
       for (int64_t d = 0; d < dim; d += 32) Weights<T>::order(room.sums + r * room.width + d);

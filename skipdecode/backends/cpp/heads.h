@@ -25,6 +25,22 @@ struct Heads {
   bool turns_keys() const { return rotations || k_norm; }
 };
 
+// Columns before a row's own that several rows read: the head of their prompts (`skipdecode.prefix`). An even number of
+// them for bfloat16, whose values are added two at a time.
+struct Shared {
+  const void *k, *v;     // of T: [.., capacity, dim], from one group of heads to the next `capacity` columns
+  int64_t capacity;
+  const int64_t* where;  // [rows]: the first of them in the first group, in columns from k and v on
+  const int64_t* counts; // [rows]: how many
+
+  template <typename T>
+  const T* line(const void* from, int64_t row, int64_t group, int64_t dim) const {
+    return static_cast<const T*>(from) + (where[row] + group * capacity) * dim;
+  }
+};
+
+inline int64_t count_of(const Shared* shared, int64_t row) { return shared ? shared->counts[row] : 0; }
+
 // x [dim] -> y [dim], which may be x: x / rms(x) * weight where there is one, then number i and the one half of `rotary`
 // behind it as a point that is turned by the i-th angle of `position` (`rotate_half` of Hugging Face); numbers behind
 // `rotary` stay. Positions past the table are those of rows that have ended. Not inlined: sums may be reordered, and are
@@ -78,26 +94,28 @@ inline void store_new(const Heads& heads, int64_t row, int64_t group, int64_t po
 }
 
 // Which row and head the work on a part of the cache is for, and which head of which row of the cache that is. Where rows
-// have `places` there, those of one place come one behind the other, so that its keys and values stay in a core's cache.
+// have `places` there, or `shared` columns, those of one place or head come one behind the other, so that its keys and values
+// stay in a core's cache.
 struct UnitOf {
   int64_t row, head, memory;
 
-  UnitOf(int64_t unit, int64_t rows, int64_t heads, const int64_t* places)
-      : row(places ? unit % rows : unit / heads),
-        head(places ? unit / rows : unit % heads),
-        memory(places ? places[row] * heads + head : unit) {}
+  UnitOf(int64_t unit, int64_t rows, int64_t heads, const int64_t* places, const Shared* shared)
+      : row(places || shared ? unit % rows : unit / heads),
+        head(places || shared ? unit / rows : unit % heads),
+        memory((places ? places[row] : row) * heads + head) {}
 };
 
 // New keys and values of rows that have `places` in the cache, several in one, before any of them attends; for all threads
 // of a parallel region, which wait for each other at the end.
 template <typename T>
 void store_all(const Heads& heads, int64_t rows, const T* new_k, const T* new_v, int64_t row_stride, T* k, T* v,
-               int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places) {
+               int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, const Shared* shared) {
 #pragma omp for schedule(static)
   for (int64_t unit = 0; unit < rows * heads.groups; ++unit) {
-    const UnitOf of(unit, rows, heads.groups, places);
+    const UnitOf of(unit, rows, heads.groups, places, shared);
     const int64_t at = (of.memory * capacity + last[of.row]) * heads.dim;
-    store_new(heads, of.row, of.head, last[of.row] - first[of.row], new_k, new_v, row_stride, k + at, v + at);
+    const int64_t position = count_of(shared, of.row) + last[of.row] - first[of.row];
+    store_new(heads, of.row, of.head, position, new_k, new_v, row_stride, k + at, v + at);
   }
 }
 

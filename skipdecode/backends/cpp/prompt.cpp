@@ -27,15 +27,35 @@ struct Prompts {
   int64_t count;
   const int64_t* starts;   // [count + 1], of their tokens
   const int64_t* columns;  // [count], where the first token of each lies in the cache
+  const int64_t* before;   // [count], tokens of each before those given, whose keys and values are there; null: none
+
+  int64_t begin(int64_t prompt) const { return starts[prompt] - (before ? before[prompt] : 0); }
+};
+
+// Where the keys or values of a prompt lie: of its first `count` tokens, and of the others, both as from its first one on.
+template <typename T>
+struct Lines {
+  const T* shared;
+  int64_t count;
+  const T* own;
+
+  const T* at(int64_t token, int64_t dim) const { return (token < count ? shared : own) + token * dim; }
 };
 
 template <typename T>
 struct Memory {
   T *k, *v;  // [prompts, groups, capacity, dim]
   int64_t capacity;
+  const Shared* shared;  // what of the prompts is not in k and v, but read by several of them; null: nothing
 
   int64_t at(const Prompts& prompts, int64_t prompt, const Heads& heads, int64_t group) const {  // its first token
     return ((prompt * heads.groups + group) * capacity + prompts.columns[prompt]) * heads.dim;
+  }
+
+  Lines<T> lines(const Prompts& prompts, int64_t prompt, const Heads& heads, int64_t group, bool are_values) const {
+    const T* own = (are_values ? v : k) + at(prompts, prompt, heads, group);
+    const int64_t count = count_of(shared, prompt);
+    return {count ? shared->line<T>(are_values ? shared->v : shared->k, prompt, group, heads.dim) : nullptr, count, own};
   }
 };
 
@@ -51,7 +71,7 @@ std::vector<Part> parts_of(const Prompts& p, int64_t from, int64_t to, int64_t m
   for (int64_t at = from; at < to; ++prompt)
     for (const int64_t end = std::min(to, p.starts[prompt + 1]); at < end;) {
       const int64_t next = std::min(end, at + most);
-      parts.push_back({prompt, at - p.starts[prompt], next - p.starts[prompt], at - from});
+      parts.push_back({prompt, at - p.begin(prompt), next - p.begin(prompt), at - from});
       at = next;
     }
   return parts;
@@ -91,31 +111,34 @@ inline void transpose(__m512i* x) {
 
 // Keys as a packed weight whose outputs are keys and whose inputs are dimensions: [keys / 32][dim / 32][2][tile].
 #ifdef HAS_BFLOAT16
-void pack_keys(int64_t count, int64_t dim, const bfloat16* keys, bfloat16* to) {
+void pack_keys(int64_t count, int64_t dim, const Lines<bfloat16>& keys, bfloat16* to) {
   for (int64_t s = 0; s < count; s += 32)
     for (int64_t d = 0; d < dim; d += 32)
       for (int64_t half = s; half < s + 32; half += 16, to += BLOCK / 2) {
         __m512i lines[16];
         for (int64_t i = 0; i < 16; ++i)
-          lines[i] = half + i < count ? load_some(keys + (half + i) * dim + d, dim - d) : _mm512_setzero_si512();
+          lines[i] = half + i < count ? load_some(keys.at(half + i, dim) + d, dim - d) : _mm512_setzero_si512();
         transpose(lines);
         for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + 32 * i, lines[i]);
       }
 }
 #endif
 
-void pack_keys(int64_t count, int64_t dim, const float* keys, float* to) {
+void pack_keys(int64_t count, int64_t dim, const Lines<float>& keys, float* to) {
+  const float* lines[16];
   for (int64_t s = 0; s < count; s += 32)
     for (int64_t d = 0; d < dim; d += 32)
-      for (int64_t half = s; half < s + 32; half += 16)
+      for (int64_t half = s; half < s + 32; half += 16) {
+        for (int64_t key = 0; key < 16; ++key) lines[key] = half + key < count ? keys.at(half + key, dim) : nullptr;
         for (int64_t i = d; i < d + 32; ++i)
-          for (int64_t key = half; key < half + 16; ++key) *to++ = key < count && i < dim ? keys[key * dim + i] : 0.0f;
+          for (int64_t key = 0; key < 16; ++key) *to++ = lines[key] && i < dim ? lines[key][i] : 0.0f;
+      }
 }
 
 // Values as one whose outputs are dimensions and whose inputs are keys: [dim / 32][keys / 32][2][tile]. Nothing is behind
 // the last key: zero times rubbish may be NaN.
 #ifdef HAS_BFLOAT16
-void pack_values(int64_t count, int64_t dim, const bfloat16* values, bfloat16* to) {
+void pack_values(int64_t count, int64_t dim, const Lines<bfloat16>& values, bfloat16* to) {
   alignas(64) uint16_t first[32], second[32];  // of two lines, in turns
   for (int i = 0; i < 16; ++i) {
     first[2 * i] = uint16_t(i), first[2 * i + 1] = uint16_t(32 + i);
@@ -126,20 +149,20 @@ void pack_values(int64_t count, int64_t dim, const bfloat16* values, bfloat16* t
     for (int64_t s = 0; s < count; s += 32, to += BLOCK)
       for (int64_t i = 0; i < 16; ++i) {
         const int64_t at = s + 2 * i;
-        const __m512i one = at < count ? load_some(values + at * dim + d, dim - d) : _mm512_setzero_si512();
-        const __m512i two = at + 1 < count ? load_some(values + (at + 1) * dim + d, dim - d) : _mm512_setzero_si512();
+        const __m512i one = at < count ? load_some(values.at(at, dim) + d, dim - d) : _mm512_setzero_si512();
+        const __m512i two = at + 1 < count ? load_some(values.at(at + 1, dim) + d, dim - d) : _mm512_setzero_si512();
         _mm512_store_si512(to + 32 * i, _mm512_permutex2var_epi16(one, low, two));
         _mm512_store_si512(to + BLOCK / 2 + 32 * i, _mm512_permutex2var_epi16(one, high, two));
       }
 }
 #endif
 
-void pack_values(int64_t count, int64_t dim, const float* values, float* to) {
+void pack_values(int64_t count, int64_t dim, const Lines<float>& values, float* to) {
   for (int64_t d = 0; d < dim; d += 32)
     for (int64_t s = 0; s < count; s += 32)
       for (int64_t half = d; half < d + 32; half += 16)
         for (int64_t key = s; key < s + 32; ++key, to += 16)
-          store16(to, key < count ? load_first(values + key * dim + half, dim - half) : all(0.0f));
+          store16(to, key < count ? load_first(values.at(key, dim) + half, dim - half) : all(0.0f));
 }
 
 // Scores [blocks][32][32] of `count` queries, the first of which sees `seen` keys, each one more than the one before, to
@@ -189,8 +212,8 @@ void lay_queries(const Heads& heads, int64_t count, int64_t position, const T* q
 // Tokens from..to - 1 of a prompt, whose q lie `stride` numbers apart, attend to its tokens up to each, with `each` heads
 // that share keys and values; out as q.
 template <typename T>
-void attend_part(const Heads& heads, int64_t each, int64_t from, int64_t to, const T* q, int64_t stride, const T* k,
-                 const T* v, T* out, int64_t out_stride) {
+void attend_part(const Heads& heads, int64_t each, int64_t from, int64_t to, const T* q, int64_t stride,
+                 const Lines<T>& k, const Lines<T>& v, T* out, int64_t out_stride) {
   const int64_t dim = heads.dim, steps = (dim + 31) / 32, blocks = (to + 31) / 32;
   const float scale = 1.0f / std::sqrt(float(dim));
   thread_local Buffer<T> tiles_kept;
@@ -305,9 +328,10 @@ void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, 
   const int64_t units = heads.count / each;
   team.share(int64_t(parts.size()) * units, [&](int64_t unit) {
     const Part& part = parts[unit / units];
-    const int64_t head = unit % units * each, at = memory.at(prompts, part.prompt, heads, head / heads.each());
-    attend_part(heads, each, part.from, part.to, q + part.row * made + head * dim, made, memory.k + at, memory.v + at,
-                out + part.row * width + head * dim, width);
+    const int64_t head = unit % units * each, group = head / heads.each();
+    attend_part(heads, each, part.from, part.to, q + part.row * made + head * dim, made,
+                memory.lines(prompts, part.prompt, heads, group, false),
+                memory.lines(prompts, part.prompt, heads, group, true), out + part.row * width + head * dim, width);
   });
   team.wait();
   const T* x = out;
@@ -393,7 +417,7 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
     const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
     normalise(team, to - from, norm, float(shape.epsilon), h + from * width, products[0], room.narrow);
     for (int64_t layer = 0; layer < layers; ++layer) {
-      const Memory<T> memory = {k[layer], v[layer], capacities[layer]};
+      const Memory<T> memory = {k[layer], v[layer], capacities[layer], nullptr};
       Heads heads = shape;
       heads.k_norm = k_norms[layer];
       multiply<NOTHING, T>(team, to - from, products[layer], room.narrow, room.whole, nullptr, room.wide, in_lines(made));
@@ -405,18 +429,21 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
 }  // namespace
 
 // prompt_*: h [tokens, width], in place; starts [prompts + 1]: of which tokens each prompt consists. k, v: the cache of the
-// layer [prompts, groups, capacity, dim], filled from column columns[prompt] on.
+// layer [prompts, groups, capacity, dim], filled from column columns[prompt] on. before [prompts]: of each, tokens before
+// these whose keys and values are in the cache, or `shared` of them there. Null: none.
 // store_*: keys and values alone, all outputs of each of `layers` products, from the norm (null: none) of h [tokens, width],
 // which stays; k_norms, k, v, capacities [layers]. Also for layers that share the state they are made of (SwiftKV).
 #define EXPORT(NAME, T)                                                                                                  \
-  extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns, T* h, \
-                                int attends, int feeds, T* k, T* v, int64_t capacity, int num_threads) {                \
-    run_prompts<T>(block, {count, starts, columns}, h, attends, feeds, {k, v, capacity}, num_threads);                  \
+  extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns,         \
+                                const int64_t* before, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,            \
+                                const Shared* shared, int num_threads) {                                                \
+    run_prompts<T>(block, {count, starts, columns, before}, h, attends, feeds, {k, v, capacity, shared}, num_threads);  \
   }                                                                                                                      \
   extern "C" void store_##NAME(const Heads* heads, const Norm* norm, int64_t layers, const Product* products,           \
                                const void* const* k_norms, int64_t count, const int64_t* starts,                        \
-                               const int64_t* columns, const T* h, T* const* k, T* const* v, const int64_t* capacities, \
-                               int num_threads) {                                                                        \
-    run_store<T>(*heads, norm, layers, products, k_norms, {count, starts, columns}, h, k, v, capacities, num_threads);  \
+                               const int64_t* columns, const int64_t* before, const T* h, T* const* k, T* const* v,     \
+                               const int64_t* capacities, int num_threads) {                                            \
+    run_store<T>(*heads, norm, layers, products, k_norms, {count, starts, columns, before}, h, k, v, capacities,        \
+                 num_threads);                                                                                           \
   }
 FOR_EACH_TYPE(EXPORT)

@@ -103,7 +103,8 @@ class Clock {
 // A layer, by all threads of a parallel region.
 template <typename T>
 void run_layer(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
-               const int64_t* first, const int64_t* last, const int64_t* places, const Room<T>& room, Clock& clock) {
+               const int64_t* first, const int64_t* last, const int64_t* places, const Shared* shared, const Room<T>& room,
+               Clock& clock) {
   const Heads& heads = block->heads;
   const int64_t width = block->width(), attended = heads.width(), made = block->qkv.outputs;
   const bool is_pre = block->is_pre_norm;
@@ -118,12 +119,12 @@ void run_layer(const Block* block, int64_t rows, T* h, int attends, int feeds, T
     const T* new_k = made > attended ? wide + attended : nullptr;  // not where they are in the cache (SwiftKV)
     const T* new_v = new_k ? new_k + heads.kv_width() : nullptr;
     if (places && new_k) {
-      store_all(heads, rows, new_k, new_v, made, k, v, capacity, first, last, places);
+      store_all(heads, rows, new_k, new_v, made, k, v, capacity, first, last, places, shared);
       new_k = nullptr;
     }
     const int64_t dim = heads.dim;
     const Layout layout = layout_for<T>(block->out, rows);
-    attend_of<T>(heads, rows, wide, new_k, new_v, made, k, v, capacity, first, last, places,
+    attend_of<T>(heads, rows, wide, new_k, new_v, made, k, v, capacity, first, last, places, shared,
                  [=](int64_t row, int64_t head, const T* from) {
                    for (int64_t d = 0, n; d < dim; d += n) {  // up to the end of a block of 32
                      const int64_t column = head * dim + d;
@@ -153,25 +154,29 @@ void run_layer(const Block* block, int64_t rows, T* h, int attends, int feeds, T
 template <typename T>
 void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int feeds, T* const* k,
               T* const* v, const int64_t* capacities, const int64_t* const* first, const int64_t* const* last,
-              const int64_t* places, double* seconds, int num_threads) {
+              const int64_t* places, const Shared* shared, double* seconds, int num_threads) {
   const Room<T> room(blocks, count, rows);
 #pragma omp parallel num_threads(num_threads)
   {
     const Unit unit;
     Clock clock(seconds);
     for (int64_t i = 0; i < count; ++i)
-      run_layer<T>(blocks[i], rows, h, attends, feeds, k[i], v[i], capacities[i], first[i], last[i], places, room, clock);
+      run_layer<T>(blocks[i], rows, h, attends, feeds, k[i], v[i], capacities[i], first[i], last[i], places,
+                   shared ? shared + i : nullptr, room, clock);
   }
 }
 
 }  // namespace
 
 // `count` layers, one behind the other: h [rows, width], in place. k, v, capacities, first, last: of each layer; k and v are
-// its cache [rows, groups, capacity, dim]. `places` [rows] or null: of all layers, as in attention.h. `seconds` by stage are added to, where asked for.
+// its cache [rows, groups, capacity, dim]. `places` [rows] or null: of all layers, as in attention.h. `shared` [count]: what
+// is before the cache; null: nothing. `seconds` by stage are added to, where asked for.
 #define EXPORT(NAME, T)                                                                                                  \
   extern "C" void step_##NAME(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int feeds,    \
                               T* const* k, T* const* v, const int64_t* capacities, const int64_t* const* first,         \
-                              const int64_t* const* last, const int64_t* places, double* seconds, int num_threads) {    \
-    run_step<T>(blocks, count, rows, h, attends, feeds, k, v, capacities, first, last, places, seconds, num_threads);   \
+                              const int64_t* const* last, const int64_t* places, const Shared* shared, double* seconds, \
+                              int num_threads) {                                                                        \
+    run_step<T>(blocks, count, rows, h, attends, feeds, k, v, capacities, first, last, places, shared, seconds,         \
+                num_threads);                                                                                           \
   }
 FOR_EACH_TYPE(EXPORT)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 import pipeline.generate.fingerprint
 from pipeline.checkpoint import resolve_decode
 from pipeline.config import ConfigError, JobConfig, build_config, set_key
-from pipeline.generate.fingerprint import compare_files, compare_fingerprints, fingerprint, list_files
+from pipeline.generate.fingerprint import compare_files, compare_fingerprints, fingerprint, list_files, shares_prefixes
 from pipeline.store.digest import digest_files
+from pipeline.store.run_state import RunState
 from pipeline.worker_backends import look, settle_dtype
 from skipdecode.families import read_config
 from tests.support.input_helpers import make_plan, write_jsonl
@@ -71,6 +72,7 @@ CHANGES = [
     ({"sampling__stop": ["x"]}, ["sampling.stop"]),
     ({"decode__method": "full"}, ["decode.method", "decode.speedup"]),
     ({"decode__speedup": 3}, ["decode.speedup"]),
+    ({"decode__prefix": "off"}, ["decode.prefix"]),
     ({"input__too_long": "truncate_left"}, ["input.too_long"]),
     ({"model__dtype": "float16"}, ["model.dtype"]),
     ({"model__quantization": "int8"}, ["model.quantization"]),
@@ -88,6 +90,22 @@ def test_configuration(place: Path, state: dict[str, Any], overrides: dict[str, 
         refused(place, state, *keys, **overrides)
     else:
         compare_fingerprints(state, *take(place, **overrides))  # what auto came to is what counts
+
+
+def test_a_run_without_the_key_goes_on_without_sharing(place: Path, state: dict[str, Any]) -> None:
+    del state["fingerprint"]["decode.prefix"]
+    for prefix in ("auto", "off"):
+        compare_fingerprints(state, *take(place, decode__prefix=prefix))
+    config = JobConfig()
+    assert not shares_prefixes(config, cast(RunState, state))
+    assert shares_prefixes(config, None)
+    assert not shares_prefixes(build_config(JobConfig, {"decode": {"prefix": "off"}}), None)
+
+
+def test_prefixes_are_no_part_of_a_schedule(place: Path) -> None:
+    opt = read_config(place / "model")
+    config = build_config(JobConfig, {"decode": {"prefix": "off"}})
+    assert resolve_decode(config, opt, print) == resolve_decode(JobConfig(), opt, print)
 
 
 def test_auto_dtype_is_settled(place: Path, state: dict[str, Any]) -> None:

@@ -95,6 +95,10 @@ def test_every_figure_agrees_with_the_parquet_files(finished: Finished) -> None:
     decoding = sum(b["prefill_s"] + b["decode_s"] for b in batches)
     assert figure("decode_output_throughput") == pytest.approx(sum(answers) / decoding)
     assert figure("prefill_s") + figure("decode_s") == pytest.approx(decoding)
+    saved = sum(b["prefix_tokens_saved"] for b in batches)
+    assert figure("prefix_tokens_saved") == saved
+    prefill_s = sum(b["prefill_s"] for b in batches)
+    assert figure("prefix_saved_s") == pytest.approx(prefill_s * saved / (sum(prompts) - saved))
     steps = sum(n - 1 for n in answers)
     assert figure("layers_per_token") == pytest.approx(sum(row["layers_run"] for row in good) / steps)
     assert figure("ffns_per_token") == pytest.approx(sum(row["ffns_run"] for row in good) / steps)

@@ -1,0 +1,70 @@
+"""What the corpus will take on this machine, before the run: a sample of it is decoded."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from actors.generator import Generator
+from pipeline.checkpoint import ResolvedModel
+from pipeline.config import ConfigError, JobConfig
+from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, window_rows
+from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
+from pipeline.estimate.sample import sample_rows
+from pipeline.estimate.words import lines
+from pipeline.generate.chat import find_chat_template, used_chat_template
+from pipeline.generate.spec import tokenize_config
+from pipeline.input.files import Listing
+from pipeline.input.plan import plan_input
+from pipeline.input.prompting import Prompter
+from pipeline.input.scan import scan_file
+from pipeline.units import Note
+from skipdecode.hub import resolve_source
+from skipdecode.sampling import Sampling
+
+SAMPLED_ROWS = 2048
+
+
+@dataclass
+class Worker:
+    """What `examine` loads on the way."""
+
+    model: ResolvedModel | None = None
+    generator: Generator | None = None
+    """None: this machine cannot load the model."""
+
+
+def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, note: Note) -> Estimate:
+    """Reads the input once, as a run does. ConfigError for an input that a run would refuse, or of which no row is
+    good."""
+    assert worker.model is not None
+    scans = [scan_file(listing, index, config.input)[0] for index in range(len(listing.files))]
+    plan = plan_input(listing, scans, config.input)
+    chat = find_chat_template(config, worker.model)
+    chat = used_chat_template(chat, config, listing.format, scans, note)
+    prompter = Prompter.of(config.input, listing.format, chat, datetime.now(UTC))
+    s = config.sampling
+    sampling = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos)
+    source, own = str(worker.model.folder), config.model.tokenizer
+    tokenizer = source if own is None else str(resolve_source(own, "model.tokenizer"))
+    tokens = tokenize_config(config, tokenizer, worker.model.config, sampling, listing.format)
+    wide = sample_rows(plan, config.input, prompter, tokens, sampling, SAMPLED_ROWS)
+    if not wide.requests:
+        raise ConfigError("input.path", f"none of the first {wide.num_rows} rows can be decoded")
+    generator = worker.generator
+    has_gpu = generator is not None and generator.device.type == "cuda"
+    shape = Shape(
+        rows=plan.num_rows,
+        window_rows=window_rows(config, actors, plan.num_rows, has_gpu=has_gpu),
+        actors=actors,
+        baseline_fraction=config.baseline.fraction,
+        max_new_tokens=s.max_new_tokens,
+    )
+    price = config.actors.price_per_hour
+    if generator is None:
+        found = count_tokens(wide, shape, price)
+    else:
+        few = sample_rows(plan, config.input, prompter, tokens, sampling, MAX_DECODED_ROWS)
+        note(f"estimate: decoding {len(few.requests) or MAX_DECODED_ROWS} rows of the input at most")
+        found = forecast(generator, wide, measure(generator, few.requests or wide.requests), shape, price)
+    for line in lines(found):
+        note(line)
+    return found

@@ -1,0 +1,140 @@
+"""Rows, tokens, hours and cost of a corpus, from its sample and what was measured.
+
+Two windows of the sample's rows are cut into batches as a worker does, and priced by the cost model at the measured
+level; each row has the length of a real answer. Left out: workers that share one machine's memory and slow each other
+down.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from actors.batching import Batch
+from actors.generator import FIRST_PAIRS, MAX_BATCH_ROWS, Generator
+from pipeline.config import JobConfig
+from pipeline.estimate.measure import Measured, at_level, predicted_s
+from pipeline.estimate.sample import Sample
+from skipdecode.generate import Request
+from skipdecode.plan import Schedule
+
+WINDOWS: Final = 2
+START_S: Final = 12.0  # Ray, its workers and the first reads, beside loading the model
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a whole run. None: not known, since this machine cannot load the model."""
+
+    rows: int
+    input_tokens: int
+    """Of rows that can be decoded."""
+    output_tokens: int | None
+    max_output_tokens: int
+    """If no answer ends before its limit."""
+    sampled_rows: int
+    decoded_rows: int
+    actors: int
+    duration_s: float | None
+    price_per_hour: float | None
+    cost: float | None
+    """In the currency of the price."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a run is like, beside its corpus."""
+
+    rows: int
+    window_rows: int
+    actors: int
+    baseline_fraction: float
+    max_new_tokens: int
+
+
+def count_tokens(sample: Sample, shape: Shape, price_per_hour: float | None) -> Estimate:
+    """What is known without decoding."""
+    good = shape.rows * sample.good_share
+    return Estimate(
+        rows=shape.rows,
+        input_tokens=round(good * sample.mean_prompt_tokens),
+        output_tokens=None,
+        max_output_tokens=round(good * shape.max_new_tokens),
+        sampled_rows=sample.num_rows,
+        decoded_rows=0,
+        actors=shape.actors,
+        duration_s=None,
+        price_per_hour=price_per_hour,
+        cost=None,
+    )
+
+
+def forecast(
+    generator: Generator, sample: Sample, measured: Measured, shape: Shape, price_per_hour: float | None
+) -> Estimate:
+    known = count_tokens(sample, shape, price_per_hour)
+    answers = [new for _, new in measured.lengths]
+    good = shape.rows * sample.good_share
+    per_row_s = seconds_per_row(generator, sample.requests, measured, shape)
+    duration_s = START_S + generator.load_s + good * per_row_s / shape.actors
+    return Estimate(
+        **vars(known)
+        | {
+            "output_tokens": round(good * sum(answers) / len(answers)),
+            "decoded_rows": len(answers),
+            "duration_s": duration_s,
+            "cost": None if price_per_hour is None else price_per_hour * duration_s / 3600,
+        }
+    )
+
+
+def seconds_per_row(generator: Generator, requests: Sequence[Request], measured: Measured, shape: Shape) -> float:
+    """Of one worker, passes at full depth included. `requests`: a sample, in the order of the input."""
+    rng = random.Random(0)
+    answers = [new for _, new in measured.lengths]
+    is_full = generator.schedule(shape.max_new_tokens) == generator.full
+    total_s = full_s = 0.0
+    num_rows = num_batches = 0
+    for number in range(WINDOWS):
+        start = number * max(len(requests) // WINDOWS, 1)
+        window = [requests[(start + row) % len(requests)] for row in range(shape.window_rows)]
+        for batch in generator.cut(window):
+            chosen = [window[row] for row in batch.rows]
+            new = rng.choices(answers, k=len(chosen))
+            total_s += batch_s(generator, measured, chosen, batch, new)
+            full_s += 0.0 if is_full else batch_s(generator, measured, chosen, batch, new, generator.full)
+            num_rows, num_batches = num_rows + len(chosen), num_batches + 1
+    run_batches = max(1, round(num_batches * shape.rows / shape.actors / num_rows))
+    return (total_s + full_s * paired_batches(run_batches, shape.baseline_fraction) / run_batches) / num_rows
+
+
+def batch_s(
+    generator: Generator,
+    measured: Measured,
+    chosen: Sequence[Request],
+    batch: Batch,
+    new: Sequence[int],
+    schedule: Schedule | None = None,
+) -> float:
+    """Of a batch whose answers are that long."""
+    prefill, decode = predicted_s(generator, measured.ceilings, chosen, batch, new, schedule)
+    steps = max(max(new) - 1, 0)
+    rows = sum(max(length - 1, 0) for length in new) / steps if steps else len(new)
+    level = at_level(measured.levels, rows)
+    return prefill * level.prefill + decode * level.decode
+
+
+def paired_batches(batches: int, fraction: float) -> int:
+    """Of a worker's first `batches`, those decoded at full depth too (as `Generator` takes its turns)."""
+    if fraction <= 0:
+        return 0
+    first = sum(place < batches for place in FIRST_PAIRS)
+    late = [place for place in FIRST_PAIRS if int((place + 1) * fraction) > int(place * fraction)]
+    return first + int(batches * fraction) - sum(place < batches for place in late)
+
+
+def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:
+    """Rows an actor takes at a time: `window_batches` batches, but so few that every actor gets two windows or more."""
+    size = config.actors.batch_size
+    rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
+    return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))

@@ -1,0 +1,58 @@
+"""The estimate of a run while it decodes: from the tokens of a sample before the start, and from its first batches.
+
+It costs a look at a few hundred rows, and decodes nothing. Left out: the progress line, whose time to go follows the
+pace at every moment (`pipeline.console`).
+"""
+
+import time
+from typing import Final
+
+from pipeline.estimate.forecast import Shape, count_tokens
+from pipeline.estimate.sample import Sample
+from pipeline.estimate.words import hours, lines
+from pipeline.handles import Pace
+from pipeline.store.run_state import EstimateState
+from pipeline.units import Note, count
+
+SAMPLED_ROWS, SAMPLED_FILES = 512, 4
+SEEN_SHARE: Final = 0.01  # of the rows, and a window: then their pace is taken for that of the rest
+
+
+class LiveEstimate:
+    """Of the rows that a session has to do."""
+
+    def __init__(self, sample: Sample, shape: Shape, price_per_hour: float | None, note: Note) -> None:
+        self._shape, self._price_per_hour, self._note = shape, price_per_hour, note
+        self._started = time.monotonic()
+        self._known = count_tokens(sample, shape, price_per_hour)
+        self.found: EstimateState | None = None
+        note(lines(self._known)[0])
+
+    def is_ready(self, rows: int) -> bool:
+        """Whether so many rows say enough, and nothing has been said yet."""
+        enough = max(self._shape.window_rows, SEEN_SHARE * self._shape.rows)
+        return self.found is None and enough <= rows < self._shape.rows
+
+    def hear(self, pace: Pace) -> None:
+        """Says what the whole will take, once; `pace`: what the first rows took."""
+        good, batches = pace["rows"] - pace["failed"], max(pace["batches"], 1)
+        if not self.is_ready(pace["rows"]) or not good or not pace["workers"]:
+            return
+        left = self._shape.rows - pace["rows"]
+        at_full_depth = self._shape.baseline_fraction * batches * pace["full_s"] / max(pace["pairs"], 1)
+        rest_s = left * (pace["own_s"] + at_full_depth) / pace["rows"] / pace["workers"]
+        duration_s = time.monotonic() - self._started + rest_s
+        scale = self._shape.rows / pace["rows"]
+        price = self._price_per_hour
+        self.found = {
+            "rows": self._shape.rows,
+            "seen_rows": pace["rows"],
+            "input_tokens": self._known.input_tokens,
+            "output_tokens": round(scale * pace["output_tokens"]),
+            "duration_s": duration_s,
+            "cost": None if price is None else price * duration_s / 3600,
+        }
+        self._note(
+            f"expected: {hours(duration_s, self.found['cost'])} and about {self.found['output_tokens']:,} new tokens "
+            f"(from the first {count(pace['rows'], 'row')})"
+        )

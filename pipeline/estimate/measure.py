@@ -1,0 +1,127 @@
+"""How a sample decodes on this machine, and from that what the corpus takes: real lengths of answers, and how far the
+device is from what the cost model says of it.
+
+The cost model knows how time depends on prompts, layers and rows that are left; its level is measured twice: on the
+sample, and on a batch of the run's size, of made-up tokens, for a few steps. Left out: start-up, and reading and
+writing, which a run does beside decoding.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Final
+
+from actors.batching import Batch, bucket_of
+from actors.generator import Generator
+from skipdecode.cost import Ceilings, measure_ceilings, predict_s
+from skipdecode.generate import BatchResult, Request
+from skipdecode.plan import Schedule
+
+MAX_DECODED_ROWS: Final = 64
+PROBE_TOKENS: Final = 12  # new ones of each made-up row
+QUICK_S: Final = 5.0  # a probe that takes less is done twice: the first of its shape is slow
+
+
+@dataclass(frozen=True)
+class Level:
+    """Measured over predicted seconds, of batches of about so many rows."""
+
+    rows: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    lengths: list[tuple[int, int]]
+    """Tokens of the prompt and of the answer, of each row that was decoded."""
+    levels: tuple[Level, ...]
+    """By rows."""
+    ceilings: Ceilings
+
+
+def measure(generator: Generator, requests: Sequence[Request]) -> Measured:
+    """Decodes the requests, at most MAX_DECODED_ROWS of them."""
+    chosen = list(requests[:MAX_DECODED_ROWS])
+    dtype = str(generator.dtype).removeprefix("torch.")
+    ceilings = generator.ceilings or measure_ceilings(str(generator.device), dtype)
+    results = generator.decode_batches(chosen)
+    rows = [row for batch, _ in results for row in batch.rows]
+    answers = [answer for _, result in results for answer in result.completions]
+    lengths = [(len(chosen[row].prompt_tokens), len(answer.tokens)) for row, answer in zip(rows, answers, strict=True)]
+    sample = level_of(generator, ceilings, chosen, results)
+    probe = _probe(generator, chosen, lengths)
+    begun = generator.decode_batches(probe)
+    if sum(result.stats.prefill_s + result.stats.decode_s for _, result in begun) < QUICK_S:
+        begun = generator.decode_batches(probe)
+    levels = {level.rows: level for level in (sample, level_of(generator, ceilings, probe, begun))}
+    return Measured(lengths, tuple(levels[rows] for rows in sorted(levels)), ceilings)
+
+
+def level_of(
+    generator: Generator, ceilings: Ceilings, requests: Sequence[Request], results: Sequence[tuple[Batch, BatchResult]]
+) -> Level:
+    prefill = decode = said_prefill = said_decode = 0.0
+    row_steps = steps = 0
+    for batch, result in results:
+        new = [len(answer.tokens) for answer in result.completions]
+        said = predicted_s(generator, ceilings, [requests[row] for row in batch.rows], batch, new)
+        said_prefill, said_decode = said_prefill + said[0], said_decode + said[1]
+        prefill, decode = prefill + result.stats.prefill_s, decode + result.stats.decode_s
+        row_steps, steps = row_steps + sum(max(length - 1, 0) for length in new), steps + max(max(new) - 1, 0)
+    rows = row_steps / steps if steps else fmean(len(batch.rows) for batch, _ in results)
+    at_prompts = prefill / said_prefill if said_prefill else 1.0
+    return Level(rows, at_prompts, decode / said_decode if said_decode else at_prompts)
+
+
+def predicted_s(
+    generator: Generator,
+    ceilings: Ceilings,
+    chosen: Sequence[Request],
+    batch: Batch,
+    new: Sequence[int],
+    schedule: Schedule | None = None,
+) -> tuple[float, float]:
+    """(prefill, decode) seconds of a batch whose answers are that long, by the cost model alone: rows leave it as they
+    end. `schedule`: None: its own."""
+    own = generator.schedule(chosen[0].sampling.max_new_tokens)
+    return predict_s(
+        generator.model.config,
+        schedule or own,
+        ceilings,
+        prompt_columns=max(len(request.prompt_tokens) for request in chosen),
+        rows=len(chosen),
+        batch_rows=[sum(length > step + 1 for length in new) for step in range(max(new) - 1)],
+        itemsize=generator.dtype.itemsize,
+        weight_itemsize=generator.model.weight_itemsize,
+        sharing=generator.shared_shape(batch, chosen, own),
+    )
+
+
+def at_level(levels: Sequence[Level], rows: float) -> Level:
+    """Between the measured ones by the logarithm of their rows; beyond them the nearest."""
+    if rows <= levels[0].rows or len(levels) == 1:
+        return levels[0]
+    if rows >= levels[-1].rows:
+        return levels[-1]
+    low, high = levels[0], levels[-1]
+    share = math.log(rows / low.rows) / math.log(high.rows / low.rows)
+    prefill, decode = (a + share * (b - a) for a, b in ((low.prefill, high.prefill), (low.decode, high.decode)))
+    return Level(rows, prefill, decode)
+
+
+def _probe(generator: Generator, chosen: Sequence[Request], lengths: Sequence[tuple[int, int]]) -> list[Request]:
+    """A batch of the run's size, of tokens at random that share nothing, as long as most prompts are."""
+    buckets = [bucket_of(length, generator.config.length_buckets) for length, _ in lengths]
+    bucket = max(set(buckets), key=buckets.count)
+    length = round(fmean(size for (size, _), own in zip(lengths, buckets, strict=True) if own == bucket))
+    base = chosen[0].sampling
+    new = min(PROBE_TOKENS, base.max_new_tokens)
+    sampling = replace(base, max_new_tokens=new, ignore_eos=True, stop=())
+    rng, vocabulary = random.Random(0), generator.model.config.vocab_size
+    return [
+        Request(f"probe-{row}", [rng.randrange(vocabulary) for _ in range(length)], sampling)
+        for row in range(generator.batch_size(bucket, base.max_new_tokens))
+    ]

@@ -1,0 +1,166 @@
+"""Triton's kernels as `cuda.Kernels`: grids, blocks, warps, and the memory of what they make.
+
+All of it goes through `launch`. Importing this needs Triton; what each kernel does stands in `triton_kernels`.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends import triton_kernels as kernels
+from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.cuda import Heads, Norm
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
+"""By Triton's interpreter, on a CPU, which multiplies no bfloat16."""
+MAX_SPLITS = 16
+MIN_CHUNK = 256
+"""Columns that a program reads at least: below, a program's start and the sum at the end cost what they gain."""
+ENOUGH_PROGRAMS = 1024
+"""On the device at once, some eight for each of an H100's 132 multiprocessors: with that many, memory is busy."""
+
+
+def launch(kernel: object, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+    """Of the current stream of the device that the first argument lies on."""
+    first = arguments[0]
+    assert isinstance(first, Tensor), type(first)
+    if first.device.type == "cuda" and first.device.index != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            kernel[grid](*arguments, **options)  # type: ignore[index]
+    else:
+        kernel[grid](*arguments, **options)  # type: ignore[index]
+
+
+def splits_for(rows: int, kv_heads: int) -> int:
+    """Into how many parts the columns of a row and head may be cut, so that there are enough programs.
+
+    A number of the batch's shape alone: a captured step has it, whatever the columns. How many parts have columns is
+    decided on the device.
+    """
+    splits = 1
+    while splits < MAX_SPLITS and rows * kv_heads * splits < ENOUGH_PROGRAMS:
+        splits *= 2
+    return splits
+
+
+class TritonKernels:
+    """As `cuda.Kernels`."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[torch.device, Tensor] = {}
+
+    def attend(
+        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
+    ) -> Tensor:
+        B, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
+        has_new, splits, group, table = k is not None, splits_for(B, G), H // G, heads.rotations
+        where = columns.where if isinstance(columns, TableColumns) else None
+        keys, values = _memory(columns, heads)
+        rotating = 0 if table is None else table.shape[1]
+        assert q.shape == (B, H * K), q.shape
+        assert q.stride(1) == 1, q.stride()
+        assert columns.first.shape == columns.last.shape == (B,), (columns.first.shape, columns.last.shape)
+        assert columns.first.stride(0) == 1, columns.first.stride()
+        for new in (k, v):
+            assert new is None or (new.shape == (B, G * K) and new.stride(1) == 1), (new.shape, new.stride())
+        out = q.new_empty(B, H * K)
+        parts = sums = arrived = None
+        if splits > 1:
+            parts = q.new_empty((B, G, splits, group, K), dtype=torch.float32)
+            sums = q.new_empty((B, G, splits, group, 2), dtype=torch.float32)
+            arrived = self._counters(q.device)
+        padded = max(16, _power(K))  # what the matrix units take at least
+        launch(
+            kernels.attend_kernel,
+            (G, B, splits),
+            q, k, v, keys, values, where, columns.first, columns.last, out,
+            table, heads.q_norm, heads.k_norm, parts, sums, arrived,
+            q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
+            0 if where is not None else keys.stride(0), 0 if where is not None else keys.stride(1),
+            columns.last.stride(0), 1 if table is None else len(table), K**-0.5, heads.epsilon,
+            G=G, GROUP=group, M=1 if group == 1 else max(16, _power(group)), K=K, KP=padded, HALF=rotating // 2,
+            BLOCK=64 if padded <= 64 else 32, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new,
+            HAS_TABLE=where is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
+            IN_FLOAT32=IS_INTERPRETED, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:
+        B, D = h.shape
+        assert h.stride(1) == 1, h.stride()
+        assert y is None or (y.shape == h.shape and y.stride(1) == 1 and y.dtype == h.dtype), (y.shape, y.dtype)
+        assert norm is not None or y is not None, "nothing to do"
+        out = h.new_empty(B, D) if is_pre and norm is not None else h
+        weight, shift = (None, None) if norm is None else (norm.weight, norm.bias)
+        block = _power(D)
+        launch(
+            kernels.add_norm_kernel,
+            (B,),
+            h, y, bias, weight, shift, out, h.stride(0), 0 if y is None else y.stride(0), out.stride(0),
+            0.0 if norm is None else norm.epsilon,
+            D=D, BLOCK=block, HAS_ADDED=y is not None, HAS_ADDED_BIAS=y is not None and bias is not None,
+            STORES_SUM=y is not None and (is_pre or norm is None), NORM="none" if norm is None else norm.kind,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=shift is not None, num_warps=_warps(block, 16),
+        )  # fmt: skip
+        return out
+
+    def gate(self, y: Tensor) -> Tensor:
+        B, F = len(y), y.shape[1] // 2
+        assert y.stride(1) == 1, y.stride()
+        out, block = y.new_empty(B, F), 1024
+        launch(kernels.gate_kernel, (-(-F // block), B), y, out, y.stride(0), F, BLOCK=block, num_warps=4)
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        B, V = logits.shape
+        assert logits.stride(1) == 1, logits.stride()
+        out, block = logits.new_empty(B, dtype=torch.int64), min(4096, _power(V))
+        launch(
+            kernels.argmax_kernel, (B,), logits, out, logits.stride(0), V, BLOCK=block, num_warps=_warps(block, 16)
+        )  # fmt: skip
+        return out
+
+    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+        B, V = logits.shape
+        assert logits.stride(1) == 1, logits.stride()
+        for own in (temperature, top_k, top_p):
+            assert own.shape == (B, 1), own.shape
+            assert own.is_contiguous(), own.stride()
+        assert uniform.shape == (B, 1), uniform.shape
+        out = logits.new_empty(B, dtype=torch.int64)
+        launch(
+            kernels.draw_kernel,
+            (B,),
+            logits, temperature, top_k, top_p, uniform, out, logits.stride(0), uniform.stride(0), V,
+            BLOCK=256, WIDE=2048, num_warps=8,
+        )  # fmt: skip
+        return out
+
+    def _counters(self, device: torch.device) -> Tensor:
+        """[ENOUGH_PROGRAMS] zeros, which every call leaves as zeros; at one address, which captured steps know."""
+        if device not in self._arrived:
+            self._arrived[device] = torch.zeros(ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
+        return self._arrived[device]
+
+
+def _memory(columns: Columns | TableColumns, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Where the kernel begins to count."""
+    if isinstance(columns, TableColumns):
+        return columns.memory, columns.memory
+    assert columns.places is None, "several columns of a row, which this kernel does not have"
+    for own in (columns.k, columns.v):
+        assert own.shape[1::2] == (heads.kv_heads, heads.head_dim), (own.shape, heads)
+        assert own.stride()[2:] == (heads.head_dim, 1), own.stride()
+        assert own.stride() == columns.k.stride(), "keys and values lie otherwise"
+    return columns.k, columns.v
+
+
+def _power(number: int) -> int:
+    """The power of two that holds it."""
+    return 1 << (number - 1).bit_length()
+
+
+def _warps(block: int, most: int) -> int:
+    """One for every 256 numbers, or a power of two near it."""
+    return max(1, min(most, block // 256))

@@ -1,0 +1,233 @@
+"""Heads that prompts of a batch share, run once: which they are, where their keys and values lie, how prompts are fed.
+
+A head is the beginning of two or more prompts of the batch, or of other heads. Where the kernels of all layers read it,
+its keys and values lie once, beside the rows' own columns (`skipdecode.kv.shared`); elsewhere (torch's operators, CUDA
+graphs, continuous batches) they are copied into every row's columns, and decode steps are those of any cache. Which
+prompts are to share what is the caller's choice (`actors.sharing_plan`); here is only what follows from it.
+
+The last token of a prompt is always a row's own, since its first new token comes from there. Heads have an even number
+of tokens: kernels add up bfloat16 values of two columns at a time, and so in the order of an undivided prompt.
+
+B rows, R heads, P columns of whole prompts, T of those fed, S of heads, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skipdecode.cost import SharedShape
+from skipdecode.decoder import Decoder
+from skipdecode.kv.padded import KVCache, PromptsView
+from skipdecode.kv.shared import SharedHeads
+from skipdecode.plan import LayerPlan, Schedule, kv_owners
+
+HEAD_STEP = 2  # tokens of a head come in these
+Allocate = Callable[[Tensor, int], KVCache]
+"""A cache for rows with that padding [B] and so many columns of prompts."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The heads of a batch, and who begins with them. Each comes behind the one that it begins with itself."""
+
+    heads: tuple[tuple[int, ...], ...]
+    """Their tokens."""
+    parents: tuple[int, ...]
+    """The head that a head begins with; -1: none."""
+    of_row: tuple[int, ...]
+    """The head that a row begins with; -1: none."""
+
+    def lengths(self, heads: Sequence[int]) -> list[int]:
+        """Tokens of each of these heads; 0 for -1."""
+        return [0 if head < 0 else len(self.heads[head]) for head in heads]
+
+    @property
+    def tokens_saved(self) -> int:
+        """Of the rows' prompts, those that are not fed."""
+        own = sum(len(head) - length for head, length in zip(self.heads, self.lengths(self.parents), strict=True))
+        return sum(self.lengths(self.of_row)) - own
+
+    @property
+    def levels(self) -> list[range]:
+        """The heads that are run in one pass: those whose parents were run before."""
+        found, start = [], 0
+        while start < len(self.parents):
+            end = start + 1
+            while end < len(self.parents) and self.parents[end] < start:
+                end += 1
+            found.append(range(start, end))
+            start = end
+        return found
+
+    def shape(self, prompts: Sequence[Sequence[int]], *, copies: bool) -> SharedShape:
+        """For the cost model. `copies`: every row reads its own."""
+
+        def one_pass(wholes: Sequence[int], heads: Sequence[int]) -> tuple[int, int, int]:
+            count, seen = len(wholes), sum(wholes)
+            return count, -(-(seen - sum(self.lengths(heads))) // count), -(-seen // count)
+
+        lengths = [len(head) for head in self.heads]
+        passes = [one_pass([lengths[at] for at in level], [self.parents[at] for at in level]) for level in self.levels]
+        passes.append(one_pass([len(prompt) for prompt in prompts], self.of_row))
+        used = set(self.of_row)
+        once = sum(self.lengths(self.of_row)) - sum(lengths[head] for head in used if head >= 0)
+        return SharedShape(tuple(passes), 0 if copies else once)
+
+
+def share(prompts: Sequence[Sequence[int]], marks: Sequence[Sequence[int]]) -> Sharing | None:
+    """The heads of these prompts that end at the `marks` of each (rising numbers of tokens), as far as two begin with
+    them; None where there are none."""
+    users: dict[tuple[int, ...], set[tuple[int, ...] | int]] = {}
+    parent: dict[tuple[int, ...], tuple[int, ...]] = {}
+    of_row: list[tuple[int, ...]] = []
+    for row, (prompt, ends) in enumerate(zip(prompts, marks, strict=True)):
+        above: tuple[int, ...] = ()
+        for end in ends:
+            assert len(above) < end < len(prompt), (ends, len(prompt))
+            assert end % HEAD_STEP == 0, end
+            head = tuple(prompt[:end])
+            users.setdefault(head, set())
+            users.setdefault(above, set()).add(head)
+            parent[head] = above
+            above = head
+        users.setdefault(above, set()).add(row)
+        of_row.append(above)
+    for head in sorted(parent, key=len, reverse=True):  # whom one alone begins with is no gain
+        if len(users[head]) == 1:
+            (user,) = users[head]
+            if isinstance(user, int):
+                of_row[user] = parent[head]
+            else:
+                parent[user] = parent[head]
+            users[parent[head]].remove(head)
+            users[parent[head]].add(user)
+            del users[head], parent[head]
+    if not parent:
+        return None
+    depth: dict[tuple[int, ...], int] = {(): -1}
+    for head in sorted(parent, key=len):
+        depth[head] = depth[parent[head]] + 1
+    heads = sorted(parent, key=lambda head: depth[head])
+    place = {head: at for at, head in enumerate(heads)} | {(): -1}
+    return Sharing(tuple(heads), tuple(place[parent[h]] for h in heads), tuple(place[h] for h in of_row))
+
+
+class SharedPrompts:
+    """Prompts of a batch, some of whose heads are fed once."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompts: Sequence[Sequence[int]],
+        schedule: Schedule,
+        sharing: Sharing,
+        allocate: Allocate,
+        *,
+        tokens_at_once: int,
+        copies: bool = False,
+    ) -> None:
+        """`allocate`: the rows' own memory. `copies`: of heads to all rows, whatever kernels there are."""
+        self.model, self.sharing, self.tokens_at_once = model, sharing, tokens_at_once
+        self._heads = _cache_of_heads(model, sharing, schedule)
+        self._head_tokens = _padded(model, sharing.heads)
+        self._of_row = torch.tensor(sharing.of_row, device=model.device)
+        self._before = torch.tensor(sharing.lengths(sharing.of_row), device=model.device)
+        self.copies = copies or not (model.is_fused and PromptsView.serves(self._heads))
+        own = prompts if self.copies else [p[n:] for p, n in zip(prompts, self._before.tolist(), strict=True)]
+        self.tokens = _padded(model, own)  # [B, P], or the rows' own ends
+        self.cache = allocate(_padding(model, own), self.tokens.shape[1])
+        if not self.copies:
+            lengths = torch.tensor([len(head) for head in sharing.heads], device=model.device)
+            self.cache.shared = SharedHeads(self._heads.k, self._heads.v, self._heads.owners, lengths, self._of_row)
+
+    def feed(self, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
+        """As `cohort.feed_prompts`, heads first."""
+        if not self.model.is_fused:
+            _clear_padding(self._heads)
+        self._feed_heads(plan)
+        if self.copies:
+            _clear_padding(self.cache)
+            _copy(self._heads, self._of_row, self.cache)
+            del self._heads
+        return self._feed(self.tokens, self.cache, self._before, plan, only_likeliest=only_likeliest)
+
+    def _feed_heads(self, plan: LayerPlan) -> None:
+        """Those without a parent, then those whose parents are there, and so on."""
+        for at in self.sharing.levels:
+            level, parents = self._heads.view(at.start, at.stop), self.sharing.parents[at.start : at.stop]
+            _copy(self._heads, torch.tensor(parents, device=self.model.device), level)
+            before = torch.tensor(self.sharing.lengths(parents), device=self.model.device)
+            self._feed(self._head_tokens[at.start : at.stop], level, before, plan, only_likeliest=True)
+
+    def _feed(self, tokens: Tensor, cache: KVCache, before: Tensor, plan: LayerPlan, *, only_likeliest: bool) -> Tensor:
+        """What `cache` lacks of prompts [B, P] of which it has `before` [B] tokens each, or shares them; some rows at
+        a time."""
+        whole, columns = tokens.shape
+        is_fused = self.model.is_fused and PromptsView.serves(cache)
+        has_all = cache.shared is None  # what is shared is in no column
+        own = columns - cache.num_pad - (before if has_all else 0)  # [B] tokens to feed
+        lengths = own.tolist()
+        rows = max(1, self.tokens_at_once // max(lengths))
+        made = []
+        for at in range(0, whole, rows):
+            part = slice(at, min(at + rows, whole))
+            T = max(lengths[part])
+            view = cache.view(part.start, part.stop)
+            view.length = columns - T
+            positions = torch.arange(columns - T, columns, device=self.model.device) - view.num_pad[:, None]
+            if not has_all:
+                positions = torch.where(positions >= 0, positions + before[part, None], -1)
+            elif is_fused:  # others run them again: a few tokens, and all rows are fed as many
+                positions = torch.where(positions >= before[part, None], positions, -1)
+            fed, ends = tokens[part, columns - T :], before[part].contiguous()
+            made.append(
+                self.model(fed, positions.clamp(min=-1), view, plan, only_likeliest=only_likeliest, before=ends)
+            )
+        cache.length = columns
+        return torch.cat(made)
+
+
+def _cache_of_heads(model: Decoder, sharing: Sharing, schedule: Schedule) -> KVCache:
+    columns, owners = max(map(len, sharing.heads)), kv_owners(schedule, model.config.kv_group_size)
+    return KVCache.allocate(
+        model.config,
+        num_pad=_padding(model, sharing.heads),
+        capacities=[columns] * len(owners),
+        owners=owners,
+        dtype=model.dtype,
+    )
+
+
+def _copy(heads: KVCache, of_row: Tensor, cache: KVCache) -> None:
+    """The heads `of_row` [B] (-1: none) into the columns of `cache` in which the rows' prompts begin."""
+    columns = heads.k[0].shape[2]
+    lengths = torch.where(of_row >= 0, columns - heads.num_pad[of_row.clamp(min=0)], 0)  # [B]
+    rows, at = (torch.arange(columns, device=lengths.device) < lengths[:, None]).nonzero(as_tuple=True)  # [N] each
+    source = of_row[rows]
+    first, to = heads.num_pad[source] + at, cache.num_pad[rows] + at
+    for owner in set(cache.owners):
+        for own, held in ((cache.k[owner], heads.k[owner]), (cache.v[owner], heads.v[owner])):
+            own[rows, :, to] = held[source, :, first]  # [N, G, K]
+
+
+def _clear_padding(cache: KVCache) -> None:
+    """Zeros where attention behind a mask reads what was never fed."""
+    most = int(cache.num_pad.max())
+    for owner in set(cache.owners):
+        for memory in (cache.k[owner], cache.v[owner]):
+            memory[:, :, :most] = 0
+
+
+def _padding(model: Decoder, lines: Sequence[Sequence[int]]) -> Tensor:
+    """[B] int64: columns of left padding of each."""
+    columns = max(map(len, lines))
+    return torch.tensor([columns - len(line) for line in lines], device=model.device)
+
+
+def _padded(model: Decoder, lines: Sequence[Sequence[int]]) -> Tensor:
+    """[B, T] int64: left-padded."""
+    columns, filler = max(map(len, lines)), model.config.filler_token_id
+    padded = [[filler] * (columns - len(line)) + list(line) for line in lines]
+    return torch.tensor(padded, device=model.device)

@@ -1,0 +1,275 @@
+"""What a corpus will take: exact where it can be, from at most 64 rows where it cannot, and nearly free in a run."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.batching import Batch
+from actors.generator import Generator, GeneratorConfig
+from jobs.doctor import main as doctor
+from pipeline.config import InputConfig, JobConfig
+from pipeline.estimate import live
+from pipeline.estimate.forecast import (
+    Shape,
+    batch_s,
+    count_tokens,
+    forecast,
+    paired_batches,
+    seconds_per_row,
+    window_rows,
+)
+from pipeline.estimate.live import LiveEstimate
+from pipeline.estimate.measure import MAX_DECODED_ROWS, Level, at_level, measure
+from pipeline.estimate.sample import Sample, sample_rows
+from pipeline.handles import Pace
+from pipeline.report.figures import estimated
+from pipeline.stages.tokens import TokenizeConfig
+from skipdecode.families import read_config
+from skipdecode.generate import Request
+from skipdecode.sampling import Sampling
+from skipdecode.tokenizer import Tokenizer
+from tests.support.input_helpers import make_plan, write_jsonl
+
+FIXED = Sampling(max_new_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def generator(tiny_checkpoint: Path) -> Generator:
+    decode = {"method": "skipdecode", "speedup": 2.0}
+    return Generator(GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", device="cpu"))
+
+
+def requests(count: int, sampling: Sampling = FIXED) -> list[Request]:
+    return [Request(f"r{i}", [5 + i % 7] * (4 + i % 30), sampling) for i in range(count)]
+
+
+def shape(**keys: Any) -> Shape:
+    made: dict[str, Any] = {
+        "rows": 1000, "window_rows": 128, "actors": 1, "baseline_fraction": 0.0, "max_new_tokens": 20
+    }  # fmt: skip
+    return Shape(**made | keys)
+
+
+@pytest.mark.parametrize("num_files", [1, 3, 40])
+def test_a_sample_is_of_neighbours_from_all_over_the_input(
+    tmp_path: Path, tiny_checkpoint: Path, generator: Generator, num_files: int
+) -> None:
+    for number in range(num_files):
+        rows = [{"id": f"{number:02d}-{i:04d}", "prompt": "word " * (1 + number % 5)} for i in range(400)]
+        write_jsonl(tmp_path / f"in/{number:02d}.jsonl", [*rows, {"id": f"{number}-bad", "prompt": None}])
+    config = InputConfig(path=(str(tmp_path / "in"),))
+    tokens = TokenizeConfig(str(tiny_checkpoint), generator.model.config, FIXED, "fail_row")
+    sample = sample_rows(make_plan(config), config, None, tokens, FIXED, 64)
+    assert 40 <= sample.num_rows <= 64
+    assert len(sample.requests) == sample.num_rows, "bad rows are at the end of these files"
+    files = {request.id[:2] for request in sample.requests}
+    assert len(files) == min(num_files, 16)
+    spots = {int(request.id[3:]) // 100 for request in sample.requests}
+    assert len(spots) == (4 if num_files == 1 else 1)
+    assert sample.requests[1].id == f"{sample.requests[0].id[:3]}0001"
+    wide = sample_rows(make_plan(config), config, None, tokens, FIXED, 100_000)
+    assert wide.good_share < 1 or num_files > 1
+
+
+def test_no_more_than_64_rows_are_decoded(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    decode = Generator.decode_batches
+
+    def spy(self: Generator, chosen: Sequence[Request]) -> Any:
+        seen.extend(request.id for request in chosen)
+        return decode(self, chosen)
+
+    monkeypatch.setattr(Generator, "decode_batches", spy)
+    measured = measure(generator, requests(500))
+    assert sum(not id.startswith("probe-") for id in seen) == MAX_DECODED_ROWS == 64
+    assert len(measured.lengths) == 64
+    probes = [id for id in seen if id.startswith("probe-")]
+    assert len(set(probes)) == generator.batch_size(32, 20)
+    assert all(level.prefill > 0 and level.decode > 0 for level in measured.levels)
+
+
+def test_fixed_lengths_are_exact_and_others_are_those_of_real_answers(generator: Generator) -> None:
+    sample = Sample(requests(200), 250)  # a fifth cannot be decoded
+    measured = measure(generator, sample.requests)
+    found = forecast(generator, sample, measured, shape(), 36.0)
+    assert found.output_tokens == found.max_output_tokens == 800 * 20
+    assert found.input_tokens == round(800 * sample.mean_prompt_tokens)
+    assert found.duration_s is not None
+    assert found.cost == pytest.approx(found.duration_s / 100)
+    lengths = [(pair[0], 5) for pair in measured.lengths]
+    short = forecast(generator, sample, replace(measured, lengths=lengths), shape(), None)
+    assert (short.output_tokens, short.cost) == (800 * 5, None)
+    assert short.duration_s is not None
+    assert short.duration_s < found.duration_s
+
+
+def test_time_follows_the_cost_model_at_the_measured_level(generator: Generator) -> None:
+    measured = measure(generator, requests(64))
+    twice = replace(measured, levels=tuple(Level(at.rows, 2 * at.prefill, 2 * at.decode) for at in measured.levels))
+    prompts = [Request(f"r{i}", [5] * 10, FIXED) for i in range(300)]
+    one, two = (seconds_per_row(generator, prompts, m, shape()) for m in (measured, twice))
+    assert two == pytest.approx(2 * one)
+    full = seconds_per_row(generator, prompts, measured, shape(baseline_fraction=1.0))
+    chosen, batch, new = prompts[:128], Batch(tuple(range(128)), 32), [20] * 128
+    own_s, full_s = (batch_s(generator, measured, chosen, batch, new, s) for s in (None, generator.full))
+    assert full_s > own_s
+    assert full == pytest.approx((own_s + full_s) / 128, rel=1e-6)
+    assert one == pytest.approx(own_s / 128, rel=1e-6)
+    few, small = chosen[:8], Batch(tuple(range(8)), 32)
+    times = [batch_s(generator, measured, few, small, [length] * 8) for length in (1, 2)]
+    assert times[0] < times[1]
+
+
+def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:
+    decode = {"method": "full"}
+    config = GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", device="cpu", shares_prefixes=True)
+    sharing = Generator(config)
+    rows = [Request(f"r{i}", [5 + t % 90 for t in range(80)] + [6 + i], FIXED) for i in range(128)]
+    measured = measure(sharing, rows)
+    alone = Generator(replace(config, shares_prefixes=False))
+    assert any(batch.marks for batch in sharing.cut(rows))
+    assert seconds_per_row(sharing, rows, measured, shape()) < seconds_per_row(alone, rows, measured, shape())
+
+
+def test_levels_are_interpolated_by_the_logarithm_of_rows() -> None:
+    levels = (Level(32, 2.0, 2.0), Level(128, 2.0, 1.0))
+    assert [at_level(levels, rows).decode for rows in (1, 32, 64, 128, 500)] == [2.0, 2.0, 1.5, 1.0, 1.0]
+    assert at_level(levels[:1], 64) == levels[0]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 1.0])
+def test_batches_at_full_depth_are_counted_as_the_worker_takes_them(generator: Generator, fraction: float) -> None:
+    other = generator.with_decode({"method": "skipdecode", "speedup": 2.0})
+    other.config = replace(other.config, baseline_fraction=fraction)
+    taken = 0
+    for count in range(1, 130):
+        taken += other._takes_turn()
+        other._num_turns += 1
+        assert paired_batches(count, fraction) == taken, count
+
+
+def test_what_is_known_without_a_model_that_can_be_loaded() -> None:
+    found = count_tokens(Sample(requests(10), 20), shape(), 1.0)
+    assert (found.output_tokens, found.duration_s, found.cost) == (None, None, None)
+    assert (found.max_output_tokens, found.decoded_rows) == (500 * 20, 0)
+
+
+def pace(**keys: Any) -> Pace:
+    made: Any = {
+        "rows": 256, "failed": 0, "output_tokens": 5120, "workers": 2, "batches": 4, "pairs": 2, "own_s": 8.0,
+        "full_s": 6.0,
+    }  # fmt: skip
+    return made | keys
+
+
+def test_a_run_says_what_it_expects_once_and_from_its_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    now = [100.0]
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    estimate = LiveEstimate(Sample(requests(64), 64), shape(rows=25_600, baseline_fraction=0.1), 3.6, said.append)
+    mean = sum(4 + i % 30 for i in range(64)) / 64
+    assert said == [
+        f"corpus: 25,600 rows, about {round(25_600 * mean):,} prompt tokens and at most 512,000 new ones (from 64 rows)"
+    ]
+    now[0] = 110.0
+    estimate.hear(pace(rows=255))  # less than a hundredth of the rows
+    assert estimate.found is None
+    assert not estimate.is_ready(255)
+    assert not estimate.is_ready(25_600), "at the end there is nothing to expect"
+    estimate.hear(pace())
+    rest_s = (25_600 - 256) * (8.0 + 0.1 * 4 * 6.0 / 2) / 256 / 2
+    assert estimate.found == {
+        "rows": 25_600, "seen_rows": 256, "input_tokens": round(25_600 * mean), "output_tokens": 512_000,
+        "duration_s": pytest.approx(10 + rest_s), "cost": pytest.approx((10 + rest_s) / 1000),
+    }  # fmt: skip
+    assert said[1].startswith("expected: 7 min 45 s (0.13 h, costs 0.47) and about 512,000 new tokens")
+    estimate.hear(pace(rows=2000))
+    assert len(said) == 2
+
+
+def test_the_report_compares_what_was_expected_with_what_came() -> None:
+    said = {"rows": 9, "seen_rows": 3, "input_tokens": 90, "output_tokens": 100, "duration_s": 12.0, "cost": 1.5}
+    state: Any = {"sessions": [{}], "estimate": said}
+    found = estimated(state, 10.0, 80)
+    assert found is not None
+    assert (found["duration_ratio"], found["output_tokens_ratio"], found["cost"]) == (1.2, 1.25, 1.5)
+    assert estimated({**state, "sessions": [{}, {}]}, 10.0, 80) is None
+    assert estimated({"sessions": [{}]}, 10.0, 80) is None  # type: ignore[typeddict-item]
+
+
+def test_a_window_is_what_a_run_takes() -> None:
+    config = JobConfig()
+    assert window_rows(config, 1, 100_000, has_gpu=False) == 512
+    assert window_rows(config, 2, 100, has_gpu=False) == 25
+    assert window_rows(config, 1, 100_000, has_gpu=True) > 512
+
+
+def test_doctor_says_tokens_hours_and_cost(
+    tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"row {i}"} for i in range(300)])
+    keys = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=8",
+            "sampling.ignore_eos=true", "decode.speedup=2"]  # fmt: skip
+    assert doctor([*keys, "-i", str(source), "-o", str(tmp_path / "run"), "--price-per-hour", "7.2"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out.splitlines()[-1])["estimate"]
+    assert (found["rows"], found["output_tokens"], found["decoded_rows"]) == (300, 2400, 64)
+    assert found["cost"] == pytest.approx(found["duration_s"] * 7.2 / 3600)
+    assert math.isfinite(found["duration_s"])
+    assert "corpus: 300 rows, about " in captured.err
+    assert "2,400 new ones (64 rows decoded here)" in captured.err
+    assert "costs" in captured.err
+    assert not (tmp_path / "run").exists()
+    write_jsonl(source, [{"prompt": None}])
+    assert doctor([*keys, "-i", str(source), "-o", str(tmp_path / "run")]) == 1
+    assert "none of the first 1 rows can be decoded" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_doctor_counts_templates_and_samples(
+    tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": f"d{i}", "text": f"row {i} " + "word " * (i % 3)} for i in range(50)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    templates = '{a: "{{ text }}", b: "Say it again and again: {{ text }}"}'
+    keys = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=8",
+            "sampling.ignore_eos=true", "sampling.n=3", "sampling.temperature=1.0",
+            f"input.templates={templates}"]  # fmt: skip
+    assert doctor([*keys, "-i", str(source), "-o", str(tmp_path / "run")]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["estimate"]
+    assert (found["rows"], found["output_tokens"], found["sampled_rows"]) == (300, 2400, 300)
+    tokenizer = Tokenizer(str(tiny_checkpoint), read_config(tiny_checkpoint))
+    prompts = [text for row in rows for text in (row["text"], f"Say it again and again: {row['text']}")]
+    assert found["input_tokens"] == 3 * sum(len(ids) for ids in tokenizer.encode(prompts))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_with_a_price(
+    tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jobs import generate
+
+    monkeypatch.setattr("pipeline.console.LINE_S", 0.1)  # a run of seconds asks seldom
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": f"{i}", "prompt": f"row {i}"} for i in range(160)])
+    keys = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=100",
+            "actors.batch_size=8", "actors.window_batches=1"]  # fmt: skip
+    run = tmp_path / "run"
+    assert generate.main([*keys, "-i", str(source), "-o", str(run), "--price-per-hour", "7.2"]) == 0
+    err = capsys.readouterr().err
+    assert "corpus: 160 rows, about " in err
+    assert "and at most 16,000 new ones (from 160 rows)" in err
+    assert err.index("corpus: 160 rows") < err.index("expected: ") < err.index("done: 160 rows ok")
+    report = json.loads((run / "report.json").read_text())
+    assert report["cost"]["price_per_hour"] == 7.2
+    found = report["estimate"]
+    assert 8 <= found["seen_rows"] < 160
+    assert found["cost"] == pytest.approx(found["duration_s"] * 7.2 / 3600)
+    assert found["duration_ratio"] == pytest.approx(found["duration_s"] / report["duration_s"])
+    assert "expected after" in (run / "report.html").read_text()

@@ -1,0 +1,155 @@
+"""A CUDA device that is not there: fake tensors, which have a device and a shape and no numbers (`FakeTensorMode`).
+
+Whatever asks for a number on the host, or mixes devices, raises, as it would wait or fail on a real one. Kernels are
+counted: torch's operators but for views and empty memory, and launches of ours, whose arguments must lie on the device.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skipdecode.backends import device, triton_launch
+from skipdecode.backends.backend import TORCH, Backend
+from skipdecode.backends.cuda import CudaBackend
+from skipdecode.config import SwiftKVConfig
+from skipdecode.decoder import Decoder
+from skipdecode.families import config_of, released
+
+CUDA = torch.device("cuda", 0)
+A = torch.ops.aten
+NO_KERNELS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh",
+              "split", "chunk", "reshape", "split_with_sizes", "unbind", "contiguous"}  # fmt: skip
+"""Beside views; the last one is no copy of what lies in order, and nothing else asks for it here."""
+
+
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""config.json of Qwen/Qwen3-1.7B."""
+
+
+def indexed(x: Tensor, index: Any) -> Tensor:
+    """x[index] by operators: Python's own indexing asks for a CUDA build of torch first."""
+    parts = index if isinstance(index, tuple) else (index,)
+    given = sum(part is not None and part is not Ellipsis for part in parts)
+    dim = 0
+    for part in parts:
+        if part is None:
+            x, dim = A.unsqueeze.default(x, dim), dim + 1
+        elif part is Ellipsis:
+            dim += x.dim() - given
+        elif isinstance(part, slice):
+            x, dim = A.slice.Tensor(x, dim, part.start, part.stop, part.step or 1), dim + 1
+        elif isinstance(part, int):
+            x = A.select.int(x, dim, part)
+        else:
+            return A.index.Tensor(x, [None] * dim + [own for own in parts[parts.index(part) :] if own is not None])
+    return x
+
+
+class Indexing(TorchFunctionMode):
+    """What of Python's operators wants a CUDA build, by way of plain ones."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            return indexed(*args)
+        if func is torch.Tensor.__setitem__:
+            A.copy_.default(indexed(args[0], args[1]), args[2])
+            return None
+        if func is torch.Tensor.copy_:
+            return A.copy_.default(*args)
+        if func is F.rms_norm:  # its decomposition asks for a CUDA build; something of the same shape and type
+            return A.mul.Tensor(args[0], (kwargs or {})["weight"])
+        if func is torch.Tensor.__invert__:
+            return A.bitwise_not.default(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(TorchDispatchMode):
+    """Kernels by name since it was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view and name not in NO_KERNELS:
+            self.kernels[name] += 1
+        return made
+
+    @property
+    def total(self) -> int:
+        return sum(self.kernels.values())
+
+
+class FakeCuda:
+    """The device, while `fake_cuda` lasts."""
+
+    def __init__(self) -> None:
+        self.counted = Counted()
+        self.launched: Counter[str] = Counter()
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **_options: Any) -> None:
+        """In place of `triton_launch.launch`."""
+        assert all(0 < size < 2**31 for size in grid), grid
+        assert all(size < 2**16 for size in grid[1:]), grid
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                assert isinstance(argument, FakeTensor), "a tensor of the CPU"
+                assert argument.device == CUDA, f"{kernel.__name__}: an argument lies on {argument.device}"
+        self.launched[kernel.__name__] += 1
+
+    @contextmanager
+    def counting(self) -> Iterator[Counter[str]]:
+        """Kernels of the block by name; filled at its end."""
+        found: Counter[str] = Counter()
+        before, self.launched = self.launched, Counter()
+        with Counted() as counted:
+            yield found
+        found += counted.kernels + self.launched
+        self.launched = before + self.launched
+
+
+@contextmanager
+def fake_cuda(backend: Backend | None = None) -> Iterator[FakeCuda]:
+    """`backend`: None: Triton's kernels, launched nowhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        fake = FakeCuda()
+        chosen = CudaBackend(triton_launch.TritonKernels()) if backend is None else backend
+        patch.setattr(triton_launch, "launch", fake.launch)
+        patch.setattr(device, "cuda_backend", lambda: chosen)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        with FakeTensorMode(), Indexing(), torch.inference_mode():
+            yield fake
+
+
+def fake_model(name: str, *, layers: int | None = None, swiftkv: SwiftKVConfig | None = None) -> Decoder:
+    """A released shape on the device, in bfloat16, ready to decode; `layers`: at most so many of its layers."""
+    dtype = torch.bfloat16
+    with torch.device("meta"):
+        config = config_of(QWEN3) if name == "qwen3-1.7b" else released(name)
+        depth = min(config.num_hidden_layers, layers or config.num_hidden_layers)
+        model = Decoder(replace(config, swiftkv=swiftkv, num_hidden_layers=depth))
+    for module in model.modules():
+        for key, weight in list(module._parameters.items()):
+            if weight is not None:
+                own = torch.empty(weight.shape, dtype=dtype, device=CUDA)
+                module._parameters[key] = nn.Parameter(own, requires_grad=False)
+    return model.eval().pack()
+
+
+__all__ = ["CUDA", "TORCH", "FakeCuda", "fake_cuda", "fake_model"]

@@ -1,0 +1,118 @@
+"""What Triton makes of the kernels for devices that are not there: `python -m`, in a process of its own.
+
+Capabilities are arguments; for the first one all kernels are compiled, for the others attention alone. `slow`: all, and
+more of them.
+Prints one JSON document: of each kernel and capability its registers, stack, and loads by bytes for a thread.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.cuda import Heads, Norm
+from skipdecode.backends.triton_launch import TritonKernels
+from tests.support.triton_compile import compiled, launches_of
+
+BF16, FP32 = torch.bfloat16, torch.float32
+KERNELS = TritonKernels()
+
+
+def attend(
+    K: int, H: int, G: int, B: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False,
+    is_stored: bool = False, has_table: bool = True,
+) -> Callable[[], object]:  # fmt: skip
+    def run() -> object:
+        weights = [torch.empty(K, dtype=dtype)] * 2 if norms else [None, None]
+        heads = Heads(H, G, K, torch.empty(256, int(K * turns)) if turns else None, *weights, epsilon=1e-6)
+        q, k, v = torch.empty(B, (H + 2 * G) * K, dtype=dtype).split([H * K, G * K, G * K], dim=1)
+        first, last = torch.zeros(B, dtype=torch.int64), torch.zeros(1, dtype=torch.int64).expand(B)
+        memory = torch.empty(B, G, 192, K, dtype=dtype)
+        where = torch.zeros(4, dtype=torch.int64)
+        columns = (
+            TableColumns(memory.view(-1), where, first, last) if has_table else Columns(memory, memory, first, last)
+        )
+        return KERNELS.attend(heads, q, *((None, None) if is_stored else (k, v)), columns)
+
+    return run
+
+
+def add_norm(D: int, kind: str, *, is_pre: bool = True, dtype: torch.dtype = BF16) -> Callable[[], object]:
+    def run() -> object:
+        h, y, one = torch.empty(64, D, dtype=dtype), torch.empty(64, D, dtype=dtype), torch.empty(D, dtype=dtype)
+        is_layer = kind == "layer"
+        norm = Norm("layer" if is_layer else "rms", 1e-5, one, one if is_layer else None)
+        return KERNELS.add_norm(h, y, one if is_layer else None, norm, is_pre=is_pre)
+
+    return run
+
+
+def draw() -> object:
+    row, uniforms = torch.empty(64, 1), torch.empty(64, 9)
+    logits = torch.empty(64, 50272, dtype=BF16)
+    return KERNELS.draw(logits, row, torch.empty(64, 1, dtype=torch.int64), row, uniforms[:, 2:3])
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "attention, OPT-1.3B": attend(64, 32, 32, 64),
+    "attention, OPT-2.7B": attend(80, 32, 32, 64),
+    "attention, OPT-6.7B, parts": attend(128, 32, 32, 8),
+    "attention, Llama-3.1-8B": attend(128, 32, 8, 128, turns=1.0),
+    "attention, Llama-3.1-8B, parts": attend(128, 32, 8, 16, turns=1.0),
+    "attention, Qwen3": attend(128, 16, 8, 128, turns=1.0, norms=True),
+    "norm, OPT-1.3B": add_norm(2048, "layer"),
+    "norm, OPT-66B": add_norm(9216, "layer"),
+    "norm, Llama-3.1-8B": add_norm(4096, "rms"),
+    "gate, Llama-3.1-8B": lambda: KERNELS.gate(torch.empty(64, 2 * 14336, dtype=BF16)),
+    "argmax, OPT": lambda: KERNELS.argmax(torch.empty(64, 50272, dtype=BF16)),
+    "draw, OPT": draw,
+}
+ATTENTION = [name for name in CASES if name.startswith("attention") and "parts" not in name]
+SLOW: dict[str, Callable[[], object]] = {
+    "attention, OPT-1.3B, tensors": attend(64, 32, 32, 64, has_table=False),
+    "attention, OPT-1.3B, float16": attend(64, 32, 32, 64, dtype=torch.float16),
+    "attention, OPT-6.7B, float32": attend(128, 32, 32, 64, dtype=FP32),
+    "attention, heads of 96": attend(96, 32, 32, 64),
+    "attention, heads of 96 in groups": attend(96, 32, 8, 64, turns=1.0),
+    "attention, StableLM": attend(80, 32, 32, 64, turns=0.25),
+    "attention, heads of 8 in groups": attend(8, 4, 2, 64, turns=1.0),
+    "attention, TinyLlama": attend(64, 32, 4, 256, turns=1.0),
+    "attention, TinyLlama, float32": attend(64, 32, 4, 256, turns=1.0, dtype=FP32),
+    "attention, Qwen3, stored": attend(128, 16, 8, 128, turns=1.0, norms=True, is_stored=True),
+    "norm, OPT-350m": add_norm(1024, "layer", is_pre=False),
+    "norm, OPT-66B, float32": add_norm(9216, "layer", dtype=FP32),
+    "argmax, Llama-3.1, float32": lambda: KERNELS.argmax(torch.empty(64, 128256)),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    is_slow = "slow" in sys.argv
+    cases = CASES | SLOW if is_slow else CASES
+    found = {}
+    capabilities = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    for capability in capabilities:
+        for name, case in cases.items():
+            if not is_slow and capability != capabilities[0] and name not in ATTENTION:
+                continue
+            (launched,) = launches_of(case)
+            found[f"{name}, sm_{capability}"] = asdict(compiled(launched, capability)) | _tile(launched)
+    print(json.dumps(found))
+
+
+def _tile(launched: tuple[object, tuple[object, ...], dict[str, int]]) -> dict[str, int]:
+    """Loads of 16 bytes that a thread needs for keys and values of one block of columns; 0: no attention."""
+    _, arguments, options = launched
+    if "KP" not in options:
+        return {"tile_loads": 0}
+    keys = arguments[3]
+    assert isinstance(keys, torch.Tensor)
+    size = 2 * options["BLOCK"] * options["KP"] * keys.element_size()
+    return {"tile_loads": size // (16 * 32 * options["num_warps"])}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Triton's kernels by its interpreter, on the CPU, held against torch's operators: `python -m`, in a process of its
+own.
+
+TRITON_INTERPRET is read when Triton is imported. Prints one JSON document: of each case, what was found wrong (nothing:
+an empty text). On a GPU the same cases run compiled (`tests/skipdecode/test_gpu_kernels.py`).
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends import triton_launch
+from skipdecode.backends.backend import TORCH, Columns, TableColumns
+from skipdecode.backends.cuda import CudaBackend, Heads, Norm
+from skipdecode.backends.cuda_reference import TorchKernels, normed_by
+from skipdecode.backends.triton_launch import TritonKernels
+from skipdecode.generate import generate
+from skipdecode.plan import SkipDecode, SwiftPrefill
+from skipdecode.sampler import pick_by_sort
+from skipdecode.sampling import row_uniforms
+from tests.support.cuda_models import cpu_computed_by, random_model, some_requests
+
+ROUNDING = {torch.float32: 1.2e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Of a number near 1, half a step of the type, and one of float32."""
+TRITON, REFERENCE = TritonKernels(), TorchKernels()
+DEVICE = "cpu" if triton_launch.IS_INTERPRETED else "cuda"
+FIRST, LAST, CAPACITY = [0, 70, 149], 149, 160
+
+
+def attention(
+    K: int, H: int, G: int, dtype: torch.dtype, *, turns: float = 0.0, norms: bool = False, splits: int = 1,
+    is_stored: bool = False, has_table: bool = False,
+) -> None:  # fmt: skip
+    """Against the reference in float32 from the same numbers; keys and values stored, and nothing else touched."""
+    rng = torch.Generator().manual_seed(K + H + splits)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(DEVICE, dtype)
+
+    rotations = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
+    q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
+    heads, B = Heads(H, G, K, rotations, q_norm, k_norm, 1e-6), len(FIRST)
+    wide = Heads(H, G, K, rotations, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
+    memory = torch.full(
+        (2 * B * G * CAPACITY * K + 64,), torch.nan, dtype=dtype, device=DEVICE
+    )  # what is around may be anything
+    half = B * G * CAPACITY * K
+    keys, values = (
+        memory[16 : 16 + half].view(B, G, CAPACITY, K),
+        memory[32 + half : 32 + 2 * half].view(B, G, CAPACITY, K),
+    )
+    for row, first in enumerate(FIRST):
+        for own in (keys, values):
+            own[row, :, first : LAST + is_stored] = numbers(G, LAST + is_stored - first, K)
+    q, k, v = numbers(B, (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
+    first, last = torch.tensor(FIRST, device=DEVICE), torch.tensor([LAST], device=DEVICE).expand(B)
+    wanted_keys, wanted_values = keys.float(), values.float()
+    new = (None, None) if is_stored else (k.float(), v.float())
+    wanted = REFERENCE.attend(wide, q.float(), *new, Columns(wanted_keys, wanted_values, first, last))
+    where = torch.tensor([16, 32 + half, G * CAPACITY * K, CAPACITY * K], device=DEVICE)
+    columns = TableColumns(memory, where, first, last) if has_table else Columns(keys, values, first, last)
+    before = triton_launch.splits_for, triton_launch.MIN_CHUNK
+    triton_launch.splits_for, triton_launch.MIN_CHUNK = (lambda *_: splits), 32
+    try:
+        for _ in range(2):  # counters of parts are ready again
+            made = TRITON.attend(heads, q, *((None, None) if is_stored else (k, v)), columns)
+    finally:
+        triton_launch.splits_for, triton_launch.MIN_CHUNK = before
+    step = ROUNDING[dtype]
+    near(made, wanted, 8 * step)  # queries, keys, weights and sums are rounded
+    near(keys, wanted_keys, 4 * step)  # after the norm and after the turn
+    assert torch.equal(values.isnan(), wanted_values.isnan())
+    assert torch.equal(values.nan_to_num(), wanted_values.to(dtype).nan_to_num())
+    assert torch.cat([memory[:16], memory[16 + half : 32 + half], memory[-32:]]).isnan().all()
+
+
+def near(made: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """Both numbers or both none; apart by at most so much of the largest."""
+    assert torch.equal(made.isnan(), wanted.isnan()), "where there is no number"
+    apart = (made.float() - wanted.float()).nan_to_num().abs().max()
+    assert apart <= tolerance * wanted.nan_to_num().abs().max(), f"{apart:.2e} apart"
+
+
+def add_norm(D: int, kind: str, dtype: torch.dtype, *, is_pre: bool, bias: bool, plain: bool = False) -> None:
+    """The sum bit for bit, as torch rounds it, and the norm within its rounding."""
+    rng = torch.Generator().manual_seed(D)
+    h, y = (torch.randn(5, D, generator=rng).mul(3).to(DEVICE, dtype) for _ in "hy")
+    weight, shift, added = (torch.randn(D, generator=rng).to(DEVICE, dtype) for _ in "wsa")
+    norm = None
+    if kind != "none":
+        norm = Norm(kind, 1e-5, None if plain else weight, shift if kind == "layer" and not plain else None)  # type: ignore[arg-type]
+    first, second = h.clone(), h.clone()
+    of_bias = added if bias else None
+    wanted = REFERENCE.add_norm(first, y, of_bias, norm, is_pre=is_pre)
+    made = TRITON.add_norm(second, y, of_bias, norm, is_pre=is_pre)
+    is_cut = dtype == torch.bfloat16 and DEVICE == "cpu"  # the interpreter does not round
+    near(made, wanted, (8 if is_cut else 2) * ROUNDING[dtype])
+    if is_pre and is_cut:
+        near(second, first, 4 * ROUNDING[dtype])
+        first = second.clone()
+    elif is_pre:
+        assert torch.equal(first, second), "the residual stream"
+    else:
+        assert made is second
+    if norm is not None and is_pre:
+        near(
+            TRITON.add_norm(second, None, None, norm, is_pre=True),
+            normed_by(norm, second),
+            (4 if is_cut else 2) * ROUNDING[dtype],
+        )
+        assert torch.equal(first, second), "nothing was added"
+
+
+def gate(dtype: torch.dtype) -> None:
+    y = torch.randn(3, 2 * 1100, generator=torch.Generator().manual_seed(1)).mul(4).to(DEVICE, dtype)
+    near(TRITON.gate(y), REFERENCE.gate(y), 4 * ROUNDING[dtype])
+
+
+def argmax(dtype: torch.dtype) -> None:
+    """Ties, ends of blocks, no number at all, and rows of a larger tensor."""
+    rng = torch.Generator().manual_seed(2)
+    for V in (1, 7, 320, 5000):
+        logits = torch.randn(6, V + 3, generator=rng).mul(2).round().to(DEVICE, dtype)[:, :V]  # many ties
+        assert torch.equal(TRITON.argmax(logits), logits.argmax(-1)), V
+    logits = torch.zeros(4, 6000, dtype=dtype, device=DEVICE)
+    logits[0, 4095:4097] = 1
+    logits[1, 5999] = 1
+    logits[2] = -torch.inf
+    logits[3, 17] = torch.nan
+    assert TRITON.argmax(logits).tolist() == [4095, 5999, 0, 17] == logits.argmax(-1).tolist()
+
+
+def parameters(rows: list[tuple[float, int, float]]) -> tuple[Tensor, Tensor, Tensor]:
+    temperature, top_k, top_p = zip(*rows, strict=True)
+    return (
+        torch.tensor(temperature)[:, None],
+        torch.tensor([k or 2**62 for k in top_k])[:, None],
+        torch.tensor(top_p)[:, None],
+    )
+
+
+def on_device(logits: Tensor, given: tuple[Tensor, ...], uniform: Tensor) -> Tensor:
+    """The draw of numbers that lie on the CPU."""
+    temperature, top_k, top_p = (own.to(DEVICE) for own in given)
+    return TRITON.draw(logits.to(DEVICE), temperature, top_k, top_p, uniform.to(DEVICE)).cpu()
+
+
+def draw(dtype: torch.dtype, V: int, spread: float, steps: int = 1) -> None:
+    """The tokens that torch's operators choose, in every row."""
+    rows = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 0.9), (1.5, 40, 1.0), (0.9, 12, 0.5), (1.0, 1, 0.99), (2.0, V, 0.3),
+            (1e-5, 0, 0.95), (1.0, 3, 0.0)]  # fmt: skip
+    logits = (torch.randn(len(rows), V, generator=torch.Generator().manual_seed(V)) * spread).to(dtype)
+    uniforms = torch.from_numpy(row_uniforms(0, "x", steps * len(rows))).view(len(rows), steps)
+    given = parameters(rows)
+    for k in range(steps):
+        uniform = uniforms[:, k : k + 1]
+        wanted = pick_by_sort(logits.float(), *given, uniform)
+        made = on_device(logits, given, uniform)
+        assert torch.equal(made, wanted), (k, made.tolist(), wanted.tolist())
+
+
+def draw_ties(ks: Sequence[int], ps: Sequence[float], uniforms: Sequence[float]) -> None:
+    """Equal logits across both cuts: the lower ids stay. Weights are powers of two, so every sum is exact."""
+    half = torch.tensor(2.0).log()
+    logits = torch.tensor([[-2, 0, -1, -2, -1, -2, -1, -2, -1, 0]]) * half  # weights 1/4, 1, 1/2, 1/4, ...
+    rows = [(1.0, k, p) for k in ks for p in ps]
+    given = parameters(rows)
+    for uniform in uniforms:
+        u = torch.full((len(rows), 1), uniform)
+        wanted = pick_by_sort(logits.expand(len(rows), -1), *given, u)
+        made = on_device(logits.repeat(len(rows), 1), given, u)
+        wrong = [(rows[i], int(made[i]), int(wanted[i])) for i in (made != wanted).nonzero()[:, 0].tolist()]
+        assert not wrong, (uniform, wrong[:4])
+
+
+def decoder(name: str, *, num_new: int = 3, swift: bool = False, **keys: float) -> None:
+    """Whole models: tokens are those of torch, in float32."""
+    requests = some_requests(num_new, (1, 7), **keys)
+    skipping = SkipDecode(2, 2, 1, 1, num_new - 1)
+    schedule = SwiftPrefill(skipping, 1) if swift else skipping
+    made = []
+    for backend in (TORCH, CudaBackend(TRITON)):
+        with cpu_computed_by(backend):
+            model = random_model(name, layers=2)
+            model = (model.with_swiftkv(1) if swift else model).pack()
+            made.append([c.tokens for c in generate(model, requests, schedule).completions])
+    assert made[0] == made[1], made
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CASES: dict[str, Callable[[], None]] = {
+    "attention, OPT, heads of 64": lambda: attention(64, 2, 2, FP32),
+    "attention, OPT, heads of 64, bfloat16, a table": lambda: attention(64, 2, 2, BF16, has_table=True),
+    "attention, OPT, heads of 80, bfloat16": lambda: attention(80, 2, 2, BF16),
+    "attention, heads of 96, float16, parts": lambda: attention(96, 2, 2, FP16, splits=4),
+    "attention, OPT, heads of 128, parts, a table": lambda: attention(128, 2, 2, FP32, splits=4, has_table=True),
+    "attention, Llama": lambda: attention(128, 8, 2, FP32, turns=1.0),
+    "attention, Llama, bfloat16, parts, a table": lambda: attention(
+        64, 8, 1, BF16, turns=1.0, splits=8, has_table=True
+    ),
+    "attention, Qwen3": lambda: attention(128, 4, 2, FP32, turns=1.0, norms=True, splits=2),
+    "attention, Qwen3, bfloat16": lambda: attention(128, 4, 2, BF16, turns=1.0, norms=True),
+    "attention, a quarter turns, float16": lambda: attention(80, 3, 3, FP16, turns=0.25),
+    "attention, a test's heads of 12": lambda: attention(12, 4, 2, FP32, turns=1.0, has_table=True),
+    "attention, stored already": lambda: attention(64, 4, 2, FP32, turns=1.0, is_stored=True, splits=4),
+    "attention, stored already, a table": lambda: attention(64, 2, 2, FP32, is_stored=True, has_table=True),
+    "norm, OPT": lambda: add_norm(768, "layer", FP32, is_pre=True, bias=True),
+    "norm, OPT, bfloat16": lambda: add_norm(2560, "layer", BF16, is_pre=True, bias=True),
+    "norm, OPT-350m, float16": lambda: add_norm(1024, "layer", FP16, is_pre=False, bias=True),
+    "norm, OPT-350m, bfloat16, no weights": lambda: add_norm(96, "layer", BF16, is_pre=False, bias=False, plain=True),
+    "norm, Llama": lambda: add_norm(576, "rms", FP32, is_pre=True, bias=False),
+    "norm, Llama, bfloat16": lambda: add_norm(4096, "rms", BF16, is_pre=True, bias=False),
+    "no norm, bfloat16": lambda: add_norm(200, "none", BF16, is_pre=True, bias=True),
+    "gate": lambda: gate(FP32),
+    "gate, bfloat16": lambda: gate(BF16),
+    "argmax": lambda: argmax(FP32),
+    "argmax, bfloat16": lambda: argmax(BF16),
+    "draw": lambda: draw(FP32, 400, 3.0),
+    "draw, bfloat16": lambda: draw(BF16, 300, 2.0),
+    "draw, ties": lambda: draw_ties((0, 3, 7), (0.25, 0.875), (0.55,)),
+    "decoder, OPT": lambda: decoder("opt"),
+    "decoder, OPT-350m": lambda: decoder("opt, norms behind"),
+}
+SLOW: dict[str, Callable[[], None]] = {
+    "draw, many": lambda: draw(FP32, 5000, 3.0, 6),
+    "draw, bfloat16, many": lambda: draw(BF16, 2500, 2.0, 6),
+    "draw, float16, many": lambda: draw(FP16, 300, 1.0, 6),
+    "draw, ties, all": lambda: draw_ties(
+        (0, 1, 2, 3, 5, 7, 9, 10), (0.0, 0.2, 0.25, 0.5, 0.75, 0.875, 1.0), (0.0, 0.3, 0.55, 0.8, 1 - 2**-24)
+    ),
+    "decoder, OPT, heads of 80": lambda: decoder("opt, heads of 80", num_new=6),
+    "decoder, Llama, sampled": lambda: decoder("llama", num_new=6, temperature=1.0, top_k=30, top_p=0.9),
+    "decoder, Llama, one head of keys": lambda: decoder("llama, one head of keys", num_new=6),
+    "decoder, Llama, SwiftKV": lambda: decoder("llama", num_new=6, swift=True),
+    "decoder, Qwen3": lambda: decoder("qwen3", num_new=6),
+    "decoder, StableLM": lambda: decoder("stablelm", num_new=6),
+}
+
+
+def main() -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is chosen when Triton is imported"
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    found = {}
+    for name, case in (SLOW if "slow" in sys.argv else CASES).items():
+        try:
+            case()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()[-1500:]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
