@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --root-user-action
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-fast test-all chaos check docs bench quality swiftkv-shapes clean
+.PHONY: help setup setup-dev demo test test-fast test-all chaos check docs bench gpu quality swiftkv-shapes clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ docs: .venv/installed-docs  ## the pages of docs/ as a site in build/site; broke
 
 bench: .venv/installed  ## the decoder alone, on this CPU
 	$(BIN)/skipdecode bench --config configs/bench-cpu.yaml
+
+gpu: .venv/installed  ## the first minutes on a GPU: tokens, captures, memory, speed; stops at what is wrong
+	$(BIN)/python -m benchmarks.gpu_check
 
 E2E ?= $(wildcard data/devset.csv)
 quality: .venv/installed  ## quality against speed: make quality E2E=path/to/devset.csv; without it, without references

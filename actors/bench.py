@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from actors.devices import DeviceMemory
-from actors.generator import free_bytes
+from actors.generator import free_bytes, largest_rung, row_rounding
 from actors.profile import profile_step
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row, measure_ceilings, predict_s, training_flops
@@ -46,10 +46,14 @@ def random_model(config: DecoderConfig, *, device: str, dtype: torch.dtype, seed
 
 
 def largest_batch(model: Decoder, prompt_tokens: int, new_tokens: int) -> int:
-    """Rows whose K/V at full depth and logits take 0.8 of the free memory."""
+    """Rows whose K/V at full depth and logits take 0.8 of a host's free memory, or whose K/V take a GPU's share."""
     full = FullDepth(model.config.num_hidden_layers)
     shape = {"prompt_columns": prompt_tokens, "num_new": new_tokens, "itemsize": model.dtype.itemsize}
     logits = 8 * model.config.vocab_size  # of the step, of the choice, and room for a float32 copy
+    if model.device.type == "cuda":
+        room = DeviceMemory.of(model.device).for_caches(MEMORY_SHARE)
+        per_row = cache_bytes_per_row(model.config, full, **shape) + row_rounding(model.config, model.dtype.itemsize)
+        return largest_rung(room, per_row)
     rows = int(0.8 * free_bytes(model.device) / (cache_bytes_per_row(model.config, full, **shape) + logits))
     return max(1, rows - rows % 8)
 
@@ -104,6 +108,7 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             itemsize=model.dtype.itemsize,
             weight_itemsize=model.weight_itemsize,
             ffn_rows=stats.ffn_rows,
+            in_graphs=graphs is not None and graphs.failure is None,
         )
         decode_s, prefill_s = (median(getattr(s, key) for s in runs[name]) for key in ("decode_s", "prefill_s"))
         steps = stats.decode_steps

@@ -18,13 +18,15 @@ import torch
 
 from actors.batching import Batch, cut_batches
 from actors.devices import DeviceMemory, is_lost
+from actors.scoring import is_scored_alone, score_alone, with_scores
 from actors.sharing_plan import NOMINAL, PromptPrices, cut_window, share_batch
 from skipdecode.backends.device import backend_on
-from skipdecode.config import Quantization
+from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.cost import Ceilings, SharedShape, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.kv.pool import ALIGNMENT
 from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
 from skipdecode.placing import choose_dtype as choose_dtype
@@ -102,7 +104,6 @@ class Generator:
         self.model = load_model(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
         if (reason := backend_on(self.device).why_slow) is not None:
             logger.warning("decoding is slower than it could be: %s", reason)
-        self.graphs = self._make_graphs()
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
@@ -110,6 +111,7 @@ class Generator:
         if config.baseline_fraction > 0 or config.decode.get("lossless"):
             dtype = str(self.dtype).removeprefix("torch.")
             self.ceilings = measure_ceilings(str(self.device), dtype)
+        self.graphs = self._make_graphs()  # takes what is left of the device
         self._num_batches = self._num_turns = self._num_pairs = 0
         self._prices: dict[LayerPlan, PromptPrices] = {}
         self._warm_up()
@@ -180,6 +182,17 @@ class Generator:
 
     def cut(self, requests: Sequence[Request]) -> list[Batch]:
         """The batches that a window is decoded in; a batch by itself is cut no further, unless less is shared in it."""
+        alone = [row for row, request in enumerate(requests) if is_scored_alone(request)]
+        if not alone:
+            return self._cut(requests)
+        lengths = [len(requests[row].prompt_tokens) for row in alone]
+        size = partial(self.batch_size, max_new_tokens=1)
+        scored = cut_batches(lengths, [self.full] * len(alone), self.config.length_buckets, size)
+        others = [row for row, request in enumerate(requests) if not is_scored_alone(request)]
+        return [*_moved(scored, alone), *_moved(self._cut([requests[row] for row in others]), others)]
+
+    def _cut(self, requests: Sequence[Request]) -> list[Batch]:
+        """Of rows that get tokens."""
         schedules = [self.schedule(request.sampling.max_new_tokens) for request in requests]
         lengths = [len(request.prompt_tokens) for request in requests]
         longest = max((r.sampling.max_new_tokens for r in requests), default=1)
@@ -195,7 +208,7 @@ class Generator:
             for batch in self._cut_sharing(own, schedule, longest) or cut_batches(
                 [lengths[row] for row in rows], [schedule] * len(rows), buckets, size
             ):
-                batches.append(replace(batch, rows=tuple(rows[at] for at in batch.rows)))
+                batches += _moved([batch], rows)
         return batches
 
     @property
@@ -256,8 +269,8 @@ class Generator:
         head_bytes = 2 * self.model.config.num_hidden_layers * self.model.config.kv_dim * self.dtype.itemsize
         per_row += head_bytes * head_columns
         if is_cuda:  # so that shapes repeat from batch to batch, and graphs serve
-            fits = min(MAX_BATCH_ROWS["cuda"], int(self._cache_bytes() / per_row))
-            return max((rows for rows in ladder(MAX_BATCH_ROWS["cuda"]) if rows <= fits), default=1)
+            rounding = row_rounding(self.model.config, self.dtype.itemsize)
+            return largest_rung(self._cache_bytes(), int(per_row) + rounding, self.graphs)
         fits = int(CACHE_SHARE * free_bytes(self.device) / per_row)
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
 
@@ -276,7 +289,8 @@ class Generator:
         return DeviceMemory.of(self.device).for_caches(self.config.memory_share)
 
     def _make_graphs(self) -> StepGraphs | None:
-        if not self.config.has_graphs or not graphs_serve(self.model):
+        is_lossless = bool(self.config.decode.get("lossless"))  # its caches lie in torch's own memory
+        if not self.config.has_graphs or is_lossless or not graphs_serve(self.model):
             return None
         rows = self.config.batch_size or (DETERMINISTIC_ROWS if self.config.deterministic else MAX_BATCH_ROWS["cuda"])
         return StepGraphs(self.model, self._cache_share(), max_rows=rows)
@@ -330,7 +344,8 @@ class Generator:
     ) -> list[Completion]:
         """Decodes the batch, at full depth too when its turn has come, and records what it cost."""
         started_at = time.time()
-        is_paired = may_measure and self._takes_turn() and schedule != self.full
+        is_alone = is_scored_alone(chosen[0])
+        is_paired = may_measure and self._takes_turn() and schedule != self.full and not is_alone
         full: BatchResult | None = None
         full_error = None
         is_first = self._num_pairs % 2 == 1  # A B B A: drift of the machine cancels out
@@ -350,8 +365,10 @@ class Generator:
             record |= self._predicted(result, schedule, shape)
         records.append(record)
         self._num_batches += 1
-        self._num_turns += may_measure
-        return result.completions
+        self._num_turns += may_measure and not is_alone
+        if is_alone:
+            return result.completions
+        return with_scores(self.model, chosen, result.completions, not self.config.deterministic)
 
     def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
         """The batch at full depth, or why it could not be had: no row may fail of a measurement."""
@@ -363,6 +380,8 @@ class Generator:
             return None, f"{type(error).__name__}: {error}"[:2000]
 
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
+        if is_scored_alone(chosen[0]):
+            return score_alone(self.model, chosen, not self.config.deterministic)
         if isinstance(schedule, Lossless):
             length, decode = self.draft_length(schedule), self.tokenizer.decode
             sharing = self._sharing(batch, chosen)
@@ -394,6 +413,7 @@ class Generator:
                 weight_itemsize=self.model.weight_itemsize,
                 ffn_rows=result.stats.ffn_rows if chosen is schedule else None,
                 sharing=sharing,
+                in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
             if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):
                 decode = result.stats.model_decode_s  # how many rounds there were nobody knew before
@@ -413,12 +433,28 @@ class Generator:
                 generate_lossless(self.model, [request] * 4, schedule)
 
 
+def _moved(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:
+    """Batches of some rows of a window as those of the window."""
+    return [replace(batch, rows=tuple(rows[at] for at in batch.rows)) for batch in batches]
+
+
 def _figures(result: BatchResult) -> dict[str, Any]:
     """The numbers of a batch that go into its record."""
     stats = dict(vars(result.stats))
     for name in ("batch_rows", "ffn_rows", "model_decode_s"):
         stats.pop(name, None)
     return stats
+
+
+def row_rounding(config: DecoderConfig, itemsize: int) -> int:
+    """Bytes of a row that rounding up the columns of its layers may add, where graphs are (`kv.graphed`)."""
+    return 2 * config.num_hidden_layers * (ALIGNMENT - 1) * config.kv_dim * itemsize
+
+
+def largest_rung(cache_bytes: int, per_row: int, graphs: StepGraphs | None = None) -> int:
+    """The most rows of a batch on a GPU that fit and that need no padding."""
+    most = max(1, min(MAX_BATCH_ROWS["cuda"], cache_bytes // per_row))
+    return max(rows for rows in (ladder(most) if graphs is None else graphs.rungs) if rows <= most)
 
 
 def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:

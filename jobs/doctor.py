@@ -1,5 +1,6 @@
 """`python -m jobs.doctor`: versions, devices, free memory, what a run would choose here, and what is wrong.
 
+`--gpu NAME` looks at nothing: it predicts what runs should cost on such a GPU, from its data sheet.
 Takes the configuration of a run (`--config`, `-i`, `-o`, `key=value`), loads its model once, and starts nothing else.
 With an input it says what the corpus will take: tokens in and out, hours, and with `--price-per-hour` the cost. For
 that it reads the input once, decodes at most 64 rows of it, and one batch of made-up ones.
@@ -18,9 +19,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("doctor", __doc__, overrides="dotted keys, e.g. model.source=my-model")
     parser.add_argument("-i", "--input", action="append", metavar="PATH", help="prompts to look at too: input.path")
     parser.add_argument(
-        "--price-per-hour", type=float, metavar="PRICE", help="of all machines of the run: actors.price_per_hour"
+        "--price-per-hour",
+        type=float,
+        metavar="PRICE",
+        help="of all machines of the run: actors.price_per_hour; with --gpu of one GPU",
     )
     parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
+    parser.add_argument("--gpu", metavar="NAME", help="what runs should cost on such a GPU (h100, l4, ...); no more")
+    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="with --gpu: of every prompt")
     return parser.parse_intermixed_args(argv)
 
 
@@ -37,6 +43,14 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         return {"problems": missing}, ERROR
     from pipeline.config import JobConfig, build_config
     from pipeline.config_tree import section_of
+
+    if arguments.gpu is not None:
+        from pipeline.doctor.predicted import predicted
+
+        price, settings = arguments.price_per_hour, read_settings(arguments, {})
+        is_set = "max_new_tokens" in section_of(settings, "sampling")
+        num_new = build_config(JobConfig, settings).sampling.max_new_tokens if is_set else 512
+        return predicted(arguments.gpu, note, arguments.prompt_tokens, num_new, price_per_hour=price), OK
     from pipeline.doctor.examine import examine
 
     flags = {"input.path": arguments.input, "output.path": arguments.output}

@@ -76,6 +76,12 @@ def start_ray() -> Cluster:
         logging.getLogger(name).setLevel(logging.ERROR)
     ray.init(ignore_reinit_error=True, runtime_env=runtime_env, **options)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    return look_at_cluster(is_embedded)
+
+
+def look_at_cluster(is_embedded: bool = False) -> Cluster:
+    """The cluster that this process has joined."""
+    cores = num_cores()
     total = ray.cluster_resources()
     num_cpus = total.get("CPU", 0.0)
     is_embedded = is_embedded or (num_cpus > cores and len(ray.nodes()) == 1)

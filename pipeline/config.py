@@ -40,6 +40,7 @@ __all__ = [
 
 
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
+MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_SAMPLES = 1024  # of a document
 
 
@@ -101,7 +102,7 @@ class DecodeConfig(Section):
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
     prefix: Literal["auto", "off"] = "auto"
     """auto: what prompts of a window begin with alike is run once, where that saves time; off: every prompt by itself.
-    Without effect under `sampling.deterministic`, and where a method is measured alone (`jobs.evaluate`)."""
+    Without effect under `sampling.deterministic`."""
 
     @field_validator("prefix", mode="before")
     @classmethod
@@ -130,8 +131,10 @@ class SwiftKVSection(Section):
 
 
 class SamplingConfig(Section):
-    max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """Tokens of an answer at most."""
+    prompt_logprobs: bool = False
+    """Whether the tokens of the prompts are scored too, at full depth (column `prompt_logprobs`)."""
+    max_new_tokens: Annotated[int, Field(ge=0)] = 64
+    """Tokens of an answer at most; 0 scores the prompt alone, with `prompt_logprobs`."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -144,6 +147,9 @@ class SamplingConfig(Section):
     """Strings that end an answer; they are not part of it."""
     ignore_eos: bool = False
     """Whether answers go on behind the end-of-text token."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probabilities of the generated tokens (column `logprobs`), and of so many likeliest tokens in the place of
+    each (`top_logprobs`): the model's own, before temperature, `top_k` and `top_p`. null: none."""
     deterministic: bool = False
     """Fixes batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
@@ -154,6 +160,13 @@ class SamplingConfig(Section):
     def _samples_differ(cls, value: int, info: ValidationInfo) -> int:
         if value > 1 and not info.data.get("temperature", 1.0):
             raise ValueError(f"{value} samples at sampling.temperature 0 are the same; set a temperature, or n to 1")
+        return value
+
+    @field_validator("max_new_tokens")
+    @classmethod
+    def _something_is_asked_for(cls, value: int, info: ValidationInfo) -> int:
+        if value == 0 and not info.data.get("prompt_logprobs"):
+            raise ValueError("should be at least 1; 0 scores prompts alone, and needs sampling.prompt_logprobs=true")
         return value
 
     @field_validator("stop", mode="before")

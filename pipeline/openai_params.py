@@ -16,6 +16,7 @@ Neutral: TypeAlias = Mapping[str, tuple[Callable[[object], bool], str]]
 """Name -> check, what is allowed."""
 
 MAX_STOPS: Final = 16
+MAX_LOGPROBS: Final = 5  # OpenAI
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
 MAX_SHOWN_CHARS: Final = 80  # of a client's own text in an error message
 
@@ -137,6 +138,27 @@ def sampling_parameters(
     if isinstance(top_k := own.get("top_k"), int):
         own["top_k"] = max(top_k, 0)
     return cast(SamplingParameters, own)  # the table has looked at every value
+
+
+def choice_parameters(body: Mapping[str, Json]) -> dict[str, Json]:
+    """What a line for completions asks for beside its text, `logprobs` and `echo`, and the keys that this settles.
+
+    `max_tokens` 0 goes with `echo`: the prompt alone.
+    """
+    logprobs, echo, most = (body.get(name) for name in ("logprobs", "echo", "max_tokens"))
+    if logprobs is not None and not is_int(0, MAX_LOGPROBS)(logprobs):
+        raise BadParameter("logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {shown(logprobs)}")
+    if echo is not None and not isinstance(echo, bool):
+        raise BadParameter("echo", f"must be true or false, got {shown(echo)}")
+    own: dict[str, Json] = {} if logprobs is None else {"logprobs": logprobs}
+    if echo:
+        own["echo"] = True
+        own |= {} if logprobs is None else {"prompt_logprobs": True}
+    if type(most) is int and most == 0:
+        if not echo:
+            raise BadParameter("max_tokens", "must be at least 1; 0 goes with echo=true only")
+        own["max_new_tokens"] = 0
+    return own
 
 
 def is_token_list(value: object) -> TypeGuard[list[int]]:

@@ -135,6 +135,11 @@ def set_last_stage_cpus(dataset: Dataset, num_cpus: float) -> None:
     dataset._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus
 
 
+def with_own_context(dataset: Dataset) -> Dataset:
+    """The same dataset with settings of its own: what is set there changes nothing for the one given."""
+    return Dataset.copy(dataset, _deep_copy=True)
+
+
 def run_to_end(dataset: Dataset) -> None:
     """Runs a pipeline whose rows nobody wants: `materialize` would keep what writers return for each block."""
     for _ in dataset.iter_internal_ref_bundles():

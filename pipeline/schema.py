@@ -5,7 +5,7 @@ Data only. It does not read or write anything; `pipeline.input` makes rows, `pip
 """
 
 import re
-from typing import Final, TypedDict
+from typing import Final, Protocol, TypedDict
 
 import pyarrow as pa
 
@@ -43,6 +43,39 @@ SOURCE_SCHEMA: Final = pa.schema(
 )
 """Where a row comes from: behind the columns above, in runs that make several rows of a document."""
 
+LOGPROBS: Final = "logprobs"
+TOP_LOGPROBS: Final = "top_logprobs"
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
+PROMPT_TOP_LOGPROBS: Final = "prompt_top_logprobs"
+LOGPROBS_TYPE: Final = pa.list_(pa.float32())
+TOP_TYPE: Final = pa.list_(pa.list_(pa.struct([("token", pa.int32()), ("logprob", pa.float32())])))
+
+
+class Asked(Protocol):
+    """What a run asks for beside tokens (`sampling`)."""
+
+    @property
+    def logprobs(self) -> int | None: ...
+    @property
+    def prompt_logprobs(self) -> bool: ...
+
+
+def score_schema(asked: Asked) -> pa.Schema:
+    """Columns of log-probabilities behind the columns above, in runs that ask for them; null in failed rows."""
+    has_top = bool(asked.logprobs)
+    fields = [
+        (LOGPROBS, LOGPROBS_TYPE, asked.logprobs is not None),  # one per generated token
+        (TOP_LOGPROBS, TOP_TYPE, has_top),  # the likeliest tokens in its place
+        (PROMPT_LOGPROBS, LOGPROBS_TYPE, asked.prompt_logprobs),  # one per token of the prompt; null for the first
+        (PROMPT_TOP_LOGPROBS, TOP_TYPE, has_top and asked.prompt_logprobs),
+    ]
+    return pa.schema([pa.field(name, type_) for name, type_, is_on in fields if is_on])
+
+
+CHOICE: Final = "openai_choice"
+"""Text and `logprobs` of the answer to an OpenAI batch line, as JSON, in runs some of whose lines ask for more than
+text; null for the others."""
+
 
 class OutputRow(TypedDict):
     """A row that was read back, with the columns of `OUTPUT_SCHEMA`; a caller may have asked for fewer."""
@@ -77,7 +110,8 @@ PROMPT_TOKENS: Final = "_prompt_tokens"  # list<int32>: a prompt given as token 
 SAMPLING: Final = "_sampling"  # string: JSON object with this row's own sampling parameters, else null
 
 RESERVED_COLUMNS: Final = frozenset(OUTPUT_SCHEMA.names) | {STATUS, PROMPT_TOKENS, SAMPLING}
-"""An input column with one of these names is refused before the start; of `SOURCE_SCHEMA` too, in runs that have it."""
+"""An input column with one of these names is refused before the start; of `SOURCE_SCHEMA` and `score_schema` too, where
+a run has them."""
 
 PROMPT_MISSING: Final = "prompt_missing"
 PROMPT_NOT_TEXT: Final = "prompt_not_text"

@@ -7,7 +7,7 @@ models cannot hide. Predictions are bounds to print beside measurements, not res
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -169,29 +169,40 @@ def predict_s(
     rows: int | None = None,
     ffn_rows: Sequence[Sequence[int]] | None = None,
     sharing: SharedShape | None = None,
+    in_graphs: bool = False,
 ) -> tuple[float, float]:
     """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
 
     Padding of prompts is paid for, though not every kernel runs it. `rows` None: as many prompts as rows at step 0,
     which is wrong where rows ended with y_0. `ffn_rows`: for schedules by row, what each step came to
-    (`BatchStats.ffn_rows`), since nothing can know it before. `sharing`: what the prompts share.
+    (`BatchStats.ffn_rows`), since nothing can know it before. `sharing`: what the prompts share. `in_graphs`: decode
+    steps are one launch each, and the calls within cost next to nothing.
     """
     if rows is None:
         rows = batch_rows[0] if batch_rows else 1
 
     whole = ((rows, prompt_columns, prompt_columns),)
     passes, read_once = (whole, 0.0) if sharing is None else (sharing.passes, sharing.columns_read_once / rows)
+    in_step = replace(ceilings, call_s=0.0) if in_graphs else ceilings
 
     def seconds(
-        plan: LayerPlan, rows: int, new: int, context: int, ran: Sequence[int] | None = None, once: float = 0.0
+        by: Ceilings,
+        plan: LayerPlan,
+        rows: int,
+        new: int,
+        context: int,
+        ran: Sequence[int] | None = None,
+        once: float = 0.0,
     ) -> float:
         shape = {"rows": rows, "new_columns": new, "context": context, "itemsize": itemsize}
         parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, ffn_rows=ran, columns_read_once=once)
-        return sum(map(ceilings.seconds, parts))
+        return sum(map(by.seconds, parts))
 
-    prefill = sum(seconds(schedule.prefill(), *each) for each in passes)
+    prefill = sum(seconds(ceilings, schedule.prefill(), *each) for each in passes)
     decode = sum(
-        seconds(schedule.step(k), n, 1, prompt_columns + k + 1, ffn_rows[k] if ffn_rows else None, n * read_once)
+        seconds(
+            in_step, schedule.step(k), n, 1, prompt_columns + k + 1, ffn_rows[k] if ffn_rows else None, n * read_once
+        )
         for k, n in enumerate(batch_rows)
     )
     return prefill, decode

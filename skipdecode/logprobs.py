@@ -61,15 +61,25 @@ def listed(own: Tensor, values: Tensor, tokens: Tensor) -> list[TokenLogprobs]:
     return [TokenLogprobs(logprob, list(zip(ids, likeliest, strict=True))) for logprob, likeliest, ids in columns]
 
 
-@torch.inference_mode()
 def score_prompt(model: Decoder, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """What the model at full depth thinks of each of `tokens` but the first, given those before it."""
-    if len(tokens) < 2:
-        return []
-    batch = teacher_batch([(list(tokens[:1]), list(tokens[1:]))], model.config.filler_token_id, model.device)
-    states = teacher_forced_states(model, batch, FullDepth(model.config.num_hidden_layers))[0]  # [P - 1, D]
-    scored: list[TokenLogprobs] = []
-    for start in range(0, len(states), SCORED_COLUMNS):
-        part = slice(start, start + SCORED_COLUMNS)
-        scored += listed(*top_logprobs(model.head(states[part]), batch.targets[0, part], max(1, num_top)))
-    return [TokenLogprobs(one.logprob, one.top[:num_top]) for one in scored]
+    return score_prompts(model, [tokens], num_top)[0]
+
+
+@torch.inference_mode()
+def score_prompts(model: Decoder, prompts: Sequence[Sequence[int]], num_top: int) -> list[list[TokenLogprobs]]:
+    """The same of several, which go through the model together."""
+    scored: list[list[TokenLogprobs]] = [[] for _ in prompts]
+    rows = [row for row, tokens in enumerate(prompts) if len(tokens) > 1]
+    if not rows:
+        return scored
+    pairs = [(list(prompts[row][:1]), list(prompts[row][1:])) for row in rows]
+    batch = teacher_batch(pairs, model.config.filler_token_id, model.device)
+    states = teacher_forced_states(model, batch, FullDepth(model.config.num_hidden_layers))  # [B, P - 1, D]
+    for at, row in enumerate(rows):
+        length = len(prompts[row]) - 1
+        for start in range(0, length, SCORED_COLUMNS):
+            part = slice(start, min(start + SCORED_COLUMNS, length))
+            logits = model.head(states[at, part])
+            scored[row] += listed(*top_logprobs(logits, batch.targets[at, part], max(1, num_top)))
+    return [[TokenLogprobs(one.logprob, one.top[:num_top]) for one in row] for row in scored]

@@ -46,6 +46,8 @@ class Completion:
     """Feed-forward blocks, likewise; fewer than `layers_run` under FFN-SkipLLM only."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One per token where the request asks for them."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens but the first, where the request asks for them."""
 
 
 class Row:

@@ -18,7 +18,7 @@ MAX_OPEN, MAX_PARTS = 8, 3  # an unfinished character has at most three bytes, a
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is continued."""
+    """How one row is continued, and what is wanted beside its tokens."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -28,6 +28,10 @@ class Sampling:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """Log-probabilities of the new tokens, and of this many likeliest ones, come with the answer; None: they do not."""
+    prompt_logprobs: bool = False
+    """Those of the prompt's tokens do, at full depth. With `max_new_tokens` 0 there is no other answer."""
 
 
 def row_uniforms(seed: int, row_id: str, count: int) -> np.ndarray:

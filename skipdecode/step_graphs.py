@@ -103,10 +103,6 @@ class StepGraphs:
         """What so many rows are padded to; more than `max_rows` are not."""
         return next((rung for rung in self.rungs if rung >= num_rows), num_rows)
 
-    def rows_within(self, num_rows: int) -> int:
-        """The most rows up to `num_rows` that need no padding, 1 or more."""
-        return max((rung for rung in self.rungs if rung <= num_rows), default=1)
-
     def has_room(self, num_rows: int, capacities: Sequence[int], owners: Sequence[int]) -> bool:
         """Whether `allocate` would find memory now."""
         return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, owners).count)

@@ -125,7 +125,8 @@ def test_plan_and_config_need_no_torch() -> None:
 def test_light_tasks_need_no_torch() -> None:
     """Half a dozen processes start with every run to read, tokenise and write; torch would cost each 2 s and 200 MB."""
     loaded = modules_after(
-        "import pipeline.stages.tokens, pipeline.store.write, pipeline.input.source, pipeline.generate.row_index"
+        "import pipeline.stages.tokens, pipeline.store.write, pipeline.input.source, pipeline.generate.row_index, "
+        "pipeline.processor.rows"
     )
     assert {"ray", "tokenizers"} <= loaded
     assert "torch" not in loaded

@@ -211,6 +211,8 @@ def choice(
         return found
     note(f"model: loading {model.source} on {device}")
     generator = worker.generator = Generator(generator_config(config, model, device, dtype))
+    if generator.graphs is not None:
+        note(f"CUDA graphs: {generator.graphs.describe()}")
     sizes = {str(bucket): generator.batch_size(bucket, new) for bucket in buckets}
     return replace(found, load_s=generator.load_s, batch_size=sizes)
 
@@ -231,6 +233,7 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
         deterministic=config.sampling.deterministic,
         baseline_fraction=config.baseline.fraction,
         shares_prefixes=config.decode.prefix == "auto",
+        memory_share=config.actors.memory_share,
     )
 
 

@@ -80,6 +80,8 @@ def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument:
         raise ConfigError("decode.ffn_skip", "is what is looked for; give the schedule beneath alone")
     if config.decode.lossless:
         raise ConfigError("decode.lossless", "the schedule beneath is to be decoded by; leave it out")
+    if "prefix" in config.decode.model_fields_set:
+        raise ConfigError("decode.prefix", "has no meaning here, where every prompt runs by itself; leave it out")
     if config.model.quantization is not None:
         raise ConfigError("model.quantization", "blocks are measured with the weights as they are; leave it null")
     target = new_folder(config.output)

@@ -173,6 +173,9 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: No
         raise ConfigError(f"runs.{index}.model ({run.label})", str(error)) from error
     settings = []
     for number, given in enumerate(run.decode):
+        if "prefix" in given.model_fields_set:
+            key = f"runs.{index}.decode.{number}.prefix ({run.label})"
+            raise ConfigError(key, "has no meaning in a sweep, where every prompt runs by itself; leave it out")
         own = {"decode": given.model_dump(exclude={"name", "prefill"}), "prefill": {"method": given.prefill}}
         try:
             decode = resolve_decode(JobConfig.model_validate(base | own), model.config, note)

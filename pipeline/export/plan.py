@@ -71,7 +71,10 @@ def plan_export(options: Options) -> ExportPlan:
     if not num_rows:
         raise ConfigError("", f"{folder.shown} holds no {'' if options.rows == 'all' else options.rows + ' '}rows")
     schema = pq.read_schema(files[0], filesystem=folder.filesystem).remove_metadata()
-    return ExportPlan(options, folder, state, files, _pick(schema, options.columns), num_rows, target)
+    schema = _pick(schema, options.columns)
+    if options.format == "dataset":
+        schema = pa.schema([field.with_type(_without_maps(field.type)) for field in schema])
+    return ExportPlan(options, folder, state, files, schema, num_rows, target)
 
 
 def _check_state(folder: RunFolder, state: RunState, options: Options) -> None:
@@ -107,6 +110,18 @@ def _pick(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
     if len(set(columns)) < len(columns) or not columns:
         raise ConfigError("--columns", f"{','.join(columns)!r}: name each column once, and at least one")
     return pa.schema([schema.field(name) for name in columns])
+
+
+def _without_maps(type_: pa.DataType) -> pa.DataType:
+    """`datasets` has no maps: they become lists of keys and values."""
+    if pa.types.is_map(type_):
+        parts = (("key", type_.key_type), ("value", type_.item_type))
+        return pa.list_(pa.struct([(name, _without_maps(part)) for name, part in parts]))
+    if pa.types.is_list(type_):
+        return pa.list_(type_.value_field.with_type(_without_maps(type_.value_type)))
+    if pa.types.is_struct(type_):
+        return pa.struct([child.with_type(_without_maps(child.type)) for child in type_])
+    return type_
 
 
 def shard_name(plan: ExportPlan, shard: int) -> str:

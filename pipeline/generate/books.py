@@ -18,7 +18,7 @@ from pipeline.generate.row_index import ID_COLUMNS, sum_duplicates
 from pipeline.input.ids import ID_MODULUS, sum_outputs
 from pipeline.input.plan import InputPlan
 from pipeline.report.figures import last_sign_of_life
-from pipeline.schema import OUTPUT_SCHEMA, list_columns
+from pipeline.schema import CHOICE, OUTPUT_SCHEMA, Asked, list_columns, score_schema
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import Phase, RunState, Session
 
@@ -46,7 +46,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequenc
             "files": list_files(planned.input),
             "documents": planned.input.num_documents,
         },
-        "columns": list_columns(output_schema(planned.input)),
+        "columns": list_columns(output_schema(planned.input, planned.config.sampling)),
         "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": began, "ended_at": None}],
         "retries": earlier.get("retries", []) if earlier else [],
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
@@ -103,6 +103,7 @@ def refuse_open_books(folder: RunFolder, state: RunState, check: Check) -> None:
         )
 
 
-def output_schema(plan: InputPlan) -> pa.Schema:
+def output_schema(plan: InputPlan, asked: Asked) -> pa.Schema:
     """The columns of the data files."""
-    return pa.schema([*OUTPUT_SCHEMA, *plan.carried_schema])
+    choice = [pa.field(CHOICE, pa.string())] if plan.has_choices else []
+    return pa.schema([*OUTPUT_SCHEMA, *score_schema(asked), *choice, *plan.carried_schema])

@@ -31,6 +31,7 @@ class AnswerRow(TypedDict):
     source_id: NotRequired[str]
     sample: NotRequired[int]
     is_chat: NotRequired[bool]
+    openai_choice: NotRequired[str | None]
     samples: NotRequired[int]
     """Answers that its line asked for."""
 
@@ -53,9 +54,12 @@ def answer_line(rows: Sequence[AnswerRow], model: str) -> dict[str, Json]:
 
 
 def _choice(row: AnswerRow, index: int, is_chat: bool) -> dict[str, Json]:
-    text = row["generated_text"]
+    text, logprobs = row["generated_text"], None
+    if (choice := row.get("openai_choice")) is not None:
+        part: dict[str, Json] = json.loads(choice)
+        text, logprobs = str(part["text"]), part["logprobs"]
     said: dict[str, Json] = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    return {"index": index, **said, "logprobs": None, "finish_reason": row["finish_reason"]}
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
 
 
 def error_line(row: AnswerRow) -> dict[str, Json]:

@@ -14,7 +14,7 @@ from pipeline.generate.openai_answers import AnswerRow, Gathered, answer_line, e
 from pipeline.input.expansion import Expansion
 from pipeline.input.openai_rows import CHAT_URL, line_samples
 from pipeline.input.row import RowError
-from pipeline.schema import SAMPLE, SOURCE_ID
+from pipeline.schema import CHOICE, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 from pipeline.units import Json
@@ -101,7 +101,8 @@ def _rows(folder: RunFolder, status: str, samples: int) -> Iterator[AnswerRow]:
     for path in folder.data_files(status):
         with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
             names = file.schema_arrow.names
-            wanted = [*COLUMNS, *(("url",) if "url" in names else ()), *(SOURCES if SOURCE_ID in names else ())]
+            own = [name for name in ("url", CHOICE) if name in names]
+            wanted = [*COLUMNS, *own, *(SOURCES if SOURCE_ID in names else ())]
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=wanted):
                 for row in batch.to_pylist():
                     row["is_chat"] = row.pop("url", None) == CHAT_URL

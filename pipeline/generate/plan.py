@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, start_ray
-from pipeline.config import JobConfig, ModelConfig
+from pipeline.config import ConfigError, JobConfig, ModelConfig
 from pipeline.generate.chat import find_chat_template, used_chat_template
 from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint
@@ -22,7 +22,7 @@ from pipeline.input.expansion import LINES_BEFORE, LINES_NOW, Expansion
 from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.prompting import Prompter, unknown_names
-from pipeline.schema import PROMPT
+from pipeline.schema import PROMPT, score_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from pipeline.units import Note, count
@@ -78,6 +78,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, note, sum_ids=index_all or not is_finished)
     plan = plan_input(listing, scans, config.input)
+    check_score_columns(plan, config)
     id_sum = sum_input(plan, scans, config.input)
     note(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
     columns = {name for scan in scans for name in scan.columns} | ({PROMPT} if listing.format == "text" else set())
@@ -101,6 +102,14 @@ def lines_of(earlier: RunState | None) -> int:
     """How the run in the folder reads OpenAI batch lines."""
     lines = earlier["fingerprint"].get("input.lines", LINES_BEFORE) if earlier is not None else LINES_NOW
     return lines if isinstance(lines, int) else LINES_NOW
+
+
+def check_score_columns(plan: InputPlan, config: JobConfig) -> None:
+    """ConfigError where a column of the input bears the name of one that the run adds."""
+    if taken := [name for name in score_schema(config.sampling).names if name in plan.extra_schema.names]:
+        raise ConfigError(
+            "input.path", f"the input has a column {taken[0]!r}, which this run writes itself; rename it in the input"
+        )
 
 
 def begun_in(earlier: RunState | None) -> str | None:

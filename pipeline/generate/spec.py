@@ -1,7 +1,10 @@
 """From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows, files."""
 
+from dataclasses import replace
+
 from actors.generator import GeneratorConfig
-from pipeline.checkpoint import worker_path
+from pipeline.checkpoint import ResolvedModel, worker_path
+from pipeline.cluster import Pool
 from pipeline.config import JobConfig
 from pipeline.estimate.forecast import window_rows
 from pipeline.generate.dataset import PipelineSpec
@@ -19,53 +22,65 @@ MAX_FILES = 10_000  # output files of one status, for large corpora; more where 
 
 def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """With the settled dtype, so that all workers and sessions decode alike."""
-    config, model, pool = planned.config, planned.model, planned.pool
-    source = worker_path(model.source, model.folder)
-    own = config.model.tokenizer
-    tokenizer = own and worker_path(own, resolve_source(own, "model.tokenizer"))
-    s = config.sampling
-    sampling = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos)
-    batch_size = config.actors.batch_size
-    generator = GeneratorConfig(
-        source=source,
-        tokenizer=tokenizer,
-        decode=model.decode,
-        prefill=config.prefill.method,
-        dtype=planned.dtype,
-        quantization=config.model.quantization,
-        device="cuda" if pool.num_gpus else "cpu",
-        num_threads=pool.num_threads,
-        batch_size=None if batch_size == "auto" else batch_size,
-        length_buckets=config.actors.length_buckets,
-        deterministic=s.deterministic,
-        baseline_fraction=config.baseline.fraction,
-        shares_prefixes=shares_prefixes(config, planned.earlier),
-        memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
-    )
+    config, pool = planned.config, planned.pool
+    shares = shares_prefixes(config, planned.earlier)
+    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction, shares)
+    tokens = replace(tokens, chat_url=chat_url(planned.input.listing.format), has_choices=planned.input.has_choices)
     return PipelineSpec(
         input=config.input,
         plan=work.plan,
         done=work.done,
         prompter=planned.prompter,
-        tokenize=tokenize_config(config, tokenizer or source, model.config, sampling, planned.input.listing.format),
+        tokenize=tokens,
         generator=generator,
         pool=pool,
         window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),
     )
 
 
+def make_stages(
+    config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float, shares: bool
+) -> tuple[TokenizeConfig, GeneratorConfig]:
+    """What the tasks that tokenise and the workers are told; `dtype`: settled."""
+    source = worker_path(model.source, model.folder)
+    own = config.model.tokenizer
+    tokenizer = own and worker_path(own, resolve_source(own, "model.tokenizer"))
+    s = config.sampling
+    sampling = Sampling(
+        s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos, s.logprobs, s.prompt_logprobs
+    )
+    batch_size = config.actors.batch_size
+    generator = GeneratorConfig(
+        source=source,
+        tokenizer=tokenizer,
+        decode=model.decode,
+        prefill=config.prefill.method,
+        dtype=dtype,
+        quantization=config.model.quantization,
+        device="cuda" if pool.num_gpus else "cpu",
+        num_threads=pool.num_threads,
+        batch_size=None if batch_size == "auto" else batch_size,
+        length_buckets=config.actors.length_buckets,
+        deterministic=s.deterministic,
+        baseline_fraction=baseline_fraction,
+        shares_prefixes=shares,
+        memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
+    )
+    return tokenize_config(config, tokenizer or source, model.config, sampling), generator
+
+
 def tokenize_config(
-    config: JobConfig, source: str, model: DecoderConfig, sampling: Sampling, format: str
+    config: JobConfig, source: str, model: DecoderConfig, sampling: Sampling, format: str = ""
 ) -> TokenizeConfig:
     """`source`: of the tokenizer; `format`: of the input."""
     return TokenizeConfig(
-        source,
-        model,
-        sampling,
-        config.input.too_long,
-        chat=config.input.is_chat,
-        chat_url=CHAT_URL if format == "openai_batch" else None,
+        source, model, sampling, config.input.too_long, chat=config.input.is_chat, chat_url=chat_url(format)
     )
+
+
+def chat_url(format: str) -> str | None:
+    """How rows of that format say that they are chats."""
+    return CHAT_URL if format == "openai_batch" else None
 
 
 def rows_per_file(num_rows: int, window_rows: int) -> int | None:

@@ -128,9 +128,8 @@ def _start_helpers(
 
 def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, work: Work) -> RunSink:
     rows = rows_per_file(work.num_left, spec.window_rows)
-    return RunSink(
-        folder.filesystem, folder.root, session, output_schema(spec.plan), rows, work.place, sum_ids=sum_outputs
-    )
+    schema = output_schema(spec.plan, spec.tokenize.sampling)
+    return RunSink(folder.filesystem, folder.root, session, schema, rows, work.place, sum_ids=sum_outputs)
 
 
 def _end_session(

@@ -15,7 +15,19 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.input.ids import OUTPUT_ENTRY, output_entries
-from pipeline.schema import ERROR_CODES, OUTPUT_SCHEMA, PROMPT, SAMPLE, SOURCE_ID, list_columns, type_words
+from pipeline.schema import (
+    CHOICE,
+    ERROR_CODES,
+    LOGPROBS,
+    LOGPROBS_TYPE,
+    OUTPUT_SCHEMA,
+    PROMPT,
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    SOURCE_ID,
+    list_columns,
+    type_words,
+)
 
 BATCH_ROWS = 4096
 NUM_SHOWN = 20  # problems of each kind that are told; the rest is counted
@@ -137,7 +149,14 @@ def contradictions(batch: pa.RecordBatch, status: str) -> list[tuple[str, NDArra
     if status == "ok":
         checks.append(("error_code of a good row", where(pc.not_equal(batch["error_code"], ""))))
         checks.append(("error_message of a good row", where(pc.not_equal(batch["error_message"], ""))))
-        checks.append(("no token in a good row", where(pc.equal(length, 0))))
+        is_bare = pc.equal(length, 0)
+        for name in (PROMPT_LOGPROBS, CHOICE):  # a prompt that was scored alone, or given back alone
+            is_bare = pc.and_(is_bare, pc.is_null(batch[name])) if name in names else is_bare
+        checks.append(("no token in a good row", where(is_bare)))
+        for name, count in ((LOGPROBS, "num_generated_tokens"), (PROMPT_LOGPROBS, "num_input_tokens")):
+            if pa.field(name, LOGPROBS_TYPE) in batch.schema:
+                is_other = pc.not_equal(pc.list_value_length(batch[name]), batch[count])
+                checks.append((f"{name} are not one for each token", where(pc.fill_null(is_other, True))))
         checks.append(("prompt is null in a good row", where(pc.is_null(batch[PROMPT]))))
     else:
         is_known = pc.is_in(batch["error_code"], pa.array(sorted(ERROR_CODES)))

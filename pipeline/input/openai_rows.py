@@ -17,6 +17,7 @@ from pipeline.openai_params import (
     MAX_TOKEN_ID,
     BadParameter,
     chat_sampling_parameters,
+    choice_parameters,
     is_int,
     is_token_list,
     sampling_parameters,
@@ -125,8 +126,12 @@ def _sampling(body: JsonObject, is_chat: bool, expansion: Expansion) -> str | No
     mine = _IGNORED_KEYS | {"messages" if is_chat else "prompt"}
     if expansion.lines > LINES_BEFORE:
         mine |= {"n"}
+    has_choices = expansion.lines > LINES_BEFORE and not is_chat
     try:
-        own = chat_sampling_parameters(body, mine) if is_chat else sampling_parameters(body, mine)
+        wishes = choice_parameters(body) if has_choices else {}
+        mine |= {"logprobs", "echo"} if has_choices else set()
+        mine |= {"max_tokens"} if "max_new_tokens" in wishes else set()
+        own = {**(chat_sampling_parameters(body, mine) if is_chat else sampling_parameters(body, mine)), **wishes}
     except BadParameter as error:
         raise RowError(BAD_PARAMETERS, f"body.{error}") from error
     samples = line_samples(body, expansion) or expansion.samples

@@ -44,6 +44,7 @@ class InputPlan:
     etags: tuple[str | None, ...]  # per file
     num_bytes_per_file: tuple[int, ...]  # of the documents in memory, about
     has_sources: bool  # its rows say which document they come from
+    has_choices: bool  # some line asks for more than text
     extra_schema: pa.Schema
     json_columns: frozenset[str]
     duplicates: tuple[Rows, ...]  # per file, sorted
@@ -116,6 +117,7 @@ def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig)
         etags=tuple(scan.etag for scan in scans),
         num_bytes_per_file=tuple(scan.num_bytes for scan in scans),
         has_sources=listing.expansion.is_on or sum(num_rows) > sum(documents),
+        has_choices=any(scan.has_choices for scan in scans),
         extra_schema=schema,
         json_columns=json_columns,
         duplicates=tuple(np.empty(0, np.int64) for _ in scans),

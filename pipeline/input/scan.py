@@ -35,6 +35,7 @@ from pipeline.input.parquet_columns import (
     without_views,
 )
 from pipeline.input.row import BLOCK_BYTES, Row
+from pipeline.openai_logprobs import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
 
@@ -57,6 +58,7 @@ class FileScan:
     first_error: str | None = None
     id_sum: int | None = None  # `ids.sum_digests` of its rows, where it was asked for
     num_chats: int = 0  # OpenAI batch lines that are conversations
+    has_choices: bool = False  # some of them ask for more than text (`schema.CHOICE`)
     counts: NDArray[np.int32] | None = None  # rows of each document, where these differ and a limit may cut the file
 
 
@@ -88,7 +90,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
     columns, expansion = _Columns(listing.format, header, config), listing.expansion
     digests, counts = bytearray(), array("i")
     num_bytes = num_own_ids = num_chats = 0
-    first_error = None
+    first_error, has_choices = None, False
     with open_stream(listing.filesystem, file) as stream:
         rows = iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes, expansion)
         for row in islice(rows, config.limit):
@@ -98,6 +100,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
             columns.add(row)
             num_own_ids += row.id is not None
             num_chats += row.messages is not None
+            has_choices = has_choices or asks_for_choice(row.sampling)
             if is_indexed:
                 for id in expansion.ids(row.id or made_id(file, row.number), row.samples):
                     digests += digest_id(id)
@@ -119,6 +122,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
         is_batch=sniff_batch(listing.filesystem, file) if is_json else None,
         first_error=first_error,
         num_chats=num_chats,
+        has_choices=has_choices,
         counts=None if is_even or config.limit is None else per_document,
     )
     return scan, np.frombuffer(bytes(digests), dtype=DIGEST)

@@ -6,26 +6,23 @@ How a chat is written: `chat`.
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NotRequired, TypeAlias, TypedDict, cast
 
 from actors.engine import Progress
 from actors.text_stream import TextStream
+from pipeline.openai_logprobs import (
+    Decode,
+    LogprobsBody,
+    TextOffsets,
+    add_logprob,
+    add_prompt,
+    empty_logprobs,
+)
 from pipeline.service.parse import AskedRequest
-from skipdecode.request import Request, TokenLogprobs
-from skipdecode.sampling import INCOMPLETE
+from skipdecode.request import Request
 
-Decode = Callable[[Sequence[int]], str]
 DONE = b"data: [DONE]\n\n"
-
-
-class LogprobsBody(TypedDict):
-    """One entry per token."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
 
 
 class ChatLogprob(TypedDict):
@@ -110,7 +107,7 @@ class Choice:
             text += piece
             pieces.append((piece, progress.layers[number]))
             if logprobs is not None:
-                self._add_logprob(logprobs, token, progress.logprobs[number], self._offsets.next(token))
+                add_logprob(logprobs, token, progress.logprobs[number], self._offsets.next(token), self._decode)
         self.tokens += progress.tokens
         self.layers += progress.layers
         if progress.finish_reason is not None:
@@ -135,52 +132,8 @@ class Choice:
         text = self._decode(self.request.prompt_tokens)
         self._offsets = TextOffsets(self._decode, len(text))
         if logprobs is not None:
-            self._add_prompt(logprobs, progress)
+            add_prompt(logprobs, self.request.prompt_tokens, progress.prompt_logprobs, self._decode)
         return text
-
-    def _add_prompt(self, logprobs: LogprobsBody, progress: Progress) -> None:
-        offsets = TextOffsets(self._decode)
-        for number, token in enumerate(self.request.prompt_tokens):
-            scored = progress.prompt_logprobs[number - 1] if number else None  # nothing comes before the first
-            self._add_logprob(logprobs, token, scored, offsets.next(token))
-
-    def _add_logprob(self, to: LogprobsBody, token: int, scored: TokenLogprobs | None, offset: int) -> None:
-        top: dict[str, float] | None = None
-        if scored is not None:
-            top = {}
-            # likeliest first, and the token itself in any case; of tokens with one text the likelier counts
-            for other, logprob in [*scored.top, (token, scored.logprob)]:
-                top.setdefault(token_name(other, self._decode), logprob)
-        to["tokens"].append(token_name(token, self._decode))
-        to["text_offset"].append(offset)
-        to["token_logprobs"].append(None if scored is None else scored.logprob)
-        to["top_logprobs"].append(top)
-
-
-class TextOffsets:
-    """Where each token of a text begins, in characters; the parts of one character all begin where it does."""
-
-    def __init__(self, decode: Decode, start: int = 0) -> None:
-        self._decode, self._num_chars = decode, start
-        self._tokens: list[int] = []  # parts of a character so far
-
-    def next(self, token: int) -> int:
-        self._tokens.append(token)
-        begin, text = self._num_chars, self._decode(self._tokens)
-        if not text.endswith(INCOMPLETE):
-            self._num_chars += len(text)
-            self._tokens = []
-        return begin
-
-
-def empty_logprobs() -> LogprobsBody:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def token_name(token: int, decode: Decode) -> str:
-    """A token's own text; `token_id:7` where it has none (special tokens, parts of a character)."""
-    text = decode([token])
-    return f"token_id:{token}" if not text or INCOMPLETE in text else text
 
 
 def merged(entries: Sequence[ChoiceBody]) -> ChoiceBody:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import NotRequired, TypedDict
 
 from actors.engine import Progress
-from pipeline.service.answers import ChatLogprob, Choice, ChoiceBody, Decode, Logprobs, Usage, token_name, usage
+from pipeline.openai_logprobs import Decode, token_name
+from pipeline.service.answers import ChatLogprob, Choice, ChoiceBody, Logprobs, Usage, usage
 from pipeline.service.parse import AskedRequest, ChatRequest
 from skipdecode.request import Request, TokenLogprobs
 

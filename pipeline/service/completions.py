@@ -10,8 +10,9 @@ from contextlib import aclosing
 from typing import Protocol
 
 from actors.engine import Progress
+from pipeline.openai_logprobs import Decode
 from pipeline.service import errors
-from pipeline.service.answers import DONE, Choice, ChoiceBody, Decode, Envelope, event, is_news, merged, usage
+from pipeline.service.answers import DONE, Choice, ChoiceBody, Envelope, event, is_news, merged, usage
 from pipeline.service.endpoint import Answering, Endpoint
 from pipeline.service.errors import ApiError
 from pipeline.service.parse import AskedRequest, CompletionRequest

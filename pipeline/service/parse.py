@@ -8,6 +8,7 @@ from typing import Final
 from actors.chat_template import Message, MessagesError, check_messages
 from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.openai_params import (
+    MAX_LOGPROBS,
     BadParameter,
     SamplingParameters,
     chat_sampling_parameters,
@@ -19,7 +20,6 @@ from pipeline.openai_params import (
 from pipeline.service.errors import ApiError, bad_parameter
 from pipeline.units import Json
 
-MAX_LOGPROBS: Final = 5  # OpenAI
 MAX_CHAT_LOGPROBS: Final = 20  # OpenAI
 MAX_ID_CHARS: Final = 512
 _CHAT_FLAGS: Final = ("stream", "return_token_ids", "return_layers")

@@ -72,13 +72,17 @@ class DecodeStage:
     def __call__(self, table: pa.Table) -> pa.Table:
         """A window of rows, as `tokenize` leaves them, with what was generated for each; packed."""
         with self._hand:
-            window = Window.of(table, self._sampling)
+            window = self.window(table)
             self._parts.num_windows += 1
             self._sharing.began()
             self._parts.count(time.time(), window.num_failed, window.num_failed)
             done, num_failed = window.answered(self._walk.answers(window.requests))
             self._ledger.finished.remote(self.worker, window.name, window.ids, num_failed)
             return pack(done)
+
+    def window(self, table: pa.Table) -> Window:
+        """What of a table is to be decoded."""
+        return Window.of(table, self._sampling)
 
     def _load(self, config: GeneratorConfig) -> Decoder:
         try:

@@ -11,9 +11,12 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from pipeline.openai_logprobs import asks_for_choice
 from pipeline.schema import (
     BAD_PARAMETERS,
+    CHOICE,
     ENGINE_ERROR,
     OUTPUT_SCHEMA,
     PROMPT,
@@ -23,7 +26,9 @@ from pipeline.schema import (
     PROMPT_TOO_LONG,
     SAMPLING,
     STATUS,
+    score_schema,
 )
+from pipeline.stages.choices import NOT_SAMPLING, choice_of
 from skipdecode.config import DecoderConfig
 from skipdecode.sampling import Sampling, cut_at_stop
 from skipdecode.tokenizer import Tokenizer
@@ -39,6 +44,8 @@ def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
     own = json.loads(overrides)
     if "stop" in own:
         own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
+    for name in NOT_SAMPLING:
+        own.pop(name, None)
     return replace(base, **own)
 
 
@@ -52,6 +59,8 @@ class TokenizeConfig:
     """Whether the chat template has made the prompts, which bring their special tokens then."""
     chat_url: str | None = None
     """Rows whose column `url` says this are such prompts; None: none of them."""
+    has_choices: bool = False
+    """Some rows ask for more than text (`schema.CHOICE`)."""
 
     def is_rendered(self, table: pa.Table) -> list[bool]:
         """Per row: whether its prompt brings its special tokens."""
@@ -179,14 +188,19 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
     names = ("generated_tokens", "layers_run", "ffns_run", "finish_reason", "error_code", "error_message")
     tokens, layers, ffns, reasons, codes, messages = (table[name].to_pylist() for name in names)
     texts = [""] * len(codes)
+    choices: list[str | None] = [None] * len(codes)
+    prompts = table[PROMPT_TOKENS].to_pylist() if config.has_choices else []
     for row, own in enumerate(table[SAMPLING].to_pylist()):
         try:
             text = tokenizer.decode(tokens[row])
             stop = row_sampling(config.sampling, own).stop if reasons[row] == "stop" else ()
             texts[row] = cut_at_stop(text, stop)
+            if config.has_choices and not codes[row] and asks_for_choice(own):
+                choices[row] = choice_of(own, prompts[row], tokens[row], texts[row], tokenizer.decode)
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             codes[row], messages[row] = ENGINE_ERROR, describe(error)
             tokens[row], layers[row], ffns[row], reasons[row] = [], 0, 0, "error"
+    scores = score_schema(config.sampling)
     columns = {
         "generated_text": pa.array(texts, pa.string()),
         "generated_tokens": pa.array(tokens, TOKENS),
@@ -198,7 +212,11 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
         "error_message": pa.array(messages, pa.string()),
         STATUS: pa.array(["failed" if code else "ok" for code in codes], pa.string()),
     }
-    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *extra_names, STATUS])
+    is_good = pa.array([not code for code in codes])
+    columns |= {name: pc.if_else(is_good, table[name], None) for name in scores.names}
+    columns |= {CHOICE: pa.array(choices, pa.string())} if config.has_choices else {}
+    added = [*scores.names, *([CHOICE] if config.has_choices else ())]
+    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *added, *extra_names, STATUS])
 
 
 def with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:

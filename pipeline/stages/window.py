@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from actors.generator import Answer, RowFailure
+from pipeline.openai_logprobs import asks_for_choice
 from pipeline.schema import ID, PROMPT_TOKENS, SAMPLING
+from pipeline.stages.choices import with_scores
+from pipeline.stages.scores import score_columns
 from pipeline.stages.tokens import TOKENS, row_sampling, with_columns
-from skipdecode.generate import Request
+from skipdecode.generate import Completion, Request
 from skipdecode.sampling import Sampling
 
 
@@ -24,6 +27,8 @@ class Window:
     """Places in the table of the rows that can be decoded; the others have failed before."""
     requests: list[Request]
     """One for each of `rows`."""
+    sampling: Sampling
+    """Of the run."""
 
     @classmethod
     def of(cls, table: pa.Table, sampling: Sampling) -> "Window":
@@ -31,8 +36,8 @@ class Window:
         ids, tokens, own = (table[name].to_pylist() for name in (ID, PROMPT_TOKENS, SAMPLING))
         codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
         rows = [row for row, code in enumerate(codes) if not code]
-        requests = [Request(ids[row], tokens[row], row_sampling(sampling, own[row])) for row in rows]
-        return cls(table, f"{ids[0]} {messages[0]}", rows, requests)
+        requests = [make_request(ids[row], tokens[row], row_sampling(sampling, own[row])) for row in rows]
+        return cls(table, f"{ids[0]} {messages[0]}", rows, requests, sampling)
 
     @property
     def ids(self) -> list[str]:
@@ -50,12 +55,14 @@ class Window:
         codes, messages = self.table["error_code"].to_pylist(), self.table["error_message"].to_pylist()
         tokens: list[list[int]] = [[] for _ in range(count)]
         reasons, layers, ffns = ["error"] * count, [0] * count, [0] * count
+        completions: list[Completion | None] = [None] * count
         for row, answer in zip(self.rows, answers, strict=True):
             if isinstance(answer, RowFailure):
                 codes[row], messages[row] = answer.error_code, answer.error_message
             else:
                 tokens[row], reasons[row] = answer.tokens, answer.finish_reason
                 layers[row], ffns[row] = answer.layers_run, answer.ffns_run
+                completions[row] = answer
         columns = {
             "generated_tokens": pa.array(tokens, TOKENS),
             "num_generated_tokens": pa.array([len(made) for made in tokens], pa.int32()),
@@ -65,4 +72,15 @@ class Window:
             "error_code": pa.array(codes, pa.string()),
             "error_message": pa.array(messages, pa.string()),
         }
+        columns |= score_columns(self.sampling, completions)
+        own = self.table[SAMPLING].to_pylist()
+        for row, completion in enumerate(completions):
+            if completion is not None and asks_for_choice(own[row]):
+                own[row] = with_scores(own[row], completion)
+        columns[SAMPLING] = pa.array(own, pa.string())
         return with_columns(self.table, columns), sum(bool(code) for code in codes)
+
+
+def make_request(id: str, tokens: list[int], sampling: Sampling) -> Request:
+    """With what is asked for beside tokens."""
+    return Request(id, tokens, sampling, sampling.logprobs, sampling.prompt_logprobs)

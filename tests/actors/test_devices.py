@@ -5,6 +5,7 @@ The CUDA back end runs with torch's operators on the CPU, and says that it is a 
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from actors.batches import EngineConfig
 from actors.devices import DeviceMemory, is_lost
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
+from skipdecode.cohort import has_room
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.families import released
 from skipdecode.generate import Request, generate
@@ -73,7 +75,7 @@ def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeyp
     """A few bytes more or less from run to run must not make other shapes; full depth has to fit, too."""
     made = build(tiny_checkpoint, batch_size=None, baseline_fraction=0.5)
     monkeypatch.setattr(made, "device", torch.device("cuda"))
-    per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=32, num_new=12, itemsize=4)
+    per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=47, num_new=12, itemsize=4)
     sizes = set()
     for rows in (1, 2, 5, 30, 47, 50, 63, 300, 9000):
         monkeypatch.setattr(made, "_cache_share", lambda rows=rows: per_row * rows)
@@ -82,6 +84,19 @@ def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeyp
         sizes.add(size)
     assert sizes == {1, 2, 4, 24, 32, 48, 256}
     assert sizes <= set(ladder(256))
+
+
+@pytest.mark.usefixtures("_on_graphs")
+def test_automatic_rows_fit_the_memory_of_graphs(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last byte, columns rounded up: else every batch would be tried in vain, and halved."""
+    for room in (150_000, 200_000, 333_333, 1_000_001):
+        made = build(tiny_checkpoint, batch_size=None, length_buckets=(29,), baseline_fraction=1.0)
+        monkeypatch.setattr(made, "device", SimpleNamespace(type="cuda"))
+        made.graphs = StepGraphs(made.model, room)
+        size = made.batch_size(29, 12)
+        for schedule in (made.schedule(12), made.full):
+            assert has_room(made.graphs, schedule, size, 29, 12)
+        assert not has_room(made.graphs, made.full, 2 * size, 29, 12)
 
 
 # Lost devices

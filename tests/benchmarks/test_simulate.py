@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.simulate import RESULT, StepTimes
 from benchmarks.simulation import SHARES, Plan, Simulation, simulate
+from skipdecode.step_model import Workload
 
 TIMES = StepTimes(step_s=0.01, step_row_s=0.0, prompt_token_s=0.0).batch_s
 CALM = Plan(
@@ -32,6 +33,17 @@ def test_step_times_are_fitted_to_what_was_measured() -> None:
     assert (times.step_row_s, times.step_s) == pytest.approx((per_row, per_step), rel=1e-6), "least squares"
     with pytest.raises(SystemExit, match="two batch sizes"):
         StepTimes.from_result(RESULT, "no such schedule")
+
+
+def test_step_times_of_a_gpu_are_predicted() -> None:
+    """OPT-1.3B on an H100: about 1 ms for the weights, and 512 columns of keys and values of each row; half at 2x."""
+    work = Workload(prompt_tokens=256, new_tokens=512)
+    full = StepTimes.of_gpu("h100", "opt-1.3b", "full", work)
+    fast = StepTimes.of_gpu("h100", "opt-1.3b", "skipdecode 2", work)
+    assert full.step_s == pytest.approx(1.05e-3, rel=0.1)
+    assert full.step_row_s == pytest.approx(512 * 2 * 24 * 2048 * 2 / (0.8 * 3.35e12), rel=0.1)
+    assert 1.7 < full.step_row_s / fast.step_row_s < 2.2
+    assert full.prompt_token_s == pytest.approx(2 * 1.2e9 / (0.6 * 989e12), rel=0.2)
 
 
 @pytest.mark.parametrize("workers", [1, 4])

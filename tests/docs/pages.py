@@ -3,6 +3,8 @@
 Markdown is read by a few rules that these pages keep to, not by a parser. Left out: what is right or wrong with them.
 """
 
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -103,3 +105,19 @@ def slug(heading: str) -> str:
 def anchors(path: Path) -> set[str]:
     text = FENCE.sub("\n", path.read_text(encoding="utf-8"))
     return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+def run_blocks(page: str) -> int:
+    """Runs the Python blocks of a page in one namespace; gives how many there are."""
+    blocks = FENCE.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    names: dict[str, object] = {"__name__": "example"}
+    for number, (language, text) in enumerate(blocks):
+        if language != "python":
+            continue
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            exec(compile(text, f"docs/{page}", "exec"), names)
+        kind, wanted = blocks[number + 1]
+        assert kind == "", f"{page}: an example needs to show what it prints"
+        assert shown.getvalue() == wanted, shown.getvalue()
+    return sum(language == "python" for language, _ in blocks)

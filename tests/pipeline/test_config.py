@@ -90,7 +90,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     assert config["model"] == {"source": "models/opt-e2e", "tokenizer": None, "dtype": "auto", "quantization": None}
     assert config["sampling"] == {
         "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
-        "ignore_eos": False, "deterministic": False, "n": 1,
+        "ignore_eos": False, "deterministic": False, "logprobs": None, "prompt_logprobs": False, "n": 1,
     }  # fmt: skip
     assert config["input"] == {
         "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,

@@ -1,6 +1,7 @@
 """Heads of prompts that are run once: the tokens of prompts run alone, for any mix, method, family and back end."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.cohort import Cohort, allocate_cache, pad_prompts
+from skipdecode.config import Quantization
 from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
@@ -18,7 +20,7 @@ from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPre
 from skipdecode.prefix import Sharing, share
 from skipdecode.speculative import generate_lossless
 from skipdecode.step_graphs import StepGraphs
-from tests.support.cpu_backends import NAMES, forced
+from tests.support.cpu_backends import KINDS, NAMES, forced
 from tests.support.graphs import cpu_as_cuda
 from tests.support.shared_prompts import LAYERS as L
 from tests.support.shared_prompts import grouped_prompts, llama, opt, random_decoder, requests_of
@@ -126,20 +128,22 @@ def test_heads_of_heads_change_no_token(any_backend: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "avx2"])
-def test_where_layers_are_kernels_no_bit_changes(name: str, family: str) -> None:
-    """So bfloat16 makes the same tokens, too."""
+@pytest.mark.parametrize(("name", "dtype", "quantization"), KINDS)
+def test_where_layers_are_kernels_no_bit_changes(
+    name: str, dtype: torch.dtype, quantization: Quantization | None, family: str
+) -> None:
+    """Logits are equal to the last bit, so bfloat16 draws the same tokens, too."""
     with forced(name):
-        model, (prompts, marks) = decoder(name, family, None, torch.bfloat16), nested()
-        if not model.is_fused:
-            pytest.skip("products of bfloat16 are oneDNN's here")
-        requests, schedule = requests_of(prompts, [9], temperature=1.0), FullDepth(L)
-        whole, parts = (Cohort(model, requests, schedule, sharing=s) for s in (None, share(prompts, marks)))
+        model, (prompts, marks) = random_decoder(CONFIGS[family](), dtype).pack(quantization), nested()
+        assert model.is_fused
+        requests = [replace(request, top_logprobs=3) for request in requests_of(prompts, [7], temperature=1.0)]
+        whole, parts = (Cohort(model, requests, FullDepth(L), sharing=s) for s in (None, share(prompts, marks)))
         for cohort in (whole, parts):
             cohort.prefill()
             while not cohort.is_done:
                 cohort.step()
         assert [row.tokens for row in whole.rows] == [row.tokens for row in parts.rows]
+        assert [row.logprobs for row in whole.rows] == [row.logprobs for row in parts.rows]
 
 
 def bytes_of(columns: int, rows: int, family: str) -> int:

@@ -227,7 +227,6 @@ def test_more_plans_than_graphs_lose_the_midpoints(model: Decoder, monkeypatch: 
     assert graphs.rungs == (1, 2, 4, 8, 16, 32, 64)
     assert graphs.num_graphs == 5 * 7 <= 40 < 5 * len(ladder(64))
     assert graphs.rows_for(5) == 8
-    assert graphs.rows_within(63) == 32
 
 
 def test_graphs_are_bounded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

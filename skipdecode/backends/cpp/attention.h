@@ -96,6 +96,49 @@ template <> struct Head<bfloat16, 80> : Pairs<80> {};
 template <> struct Head<bfloat16, 96> : Pairs<96> {};
 template <> struct Head<bfloat16, 128> : Pairs<128> {};
 
+// Scores of `count` columns, and the largest of them and of `top`. Not inlined, here and below: sums may be reordered, and are
+// to be in one order for columns of a row's own and those it shares.
+template <typename T, int DIM>
+[[gnu::noinline]] void score_columns(int64_t count, int64_t dim, const float* x, const T* keys, const T* values,
+                                     float* scores, float* top) {
+  auto run = [&](const float* query) {
+    float most = *top;
+    for (int64_t s = 0; s < count; ++s) {
+      prefetch(values + s * dim, dim);
+      scores[s] = Head<T, DIM>::dot(query, keys + s * dim, dim);
+      most = scores[s] > most ? scores[s] : most;
+    }
+    *top = most;
+  };
+  if constexpr (DIM > 0) {
+    float query[DIM];  // in registers
+    std::memcpy(query, x, sizeof(query));
+    run(query);
+  } else {
+    run(x);
+  }
+}
+
+// Their values times their weights, added to `sum`, while what is behind `next` is on its way.
+template <typename T, int DIM>
+[[gnu::noinline]] void add_columns(int64_t count, int64_t dim, const float* weights, const T* values, const T* next,
+                                   float* sum_) {
+  auto run = [&](float* sum) {
+    for (int64_t s = 0; s < count; ++s) {
+      prefetch(next + s * dim, dim);
+      Head<T, DIM>::add(sum, weights[s], values + s * dim, dim);
+    }
+  };
+  if constexpr (DIM > 0) {
+    float sum[DIM];  // in registers
+    std::memcpy(sum, sum_, sizeof(sum));
+    run(sum);
+    std::memcpy(sum_, sum, sizeof(sum));
+  } else {
+    run(sum_);
+  }
+}
+
 // A thread's part of it, to be called by all threads of a parallel region, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
 // `places` [rows]: the row of the cache that each row has, where several may have one, whose keys and values are all there
@@ -126,15 +169,10 @@ void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const 
     auto run = [&](float* x, float* sum) {
       Head<T, DIM>::load_scaled(from, scale, dim, x);
       float top = -FLT_MAX;
-      auto score = [&](int64_t from_, int64_t to, const T* keys_, const T* values_) {
-        for (int64_t s = from_; s < to; ++s, keys_ += dim, values_ += dim) {
-          prefetch(values_, dim);
-          weights[s] = Head<T, DIM>::dot(x, keys_, dim);
-          top = weights[s] > top ? weights[s] : top;
-        }
-      };
-      if (before) score(0, before, shared->line<T>(shared->k, row, head, dim), shared->line<T>(shared->v, row, head, dim));
-      score(before, seen, keys, values);
+      if (before)
+        score_columns<T, DIM>(before, dim, x, shared->line<T>(shared->k, row, head, dim),
+                              shared->line<T>(shared->v, row, head, dim), weights.data(), &top);
+      score_columns<T, DIM>(own, dim, x, keys, values, weights.data() + before, &top);
       float total = 0.0f;
       for (int64_t s = 0; s < seen; ++s) {
         weights[s] = exp_of_negative(weights[s] - top);
@@ -145,12 +183,9 @@ void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const 
       for (int64_t d = 0; d < dim; ++d) sum[d] = 0.0f;
       if (before) {
         const T* line = shared->line<T>(shared->v, row, head, dim);
-        for (int64_t s = 0; s < before; ++s, line += dim) Head<T, DIM>::add(sum, weights[s], line, dim);
+        add_columns<T, DIM>(before, dim, weights.data(), line, line, sum);  // and nothing is fetched ahead
       }
-      for (int64_t s = 0; s < own; ++s) {
-        prefetch(next + s * dim, dim);
-        Head<T, DIM>::add(sum, weights[before + s], values + s * dim, dim);
-      }
+      add_columns<T, DIM>(own, dim, weights.data() + before, values, next, sum);
       Head<T, DIM>::store_scaled(sum, 1.0f / total, dim, made.data());
       put(row, head, made.data());
     };

@@ -352,6 +352,7 @@ def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
         ("runs=[{label: a, model: {model}, decode: [{method: full}, {method: unified}]}]", "runs.0.decode.1 (a): "),
         ("runs=[{label: a, model: {model}, decode: [{spedup: 2}]}]", "runs.0.decode.0.spedup: unknown key; did you"),
         ("runs=[{label: a, model: {model}, decode: [{speedup: fast}]}]", "runs.0.decode.0.speedup: "),
+        ("runs=[{label: a, model: {model}, decode: [{prefix: auto}]}]", "runs.0.decode.0.prefix (a): "),
         ("runs=[]", "runs: "),
         ("max_new_tokens=128", "sampling.max_new_tokens: 128 leaves no room"),
         ("output={model}/config.json/x", "output: "),

@@ -38,6 +38,9 @@ ODD: dict[str, pa.Array] = {
 }
 
 
+MAPS = pa.list_(pa.struct([("m", pa.map_(pa.string(), pa.int64()))]))
+
+
 def rows(first: int, columns: dict[str, pa.Array], is_good: bool = True) -> pa.Table:
     count = len(next(iter(columns.values())))
     made: dict[str, list[Any]] = {
@@ -170,6 +173,16 @@ def test_json_has_no_bytes_no_times_and_no_nan(tmp_path: Path, call: Call) -> No
         nothing,
         nothing | {"map": [], "raw": "", "real": 0.1},
     ]
+
+
+def test_a_data_set_has_lists_of_keys_and_values_for_maps(tmp_path: Path, call: Call) -> None:
+    make_run(tmp_path / "run", columns={"map": ODD["map"], "maps": pa.array([[{"m": [("k", 1)]}], None, []], MAPS)})
+    for format in ("dataset", "parquet"):
+        assert call(export, tmp_path / "run", "-o", tmp_path / format, "--format", format)[0] == 0
+    pairs = pq.read_table(tmp_path / "dataset/data")
+    assert pairs["map"].to_pylist()[:3] == [[{"key": "k", "value": 1}], None, []]
+    assert pairs["maps"].to_pylist()[:3] == [[{"m": [{"key": "k", "value": 1}]}], None, []]
+    assert pq.read_table(tmp_path / "parquet")["map"].to_pylist()[:3] == [[("k", 1)], None, []]
 
 
 @pytest.mark.parametrize(("which", "count"), [("failed", 3), ("all", 15)])

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.config import SamplingConfig
 from pipeline.generate.books import output_schema
 from pipeline.generate.verify_files import check_files
 from pipeline.input.read import read_file
@@ -53,7 +54,7 @@ def test_nested_columns_reach_the_data_files_unchanged_and_verify_knows_them(tmp
     plan = make_plan(config)
     folder = RunFolder.open(str(tmp_path / "run"))
     folder.fence("s1")
-    schema = output_schema(plan)
+    schema = output_schema(plan, SamplingConfig())
     sink = RunSink(folder.filesystem, folder.root, "s1", schema, None, stream="x")
     for number, block in enumerate(read_file(plan, 0, config, 2)):
         sink.write(finished(block), f"{number}")

@@ -124,9 +124,9 @@ def test_batch_bad_prompts(tmp_path: Path, prompt: Any, code: str, match: str) -
         ("ignore_eos", [1, 0, "true"]),
         ("n", [0, True, 1.0]),
         ("best_of", [2, True]),
-        ("echo", [True, 0, 1]),
+        ("echo", [0, 1]),
         ("stream", [True, 0]),
-        ("logprobs", [0, 1, 5]),
+        ("logprobs", [-1, 6, True, 1.0, "1"]),
         ("suffix", ["", "x"]),
         ("presence_penalty", [0.1, True, 10**400]),
         ("frequency_penalty", [-1]),
@@ -141,6 +141,20 @@ def test_batch_bad_parameters(tmp_path: Path, key: str, values: list[Any]) -> No
     for row in read_rows(write_jsonl(tmp_path / "a.jsonl", lines)):
         assert (row["error_code"], row["prompt"], row["_sampling"]) == ("bad_parameters", "x", None), row
         assert f"body.{key} " in row["error_message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "own"),
+    [
+        ({"logprobs": 2}, {"logprobs": 2}),
+        ({"echo": True}, {"echo": True}),
+        ({"logprobs": 0, "echo": True}, {"logprobs": 0, "echo": True, "prompt_logprobs": True}),
+        ({"max_tokens": 0, "echo": True, "seed": 3}, {"echo": True, "max_new_tokens": 0, "seed": 3}),
+    ],
+)
+def test_what_lines_ask_for_beside_text(tmp_path: Path, more: dict[str, Any], own: dict[str, Any]) -> None:
+    row = read_batch(tmp_path, batch_line({"prompt": "x", **more}))
+    assert (row["error_code"], json.loads(row["_sampling"])) == ("", own)
 
 
 @pytest.mark.parametrize(

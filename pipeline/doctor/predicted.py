@@ -1,0 +1,67 @@
+"""`doctor --gpu NAME`: what runs should cost on a GPU that is not at hand. Looks at nothing, starts nothing."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+from pipeline.config import ConfigError
+from pipeline.units import Json, Note
+from skipdecode.families import released
+from skipdecode.gpus import gpu_named
+from skipdecode.step_model import BANDWIDTH_REACHED, FLOPS_REACHED, MODELS, Prediction, Workload, predict_all
+
+COLUMNS = ("model", "schedule", "num_gpus", "rows", "ms_per_step", "tokens_per_s", "cost_per_million", "speedup")
+
+
+def predicted(
+    name: str, note: Note, prompt_tokens: int, new_tokens: int, *, price_per_hour: float | None = None
+) -> dict[str, Json]:
+    """The document; a table goes to `note`. Every row has that many prompt tokens, and makes as many new ones."""
+    try:
+        gpu = gpu_named(name)
+    except ValueError as error:
+        raise ConfigError("--gpu", str(error)) from error
+    if price_per_hour is not None:
+        gpu = replace(gpu, price_per_hour=price_per_hour)
+    if prompt_tokens < 1:
+        raise ConfigError("--prompt-tokens", f"{prompt_tokens} is below 1")
+    work = Workload(prompt_tokens, new_tokens)
+    longest = min(released(model).max_position_embeddings for model in MODELS)
+    if work.prompt_tokens + work.new_tokens > longest:
+        raise ConfigError(
+            "sampling.max_new_tokens", f"{work.new_tokens} and {prompt_tokens} prompt tokens are above {longest}"
+        )
+    rows = predict_all(gpu, [(model, released(model)) for model in MODELS], work)
+    missing = sorted(set(MODELS) - {row.model for row in rows})
+    note(f"{gpu.name}: predicted, not measured. {gpu.source}; {gpu.price_per_hour:g} $ an hour")
+    note(
+        f"prompts of {work.prompt_tokens} tokens, {work.new_tokens} new ones, bfloat16, steps as CUDA graphs; "
+        f"{BANDWIDTH_REACHED:.0%} of the bandwidth and {FLOPS_REACHED:.0%} of the products of the data sheet"
+    )
+    note(_line({column: column for column in COLUMNS}))
+    for row in rows:
+        note(_line(_shown(row)))
+    if any(row.num_gpus > 1 for row in rows):
+        note("more than one GPU: as if layers were split over them, which no run does yet; a model must fit one GPU")
+    for model in missing:
+        note(f"{model}: more than 8 of these GPUs")
+    return {
+        "gpu": asdict(gpu),
+        "measured": False,
+        "bandwidth_reached": BANDWIDTH_REACHED,
+        "flops_reached": FLOPS_REACHED,
+        "prompt_tokens": work.prompt_tokens,
+        "new_tokens": work.new_tokens,
+        "predictions": [asdict(row) for row in rows],
+        "do_not_fit": [*missing],
+    }
+
+
+def _shown(row: Prediction) -> Mapping[str, str]:
+    cells = asdict(row)
+    return {
+        column: f"{cells[column]:.2f}" if isinstance(cells[column], float) else str(cells[column]) for column in COLUMNS
+    } | {"tokens_per_s": f"{row.tokens_per_s:,.0f}", "cost_per_million": f"{row.cost_per_million:.3f}"}
+
+
+def _line(cells: Mapping[str, str]) -> str:
+    return "  ".join(cells[column].rjust(max(len(column), 14 if column in COLUMNS[:2] else 0)) for column in COLUMNS)

@@ -1,0 +1,130 @@
+"""`build_processor`: a function from a Ray `Dataset` to a `Dataset` with what was generated, lazy like any of Ray's.
+
+The stages are those of a run: tokenise, decode, finish, with the ledger that finds rows which kill their worker. There
+is no run folder, no report and no resume; whoever writes the rows sees to that. A bad row is a row with an error code.
+"""
+
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
+
+from pipeline.checkpoint import check_model, check_quantization
+from pipeline.cluster import STAGE_CPUS, find_pool, look_at_cluster
+from pipeline.config import JobConfig, build_config, load_config
+from pipeline.estimate.forecast import window_rows
+from pipeline.generate.chat import find_chat_template
+from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR
+from pipeline.generate.execution import FewBlocksAhead
+from pipeline.generate.fingerprint import shares_prefixes
+from pipeline.generate.plan import settle_numbers
+from pipeline.generate.spec import make_stages
+from pipeline.input.prompting import Prompter, compile_templates
+from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
+from pipeline.processor.stage import ProcessorStage, SilentCollector
+from pipeline.ray_internals import set_last_stage_cpus, use_policies, with_own_context
+from pipeline.stages.attempts import start_ledger
+from pipeline.units import Json
+
+logger = logging.getLogger(__name__)
+
+RowFunction: TypeAlias = Callable[[dict[str, Value]], dict[str, Value]]
+
+IGNORED: Final = (
+    "input.path", "input.format", "input.limit", "output", "baseline", "actors.share_leftovers",
+    "limits.max_failed_rows", "limits.max_line_bytes", "limits.no_progress_timeout_s",
+)  # fmt: skip
+"""Keys of a job that a stage has no use for, so that one file can serve both."""
+PREPARED_ROWS: Final = 1024  # a batch of rows to be tokenised
+
+
+class Processor:
+    """Made by `build_processor`; called with a `Dataset` as often as one likes."""
+
+    def __init__(
+        self, config: JobConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
+    ) -> None:
+        """ConfigError where the configuration or the checkpoint is wrong."""
+        self.config, self._preprocess, self._postprocess = config, preprocess, postprocess
+        if ignored := ignored_keys(config):
+            logger.warning("a stage has no use for these keys, and ignores them: %s", ", ".join(ignored))
+        self._model = check_model(config, logger.warning)
+        self._chat = find_chat_template(config, self._model) if config.input.is_chat else None
+        compile_templates(config.input)
+
+    def __call__(self, dataset: Dataset) -> Dataset:
+        """The rows of `dataset`, in any order, with the columns of a run. Nothing is decoded before they are asked for.
+
+        ConfigError where the cluster has no room for the workers, or a column that is known already is amiss.
+        """
+        config = self.config
+        schema = None if self._preprocess is not None else dataset.schema(fetch_if_missing=False)
+        if schema is not None:
+            check_columns(schema.names, config)
+        cluster = look_at_cluster()
+        pool = find_pool(config.actors, cluster)
+        device = "cuda" if pool.num_gpus else "cpu"
+        dtype, no_int8 = settle_numbers(config.model, None, device, cluster, pool)
+        check_quantization(config.model.quantization, self._model.config, dtype, device, no_int8)
+        shares = shares_prefixes(config, None)
+        tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0, shares=shares)
+        size = window_rows(config, pool.max_size, sys.maxsize, has_gpu=bool(pool.num_gpus))
+        ledger = start_ledger(config.limits.max_row_attempts, size, math.inf, 0)
+        # a small dataset cannot use all the tasks it may have, and need not
+        warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
+        few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * pool.max_size)
+        light = {"batch_format": "pyarrow", "zero_copy_batch": True, "num_cpus": STAGE_CPUS, "compute": few}
+
+        rows = with_own_context(dataset)
+        use_policies(rows.context, [FewBlocksAhead])  # else a corpus of short prompts waits in the driver
+        if self._preprocess is not None:
+            rows = rows.map(partial(merged, function=self._preprocess), num_cpus=STAGE_CPUS)
+        prompter = Prompter.of(config.input, "", self._chat, datetime.now(UTC))
+        keys = {"config": config, "tokens": tokens, "prompter": prompter}
+        rows = rows.map_batches(prepare, fn_kwargs=keys, batch_size=PREPARED_ROWS, **light)
+        rows = rows.repartition(target_num_rows_per_block=size, strict=True)
+        set_last_stage_cpus(rows, STAGE_CPUS)
+        rows = rows.map_batches(
+            ProcessorStage,
+            fn_constructor_args=(generator, tokens.sampling, SilentCollector(), ledger),
+            batch_size=size,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            compute=ActorPoolStrategy(min_size=pool.min_size, max_size=pool.max_size, max_tasks_in_flight_per_actor=2),
+            num_cpus=pool.num_cpus,
+            num_gpus=pool.num_gpus or None,
+        )
+        rows = rows.map_batches(finish_windows, fn_kwargs={"tokens": tokens}, batch_size=None, **light)
+        return rows if self._postprocess is None else rows.map(self._postprocess, num_cpus=STAGE_CPUS)
+
+
+def build_processor(
+    config: JobConfig | Mapping[str, Json] | str | Path,
+    preprocess: RowFunction | None = None,
+    postprocess: RowFunction | None = None,
+) -> Processor:
+    """A function from a Ray `Dataset` to a `Dataset`, as `ray.data.llm.build_processor` gives one.
+
+    `config`: what `jobs.generate` takes, as an object, a mapping or a YAML file. `preprocess`: row -> row; what it
+    gives is put over the row's columns. `postprocess`: row -> row; what it gives is the row that comes out, of failed
+    rows too. ConfigError where something is wrong: nothing was started.
+    """
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    elif not isinstance(config, JobConfig):
+        config = build_config(JobConfig, dict(config))
+    return Processor(config, preprocess, postprocess)
+
+
+def ignored_keys(config: JobConfig) -> list[str]:
+    """Of `IGNORED`, those that were set."""
+    given: dict[str, dict[str, Json]] = config.model_dump(exclude_unset=True)
+    names = {name for section, keys in given.items() for name in (section, *(f"{section}.{key}" for key in keys))}
+    return [key for key in IGNORED if key in names]

@@ -1,0 +1,165 @@
+"""Rows of a dataset as the stages take them, and what they leave as rows of a dataset again. Tables in, tables out.
+
+Ids are the dataset's own, or made of what the prompt is made of: the same in every run, and for equal prompts the same.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config import ConfigError, InputConfig, JobConfig
+from pipeline.input.columns import check_source, own_columns
+from pipeline.input.expand import Documents, expand
+from pipeline.input.expansion import Expansion
+from pipeline.input.parquet_columns import is_id_type, is_text_type, to_python, to_text
+from pipeline.input.plan import ROW_SCHEMA
+from pipeline.input.prompting import Prompter, check_templates, template_columns
+from pipeline.schema import (
+    BAD_LINE,
+    PROMPT,
+    PROMPT_MISSING,
+    PROMPT_NOT_TEXT,
+    PROMPT_TOKENS,
+    RESERVED_COLUMNS,
+    SAMPLING,
+    SOURCE_SCHEMA,
+    STATUS,
+    score_schema,
+)
+from pipeline.stages.packed import unpack
+from pipeline.stages.tokens import TOKENS, TokenizeConfig, finish, tokenize
+from pipeline.units import Json
+
+Value: TypeAlias = Json | bytes | np.ndarray
+"""Of a row, as Ray Data hands it to a function."""
+MADE_ROWS = 1024  # a block of rows with prompts
+FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memory of their table
+
+
+def merged(row: dict[str, Value], function: Callable[[dict[str, Value]], dict[str, Value]]) -> dict[str, Value]:
+    """The row with what `function` makes of it over its own columns."""
+    return {**row, **function(dict(row))}
+
+
+def prepare(
+    table: pa.Table, *, config: JobConfig, tokens: TokenizeConfig, prompter: Prompter | None
+) -> Iterator[pa.Table]:
+    """Rows of a dataset, with the prompts that are made of them, tokenised; bad ones with an error code."""
+    for rows in to_rows(table, config, prompter):
+        yield tokenize(rows, config=tokens)
+
+
+def check_columns(names: Collection[str], config: JobConfig) -> None:
+    """ConfigError where a dataset has nothing to make prompts of, or a column that bears one of our names."""
+    expansion = Expansion.of(config.input, config.sampling)
+    reserved = RESERVED_COLUMNS | set(score_schema(config.sampling).names)
+    reserved |= set(SOURCE_SCHEMA.names) if expansion.is_on else set()
+    if taken := sorted(set(names) & reserved - own_columns(config.input)):
+        raise ConfigError(
+            "",
+            f"the dataset has a column {taken[0]!r}, which is a name of the output's; rename it "
+            f"(dataset.rename_columns) or leave it out (dataset.drop_columns)",
+        )
+    try:
+        check_source(names, "the dataset", config.input)
+    except ConfigError as error:
+        raise ConfigError(error.key, f"{error.message}; name another, or make it with preprocess") from error
+    check_templates(config.input, names)
+
+
+def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None) -> Iterator[pa.Table]:
+    """The columns of a normalised input row, and the others as they are; several rows of one where the run says so."""
+    check_columns(table.column_names, config)
+    count, source = table.num_rows, config.input
+    prompts: list[str | None] = [None] * count
+    codes, messages = [""] * count, [""] * count
+    if source.text_column is not None:
+        prompts, codes, messages = _texts(table[source.text_column], source.text_column)
+    elif source.messages_column is not None:
+        for row in map(int, np.flatnonzero(np.asarray(table[source.messages_column].is_null()))):
+            codes[row], messages[row] = PROMPT_MISSING, f"column {source.messages_column!r} is null"
+    fields = _fields(table, source, codes, messages)
+    ids = _own_ids(table, source.id_column)
+    for row, id in enumerate(ids):
+        ids[row] = id or made_id(prompts[row] if source.text_column is not None else repr(fields[row]))
+    kept = [name for name in table.column_names if name not in own_columns(source)]
+    columns = {
+        "id": pa.array(ids, pa.string()),
+        PROMPT: pa.array(prompts, pa.string()),
+        PROMPT_TOKENS: pa.nulls(count, TOKENS),
+        SAMPLING: pa.nulls(count, pa.string()),
+        "error_code": pa.array(codes, pa.string()),
+        "error_message": pa.array(messages, pa.string()),
+    }
+    rows = pa.table(columns | {name: table[name] for name in kept})
+    expansion = Expansion.of(source, config.sampling)
+    added = [*(SOURCE_SCHEMA if expansion.is_on else ())]
+    schema = pa.schema([*ROW_SCHEMA, *added, *(rows.schema.field(name) for name in kept)])
+    places = [f"row {id!r}" for id in ids]
+    documents = Documents(rows, [rows.nbytes // max(count, 1)] * count, places, fields, ())
+    yield from expand(documents, expansion, schema, prompter, None, MADE_ROWS)
+
+
+def _fields(table: pa.Table, source: InputConfig, codes: list[str], messages: list[str]) -> list[dict[str, object]]:
+    """What prompts are made of, by row; a row of which that cannot be read is marked."""
+    wanted = template_columns(source) | ({source.messages_column} if source.messages_column is not None else set())
+    part = table.select([name for name in table.column_names if name in wanted])
+    if not part.num_columns:
+        return [{} for _ in codes]
+    found: list[dict[str, object]] = []
+    for row in range(table.num_rows):
+        try:
+            found += to_python(part[row : row + 1].combine_chunks().to_batches()[0])
+        except ValueError as error:  # text in it that is no UTF-8, or a time that Python cannot say
+            found.append({})
+            codes[row], messages[row] = codes[row] or BAD_LINE, messages[row] or f"it cannot be read: {error}"
+    return found
+
+
+def _texts(column: pa.ChunkedArray, name: str) -> tuple[list[str | None], list[str], list[str]]:
+    """Of each row its text or None, and error code and message."""
+    values = column.to_pylist() if not is_text_type(column.type) else []
+    bad = np.zeros(len(column), bool)
+    if is_text_type(column.type):
+        parts = [to_text(chunk) for chunk in column.chunks]
+        values = [value for texts, _ in parts for value in texts.to_pylist()]
+        bad = np.concatenate([bad[:0], *(mask for _, mask in parts)])
+    texts: list[str | None] = [value if isinstance(value, str) else None for value in values]
+    codes, messages = [""] * len(values), [""] * len(values)
+    for row, value in enumerate(values):
+        if bad[row]:
+            codes[row], messages[row] = BAD_LINE, f"column {name!r} is not valid UTF-8"
+        elif value is None:
+            codes[row], messages[row] = PROMPT_MISSING, f"column {name!r} is null"
+        elif not isinstance(value, str):
+            codes[row], messages[row] = PROMPT_NOT_TEXT, f"column {name!r} is of type {column.type}, not text"
+    return texts, codes, messages
+
+
+def _own_ids(table: pa.Table, name: str) -> list[str | None]:
+    """None where a row has none of its own."""
+    if name not in table.column_names or pa.types.is_null(table[name].type):
+        return [None] * table.num_rows
+    column = table[name]
+    if not is_id_type(column.type):
+        raise ConfigError("input.id_column", f"column {name!r} is {column.type}; ids are texts or whole numbers")
+    return [id for chunk in column.chunks for id in to_text(chunk)[0].to_pylist()]
+
+
+def made_id(*parts: str | None) -> str:
+    """An id that says nothing but what a prompt is made of."""
+    return "row-" + hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def finish_windows(packed: pa.Table, *, tokens: TokenizeConfig) -> Iterator[pa.Table]:
+    """Decoded windows, packed as the workers give them, as rows of the output."""
+    ours = RESERVED_COLUMNS | set(score_schema(tokens.sampling).names)
+    for row in range(packed.num_rows):  # one by one: a column may be of another type in each
+        table = unpack(packed.slice(row, 1))
+        extra_names = tuple(name for name in table.column_names if name not in ours)
+        for start in range(0, table.num_rows, FINISHED_AT_ONCE):
+            part = table.slice(start, FINISHED_AT_ONCE)
+            yield finish(part, config=tokens, extra_names=extra_names).drop_columns([STATUS])
