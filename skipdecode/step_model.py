@@ -2,8 +2,8 @@
 
 The roofline of `skipdecode.cost` at the shares of a data sheet's figures that good kernels reach, with launches at
 nothing, since steps are CUDA graphs. A prediction to hold a measurement against, not a result: nothing here has been
-measured. Layers of a model that is larger than a GPU are split over several (`skipdecode.split`), and as many parts of
-a batch keep all of them busy. No torch.
+measured. A model that is larger than a GPU is priced as if its layers were split over several, and as many parts of a
+batch kept all of them busy: no run does that yet. No torch.
 """
 
 from collections.abc import Sequence

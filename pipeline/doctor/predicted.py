@@ -40,6 +40,8 @@ def predicted(
     note(_line({column: column for column in COLUMNS}))
     for row in rows:
         note(_line(_shown(row)))
+    if any(row.num_gpus > 1 for row in rows):
+        note("more than one GPU: as if layers were split over them, which no run does yet; a model must fit one GPU")
     for model in missing:
         note(f"{model}: more than 8 of these GPUs")
     return {
