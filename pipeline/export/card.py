@@ -31,6 +31,13 @@ MEANINGS: Final = {
     "template": "that made the prompt of it",
     "sample": "which answer to that prompt it is, from 0",
 }
+SCORES: Final = {
+    "logprobs": "log-probability of each generated token",
+    "top_logprobs": "the likeliest tokens in the place of each",
+    "prompt_logprobs": "log-probability of each token of the prompt at full depth; null for the first",
+    "prompt_top_logprobs": "the likeliest tokens in the place of each",
+}
+"""Of runs that ask for them; in others a column of that name is the corpus's own."""
 
 CARD: Final = """\
 # {title}
@@ -69,8 +76,11 @@ def make_card(plan: ExportPlan) -> str:
         "skipdecode": facts,
     }
     text = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
+    sampling = plan.state["config"]["sampling"]
+    asks = sampling.get("logprobs") is not None or sampling.get("prompt_logprobs")
+    meanings = MEANINGS | (SCORES if asks else {})
     columns = [
-        f"| {_cell(f.name)} | {_cell(str(f.type))} | {MEANINGS.get(f.name, 'of the corpus')} |" for f in plan.schema
+        f"| {_cell(f.name)} | {_cell(str(f.type))} | {meanings.get(f.name, 'of the corpus')} |" for f in plan.schema
     ]
     agreement, speedup = facts["agreement"], facts["speedup"]
     body = CARD.format(

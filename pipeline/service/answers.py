@@ -1,10 +1,13 @@
-"""What goes back over HTTP: completions, stream chunks, models, as OpenAI has them. Pure functions and text."""
+"""What goes back over HTTP: completions, stream chunks, models, as OpenAI has them. Pure functions and text.
+
+How a chat is written: `chat`.
+"""
 
 import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypeAlias, TypedDict, cast
 
 from actors.engine import Progress
 from actors.text_stream import TextStream
@@ -16,10 +19,27 @@ from pipeline.openai_logprobs import (
     add_prompt,
     empty_logprobs,
 )
-from pipeline.service.parse import CompletionRequest
+from pipeline.service.parse import AskedRequest
 from skipdecode.request import Request
 
 DONE = b"data: [DONE]\n\n"
+
+
+class ChatLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Of the text in UTF-8; None for a token without one (special tokens, parts of a character)."""
+    top_logprobs: NotRequired[list["ChatLogprob"]]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry per token."""
+
+    content: list[ChatLogprob]
+
+
+Logprobs: TypeAlias = LogprobsBody | ChatLogprobs
 
 
 class ChoiceBody(TypedDict):
@@ -27,7 +47,7 @@ class ChoiceBody(TypedDict):
 
     index: int
     text: str
-    logprobs: LogprobsBody | None
+    logprobs: Logprobs | None
     finish_reason: str | None
     prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]
@@ -58,12 +78,14 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    has_chat_template: bool
+    """Extension, as `max_model_len` is."""
 
 
 class Choice:
     """The answer to one prompt as it grows."""
 
-    def __init__(self, index: int, request: Request, asked: CompletionRequest, decode: Decode) -> None:
+    def __init__(self, index: int, request: Request, asked: AskedRequest, decode: Decode) -> None:
         self.index, self.request, self.asked = index, request, asked
         self._decode = decode
         self._stream = TextStream(decode, request.sampling.stop)
@@ -129,13 +151,16 @@ def merged(entries: Sequence[ChoiceBody]) -> ChoiceBody:
     return whole
 
 
-def _joined(first: LogprobsBody, second: LogprobsBody) -> LogprobsBody:
-    return {
-        "tokens": first["tokens"] + second["tokens"],
-        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
-        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
-        "text_offset": first["text_offset"] + second["text_offset"],
-    }
+def _joined(first: Logprobs, second: Logprobs) -> Logprobs:
+    """Of one kind: lists by the same names, one behind the other."""
+    lists, more = cast(dict[str, list[object]], first), cast(dict[str, list[object]], second)
+    return cast(Logprobs, {name: lists[name] + more[name] for name in lists})
+
+
+def is_news(entry: ChoiceBody) -> bool:
+    """Whether a stream should show it: half a character is none, but what is asked about its tokens is."""
+    scored = entry["logprobs"] and any(entry["logprobs"].values())
+    return bool(entry["text"] or entry["finish_reason"] or entry.get("token_ids") or entry.get("layers") or scored)
 
 
 def usage(choices: Sequence[Choice]) -> Usage:
@@ -163,8 +188,11 @@ class Envelope:
         return body
 
 
-def model_card(name: str, created: int, context: int) -> ModelCard:
-    return {"id": name, "object": "model", "created": created, "owned_by": "skipdecode-ray", "max_model_len": context}
+def model_card(name: str, created: int, context: int, has_chat: bool) -> ModelCard:
+    return {
+        "id": name, "object": "model", "created": created, "owned_by": "skipdecode-ray",
+        "max_model_len": context, "has_chat_template": has_chat,
+    }  # fmt: skip
 
 
 def encode(body: object) -> bytes:

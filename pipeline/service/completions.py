@@ -1,17 +1,21 @@
-"""The answer to one completion request, whole or as a stream of server-sent events, and how long it took. No Ray."""
+"""The answer to one request, whole or as a stream of server-sent events, and how long it took. No Ray.
+
+A `Form` says how it is written: completions here, chats in `chat`.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
 from actors.engine import Progress
+from pipeline.openai_logprobs import Decode
 from pipeline.service import errors
-from pipeline.service.answers import DONE, Choice, ChoiceBody, CompletionBody, Envelope, event, merged, usage
+from pipeline.service.answers import DONE, Choice, ChoiceBody, Envelope, event, is_news, merged, usage
 from pipeline.service.endpoint import Answering, Endpoint
 from pipeline.service.errors import ApiError
-from pipeline.service.parse import CompletionRequest
+from pipeline.service.parse import AskedRequest, CompletionRequest
 from skipdecode.request import Request as EngineRequest
 
 
@@ -38,37 +42,64 @@ class Watch:
             self._observer.answered(status, self._first_s, time.monotonic() - self._began)
 
 
-async def whole(
-    endpoint: Endpoint, asked: CompletionRequest, requests: list[EngineRequest], client: str, watch: Watch
-) -> CompletionBody:
+class Form(Protocol):
+    """How an answer is written, and a stream of it."""
+
+    asked: AskedRequest
+
+    def choice(self, index: int, request: EngineRequest) -> Choice:
+        """What gathers the progress of one of the rows."""
+
+    def whole(self, entries: Sequence[ChoiceBody], choices: Sequence[Choice]) -> object:
+        """The answer in one piece."""
+
+    def chunks(self, entries: Sequence[ChoiceBody]) -> Iterator[object]:
+        """The events for what is new."""
+
+    def last(self, choices: Sequence[Choice]) -> object:
+        """The event with the usage."""
+
+
+class CompletionForm:
+    def __init__(self, asked: CompletionRequest, model: str, decode: Decode) -> None:
+        self.asked: AskedRequest = asked
+        self._envelope, self._decode = Envelope(model), decode
+
+    def choice(self, index: int, request: EngineRequest) -> Choice:
+        return Choice(index, request, self.asked, self._decode)
+
+    def whole(self, entries: Sequence[ChoiceBody], choices: Sequence[Choice]) -> object:
+        return self._envelope.body(entries, usage(choices))
+
+    def chunks(self, entries: Sequence[ChoiceBody]) -> Iterator[object]:
+        yield self._envelope.body(entries)
+
+    def last(self, choices: Sequence[Choice]) -> object:
+        return self._envelope.body([], usage(choices))
+
+
+async def whole(endpoint: Endpoint, form: Form, requests: list[EngineRequest], client: str, watch: Watch) -> object:
     """The answer in one piece; ApiError."""
-    choices = [Choice(n, r, asked, endpoint.tokenizer_decode) for n, r in enumerate(requests)]
+    choices = [form.choice(n, r) for n, r in enumerate(requests)]
     parts: list[list[ChoiceBody]] = [[] for _ in choices]
     async with endpoint.answering(requests, client) as answering:
         async for number, progress in answering:
             watch.token()
             parts[number].append(choices[number].take(progress))
     watch.end(200)
-    return Envelope(endpoint.config.served_name).body([merged(part) for part in parts], usage(choices))
+    return form.whole([merged(part) for part in parts], choices)
 
 
 async def streamed(
-    endpoint: Endpoint,
-    asked: CompletionRequest,
-    requests: list[EngineRequest],
-    client: str,
-    watch: Watch,
-    ends_at: float,
+    endpoint: Endpoint, form: Form, requests: list[EngineRequest], client: str, watch: Watch, ends_at: float
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events, until `ends_at` of the loop's clock. An ApiError before the first token is raised, a later
     one is the last event."""
-    choices = [Choice(n, r, asked, endpoint.tokenizer_decode) for n, r in enumerate(requests)]
-    config = endpoint.config
-    envelope = Envelope(config.served_name)
-    limit_s, has_begun = config.limits.request_timeout_s, False
+    choices = [form.choice(n, r) for n, r in enumerate(requests)]
+    limits, has_begun = endpoint.config.limits, False
     try:
         async with endpoint.answering(requests, client) as answering:
-            while (made := await _next(answering, ends_at, limit_s)) is not None:
+            while (made := await _next(answering, ends_at, limits.request_timeout_s)) is not None:
                 watch.token()
                 entries: dict[int, list[ChoiceBody]] = {}
                 while made is not None:  # what has gathered goes in one event
@@ -78,8 +109,9 @@ async def streamed(
                 news = [entry for entry in map(merged, entries.values()) if is_news(entry) or not has_begun]
                 if news:
                     has_begun = True
-                    yield event(envelope.body(news))
-                await answering.pause(endpoint.num_answering / config.limits.stream_events_per_s)
+                    for chunk in form.chunks(news):
+                        yield event(chunk)
+                await answering.pause(endpoint.num_answering / limits.stream_events_per_s)
     except ApiError as error:
         watch.end(error.status)
         if not has_begun:
@@ -87,15 +119,9 @@ async def streamed(
         yield event(error.body)
         return
     watch.end(200)
-    if asked.include_usage:
-        yield event(envelope.body([], usage(choices)))
+    if form.asked.include_usage:
+        yield event(form.last(choices))
     yield DONE
-
-
-def is_news(entry: ChoiceBody) -> bool:
-    """Whether a stream should show it: half a character is none, but what is asked about its tokens is."""
-    about_tokens = entry.get("token_ids") or entry.get("layers") or (entry["logprobs"] and entry["logprobs"]["tokens"])
-    return bool(entry["text"] or entry["finish_reason"] or about_tokens)
 
 
 async def _next(answering: Answering, ends_at: float, limit_s: float) -> tuple[int, Progress] | None:

@@ -1,11 +1,10 @@
-"""A replica without its HTTP: prompts to engine requests, progress back to whoever waits, limits, and health.
+"""A replica without its HTTP: engine requests in, progress back to whoever waits, limits, and health.
 
 One engine thread decodes; all else runs in the event loop. Each HTTP request has an `Answering` that collects the
 progress of its prompts, and takes its rows out of the engine when it is left, however that happens. No Ray.
 """
 
 import asyncio
-import secrets
 import sys
 import time
 from collections import Counter
@@ -19,11 +18,10 @@ from actors.batches import EngineConfig, Ticket
 from actors.engine import Engine, Progress
 from actors.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.generator import Generator, GeneratorConfig
-from pipeline.openai_params import BadParameter, cut
 from pipeline.service import errors
 from pipeline.service.config import ServeConfig
 from pipeline.service.errors import ApiError
-from pipeline.service.parse import CompletionRequest
+from pipeline.service.prompts import Prompts
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 
@@ -128,6 +126,7 @@ class Endpoint:
             max_prefill_tokens=config.engine.max_prefill_tokens,
         )
         self.engine = Engine(self.generator, engine)
+        self.prompts = Prompts(generator, config)
         limits = config.limits
         self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=stall_s)
         self.is_draining = False
@@ -161,26 +160,6 @@ class Endpoint:
         if (waiting := self.thread.num_waiting) >= self.config.limits.max_waiting:
             full = Overloaded(waiting, self.thread.retry_after_s())
             raise errors.overloaded(str(full), full.retry_after_s)
-
-    def requests(self, asked: CompletionRequest) -> list[Request]:
-        """What the engine is to decode, one per prompt; ApiError for what this model cannot. From any thread."""
-        if asked.model is not None and asked.model not in (self.config.served_name, self.config.model.source):
-            raise ApiError(
-                404,
-                f"the model {cut(repr(asked.model))} does not exist here; there is {self.config.served_name!r}",
-                param="model",
-                code="model_not_found",
-            )
-        try:
-            prompts = [self._tokens(prompt) for prompt in asked.prompts]
-            sampling = self._sampling(asked)
-            for tokens in prompts:
-                self._check_fit(tokens, sampling.max_new_tokens)
-        except BadParameter as error:
-            raise errors.bad_parameter(error) from error
-        ids = [asked.row_id] if len(prompts) == 1 else [f"{asked.row_id}-{n}" for n in range(len(prompts))]
-        scores = asked.echo and asked.logprobs is not None
-        return [Request(i, p, sampling, asked.logprobs, scores) for i, p in zip(ids, prompts, strict=True)]
 
     @asynccontextmanager
     async def answering(self, requests: Sequence[Request], client: str = "") -> AsyncIterator[Answering]:
@@ -235,38 +214,3 @@ class Endpoint:
                 self._waiting.pop(progress.ticket, None)
             if answering is not None:
                 answering.put(progress)
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            limit = 2 * self.generator.tokenizer.max_token_chars * self.generator.model.config.max_position_embeddings
-            if len(prompt) > limit:  # more than could fit, whatever it says
-                raise BadParameter("prompt", f"has {len(prompt)} characters, more than could fit the model's context")
-            tokens = self.generator.tokenizer.encode([prompt])[0]
-            if not tokens:
-                raise BadParameter("prompt", "is empty, and this model has no token that begins a text")
-            return tokens
-        vocabulary = self.generator.model.config.vocab_size
-        if max(prompt) >= vocabulary:
-            raise BadParameter("prompt", f"holds token {max(prompt)}, the vocabulary has {vocabulary} tokens")
-        return prompt
-
-    def _sampling(self, asked: CompletionRequest) -> Sampling:
-        default, own = self.config.sampling, asked.sampling
-        return Sampling(
-            max_new_tokens=default.max_new_tokens if asked.max_tokens is None else max(asked.max_tokens, 1),
-            temperature=own.get("temperature", default.temperature),
-            top_p=own.get("top_p", default.top_p),
-            top_k=own.get("top_k", default.top_k),
-            seed=own.get("seed", secrets.randbits(63)),  # without one every answer is another, as in the API
-            stop=tuple(own.get("stop", ())),
-            ignore_eos=own.get("ignore_eos", False),
-        )
-
-    def _check_fit(self, tokens: Sequence[int], max_new_tokens: int) -> None:
-        limit = self.generator.model.config.max_position_embeddings
-        if len(tokens) + max_new_tokens > limit:
-            raise BadParameter(
-                "max_tokens" if len(tokens) < limit else "prompt",
-                f"does not fit: the model has {limit} positions, the prompt has {len(tokens)} tokens and max_tokens is "
-                f"{max_new_tokens}; shorten either",
-            )

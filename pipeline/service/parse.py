@@ -1,15 +1,17 @@
-"""The body of `POST /v1/completions` to checked prompts and parameters. No tokenizer and no model here."""
+"""The body of a completion or a chat to checked prompts, messages and parameters. No tokenizer and no model here."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from actors.chat_template import Message, MessagesError, check_messages
 from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.openai_params import (
     MAX_LOGPROBS,
     BadParameter,
     SamplingParameters,
+    chat_sampling_parameters,
     is_int,
     is_token_list,
     sampling_parameters,
@@ -18,15 +20,19 @@ from pipeline.openai_params import (
 from pipeline.service.errors import ApiError, bad_parameter
 from pipeline.units import Json
 
+MAX_CHAT_LOGPROBS: Final = 20  # OpenAI
 MAX_ID_CHARS: Final = 512
-_FLAGS: Final = ("echo", "stream", "return_token_ids", "return_layers")
-OWN_KEYS: Final = frozenset({"model", "prompt", "user", "logprobs", "stream_options", "row_id", "max_tokens", *_FLAGS})
+_CHAT_FLAGS: Final = ("stream", "return_token_ids", "return_layers")
+_FLAGS: Final = ("echo", *_CHAT_FLAGS)
+_COMMON_KEYS: Final = frozenset({"model", "user", "logprobs", "stream_options", "row_id", "max_tokens"})
+OWN_KEYS: Final = _COMMON_KEYS | {"prompt", *_FLAGS}
+CHAT_KEYS: Final = _COMMON_KEYS | {"messages", "n", "top_logprobs", *_CHAT_FLAGS}
 
 
 @dataclass(frozen=True)
-class CompletionRequest:
-    prompts: list[str | list[int]]
-    """At least one; text, or token ids."""
+class AskedRequest:
+    """What completions and chats have in common."""
+
     model: str | None
     sampling: SamplingParameters
     """What the request sets."""
@@ -42,6 +48,19 @@ class CompletionRequest:
     """Extension (as in vLLM): token ids beside the text."""
     return_layers: bool
     """Extension: the layers that each token ran."""
+
+
+@dataclass(frozen=True)
+class CompletionRequest(AskedRequest):
+    prompts: list[str | list[int]]
+    """At least one; text, or token ids."""
+
+
+@dataclass(frozen=True)
+class ChatRequest(AskedRequest):
+    messages: list[Message]
+    num_answers: int
+    """`n`."""
 
 
 def parse_body(body: bytes) -> dict[str, Json]:
@@ -66,27 +85,80 @@ def parse_completion(body: Mapping[str, Json], max_prompts: int) -> CompletionRe
         raise bad_parameter(error) from error
 
 
+def parse_chat(body: Mapping[str, Json], max_prompts: int) -> ChatRequest:
+    """ApiError 400 names the parameter at fault, or the message and its field."""
+    try:
+        return _parse_chat(body, max_prompts)
+    except BadParameter as error:
+        raise bad_parameter(error) from error
+
+
 def _parse(body: Mapping[str, Json], max_prompts: int) -> CompletionRequest:
     sampling = sampling_parameters(body, OWN_KEYS)
     flags = {name: _flag(body, name) for name in _FLAGS}
     max_tokens = _int(body, "max_tokens", 0)
     if max_tokens == 0 and not flags["echo"]:
         raise BadParameter("max_tokens", "must be at least 1; 0 goes with echo=true only")
-    for text in sampling.get("stop", []):
-        _check_text("stop", text)
-    row_id = _text(body, "row_id") or ""
-    if len(row_id) > MAX_ID_CHARS:
-        raise BadParameter("row_id", f"must have at most {MAX_ID_CHARS} characters, got {len(row_id)}")
     return CompletionRequest(
         prompts=_prompts(body.get("prompt"), max_prompts),
         model=_text(body, "model"),
-        sampling=sampling,
+        sampling=_checked(sampling),
         max_tokens=max_tokens,
-        row_id=row_id,
+        row_id=_row_id(body),
         logprobs=_int(body, "logprobs", 0, MAX_LOGPROBS),
         include_usage=_include_usage(body, flags["stream"]),
         **flags,
     )
+
+
+def _parse_chat(body: Mapping[str, Json], max_prompts: int) -> ChatRequest:
+    max_tokens = _int(body, "max_tokens", 1)
+    sampling = chat_sampling_parameters(body, CHAT_KEYS)
+    flags = {name: _flag(body, name) for name in _CHAT_FLAGS}
+    return ChatRequest(
+        messages=_messages(body.get("messages")),
+        num_answers=_int(body, "n", 1, max_prompts) or 1,
+        model=_text(body, "model"),
+        sampling=_checked(sampling),
+        max_tokens=sampling.get("max_new_tokens", max_tokens),  # max_completion_tokens, where there is one
+        row_id=_row_id(body),
+        logprobs=_chat_logprobs(body),
+        echo=False,
+        include_usage=_include_usage(body, flags["stream"]),
+        **flags,
+    )
+
+
+def _checked(sampling: SamplingParameters) -> SamplingParameters:
+    for text in sampling.get("stop", []):
+        _check_text("stop", text)
+    return sampling
+
+
+def _row_id(body: Mapping[str, Json]) -> str:
+    row_id = _text(body, "row_id") or ""
+    if len(row_id) > MAX_ID_CHARS:
+        raise BadParameter("row_id", f"must have at most {MAX_ID_CHARS} characters, got {len(row_id)}")
+    return row_id
+
+
+def _messages(value: Json) -> list[Message]:
+    try:
+        messages = check_messages(value)
+    except MessagesError as error:
+        raise BadParameter(error.field, error.reason) from error
+    for number, message in enumerate(messages):
+        for key, text in message.items():
+            _check_text(f"messages[{number}].{key}", text)
+    return messages
+
+
+def _chat_logprobs(body: Mapping[str, Json]) -> int | None:
+    """How many of the likeliest tokens; None: no log-probabilities at all."""
+    is_asked, num_top = _flag(body, "logprobs"), _int(body, "top_logprobs", 0, MAX_CHAT_LOGPROBS)
+    if num_top is not None and not is_asked:
+        raise BadParameter("top_logprobs", "goes with logprobs=true only")
+    return (num_top or 0) if is_asked else None
 
 
 def _prompts(value: Json, max_prompts: int) -> list[str | list[int]]:

@@ -15,16 +15,18 @@ from pipeline.openai_params import cut
 from pipeline.service import errors
 from pipeline.service.answers import encode, model_card
 from pipeline.service.callers import check_local
-from pipeline.service.completions import Observer, Watch, continued, streamed, whole
+from pipeline.service.chat import ChatForm
+from pipeline.service.completions import CompletionForm, Form, Observer, Watch, continued, streamed, whole
 from pipeline.service.endpoint import Endpoint
 from pipeline.service.errors import ApiError
 from pipeline.service.keys import check_key
-from pipeline.service.parse import CompletionRequest, parse_body, parse_completion
+from pipeline.service.parse import parse_body, parse_chat, parse_completion
 from skipdecode.request import Request as EngineRequest
 
 SMALL_BODY_BYTES = 8 << 10  # milliseconds of tokenizing, in the event loop; a larger body is read beside it
 PAGE = Path(__file__).with_name("page.html")
 CUT_S = 5.0  # beyond limits.request_timeout_s, in which a stream may say that it has taken too long
+Read = Callable[[bytes], tuple[Form, list[EngineRequest]]]
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -41,6 +43,7 @@ def create_app(
     app.add_middleware(CountResponses, endpoint=endpoint)
     routes = Routes(endpoint, observer or NoObserver(), metrics)
     app.post("/v1/completions")(routes.completions)
+    app.post("/v1/chat/completions")(routes.chat)
     app.get("/v1/models")(routes.models)
     app.get("/v1/models/{name:path}")(routes.model)
     app.get("/health")(routes.health)
@@ -59,9 +62,17 @@ class Routes:
         self._endpoint, self._observer, self._metrics = endpoint, observer, metrics
         self._config = endpoint.config
         positions = endpoint.generator.model.config.max_position_embeddings
-        self._card = model_card(self._config.served_name, int(time.time()), positions)
+        has_chat = endpoint.prompts.chat_template is not None
+        self._card = model_card(self._config.served_name, int(time.time()), positions, has_chat)
 
     async def completions(self, request: Request) -> Response:
+        return await self._guarded(request, self._read, SMALL_BODY_BYTES)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._guarded(request, self._read_chat, 0)  # a template takes its time
+
+    async def _guarded(self, request: Request, read: Read, small_bytes: int) -> Response:
+        """Who may, while there is room, and not for ever. Bodies of up to `small_bytes` are read in the event loop."""
         client = self._check(request)
         watch, limit_s = Watch(self._observer), self._config.limits.request_timeout_s
         ends_at = asyncio.get_running_loop().time() + limit_s
@@ -69,7 +80,10 @@ class Routes:
             self._endpoint.refuse()
             try:
                 async with asyncio.timeout_at(ends_at):
-                    return await self._answer(request, client, watch, ends_at)
+                    body = await read_body(request, self._config.limits.max_body_bytes)
+                    is_small = len(body) <= small_bytes
+                    form, requests = read(body) if is_small else await asyncio.to_thread(read, body)
+                    return await self._answer(form, requests, client, watch, ends_at)
             except TimeoutError:
                 raise errors.timed_out(limit_s) from None
         except ApiError as error:
@@ -115,17 +129,22 @@ class Routes:
         check_local(peer, request.headers.items())
         return peer or ""
 
-    def _read(self, body: bytes) -> tuple[CompletionRequest, list[EngineRequest]]:
+    def _read(self, body: bytes) -> tuple[Form, list[EngineRequest]]:
         asked = parse_completion(parse_body(body), self._config.limits.max_prompts)
-        return asked, self._endpoint.requests(asked)
+        form = CompletionForm(asked, self._config.served_name, self._endpoint.tokenizer_decode)
+        return form, self._endpoint.prompts.of_completion(asked)
 
-    async def _answer(self, request: Request, client: str, watch: Watch, ends_at: float) -> Response:
-        body = await read_body(request, self._config.limits.max_body_bytes)
-        is_small = len(body) <= SMALL_BODY_BYTES
-        asked, requests = self._read(body) if is_small else await asyncio.to_thread(self._read, body)
-        if not asked.stream:
-            return reply(await whole(self._endpoint, asked, requests, client, watch))
-        stream = streamed(self._endpoint, asked, requests, client, watch, ends_at)
+    def _read_chat(self, body: bytes) -> tuple[Form, list[EngineRequest]]:
+        asked = parse_chat(parse_body(body), self._config.limits.max_prompts)
+        form = ChatForm(asked, self._config.served_name, self._endpoint.tokenizer_decode)
+        return form, self._endpoint.prompts.of_chat(asked)
+
+    async def _answer(
+        self, form: Form, requests: list[EngineRequest], client: str, watch: Watch, ends_at: float
+    ) -> Response:
+        if not form.asked.stream:
+            return reply(await whole(self._endpoint, form, requests, client, watch))
+        stream = streamed(self._endpoint, form, requests, client, watch, ends_at)
         # the first event decides the status: an overloaded server says so, it does not stream it
         first = await anext(stream)
         return TimedStream(continued(first, stream), ends_at + CUT_S)

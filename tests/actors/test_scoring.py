@@ -163,3 +163,25 @@ def test_a_prompt_as_long_as_the_context_is_scored_and_a_longer_one_fails_alone(
     assert isinstance(whole, Completion)
     assert len(whole.prompt_logprobs or []) == 127
     assert getattr(longer, "error_code", "") == "engine_error"
+
+
+@pytest.mark.parametrize("decode", [DECODES["skipdecode"], DECODES["skipdecode"] | {"lossless": True}], ids=str)
+def test_heads_that_rows_share_and_drafts_change_no_score(tiny_checkpoint: Path, decode: dict[str, Any]) -> None:
+    head = [2, *range(10, 58)]
+    sampling = Sampling(max_new_tokens=NEW, ignore_eos=True)
+    rows = [Request(str(n), [*head, 80 + n, 90][: 49 + n % 3], sampling, 2, score_prompt=True) for n in range(8)]
+    found = {}
+    for shares in (False, True):
+        config = GeneratorConfig(
+            str(tiny_checkpoint), decode, dtype="float32", device="cpu", batch_size=8, shares_prefixes=shares
+        )
+        found[shares] = Generator(config)(rows)
+    assert sum(record["prefix_tokens_saved"] for record in found[True].batches) > 0
+    assert sum(record["prefix_tokens_saved"] for record in found[False].batches) == 0
+    for one, other in zip(found[True].answers, found[False].answers, strict=True):
+        assert isinstance(one, Completion)
+        assert isinstance(other, Completion)
+        assert one.tokens == other.tokens
+        for ours, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs or [], other.prompt_logprobs or [])):
+            values = [torch.tensor([score.logprob for score in scores]) for scores in (ours, theirs)]
+            torch.testing.assert_close(*values, **CLOSE)

@@ -17,7 +17,10 @@ from pipeline.service.errors import ApiError
 from pipeline.service.keys import digest, is_loopback
 from tests.support.service_helpers import local, make_endpoint
 
-ROUTES = [("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("GET", "/metrics")]
+ROUTES = [
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
+    ("GET", "/metrics"),
+]  # fmt: skip
 FOREIGN = [
     {"Host": "evil.example"},
     {"Host": "evil.example:8000"},
@@ -75,7 +78,8 @@ def test_a_request_of_a_web_page_or_a_proxy_is_refused(
     url: str, endpoint: Endpoint, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(endpoint, "requests", asked.append)
+    for name in ("of_completion", "of_chat"):
+        monkeypatch.setattr(endpoint.prompts, name, asked.append)
     for method, path in ROUTES:
         answer = ask(url, method, path, headers)
         assert (answer.status_code, "error" in answer.json()) == (403, True), (path, headers)

@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.service.keys import digest
-from tests.support.service_helpers import Offline, local, make_endpoint, scripted
+from tests.support.service_helpers import DEMO, Offline, local, make_endpoint, scripted
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -150,3 +150,69 @@ def test_it_asks_for_a_key(browser: Chrome, offline: Offline) -> None:
         browser.find_element(By.ID, "go").click()
         assert len(wait_for_answer(browser)) > 20
     endpoint.close()
+
+
+TEMPLATE = """\
+</s>{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}a:{% endif %}"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_conversation(browser: Chrome, tmp_path: Path, size: str) -> None:
+    """The demo model with a template: two turns, an error in between, a new conversation, and completions as before."""
+    shutil.copytree(DEMO, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    offline = Offline(str(tmp_path / "model"))
+    encode = offline.generator.tokenizer.encode_rendered
+    endpoint = make_endpoint(offline.generator)
+    with local(endpoint) as url:
+        resize(browser, size)
+        browser.get(url + "/")
+        WebDriverWait(browser, 10).until(lambda b: b.find_element(By.ID, "mode_chat").is_displayed())
+        assert shown(browser, "go") == "Send"
+        assert not browser.find_element(By.ID, "answer").is_displayed()
+        fill(browser, "max_tokens", "40")
+        fill(browser, "system", "s")
+        history, transcript = "</s>s:s\n", []
+        for question in ("name[The Mill]", "food[Italian]"):
+            fill(browser, "prompt", question + "\n")  # Enter sends
+            wait_for_answer(browser)
+            history += f"u:{question}\na:"
+            answer = offline.text(offline(encode([history])[0], 40))
+            history += answer + "\n"
+            transcript += [question, answer]
+            assert shown(browser, "error") == ""
+            assert turns(browser) == transcript
+            assert shown(browser, "tokens") != "–"
+            fill(browser, "max_tokens", "9000")
+            fill(browser, "prompt", "and then?")
+            browser.execute_script("document.body.dataset.state = ''")
+            browser.find_element(By.ID, "go").click()
+            wait_for_answer(browser)
+            assert "does not fit" in shown(browser, "error")
+            assert turns(browser) == transcript
+            assert browser.find_element(By.ID, "prompt").get_property("value") == "and then?"
+            fill(browser, "max_tokens", "40")
+            browser.execute_script("document.body.dataset.state = ''")
+        keep(browser, f"conversation-{size}")
+        assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+        browser.find_element(By.ID, "anew").click()
+        assert turns(browser) == []
+        browser.find_element(By.ID, "mode_text").click()
+        fill(browser, "prompt", PROMPT)
+        browser.find_element(By.ID, "go").click()
+        assert wait_for_answer(browser) == offline.text(offline(PROMPT, 64))
+        browser.get_log("browser")  # a 400 counts as an error
+    endpoint.close()
+
+
+def turns(browser: Chrome) -> list[str]:
+    found = browser.execute_script("return [...document.querySelectorAll('.turn')].map(t => t.textContent)")
+    return [str(text) for text in found]
+
+
+def test_without_a_template_there_is_no_conversation(browser: Chrome, url: str) -> None:
+    browser.get(url + "/")
+    WebDriverWait(browser, 10).until(lambda b: "context 2048" in shown(b, "model"))
+    assert not browser.find_element(By.ID, "modes").is_displayed()
+    assert shown(browser, "go") == "Complete"
