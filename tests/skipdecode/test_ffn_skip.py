@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from skipdecode import generate as decoder
+from skipdecode.cohort import CHECK_EVERY
 from skipdecode.cost import Ceilings, predict_s
 from skipdecode.decoder import Decoder
 from skipdecode.families import released
@@ -49,7 +49,7 @@ def test_row_is_the_naive_decoder(
     style: str, interval: int, base: Schedule,
 ) -> None:  # fmt: skip
     """Never to always, no warm-up and more, any borders, rows of mixed lengths that end early and leave the batch."""
-    monkeypatch.setitem(decoder.CHECK_EVERY, "cpu", interval)  # as on CUDA, where a look waits for the device
+    monkeypatch.setitem(CHECK_EVERY, "cpu", interval)  # as on CUDA, where a look waits for the device
     folder = ending_checkpoint(style)
     reference, model = hf(folder), ours(folder)
     eos, prompts, limits = model.config.eos_token_id, random_prompts(LENGTHS, seed=3), (24, 5, 24, 8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from skipdecode import generate as decoder
+from skipdecode.cohort import CHECK_EVERY
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import BatchResult, Completion, Request, generate
@@ -317,7 +317,7 @@ def defined_end(tokens: Sequence[int], stop: Sequence[str], decode: Callable[[Se
 
 @pytest.fixture
 def check_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda steps: monkeypatch.setitem(decoder.CHECK_EVERY, "cpu", steps)
+    return lambda steps: monkeypatch.setitem(CHECK_EVERY, "cpu", steps)
 
 
 def test_stop_strings_end_a_row_at_the_first_token_that_completes_one(

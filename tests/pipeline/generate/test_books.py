@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.generate.books import close_books, refuse_open_books
 from pipeline.generate.row_index import sum_duplicates
+from pipeline.input.expansion import Expansion
 from pipeline.input.ids import (
     ID_MODULUS,
     already_used,
@@ -51,7 +52,9 @@ def test_made_ids_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.txt").write_text("x\n" * 10)
     plan = make_plan(make_config(tmp_path / "a.txt"))
     wanted = sum_digests(digest_ids([f"a.txt:{row}" for row in range(10)]))
-    assert sum_made_ids(plan.listing.files[0], 10) == wanted
+    assert sum_made_ids(plan.listing.files[0], 10, plan.listing.expansion.ids) == wanted
+    wanted = sum_digests(digest_ids([f"a.txt:{row}-{sample}" for row in range(10) for sample in range(4)]))
+    assert sum_made_ids(plan.listing.files[0], 10, Expansion(samples=4).ids) == wanted
 
 
 def test_rows_with_one_id_are_told_apart_by_their_places(tmp_path: Path) -> None:

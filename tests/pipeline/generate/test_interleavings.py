@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from pipeline.config import ConfigError
+from pipeline.config import ConfigError, SamplingConfig
 from pipeline.generate import run as code
 from pipeline.generate.places import has_all_rows
 from pipeline.generate.resume import Work, all_data_files
@@ -55,14 +55,17 @@ def plan_of(folder: RunFolder, earlier: Any) -> Any:
         earlier=earlier,
         id_sum=sum_digests(digest_ids(ROWS)),
         fingerprint={},
+        started_at=0.0,
         config=SimpleNamespace(
             model_dump=lambda mode: {},
             model=SimpleNamespace(quantization=None),
             limits=SimpleNamespace(max_failed_rows=9),
+            sampling=SamplingConfig(),
         ),
         model=SimpleNamespace(source="m", config=SimpleNamespace(num_hidden_layers=1), decode={}),
         input=SimpleNamespace(
-            num_rows=len(ROWS), etags=(), num_rows_per_file=(), duplicates=(), extra_schema=pa.schema([]),
+            num_rows=len(ROWS), num_documents=len(ROWS), etags=(), num_documents_per_file=(), duplicates=(),
+            carried_schema=pa.schema([]), score_schema=pa.schema([]),
             listing=SimpleNamespace(format="jsonl", files=()),
         ),
     )  # fmt: skip
