@@ -65,7 +65,7 @@ def plan_of(folder: RunFolder, earlier: Any) -> Any:
         model=SimpleNamespace(source="m", config=SimpleNamespace(num_hidden_layers=1), decode={}),
         input=SimpleNamespace(
             num_rows=len(ROWS), num_documents=len(ROWS), etags=(), num_documents_per_file=(), duplicates=(),
-            carried_schema=pa.schema([]), score_schema=pa.schema([]),
+            carried_schema=pa.schema([]), has_choices=False,
             listing=SimpleNamespace(format="jsonl", files=()),
         ),
     )  # fmt: skip
