@@ -203,6 +203,13 @@ def test_every_figure_agrees_with_the_parquet_files(finished: Finished) -> None:
     assert figure("cost") is None
     assert (figure("decode"), figure("model")) == (finished.state["decode"], finished.state["model"])
     assert figure("prefill") == "full"
+    assert figure("draft_acceptance") is figure("tokens_per_pass") is figure("drafts") is None  # nothing was drafted
+    assert figure("documents") == NUM_ROWS
+    said, expected = figure("estimate"), finished.state.get("estimate")
+    assert (said is None) == (expected is None)  # there is none where the run was over before its first look
+    if said is not None:
+        assert said["duration_ratio"] == pytest.approx(expected["duration_s"] / seconds)
+        assert said["output_tokens_ratio"] == pytest.approx(expected["output_tokens"] / sum(answers))
     assert not unseen, f"figures that nothing here recomputes: {unseen}"
 
 
