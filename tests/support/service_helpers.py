@@ -89,7 +89,11 @@ def served(folder: Path, *overrides: str, config: str = "configs/serve.yaml", **
 @contextmanager
 def local(endpoint: Endpoint, send_bytes: int | None = None) -> Iterator[str]:
     """The HTTP of one replica under uvicorn, in a thread: the URL. `send_bytes`: what the kernel keeps for a client."""
-    server = uvicorn.Server(uvicorn.Config(create_app(endpoint), host="127.0.0.1", port=free_port(), log_level="error"))
+    # No configuration of logging: it closes every handler that is there, and that of absl (ROUGE) its stream, pytest's
+    config = uvicorn.Config(
+        create_app(endpoint), host="127.0.0.1", port=free_port(), log_level="error", log_config=None
+    )
+    server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", server.config.port))
     if send_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
