@@ -111,6 +111,7 @@ class Mortal(ProcessorStage):
     decoder_class = DiesOfOne
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_its_worker_fails_and_its_neighbours_do_not(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
