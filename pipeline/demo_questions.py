@@ -26,8 +26,8 @@ HOBBIES = (
     "bird watching, saving money, cycling to work, writing a diary, photography, camping, swimming, juggling, "
     "knitting, cooking for a family, playing chess, keeping bees, hiking in winter, fishing, singing in a choir, "
     "drawing faces, repairing furniture, meditating, volunteering, programming in Python, reading faster, "
-    "growing herbs indoors, training a puppy, travelling alone, moving to a new city, preparing for an exam, hosting a dinner, "
-    "making cheese, planning a budget, studying history, taking notes, riding a horse"
+    "growing herbs indoors, training a puppy, travelling alone, moving to a new city, preparing for an exam, "
+    "hosting a dinner, making cheese, planning a budget, studying history, taking notes, riding a horse"
 ).split(", ")
 PAIRS = (
     "a frog and a toad, a city and a town, butter and margarine, a comet and a meteor, a novel and a short story, "
