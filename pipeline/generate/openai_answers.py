@@ -16,6 +16,8 @@ from pipeline.units import Json
 
 HELD_BYTES: Final = 256 << 20
 NUM_PARTS: Final = 64  # temporary files: each is in memory at a time
+NOT_KNOWN: Final = 0
+"""Samples of a line of which nothing could be kept, so that all of them have failed."""
 
 
 class AnswerRow(TypedDict):
@@ -33,7 +35,7 @@ class AnswerRow(TypedDict):
     is_chat: NotRequired[bool]
     openai_choice: NotRequired[str | None]
     samples: NotRequired[int]
-    """Answers that its line asked for."""
+    """Rows that its line became, or NOT_KNOWN."""
 
 
 def answer_line(rows: Sequence[AnswerRow], model: str) -> dict[str, Json]:

@@ -10,9 +10,9 @@ from typing import BinaryIO, Final
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from pipeline.generate.openai_answers import AnswerRow, Gathered, answer_line, error_line, lines_of
+from pipeline.generate.openai_answers import NOT_KNOWN, AnswerRow, Gathered, answer_line, error_line, lines_of
 from pipeline.input.expansion import Expansion
-from pipeline.input.openai_rows import CHAT_URL, line_samples
+from pipeline.input.openai_rows import CHAT_URL, check_target, line_samples
 from pipeline.input.row import RowError
 from pipeline.schema import CHOICE, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
@@ -28,7 +28,7 @@ COLUMNS: Final = (
     "error_code",
     "error_message",
 )
-SOURCES: Final = (SOURCE_ID, SAMPLE, "body")
+SOURCES: Final = (SOURCE_ID, SAMPLE, "method", "body")
 """Columns that say which line a row belongs to, where lines have several."""
 ROWS_AT_ONCE: Final = 256  # with the bodies of their lines
 
@@ -105,16 +105,20 @@ def _rows(folder: RunFolder, status: str, samples: int) -> Iterator[AnswerRow]:
             wanted = [*COLUMNS, *own, *(SOURCES if SOURCE_ID in names else ())]
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=wanted):
                 for row in batch.to_pylist():
-                    row["is_chat"] = row.pop("url", None) == CHAT_URL
+                    url = row.pop("url", None)
+                    row["is_chat"] = url == CHAT_URL
                     if SOURCE_ID in row:
-                        body = row.pop("body")
-                        row["samples"] = 1 if row["id"] == row[SOURCE_ID] else _samples(body, samples)
+                        line = {"method": row.pop("method"), "url": url, "body": row.pop("body")}
+                        row["samples"] = 1 if row["id"] == row[SOURCE_ID] else _samples(line, samples)
                     yield row
 
 
-def _samples(body: str | None, samples: int) -> int:
-    """Answers that a line asked for; `body`: None where it could not be kept."""
+def _samples(line: dict[str, str | None], samples: int) -> int:
+    """Rows that a line became, as the reader of lines counts them; NOT_KNOWN where nothing of it could be kept."""
+    if line["body"] is None:
+        return NOT_KNOWN
     try:
-        return line_samples(json.loads(body) if body is not None else {}, Expansion(samples=samples)) or samples
+        check_target(line, line["url"] == CHAT_URL)
+        return line_samples(json.loads(line["body"]), Expansion(samples=samples)) or samples
     except RowError:
         return samples

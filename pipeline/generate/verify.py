@@ -29,6 +29,7 @@ from pipeline.input.match import Match
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.read import read_file
 from pipeline.input_config import stored_input
+from pipeline.schema import score_schema
 from pipeline.store.lease import may_live, read_lease
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import Books, RunState
@@ -75,6 +76,7 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
     num_outputs = sum(found.num_rows.values())
     if plan is None:
         _check_ids(folder, paths, match_rows(None, [], outputs, num_outputs), verdict)
+        verdict.problems.add("count", _other_ids(state, found))
     else:
         verdict.rows["input"] = plan.num_rows
         missing = _check_ids(folder, paths, match_rows(plan, entries, outputs, num_outputs), verdict)
@@ -105,12 +107,20 @@ def _files_since(folder: RunFolder, state: RunState) -> list[str]:
     ]
 
 
+def _other_ids(state: RunState, found: FilesFound) -> list[str]:
+    """Where the ids are not those that the books were closed with; with the input at hand their rows are named."""
+    said = state.get("ids", {}).get("output") if state["state"] == "finished" else None
+    is_so = f"{found.id_sum:032x}"
+    return [] if said in (None, is_so) else [f"run.json: the sum of all ids is {said}, counted {is_so}"]
+
+
 def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFound, list[str], list[EntriesRef]]:
     """What the data files hold, their paths, and references to the entries of their rows."""
     paths = [path for status in STATUSES for path in folder.data_files(status)]
     task = ray.remote(num_returns=2, **TASK)(check_files)
     groups = [[(index, paths[index]) for index in group] for group in group_files([1] * len(paths))]
-    refs = [task.remote(folder.filesystem, group, state["columns"]) for group in groups]
+    scores = score_schema(build_config(SamplingConfig, state["config"]["sampling"])).names
+    refs = [task.remote(folder.filesystem, group, state["columns"], scores) for group in groups]
     total = FilesFound()
     for found in gather([ref for ref, _ in refs], "data: checked", note):
         total.join(found)
@@ -189,7 +199,6 @@ def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict
     }
     verdict.problems.add("count", _miscounts("run.json: books", {**state["books"]}, {**books}))
     if state["state"] == "finished":
-        report = folder.read_text("report.json")
         totals: dict[str, Json] = {
             "completed": counted["ok"],
             "failed": counted["failed"],
@@ -197,9 +206,26 @@ def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict
             "total_output_tokens": found.tokens["num_generated_tokens"],
             "errors": {**found.errors},
         }
-        verdict.problems.add("count", _miscounts("report.json:", json.loads(report) if report else {}, totals))
+        verdict.problems.add("count", _miscounts("report.json:", _read_report(folder), totals))
     if state["input"]["format"] == "openai_batch" and state["state"] == "finished":
-        verdict.problems.add("count", _miscounted_lines(folder, counted, found))
+        lines = _miscounted_lines(folder, counted, found)
+        verdict.problems.add("count", lines or _other_lengths(folder, state))
+
+
+def _read_report(folder: RunFolder) -> Mapping[str, Json]:
+    """Nothing where it cannot be read."""
+    try:
+        report = json.loads(folder.read_text("report.json") or "{}")
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _other_lengths(folder: RunFolder, state: RunState) -> list[str]:
+    """Batch files that are not as long as they were written."""
+    sizes = {name: folder.filesystem.get_file_info(folder.path(name)).size for name in state.get("answers", {})}
+    said = {name: num_bytes for name, (_, num_bytes) in state.get("answers", {}).items()}
+    return [f"{name}: {sizes[name]} bytes, run.json says {said[name]}" for name in said if sizes[name] != said[name]]
 
 
 def _miscounted_lines(folder: RunFolder, counted: Mapping[str, int], found: FilesFound) -> list[str]:

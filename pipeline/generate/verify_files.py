@@ -4,7 +4,7 @@ Reads every page of a file, once, in batches, so that damage shows (data files c
 a group of files and needs nothing else, so that it runs as a task anywhere. Left out: what ids the rows ought to have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,12 +14,11 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipeline.input.ids import OUTPUT_ENTRY, output_entries
+from pipeline.input.ids import ID_MODULUS, OUTPUT_ENTRY, output_entries, sum_entries
 from pipeline.schema import (
     CHOICE,
     ERROR_CODES,
     LOGPROBS,
-    LOGPROBS_TYPE,
     OUTPUT_SCHEMA,
     PROMPT,
     PROMPT_LOGPROBS,
@@ -65,9 +64,12 @@ class FilesFound:
     errors: dict[str, int] = field(default_factory=dict)
     num_documents: int | None = None
     """First samples; None where rows do not say which sample they are."""
+    id_sum: int = 0
+    """Of the ids (`ids.sum_outputs`)."""
 
     def join(self, other: "FilesFound") -> None:
         self.problems.join(other.problems)
+        self.id_sum = (self.id_sum + other.id_sum) % ID_MODULUS
         if other.num_documents is not None:
             self.num_documents = (self.num_documents or 0) + other.num_documents
         for mine, theirs in (
@@ -78,9 +80,13 @@ class FilesFound:
 
 
 def check_files(
-    filesystem: pafs.FileSystem, files: Sequence[tuple[int, str]], columns: list[list[str]]
+    filesystem: pafs.FileSystem,
+    files: Sequence[tuple[int, str]],
+    columns: list[list[str]],
+    scores: Collection[str] = (),
 ) -> tuple[FilesFound, NDArray[np.void]]:
-    """Looks at data files (number and path); `columns`: names and types. Gives the entries of their rows too."""
+    """Looks at data files (number and path); `columns`: names and types, `scores`: those of them that hold the run's
+    own log-probabilities. Gives the entries of their rows too."""
     found, parts = FilesFound(), [np.empty(0, OUTPUT_ENTRY)]
     columns = [[name, type_words(text)] for name, text in columns]
     for number, path in files:
@@ -90,10 +96,12 @@ def check_files(
                 if own != columns:
                     found.problems.add("schema", [f"{path}: columns {describe_columns(own, columns)}"])
                     continue
-                parts += _check_rows(file, number, path, found)
+                parts += _check_rows(file, number, path, scores, found)
         except (OSError, pa.ArrowException) as error:
             found.problems.add("file", [f"{path}: not a whole Parquet file: {error}"])
-    return found, np.concatenate(parts)
+    entries = np.concatenate(parts)
+    found.id_sum = sum_entries(entries)
+    return found, entries
 
 
 def describe_columns(own: list[list[str]], wanted: list[list[str]]) -> str:
@@ -105,11 +113,13 @@ def describe_columns(own: list[list[str]], wanted: list[list[str]]) -> str:
     return "; ".join(f"{word}: {', '.join(f'{n} {k}' for n, k in sorted(some))}" for word, some in words if some)
 
 
-def _check_rows(file: pq.ParquetFile, number: int, path: str, found: FilesFound) -> list[NDArray[np.void]]:
+def _check_rows(
+    file: pq.ParquetFile, number: int, path: str, scores: Collection[str], found: FilesFound
+) -> list[NDArray[np.void]]:
     status = "ok" if "/status=ok/" in path else "failed"
     parts, first = [], 0
     for batch in file.iter_batches(BATCH_ROWS):
-        for reason, is_bad in contradictions(batch, status):
+        for reason, is_bad in contradictions(batch, status, scores):
             rows = np.flatnonzero(is_bad)
             shown = [
                 f"{path} row {first + row + 1} (id {batch['id'][row].as_py()!r}): {reason}" for row in rows[:NUM_SHOWN]
@@ -130,8 +140,11 @@ def _check_rows(file: pq.ParquetFile, number: int, path: str, found: FilesFound)
     return parts
 
 
-def contradictions(batch: pa.RecordBatch, status: str) -> list[tuple[str, NDArray[np.bool_]]]:
-    """Reasons and which rows they hold for: bool [rows]. A row says something its status or another column denies."""
+def contradictions(batch: pa.RecordBatch, status: str, scores: Collection[str]) -> list[tuple[str, NDArray[np.bool_]]]:
+    """Reasons and which rows they hold for: bool [rows]. A row says something its status or another column denies.
+
+    `scores`: without one of these names a column of log-probabilities is the corpus's own.
+    """
 
     def where(condition: pa.Array) -> NDArray[np.bool_]:
         return np.asarray(pc.fill_null(condition, False))
@@ -150,11 +163,13 @@ def contradictions(batch: pa.RecordBatch, status: str) -> list[tuple[str, NDArra
         checks.append(("error_code of a good row", where(pc.not_equal(batch["error_code"], ""))))
         checks.append(("error_message of a good row", where(pc.not_equal(batch["error_message"], ""))))
         is_bare = pc.equal(length, 0)
-        for name in (PROMPT_LOGPROBS, CHOICE):  # a prompt that was scored alone, or given back alone
-            is_bare = pc.and_(is_bare, pc.is_null(batch[name])) if name in names else is_bare
+        for name in ({PROMPT_LOGPROBS} & {*scores}) | (
+            {CHOICE} & {*names}
+        ):  # a prompt scored alone, or given back alone
+            is_bare = pc.and_(is_bare, pc.is_null(batch[name]))
         checks.append(("no token in a good row", where(is_bare)))
         for name, count in ((LOGPROBS, "num_generated_tokens"), (PROMPT_LOGPROBS, "num_input_tokens")):
-            if pa.field(name, LOGPROBS_TYPE) in batch.schema:
+            if name in scores:
                 is_other = pc.not_equal(pc.list_value_length(batch[name]), batch[count])
                 checks.append((f"{name} are not one for each token", where(pc.fill_null(is_other, True))))
         checks.append(("prompt is null in a good row", where(pc.is_null(batch[PROMPT]))))

@@ -50,7 +50,11 @@ def sum_made_ids(file: SourceFile, count: int, expand: Callable[[str], Sequence[
 
 def sum_outputs(table: pa.Table) -> int:
     """Of rows with `id`, `error_code`, `error_message`: their ids, and of `duplicate_id` rows their places too."""
-    entries = output_entries(table, 0)
+    return sum_entries(output_entries(table, 0))
+
+
+def sum_entries(entries: Entries) -> int:
+    """The same of entries of such rows."""
     return (sum_digests(entries["digest"]) + sum(map(int, entries["origin"][entries["origin"] > 0]))) % ID_MODULUS
 
 

@@ -5,7 +5,7 @@ A parameter that this program does not have fails its row, unless its value asks
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from pipeline.config import MAX_SAMPLES, InputConfig
@@ -57,7 +57,7 @@ def batch_row(row: Row, value: JsonObject, config: InputConfig, expansion: Expan
     fields["body"] = _batch_body(body)
     is_chat = value.get("url") == CHAT_URL and expansion.lines > LINES_BEFORE
     try:
-        _check_target(value, is_chat)
+        check_target(value, is_chat)
         row.samples = line_samples(body, expansion)
         row.sampling = _sampling(body, is_chat, expansion)
     except RowError as error:
@@ -89,7 +89,8 @@ def _batch_body(body: JsonObject) -> str:
         raise RowError(BAD_LINE, "body holds a number that JSON does not have (NaN or infinite)") from error
 
 
-def _check_target(value: JsonObject, is_chat: bool) -> None:
+def check_target(value: Mapping[str, Json], is_chat: bool) -> None:
+    """RowError where a line is sent to where no answers are; what else it says is not looked at then."""
     if value.get("method") != "POST":
         raise RowError(BAD_PARAMETERS, f"method must be 'POST', got {shown(value.get('method'))}")
     if not is_chat and value.get("url") != BATCH_URL:

@@ -9,9 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.config import SamplingConfig
 from pipeline.generate.openai_batch import count_lines, has_batch_files, write_batch_files
+from pipeline.input import expand
+from pipeline.input.expansion import Expansion
+from pipeline.input.read import read_file
 from pipeline.schema import OUTPUT_SCHEMA
 from pipeline.store.run_folder import RunFolder
+from tests.support.input_helpers import make_config, make_plan
 
 
 @pytest.fixture
@@ -68,3 +73,38 @@ def test_they_are_on_the_disk_before_they_have_their_names(folder: RunFolder, mo
         "batch_output", "replace", folder.root.rpartition("/")[2],
         "batch_errors", "replace", folder.root.rpartition("/")[2],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_lines_of_every_kind_have_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """However many rows the reader makes of them, and whatever it could not keep of them."""
+    monkeypatch.setattr(expand, "MAX_DOCUMENT_BYTES", 4000)
+    body = {"prompt": "p", "temperature": 1}
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {}, "two": {"body": body | {"n": 2}}, "huge": {"body": body | {"prompt": "x" * 3000, "n": 2}},
+        "get": {"method": "GET", "body": body | {"n": 2}}, "elsewhere": {"url": "/v1/else", "body": body | {"n": 4}},
+        "no_body": {"body": 7}, "no_number": {"body": body | {"n": 2, "top_p": float("nan")}},
+        "bad_n": {"body": body | {"n": 0}}, "greedy": {"body": {"prompt": "p", "temperature": 0, "n": 2}},
+    }  # fmt: skip
+    usual = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": id} | usual | own) + "\n" for id, own in kinds.items()]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join([*lines, "not json\n", *lines[:3]]))  # these twice
+    config = make_config(source)
+    plan = make_plan(config, Expansion.of(config, SamplingConfig(n=n, temperature=1.0)))
+    rows = [row for block in read_file(plan, 0, config) for row in block.to_pylist()]
+    schema = pa.schema([*OUTPUT_SCHEMA, *plan.carried_schema])
+    for status in ("ok", "failed"):
+        own = [row for row in rows if bool(row["error_code"]) == (status == "failed")]
+        made = {"generated_text": "t", "num_input_tokens": 1, "num_generated_tokens": 1, "finish_reason": "stop"}
+        table = pa.Table.from_pylist([made | row for row in own], schema=schema)
+        (tmp_path / f"run/data/status={status}").mkdir(parents=True)
+        pq.write_table(table, tmp_path / f"run/data/status={status}/part-s1-x-0.parquet")
+    folder = RunFolder.open(str(tmp_path / "run"))
+    written = write_batch_files(folder, "m", samples=n)
+    found = {
+        name: sorted(json.loads(line)["custom_id"] for line in (folder.read_text(name) or "").splitlines())
+        for name in written
+    }
+    assert found["batch_output.jsonl"] == ["plain", "two"]
+    assert found["batch_errors.jsonl"] == sorted([*list(kinds)[2:], *list(kinds)[:3], f"in.jsonl:{len(kinds)}"])

@@ -156,6 +156,8 @@ DAMAGE = [
     (lambda run: edit(run, "run.json", state="interrupted"), {"state"}, "--resume goes on"),
     (lambda run: edit(run, "report.json", completed=39), {"count"}, "completed is 39, counted 40"),
     (lambda run: (run / "report.json").unlink(), {"count"}, "completed is None"),
+    (lambda run: (run / "report.json").write_text('{"completed": 4'), {"count"}, "completed is None"),
+    (lambda run: (run / "report.json").write_bytes(b"\xff[]"), {"count"}, "completed is None"),
 ]  # fmt: skip
 
 
@@ -187,6 +189,12 @@ def test_an_input_that_moved_changed_or_went(made: Path, run: Path, call: Call, 
     code, document, err = call(verify, run, "--no-input")
     assert (code, document["input"]) == (0, "left out")
     assert "verified: no id is there twice" in err
+    whole = files(run)[0].read_bytes()
+    change(files(run)[0], id=lambda ids: ["q", *ids[1:]])
+    code, document, err = call(verify, run, "--no-input")
+    assert (code, list(document["problems"])) == (1, ["count"]), err
+    assert "run.json: the sum of all ids is" in err
+    files(run)[0].write_bytes(whole)
     double_a_file(run)
     assert call(verify, run, "--no-input")[1]["problems"]["doubled"]["count"] > 0
 
