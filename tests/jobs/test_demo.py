@@ -9,8 +9,8 @@ import pytest
 import ray
 
 from jobs.demo import main
+from pipeline.demo.model import FILE
 from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
-from pipeline.demo_model import FILE
 from skipdecode.families import read_config
 from skipdecode.tokenizer import Tokenizer
 

