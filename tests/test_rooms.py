@@ -30,7 +30,9 @@ ARROWS: dict[str, set[str]] = {
     "estimate": {"input", "stages", "store"},
     "processor": {"estimate", "generate", "input", "stages"},
 }
-"""Room -> the rooms it may import. Nobody builds on export, demo, training, evaluation, service, bench, doctor, processor."""
+"""Room -> the rooms it may import.
+
+Nobody builds on export, demo, training, evaluation, service, bench, doctor, processor."""
 
 
 def imported(path: Path) -> set[str]:
