@@ -57,6 +57,8 @@ class GeneratorConfig:
     prefill: str = "full"
     """`swiftkv`: the prompt stops where the checkpoint's SwiftKV says."""
     tokenizer: str | None = None
+    adapter: str | None = None
+    """The folder of a LoRA adapter for `source`."""
     dtype: str = "auto"
     quantization: Quantization | None = None
     device: str = "auto"
@@ -101,7 +103,8 @@ class Generator:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        self.model = load_model(config.source, device=self.device, dtype=self.dtype).pack(config.quantization)
+        model = load_model(config.source, adapter=config.adapter, device=self.device, dtype=self.dtype)
+        self.model = model.pack(config.quantization)
         if (reason := backend_on(self.device).why_slow) is not None:
             logger.warning("decoding is slower than it could be: %s", reason)
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)

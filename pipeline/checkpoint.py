@@ -8,6 +8,7 @@ import ray
 
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
+from skipdecode.adapter import resolve_adapter
 from skipdecode.backends.cpu import MAX_INT8_INPUTS
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
@@ -15,7 +16,7 @@ from skipdecode.hub import pin, resolve_source
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
-from skipdecode.weights import check_folder
+from skipdecode.weights import adapted, check_folder
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class ResolvedModel:
     """As the configuration names it."""
     config: DecoderConfig
     decode: dict[str, Json]
+    adapter: Path | None = None
+    """The folder of the LoRA adapter that is merged into it."""
 
 
 def check_model(config: JobConfig, note: Note) -> ResolvedModel:
     """Finds the checkpoint, checks its files against its config, and settles the schedule; ConfigError otherwise."""
     try:
-        folder = resolve_source(config.model.source)
-        opt = read_config(folder)
-        check_folder(folder)
+        folder, opt, adapter = find_model(config.model.source, config.model.adapter)
         tokenizer = config.model.tokenizer
         Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
         decode = resolve_decode(config, opt, note)
@@ -54,7 +55,17 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
             "sampling.max_new_tokens",
             f"{new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions",
         )
-    return ResolvedModel(folder, config.model.source, opt, decode)
+    return ResolvedModel(folder, config.model.source, opt, decode, adapter)
+
+
+def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, Path | None]:
+    """The folders of a model and of its adapter, and the configuration of both together; ValueError where the files do
+    not fit one another."""
+    folder = resolve_source(source)
+    opt = read_config(folder)
+    place = None if adapter is None else resolve_adapter(adapter)
+    check_folder(folder, place)
+    return folder, opt if place is None else adapted(opt, place), place
 
 
 def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[str, Json]:
@@ -102,8 +113,8 @@ def resolve_ffn_skip(
     if band is None:
         raise ConfigError(
             "decode.ffn_skip.mode",
-            "this checkpoint carries no calibrated layers (ffn_skip in its config.json); "
-            "jobs.calibrate makes one that does, and mode 'row' needs none",
+            "this checkpoint carries no calibrated layers (ffn_skip in its config.json, which hold without a "
+            "model.adapter alone); jobs.calibrate makes one that does, and mode 'row' needs none",
         )
     if not isinstance(band, dict) or not {"num_layers", "layers", "warmup_tokens"} <= band.keys():
         raise ConfigError(
@@ -167,6 +178,11 @@ def check_quantization(
                 "model.quantization",
                 f"{key} {width} of this model is no multiple of 32, or above {MAX_INT8_INPUTS}; null takes it",
             )
+
+
+def adapter_path(asked: str | None, model: ResolvedModel) -> str | None:
+    """How a worker finds the adapter that the configuration names so."""
+    return None if asked is None or model.adapter is None else worker_path(asked, model.adapter)
 
 
 def worker_path(source: str, folder: Path) -> str:

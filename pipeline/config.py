@@ -47,6 +47,8 @@ MAX_SAMPLES = 1024  # of a document
 class ModelConfig(Section):
     source: str = "models/opt-e2e"
     """A folder or a hub id in Hugging Face layout, or a .gguf file, of a family in docs/models.md."""
+    adapter: str | None = None
+    """The folder of a LoRA adapter for `source`, as PEFT saves it, merged into the weights at load; null: none."""
     tokenizer: str | None = None
     """A folder, a hub id or a .gguf file; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

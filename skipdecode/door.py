@@ -62,6 +62,7 @@ class Generated:
 def load(
     source: str | Path,
     *,
+    adapter: str | Path | None = None,
     tokenizer: str | Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
@@ -69,11 +70,12 @@ def load(
 ) -> TextModel:
     """The model of a folder, a hub id or a `.gguf` file; ValueError says what does not fit.
 
-    `tokenizer`: another place for its files. `dtype`: auto, float32, bfloat16 or float16; auto takes bfloat16 where
-    the device multiplies it. `device`: auto takes the GPU if there is one. `quantization`: `int8` weights.
+    `adapter`: the folder of a LoRA adapter for it, merged into its weights. `tokenizer`: another place for its files.
+    `dtype`: auto, float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it. `device`: auto
+    takes the GPU if there is one. `quantization`: `int8` weights.
     """
     place = choose_device(device)
-    model = load_model(source, device=place, dtype=choose_dtype(dtype, place)).pack(quantization)
+    model = load_model(source, adapter=adapter, device=place, dtype=choose_dtype(dtype, place)).pack(quantization)
     return TextModel(model, Tokenizer(tokenizer or source, model.config))
 
 

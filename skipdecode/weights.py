@@ -9,7 +9,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from skipdecode.adapter import Adapter, open_adapter, read_schedule
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import ADDED_PARTS, Decoder
 from skipdecode.families import read_config
@@ -43,19 +44,28 @@ def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
 
 
 def load_model(
-    source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    source: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """The model of a Hugging Face folder or hub id, in eval mode; ValueError names what does not fit."""
+    """The model of a Hugging Face folder or hub id, in eval mode; ValueError names what does not fit.
+
+    `adapter`: the folder of a LoRA adapter, merged in float32 before the weights become `dtype`.
+    """
     folder = resolve_source(str(source))
-    config = read_config(folder)
+    config = read_config(folder) if adapter is None else adapted(read_config(folder), Path(adapter).expanduser())
     with torch.device("meta"):
         model = Decoder(config)
+    lora = None if adapter is None else adapter_of(adapter, model)
     state = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in model.named_parameters()}
     missing = expected_tensors(model)
     for theirs, tensor in _tensors(folder):
         found = _match(folder, theirs, tuple(tensor.shape), missing, config)
         if found:
-            state[found.name][found.rows].copy_(tensor)
+            merged = tensor if lora is None else lora.merged(found.module, tensor)
+            state[found.name][found.rows].copy_(merged)
     _refuse_missing(folder, missing)
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
@@ -68,6 +78,8 @@ class Part:
     name: str
     rows: slice
     shape: tuple[int, ...]
+    module: str
+    """Whose it is, by its Hugging Face name."""
 
 
 Expected = dict[str, Part]
@@ -81,10 +93,26 @@ def expected_tensors(model: Decoder) -> Expected:
         start = 0
         for theirs, count in hf_parts(name, model.config):
             count = count or parameter.shape[0]
-            expected[theirs] = Part(name, slice(start, start + count), (count, *parameter.shape[1:]))
+            rows, shape = slice(start, start + count), (count, *parameter.shape[1:])
+            expected[theirs] = Part(name, rows, shape, theirs.rpartition(".")[0])
             start += count
         assert start == parameter.shape[0], (name, start, parameter.shape)
     return expected
+
+
+def adapter_of(path: str | Path, model: Decoder) -> Adapter:
+    """An adapter that fits a model of that shape; ValueError blames `model.adapter`. Reads no weights."""
+    parts = [part for name, part in expected_tensors(model).items() if name.endswith(".weight")]
+    own = [part for part in parts if len(part.shape) == 2 and part.name.partition(".")[0] not in ADDED_PARTS]
+    linears = {part.module: part.shape for part in own if not part.name.startswith("embed_")}
+    return open_adapter(path, linears, [part.module for part in own if part.name.startswith("embed_")])
+
+
+def adapted(config: DecoderConfig, adapter: Path) -> DecoderConfig:
+    """The configuration of a model with that adapter: with the schedule that the adapter was trained under, if it says,
+    and without the layers that were calibrated for other weights."""
+    schedule = read_schedule(adapter)
+    return replace(config, skip_decode=config.skip_decode if schedule is None else schedule, ffn_skip=None)
 
 
 def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected, config: DecoderConfig) -> Part | None:
@@ -114,8 +142,9 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
-def check_folder(folder: str | Path) -> None:
-    """Compares the names and shapes in the weight files with config.json; ValueError otherwise.
+def check_folder(folder: str | Path, adapter: str | Path | None = None) -> None:
+    """Compares the names and shapes in the weight files with config.json, and those of an adapter too; ValueError
+    otherwise.
 
     Reads headers of safetensors, and maps `pytorch_model.bin` into memory: no weights are loaded.
     """
@@ -128,6 +157,8 @@ def check_folder(folder: str | Path) -> None:
         for theirs, shape in _shapes(path):
             _match(folder, theirs, shape, missing, config)
     _refuse_missing(folder, missing)
+    if adapter is not None:
+        adapter_of(adapter, model)
 
 
 def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

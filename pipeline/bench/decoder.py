@@ -26,6 +26,8 @@ class BenchConfig(Section):
     """A released shape with random weights; or null and `source`."""
     source: str | None = None
     """A checkpoint, in place of `shape`."""
+    adapter: str | None = None
+    """The folder of a LoRA adapter for `source`; null: none."""
     swiftkv: SwiftKVSection | None = None
     """Gives `shape` the projections of SwiftKV, so that `schedules` may have `prefill: swiftkv`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -126,8 +128,10 @@ def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> 
     if config.source is not None:
         if config.swiftkv is not None:
             raise ValueError("swiftkv: is for a shape; a source carries its own, or jobs.distill gives it one")
-        model = load_model(config.source, device=device, dtype=dtype)
+        model = load_model(config.source, adapter=config.adapter, device=device, dtype=dtype)
     else:
+        if config.adapter is not None:
+            raise ValueError("adapter: is for a source; a shape has random weights")
         opt = released(config.shape or "")
         if config.swiftkv is not None:
             opt = replace(opt, swiftkv=config.swiftkv.shape(opt))

@@ -223,6 +223,7 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
     return GeneratorConfig(
         source=str(model.folder),
         tokenizer=tokenizer and str(resolve_source(tokenizer, "model.tokenizer")),
+        adapter=None if model.adapter is None else str(model.adapter),
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=dtype,

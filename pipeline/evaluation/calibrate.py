@@ -127,6 +127,7 @@ def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[st
         GeneratorConfig(
             source=str(model.folder),
             tokenizer=config.model.tokenizer,
+            adapter=None if model.adapter is None else str(model.adapter),
             decode=model.decode,
             prefill=config.prefill.method,
             dtype=config.model.dtype,
@@ -159,17 +160,19 @@ def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[st
 def write_checkpoint(
     staging: Path, model: ResolvedModel, layers: Candidate, sample: Sample, document: CalibrationDocument
 ) -> None:
-    """The model's files, its `config.json` with `ffn_skip`, and `calibration/`."""
+    """The model's files, its `config.json` with `ffn_skip`, and `calibration/`; of a model with an adapter, the two
+    merged."""
     (staging / "calibration").mkdir()
-    if model.folder.is_file():  # a GGUF file has no room for what is to be written
-        save_model(load_model(model.folder), staging)
+    is_made = model.folder.is_file() or model.adapter is not None  # a GGUF file has no room for what is to be written
+    if is_made:
+        save_model(load_model(model.folder, adapter=model.adapter), staging)
         for name, content in tokenizer_files(model.folder).items():
             (staging / name).write_bytes(content)
-    for path in model.folder.iterdir() if model.folder.is_dir() else ():
+    for path in () if is_made else model.folder.iterdir():
         if path.is_file() and path.name != "config.json":
             place = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
             place(path.resolve(), staging / path.name)
-    source = staging if model.folder.is_file() else model.folder
+    source = staging if is_made else model.folder
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     assert isinstance(layers.schedule, SkipBand)
     raw["ffn_skip"] = {

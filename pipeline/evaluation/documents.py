@@ -3,7 +3,7 @@
 Types alone. A `quality.json` of an earlier version may lack what readers take with `get`.
 """
 
-from typing import TypeAlias, TypedDict
+from typing import NotRequired, TypeAlias, TypedDict
 
 from pipeline.report.document import Agreement, Speedup
 from pipeline.units import Json
@@ -130,6 +130,7 @@ class SweepRow(SettingFigures):
     label: str
     name: str
     model: str
+    adapter: NotRequired[str | None]
     quantization: str | None
     decode: Decode
     prefill: str

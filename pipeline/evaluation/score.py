@@ -31,10 +31,11 @@ from pipeline.evaluation.hypotheses import Texts, read_texts
 from pipeline.evaluation.metrics import scores, slot_share
 from pipeline.input.pairs import encode_pairs, read_pairs
 from pipeline.machine import device_facts, version_of
-from pipeline.store.digest import digest_files
+from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 from pipeline.units import Note
+from skipdecode.adapter import resolve_adapter
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.hub import resolve_source
@@ -161,6 +162,9 @@ class RunPolicy:
     model: str
     files: str
     """Digest of the checkpoint."""
+    adapter: str | None
+    adapter_files: str
+    """Its digest."""
     tokenizer: str | None
     decode: Decode
     prefill: Literal["full", "swiftkv"]
@@ -176,6 +180,8 @@ class RunPolicy:
         return cls(
             model=state["model"]["source"],
             files=str(fingerprint.get("model.files", "")),
+            adapter=config["model"].get("adapter"),
+            adapter_files=str(fingerprint.get("model.adapter")),
             tokenizer=config["model"]["tokenizer"],
             decode=state["decode"],
             prefill=config.get("prefill", {}).get("method", "full"),
@@ -239,7 +245,9 @@ def _load_policy(config: EvaluateConfig, run: RunPolicy, device: torch.device) -
         folder = resolve_source(run.model)
         if digest_files(folder) != run.files:
             raise ValueError(f"{run.model}: the checkpoint there is no longer the one that the run used")
-        model = load_model(folder, device=device, dtype=dtype)
+        if run.adapter is not None and digest_adapter(resolve_adapter(run.adapter)) != run.adapter_files:
+            raise ValueError(f"{run.adapter}: the adapter there is no longer the one that the run used")
+        model = load_model(folder, adapter=run.adapter, device=device, dtype=dtype)
         if run.quantization:
             model.pack(run.quantization)
         encoder = Tokenizer(run.tokenizer or folder, model.config)

@@ -59,6 +59,8 @@ class SweepRun(Section):
     """Name of the model in table and plot."""
     model: str
     """A folder or a hub id."""
+    adapter: str | None = None
+    """The folder of a LoRA adapter for it; null: none."""
     quantization: Quantization | None = None
     """int8: weights of 8 bits, as `model.quantization` of a job."""
     decode: Annotated[tuple[SweepDecode, ...], Field(min_length=1)]
@@ -146,6 +148,7 @@ def measure_all(
                 "label": run.label,
                 "name": setting.name,
                 "model": run.model,
+                "adapter": run.adapter,
                 "quantization": run.quantization,
                 "decode": setting.decode,
                 "prefill": setting.prefill,
@@ -165,7 +168,10 @@ def measure_all(
 def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: Note) -> list[Setting]:
     """The settings of one entry of `runs`, its checkpoint and schedules found fit; ConfigError otherwise."""
     run = config.runs[index]
-    base = {"model": {"source": run.model}, "sampling": {"max_new_tokens": config.max_new_tokens}}
+    base = {
+        "model": {"source": run.model, "adapter": run.adapter},
+        "sampling": {"max_new_tokens": config.max_new_tokens},
+    }
     try:
         model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), note)
         check_quantization(run.quantization, model.config, dtype, device, choose().no_int8)
@@ -210,6 +216,7 @@ def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False)
     """`plain`: without quantization."""
     return GeneratorConfig(
         source=run.model,
+        adapter=run.adapter,
         quantization=None if plain else run.quantization,
         decode={"method": "full"},
         dtype=config.dtype,

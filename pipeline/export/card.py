@@ -88,7 +88,7 @@ def make_card(plan: ExportPlan) -> str:
         rows=f"{plan.num_rows:,}",
         kind={"good": "the good ones", "failed": "the failed ones", "all": "good and failed"}[plan.options.rows]
         + ("" if plan.state["state"] == "finished" else ", of a run that is not finished"),
-        model=_cell(str(facts["model"])),
+        model=_cell(str(facts["model"]) + (f" with the adapter {facts['adapter']}" if "adapter" in facts else "")),
         date=facts["date"],
         decode=_words(facts["decode"]),
         sampling=_words(facts["sampling"]),
@@ -104,8 +104,10 @@ def card_facts(plan: ExportPlan) -> dict[str, Json]:
     state = plan.state
     report: Mapping[str, Mapping[str, Json]] = state.get("report", {})
     sampling = {key: _plain(value) for key, value in state["config"]["sampling"].items() if value not in (None, [], ())}
+    adapter = state["model"].get("adapter")
     return {
         "model": _public(state["model"]["source"]),
+        **({} if adapter is None else {"adapter": _public(adapter)}),
         "decode": {key: value for key, value in state["decode"].items() if value is not None},
         "sampling": sampling,
         "agreement": report.get("agreement", {}).get("token_match"),

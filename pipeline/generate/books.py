@@ -37,6 +37,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequenc
         "config": earlier["config"] if earlier and "config" in earlier else planned.config.model_dump(mode="json"),
         "model": {
             "source": planned.model.source,
+            "adapter": planned.config.model.adapter,
             "layers": planned.model.config.num_hidden_layers,
             "quantization": planned.config.model.quantization,
         },

@@ -14,9 +14,10 @@ from pipeline.config import DecodeConfig, JobConfig
 from pipeline.input.expansion import LINES_BEFORE
 from pipeline.input.plan import InputPlan
 from pipeline.input_config import PROMPT_SOURCES
-from pipeline.store.digest import describe_difference, digest_files, refuse_differences
+from pipeline.store.digest import describe_difference, digest_adapter, digest_files, refuse_differences
 from pipeline.store.run_state import FileEntry, Fingerprint, RunState
 from pipeline.units import Json
+from skipdecode.adapter import resolve_adapter
 from skipdecode.hub import resolve_source
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 
@@ -41,6 +42,7 @@ def fingerprint(
         entries["actors.batch_size"] = config.actors.batch_size
         entries["actors.length_buckets"] = list(config.actors.length_buckets)
     entries["model.files"] = digest_files(model_folder)
+    entries["model.adapter"] = config.model.adapter and digest_adapter(resolve_adapter(config.model.adapter))
     tokenizer = config.model.tokenizer
     entries["model.tokenizer"] = tokenizer and digest_files(resolve_source(tokenizer, "model.tokenizer"))
     entries["input.chat_template"] = hashlib.sha256(chat.source.encode()).hexdigest() if chat else None
@@ -74,6 +76,7 @@ def defaults() -> Fingerprint:
     return _settings(JobConfig(), DecodeConfig().model_dump(mode="json")) | {
         "input.lines": LINES_BEFORE,
         "input.chat_template": None,
+        "model.adapter": None,
     }
 
 

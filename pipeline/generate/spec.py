@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from actors.generator import GeneratorConfig
-from pipeline.checkpoint import ResolvedModel, worker_path
+from pipeline.checkpoint import ResolvedModel, adapter_path, worker_path
 from pipeline.cluster import Pool
 from pipeline.config import JobConfig
 from pipeline.estimate.forecast import window_rows
@@ -53,6 +53,7 @@ def make_stages(
     generator = GeneratorConfig(
         source=source,
         tokenizer=tokenizer,
+        adapter=adapter_path(config.model.adapter, model),
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=dtype,

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
-from pipeline.checkpoint import check_lossless, check_model, check_quantization, worker_path
+from pipeline.checkpoint import adapter_path, check_lossless, check_model, check_quantization, worker_path
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
@@ -94,6 +94,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     generator = GeneratorConfig(
         source=worker_path(model.source, model.folder),
         tokenizer=tokenizer and pin(tokenizer, resolve_source(tokenizer, "model.tokenizer")),
+        adapter=adapter_path(config.model.adapter, model),
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=dtype,

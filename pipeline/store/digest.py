@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipeline.config import ConfigError
 from pipeline.units import Json
+from skipdecode.adapter import CONFIG_FILE, WEIGHTS_FILE
 
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file
 
@@ -28,6 +29,15 @@ def digest_files(source: Path) -> str:
             for offset in range(0, size, step):
                 file.seek(offset)
                 total.update(file.read(SAMPLE_BYTES))
+    return total.hexdigest()
+
+
+def digest_adapter(folder: Path) -> str:
+    """Of a LoRA adapter: all bytes of its configuration and of its weights."""
+    total = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with (folder / name).open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()
 
 

@@ -45,6 +45,7 @@ class ModelState(TypedDict):
     """The checkpoint as the configuration names it."""
 
     source: str
+    adapter: NotRequired[str | None]
     layers: int
     quantization: NotRequired[str | None]
 

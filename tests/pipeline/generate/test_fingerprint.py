@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import pipeline.generate.fingerprint
 from pipeline.checkpoint import resolve_decode
@@ -18,6 +19,7 @@ from pipeline.store.run_state import RunState
 from pipeline.worker_backends import look, settle_dtype
 from skipdecode.families import read_config
 from tests.support.input_helpers import make_plan, write_jsonl
+from tests.support.lora_adapters import write_adapter
 
 
 @pytest.fixture
@@ -141,6 +143,24 @@ def test_tokenizer(place: Path, state: dict[str, Any]) -> None:
     text = (place / "model/tokenizer.json").read_text()
     (place / "model/tokenizer.json").write_text(text + "\n")
     refused(place, state, "model.files")
+
+
+def test_adapter(place: Path, state: dict[str, Any], tiny_checkpoint: Path) -> None:
+    """Any byte of its configuration or its weights; a run of before there were adapters had none."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    adapter = write_adapter(place / "adapter", model, {"model.decoder.layers.0.fc1": 2})
+    refused(place, state, "model.adapter", model__adapter=str(adapter))
+    own, _ = take(place, model__adapter=str(adapter))
+    for name, at in (("adapter_config.json", 3), ("adapter_model.safetensors", -5)):
+        content = bytearray((adapter / name).read_bytes())
+        content[at] ^= 1
+        (adapter / name).write_bytes(content)
+        changed, _ = take(place, model__adapter=str(adapter))
+        assert own["model.adapter"] != changed["model.adapter"]
+        own = changed
+    del state["fingerprint"]["model.adapter"]
+    compare_fingerprints(state, *take(place))
+    refused(place, state, "model.adapter", model__adapter=str(adapter))
 
 
 def test_code_version(place: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
