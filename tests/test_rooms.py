@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "report": {"store"},
     "generate": {"input", "store", "stages", "report", "estimate"},
     "export": {"store"},
+    "demo": set(),
     "service": set(),
     "training": {"input", "store"},
     "evaluation": {"input", "store", "report"},
@@ -29,7 +30,9 @@ ARROWS: dict[str, set[str]] = {
     "estimate": {"input", "stages", "store"},
     "processor": {"estimate", "generate", "input", "stages"},
 }
-"""Room -> the rooms it may import. Nobody builds on export, training, evaluation, service, bench, doctor, processor."""
+"""Room -> the rooms it may import.
+
+Nobody builds on export, demo, training, evaluation, service, bench, doctor, processor."""
 
 
 def imported(path: Path) -> set[str]:

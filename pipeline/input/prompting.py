@@ -16,6 +16,7 @@ from actors.jinja_sandbox import Template, TemplateError
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import Listing
 from pipeline.input.row import Row
+from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, PROMPT
 
 BATCH_MESSAGES = "messages"
@@ -108,6 +109,9 @@ def _parsed(messages: object) -> object:
     """Text is the JSON of a conversation: files of text have no other way to say one."""
     if not isinstance(messages, str):
         return messages
+    if (num_marks := count_marks(messages.encode())) > MAX_MARKS:  # of a line what is in its texts is not counted
+        reason = f"have {num_marks} commas and brackets, more than the {MAX_MARKS} that JSON may have here"
+        raise MessagesError("messages", reason)
     try:
         return json.loads(messages)
     except (ValueError, RecursionError) as error:

@@ -12,6 +12,8 @@ from pipeline.service.config import AuthSection
 from pipeline.service.errors import unauthorized
 
 MIN_KEY_CHARS = 8
+HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+"""Ray's variable for a proxy that hands on whatever reaches it, from loopback and does not say where it is from."""
 
 
 def read_keys(auth: AuthSection) -> tuple[bytes, ...]:
@@ -32,6 +34,11 @@ def read_keys(auth: AuthSection) -> tuple[bytes, ...]:
             "auth.open_on_loopback",
             f"false, and there are no API keys where the application is built; set {auth.api_keys_env} there (under "
             "`serve deploy` that is where `ray start` runs, not your shell), or auth.api_keys_file",
+        )
+    if not any(keys) and os.environ.get(HA_PROXY) == "1":
+        raise ConfigError(
+            "auth",
+            f"no API keys, and behind Ray's HAProxy ({HA_PROXY}) all callers look local; set {auth.api_keys_env}",
         )
     return tuple(digest(key) for key in keys if key)
 

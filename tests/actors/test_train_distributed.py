@@ -171,7 +171,11 @@ def test_two_workers_change_nothing(alone: tuple[Path, Curve], tmp_path: Path, p
 
 @pytest.mark.parametrize(
     "changes",
-    [SWIFT | {"distill": 1.0, "hidden": 0.5}, JOINT | {"distill": 0.5}, NEVER],
+    [
+        SWIFT | {"distill": 1.0, "hidden": 0.5},
+        pytest.param(JOINT | {"distill": 0.5}, marks=pytest.mark.slow),
+        NEVER,
+    ],
     ids=["swift", "joint", "never"],
 )
 def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, Any], tmp_path: Path) -> None:

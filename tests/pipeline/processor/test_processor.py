@@ -87,6 +87,7 @@ def test_rows_of_a_dataset_come_out_once_each(model: TextModel, tiny_checkpoint:
     assert [found[n]["error_code"] for n in (4, 5)] == ["prompt_missing", "prompt_too_long"]
 
 
+@pytest.mark.slow
 def test_scores_come_out_too(model: TextModel, tiny_checkpoint: Path) -> None:
     asked = {"max_new_tokens": 3, "logprobs": 1, "prompt_logprobs": True}
     source = ray.data.from_items([{"id": "a", "prompt": "The Otter", "x": 1}, {"id": "b", "prompt": None, "x": 2}])

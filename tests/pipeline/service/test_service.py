@@ -122,6 +122,20 @@ def test_keys_are_read_from_environment_and_file(tmp_path: Path, monkeypatch: py
             read_keys(with_file)
 
 
+def test_behind_a_proxy_of_rays_keys_are_a_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on the replica's own machine, sets no header that says for whom it speaks, and listens everywhere."""
+    auth = ServeConfig().auth
+    monkeypatch.delenv(auth.api_keys_env, raising=False)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(ConfigError, match=r"auth: .*RAY_SERVE_ENABLE_HA_PROXY"):
+        read_keys(auth)
+    monkeypatch.setenv(auth.api_keys_env, "key-number-1")
+    assert read_keys(auth) == (digest("key-number-1"),)
+    monkeypatch.delenv(auth.api_keys_env)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+    assert read_keys(auth) == ()
+
+
 def test_a_key_may_have_any_letters(generator: Generator) -> None:
     endpoint = make_endpoint(generator, [digest("schlüssel-🔑-1"), digest("clé-secrète")])
     with local(endpoint) as url:

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow.fs as pafs
 import pytest
 
 import pipeline.store.lease
@@ -160,6 +161,23 @@ def test_a_holder_that_stood_still_in_mid_beat_changes_no_other_lease(
         first.__exit__()
         second.check()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_on_a_store_a_beat_that_took_too_long_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been written over a successor's lease, so that the name on the lease says nothing."""
+    quick(monkeypatch)
+    monkeypatch.setattr(pipeline.store.lease, "SETTLE_S", 0)
+    told = threading.Event()
+    monkeypatch.setattr(signal, "pthread_kill", lambda *_: told.set())
+    store = RunFolder(pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem()), "run", "run")
+    with Lease(store, "first", print) as lease:
+        beat = lease._beat
+        lease.check()
+        monkeypatch.setattr(lease, "_beat", lambda: (time.sleep(0.7 * pipeline.store.lease.LEASE_S), beat()))
+        assert told.wait(10)
+        assert lease.holds()
+        with pytest.raises(RuntimeError, match="another run has taken over"):
+            lease.check()
 
 
 def test_a_lease_that_changed_hands_in_the_last_moment_is_put_back(

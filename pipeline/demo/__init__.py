@@ -1,0 +1,1 @@
+"""`demo`: what the chat demo asks, and the model it asks."""
