@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 from actors.train_workers import rank_and_size
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import Decoder
+from skipdecode.lora import lora_modules
 from skipdecode.train import ResponseLoss
 
 Weights = dict[str, torch.Tensor]
-
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_state(state: dict[str, Any], path: str | Path) -> None:
@@ -52,9 +51,11 @@ def model_of(weights: Weights, config: DecoderConfig) -> Decoder:
     return model
 
 
-def full_state(get: Callable[..., Any], *of: Any) -> dict[str, Any]:
-    """A whole state dict on the CPU of rank 0; a collective call under FSDP."""
-    state: dict[str, Any] = get(*of, options=FULL)
+def full_state(get: Callable[..., Any], loss: ResponseLoss, *of: Any) -> dict[str, Any]:
+    """A whole state dict on the CPU of rank 0; a collective call under FSDP. Of a model with an adapter that alone."""
+    only = bool(lora_modules(loss))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only)
+    state: dict[str, Any] = get(loss, *of, options=options)
     return state if rank_and_size()[0] == 0 else {}
 
 
@@ -67,7 +68,8 @@ def collect_state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, progress
 
 
 def restore_state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    set_model_state_dict(loss, state["model"], options=StateDictOptions(full_state_dict=True))
+    is_whole = not lora_modules(loss)
+    set_model_state_dict(loss, state["model"], options=StateDictOptions(full_state_dict=True, strict=is_whole))
     options = StateDictOptions(full_state_dict=True, strict=False)
     set_optimizer_state_dict(loss, optimizer, state["optimizer"], options=options)
     # weights that no step had used yet have no state, and must not be given one that counts a step

@@ -22,6 +22,7 @@ from actors.train_workers import Pair, inner, no_sync, parts_of, rank_and_size, 
 from skipdecode.config import Trainable
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch
+from skipdecode.lora import lora_modules
 from skipdecode.plan import Schedule
 from skipdecode.schedule import listed_schedule
 from skipdecode.train import ResponseLoss
@@ -123,7 +124,8 @@ def train(
     resume: dict[str, Any] | None = None,
     teacher: Decoder | None = None,
 ) -> dict[str, Any]:
-    """Trains in place and gives back the record of the best validation. `resume`: from `load_state`.
+    """Trains in place and gives back the record of the best validation. `resume`: from `load_state`. Of a model with an
+    adapter (`skipdecode.lora`) that alone is trained, and hooks get no other weights.
 
     `teacher`: frozen, whole on each worker; None: the model's own full depth.
 
@@ -132,9 +134,10 @@ def train(
     device = model.device
     schedules = [listed_schedule(model.config, entry, config.horizon + 1) for entry in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
-    model.train().requires_grad_(config.trainable == "all")
-    if model.added is not None:
-        model.added.requires_grad_(True)
+    lora = lora_modules(model)
+    model.train().requires_grad_(config.trainable == "all" and not lora)
+    for added in lora if model.added is None else [*lora, model.added]:
+        added.requires_grad_(True)
     loss = ResponseLoss(
         model,
         distill=config.distill,

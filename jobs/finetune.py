@@ -29,12 +29,15 @@ def train(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
     from pipeline.config import build_config
     from pipeline.training.config import FinetuneConfig
     from pipeline.training.finetune import finetune
+    from skipdecode.adapter import CONFIG_FILE
 
     finished = finetune(build_config(FinetuneConfig, tree), note)
     record, folder = finished.record, finished.folder
     losses = ", ".join(f"{name} {loss:.4f}" for name, loss in record["best"]["validation_loss"].items())
     note(f"best validation at step {record['best']['step']} of {record['steps']}: {losses}")
-    note(f"model: {folder.root}\nlosses: {folder.training / 'loss.svg'}")
+    is_adapter = (folder.root / CONFIG_FILE).is_file()
+    what = f"adapter: {folder.root}   (model.adapter={folder.root})" if is_adapter else f"model: {folder.root}"
+    note(f"{what}\nlosses: {folder.training / 'loss.svg'}")
     return {"output": str(folder.root), "was_finished": finished.was_finished} | record, OK
 
 

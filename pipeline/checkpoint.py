@@ -14,6 +14,7 @@ from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
+from skipdecode.plan import FullDepth
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import adapted, check_folder
@@ -55,7 +56,37 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
             "sampling.max_new_tokens",
             f"{new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions",
         )
-    return ResolvedModel(folder, config.model.source, opt, decode, adapter)
+    model = ResolvedModel(folder, config.model.source, opt, decode, adapter)
+    if (text := untuned(model, config)) is not None:
+        note(text)
+    return model
+
+
+def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
+    """A warning where layers are skipped that nothing says the checkpoint was tuned without; None: there is no cause.
+
+    Lossless runs have none, since full depth verifies, nor has FFN-SkipLLM, which needs no tuning.
+    """
+    name = model.source + ("" if config.model.adapter is None else f" with {config.model.adapter}")
+    if config.prefill.method == "swiftkv" and model.adapter is not None:
+        return (
+            f"warning: prefill.method=swiftkv: SwiftKV's weights in {model.source} were taken from it without "
+            "model.adapter, so texts may differ from those of a whole prompt; prefill.method=full needs none"
+        )
+    base = {key: value for key, value in model.decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
+    layers, carried = model.config.num_hidden_layers, model.config.skip_decode
+    schedule = make_schedule(base, num_layers=layers, max_new_tokens=max(config.sampling.max_new_tokens, 1))
+    if model.decode.get("lossless") or schedule == FullDepth(layers):
+        return None
+    method, tuned_for = base["method"], None if carried is None else carried.get("method", "skipdecode")
+    if method == tuned_for:
+        return None
+    why = "carries no skip_decode schedule" if carried is None else f"carries the schedule of method {tuned_for}"
+    return (
+        f"warning: {name} {why}, so nothing says that it was tuned for decode.method={method}: its text may be "
+        "nonsense (agreement in the report compares it with full depth); tune it with jobs.finetune, or use "
+        "decode.method=full, or decode.lossless=true"
+    )
 
 
 def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, Path | None]:
@@ -76,7 +107,7 @@ def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[st
     """
     given = config.decode.model_dump(exclude_none=True, exclude={"prefix"})
     skip, lossless = given.pop("ffn_skip", None), {key: given.pop(key) for key in LOSSLESS_KEYS}
-    decode = {"method": "skipdecode"} | given if given else default_decode(opt, note)
+    decode = {"method": "skipdecode"} | given if given else default_decode(opt)
     if skip is not None:
         decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, opt, note)}
     return decode | {
@@ -136,16 +167,9 @@ def resolve_ffn_skip(
     return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
 
 
-def default_decode(opt: DecoderConfig, note: Note) -> dict[str, Json]:
+def default_decode(opt: DecoderConfig) -> dict[str, Json]:
     """What holds where the job says nothing."""
-    if opt.skip_decode is not None:
-        return dict(opt.skip_decode)
-    note(
-        "decode: this checkpoint carries no skip_decode schedule, so it was not tuned for one; using skipdecode at "
-        "speedup 2. Its text will differ from full depth (see agreement in the report); "
-        "decode.method=full turns skipping off"
-    )
-    return {"method": "skipdecode", "speedup": 2}
+    return {"method": "skipdecode", "speedup": 2} if opt.skip_decode is None else dict(opt.skip_decode)
 
 
 def check_quantization(

@@ -111,7 +111,7 @@ class Adapter:
         """A weight [out, in] of that module with the adapter in it, in float32; as it is where it is left alone."""
         if module not in self.modules or weight.dim() != 2:  # its bias stays
             return weight
-        a, b = (self._file.get_tensor(_tensor(module, which)).float() for which in "AB")  # [r, in], [out, r]
+        a, b = (self._file.get_tensor(tensor_name(module, which)).float() for which in "AB")  # [r, in], [out, r]
         merged: Tensor = weight.float() + self.keys.scale(module) * (b @ a)
         return merged
 
@@ -202,7 +202,7 @@ def _check_tensors(
     for module in modules:
         rank, (rows, columns) = keys.rank(module), linears[module]
         for which, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-            name = _tensor(module, which)
+            name = tensor_name(module, which)
             if name not in left:
                 raise ValueError(f"{WEIGHTS_FILE} lacks tensor {name!r} of a module that target_modules names")
             if left.pop(name) != shape:
@@ -234,7 +234,8 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _tensor(module: str, which: str) -> str:
+def tensor_name(module: str, which: str) -> str:
+    """Of `which`, A or B, of a module."""
     return f"base_model.model.{module}.lora_{which}.weight"
 
 

@@ -37,17 +37,21 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.is_gated = is_gated
+        self.lora: nn.Module | None = None
+        """What training adds (`skipdecode.lora`)."""
 
     def forward(self, x: Tensor, *, activation: Activation = "none", residual: Tensor | None = None) -> Tensor:
         assert self.is_gated == (activation == "swiglu"), (self.is_gated, activation)
         if self.packed is not None:
             assert not (torch.is_grad_enabled() and x.requires_grad), "a packed layer has no gradient"
             return self.packed(x, self.bias, activation=activation, residual=residual)
-        y = activate(F.linear(x, self.weight, self.bias), activation)
+        y = F.linear(x, self.weight, self.bias)
+        y = activate(y if self.lora is None else self.lora(x, y), activation)
         return y if residual is None else residual + y
 
     def pack(self, quantization: Quantization | None = None) -> None:
         """Gives up `weight` for a packed one, where this device and type gain by it; else nothing happens."""
+        assert self.lora is None, "an adapter is trained here"
         self.backend = backend_on(self.weight.device)
         self.packed = self.backend.pack(self.weight, quantization, is_gated=self.is_gated)
         if self.packed is None:

@@ -61,6 +61,17 @@ class FinetuneData(Section):
         return (value,) if isinstance(value, str) else value
 
 
+class LoraSection(Section):
+    """A LoRA adapter: low-rank matrices beside the linear layers are trained, and the model stays as it is."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """Columns of B, rows of A."""
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """B A counts times alpha / rank; null: twice `rank`."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Linear layers by their last names, e.g. [q_proj, v_proj]; null: all of each layer."""
+
+
 class TrainSection(Section):
     """The recipe; all but the last group decides what comes out, so a resumed run must agree in it."""
 
@@ -102,6 +113,9 @@ class TrainSection(Section):
     """Weight of the mean squared difference from the teacher's last states, beside the above."""
     trainable: Literal["all", "swiftkv"] = "all"
     """swiftkv: the weights that SwiftKV adds; the model itself stays as it is."""
+    lora: LoraSection | None = None
+    """Trains an adapter for `model.source`, saved as a folder of PEFT (`model.adapter` of later jobs), in place of the
+    model; null: the model itself."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16: autocast; weights and optimiser stay float32."""
     validate_every: Annotated[int, Field(ge=1)] = 500
@@ -154,7 +168,8 @@ class FinetuneOutput(OutputConfig):
     path: Annotated[str, Field(min_length=1)] = "outputs/finetuned"
     """A folder that every worker sees."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Type of the stored weights; null: bfloat16, or with `train.trainable=swiftkv` that of `model.source`."""
+    """Type of the stored weights; null: bfloat16, or with `train.trainable=swiftkv` that of `model.source`, or with
+    `train.lora` float32."""
 
 
 class FinetuneConfig(Section):

@@ -116,6 +116,8 @@ def _fit(planned: PlannedTraining, pool: TrainPool) -> ValidationLine:
         stored_dtype(config, planned.opt),
         pool.threads,
         pairs,
+        planned.lora,
+        str(config.model.source),
     )
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths are relative to where the job was started
     # Ray Train gives up on a start after 60 s and tries again, for ever; the room for it was checked

@@ -19,11 +19,12 @@ from pipeline.config import ConfigError
 from pipeline.store.model_folder import TOKENIZER_FILES
 from pipeline.training.records import LogLine, TrainingRecord, TrainingState
 from pipeline.units import Json
+from skipdecode import adapter
 
 KEEP = 2  # checkpoints
-WEIGHTS = "model.safetensors"
+WEIGHTS = ("model.safetensors", adapter.WEIGHTS_FILE)  # of a model, or of an adapter
 # the weights last: with them the folder is a model, and by then the rest is there
-MODEL_FILES = (*TOKENIZER_FILES, "config.json", WEIGHTS)
+MODEL_FILES = (*TOKENIZER_FILES, "config.json", adapter.CONFIG_FILE, adapter.SCHEDULE_FILE, *WEIGHTS)
 OURS = (*MODEL_FILES, "training.json", "training")  # the last holds run.json, which says that the rest is ours
 
 LoadedT = TypeVar("LoadedT")
@@ -53,7 +54,7 @@ class TrainingFolder:
 
     @property
     def has_model(self) -> bool:
-        return (self.root / WEIGHTS).is_file()
+        return any((self.root / name).is_file() for name in WEIGHTS)
 
     def check(self, if_exists: str) -> TrainingState | None:
         """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""

@@ -31,6 +31,7 @@ from pipeline.units import Note
 from skipdecode.config import DecoderConfig, SwiftKVConfig
 from skipdecode.families import OPTConfig, read_config
 from skipdecode.hub import resolve_source
+from skipdecode.lora import LoraShape, linear_names
 from skipdecode.weights import check_folder
 
 WARMUP_SHARE = 0.1  # of all steps, where the warm-up that was asked for has no room
@@ -58,12 +59,15 @@ class PlannedTraining:
     validation: Corpus
     num_steps: int
     fingerprint: Fingerprint
+    lora: LoraShape | None
+    """The adapter that is trained; None: the model itself."""
 
 
 def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
     source, opt = _check_model(config.model)
+    lora = check_lora(config, opt)
     before, opt = opt.swiftkv, replace(opt, swiftkv=_check_swiftkv(config, opt))
     if before is not None:
         wanted = "none are asked for (model.swiftkv)" if opt.swiftkv is None else "another shape is asked for"
@@ -93,11 +97,14 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
         f"validation; {len(train.problems) + len(held_out.problems)} bad rows left out"
     )
     prints = _fingerprint(config, source, opt, teacher, train, held_out)
-    return PlannedTraining(config, recipe, folder, earlier, source, opt, teacher, files, train, held_out, steps, prints)
+    prints["train.lora"] = None if lora is None else {**vars(lora), "targets": list(lora.targets)}
+    return PlannedTraining(
+        config, recipe, folder, earlier, source, opt, teacher, files, train, held_out, steps, prints, lora
+    )
 
 
 def train_config(section: TrainSection) -> TrainConfig:
-    return TrainConfig(**section.model_dump(exclude={"default_schedule"}))
+    return TrainConfig(**section.model_dump(exclude={"default_schedule", "lora"}))
 
 
 def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, note: Note) -> int:
@@ -159,6 +166,27 @@ def _check_swiftkv(config: FinetuneConfig, opt: DecoderConfig) -> SwiftKVConfig 
     return shape
 
 
+def check_lora(config: FinetuneConfig, opt: DecoderConfig) -> LoraShape | None:
+    """The shape of the adapter; None: none is asked for. ConfigError for what it cannot be combined with."""
+    asked = config.train.lora
+    if asked is None:
+        return None
+    if config.model.source is None:
+        raise ConfigError("train.lora", "an adapter is for a trained model; give model.source, or leave train.lora out")
+    if config.model.swiftkv is not None or config.train.trainable != "all":
+        raise ConfigError(
+            "train.lora",
+            "an adapter holds no SwiftKV weights; leave model.swiftkv and train.trainable out, or train.lora",
+        )
+    if config.train.parallel == "fsdp":
+        raise ConfigError("train.parallel", "fsdp does not shard adapters; use ddp, or leave train.lora out")
+    known = linear_names(opt)
+    targets = tuple(known) if asked.targets is None else tuple(dict.fromkeys(asked.targets))
+    if unknown := [name for name in targets if name not in known]:
+        raise ConfigError("train.lora.targets", f"this model has no {unknown[0]!r}; it has {', '.join(known)}")
+    return LoraShape(asked.rank, 2.0 * asked.rank if asked.alpha is None else asked.alpha, targets)
+
+
 def _check_teacher(config: FinetuneConfig, source: Path | None, opt: DecoderConfig) -> Path | None:
     if config.model.teacher is None:
         is_moving = config.train.trainable == "all" and (config.train.distill or config.train.hidden)
@@ -188,7 +216,7 @@ def _fingerprint(
     validation: Corpus,
 ) -> Fingerprint:
     entries: Fingerprint = {"code_version": CODE_VERSION, "output.dtype": stored_dtype(config, opt)}
-    recipe = config.train.model_dump(mode="json", exclude=set(HOW))
+    recipe = config.train.model_dump(mode="json", exclude={*HOW, "lora"})
     recipe["default_schedule"] = opt.skip_decode
     entries |= {f"train.{key}": value for key, value in recipe.items()}
     if source is None:
@@ -204,5 +232,5 @@ def _fingerprint(
 def stored_dtype(config: FinetuneConfig, opt: DecoderConfig) -> str:
     """Of the weights in the output, the default settled."""
     if config.output.dtype is not None or config.train.trainable == "all":
-        return config.output.dtype or "bfloat16"
+        return config.output.dtype or ("bfloat16" if config.train.lora is None else "float32")
     return opt.torch_dtype if opt.torch_dtype in ("float32", "bfloat16", "float16") else "float32"

@@ -25,6 +25,7 @@ from pipeline.training.records import ValidationLine
 from pipeline.units import Json
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import Decoder
+from skipdecode.lora import LoraShape, add_lora, save_adapter
 from skipdecode.weights import load_model, save_model
 
 Checkpoint: TypeAlias = dict[str, object]
@@ -48,6 +49,10 @@ class TrainingJob:
     threads: int
     pairs: "ray.ObjectRef[tuple[list[Pair], list[Pair]]]"
     """Training and validation pairs, as tokens."""
+    lora: LoraShape | None
+    """The adapter that is trained in place of the model."""
+    base: str
+    """What the adapter says it is for: the model, as the configuration names it."""
 
 
 class WorkerSettings(TypedDict):
@@ -103,6 +108,10 @@ def _restore(folder: TrainingFolder) -> tuple[int, Checkpoint] | None:
 def _initial(job: TrainingJob, device: torch.device) -> Decoder:
     if job.source is not None:
         model, shape = load_model(job.source, device=device), job.config.swiftkv
+        if job.lora is not None:
+            model = model.without_swiftkv()
+            add_lora(model, job.lora, job.train.seed)
+            return model
         if model.config.swiftkv == shape:
             return model
         return model.without_swiftkv() if shape is None else model.with_swiftkv(shape.kv_layers, shape.group_size)
@@ -116,7 +125,12 @@ def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
         return Hooks(log=lambda _: None, keep_best=lambda *_: None, checkpoint=lambda *_: None)
 
     def keep_best(weights: Weights, record: dict[str, Json]) -> None:
-        model, dtype = model_of(weights, job.config), getattr(torch, job.dtype)
+        dtype, lora = getattr(torch, job.dtype), job.lora
+        if lora is not None:
+            own = {name.removeprefix("model."): value for name, value in weights.items()}
+            folder.publish(lambda staging: save_adapter(own, staging, job.config, lora, job.base, dtype=dtype))
+            return
+        model = model_of(weights, job.config)
         folder.publish(lambda staging: save_model(model, staging, dtype=dtype))
 
     def checkpoint(state: Checkpoint, record: dict[str, Any]) -> None:

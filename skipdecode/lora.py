@@ -1,0 +1,146 @@
+"""Training of LoRA adapters (arXiv 2106.09685): A and B beside the linear layers of a frozen model, and the PEFT folder
+that they are saved as.
+
+x W^T + scale * x A^T B^T, where A begins as PEFT begins it and B as zeros. How an adapter is read and merged is
+`skipdecode.adapter`; the loop is `actors.trainer`.
+
+B rows, T columns, r the rank.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from skipdecode.adapter import CONFIG_FILE, SCHEDULE_FILE, WEIGHTS_FILE, tensor_name
+from skipdecode.config import DecoderConfig
+from skipdecode.decoder import Decoder
+from skipdecode.linear import Linear
+from skipdecode.weights import hf_parts
+
+LINEARS = ("qkv", "out_proj", "fc1", "fc2")  # of a layer
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    rank: int
+    alpha: float
+    """What B A counts times is alpha / rank."""
+    targets: tuple[str, ...]
+    """Last names of linear layers, as Hugging Face has them: q_proj, fc1, ..."""
+
+
+class Lora(nn.Module):
+    """A and B for some parts of a fused linear layer: `parts` are (last name, rows) of all of them, in their order."""
+
+    def __init__(self, linear: Linear, parts: Sequence[tuple[str, int]], shape: LoraShape) -> None:
+        super().__init__()
+        self.parts, self.scale = tuple(parts), shape.alpha / shape.rank
+        own, new = [(name, rows) for name, rows in parts if name in shape.targets], linear.weight.new_zeros
+        self.a = nn.ParameterDict({name: new(shape.rank, linear.in_features) for name, _ in own})
+        self.b = nn.ParameterDict({name: new(rows, shape.rank) for name, rows in own})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x [B, T, in] and what the layer makes of it, y [B, T, out] -> y with the adapter."""
+        apart = torch.split(y, [rows for _, rows in self.parts], dim=-1)
+        made = [
+            part + self.scale * F.linear(F.linear(x, self.a[name]), self.b[name]) if name in self.a else part
+            for (name, _), part in zip(self.parts, apart, strict=True)
+        ]
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+
+def linear_names(config: DecoderConfig) -> list[str]:
+    """Last names of the linear layers of a layer: what `LoraShape.targets` may have."""
+    return [name.rpartition(".")[2] for part in LINEARS for name in config.layer_parts[part]]
+
+
+def add_lora(model: Decoder, shape: LoraShape, seed: int) -> None:
+    """Puts A and B beside the target layers of `model`, which then is for training alone. The same for a seed, on every
+    device. What it computes stays, as B is zero."""
+    assert not model.is_packed, "packed weights cannot be trained"
+    generator = torch.Generator().manual_seed(seed)
+    for number, layer in enumerate(model.layers):
+        for name in LINEARS:
+            linear = cast(Linear, getattr(layer, name))
+            parts = [(last, rows or linear.out_features) for last, _, rows in _parts(model.config, number, name)]
+            if not {last for last, _ in parts} & set(shape.targets):
+                continue
+            lora = Lora(linear, parts, shape)
+            for a in lora.a.values():
+                start = torch.empty(a.shape)
+                nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+                a.data.copy_(start)
+            linear.lora = lora
+
+
+def lora_modules(module: nn.Module) -> list[Lora]:
+    """Those that `add_lora` made; none: the model has no adapter."""
+    return [one for one in module.modules() if isinstance(one, Lora)]
+
+
+def save_adapter(
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    config: DecoderConfig,
+    shape: LoraShape,
+    base: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes the PEFT folder, with the schedule of `config` beside.
+
+    `weights`: the state of a model with an adapter, of which A and B are read; `base`: the name of the model.
+    """
+    tensors = {name: value.to(dtype=dtype, device="cpu").contiguous() for name, value in _named(weights, config, shape)}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    keys = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": shape.rank,
+        "lora_alpha": int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(shape.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    _write(folder / CONFIG_FILE, keys)
+    if config.skip_decode is not None:
+        _write(folder / SCHEDULE_FILE, config.skip_decode)
+    shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)  # safetensors lets nobody else read it
+
+
+def _named(weights: Mapping[str, Tensor], config: DecoderConfig, shape: LoraShape) -> Iterator[tuple[str, Tensor]]:
+    """A and B by their names in the file."""
+    for number in range(config.num_hidden_layers):
+        for part in LINEARS:
+            for last, module, _ in _parts(config, number, part):
+                for which in "AB" if last in shape.targets else "":
+                    value = weights[f"blocks.{number}.{part}.lora.{which.lower()}.{last}"]
+                    yield tensor_name(module, which), value
+
+
+def _parts(config: DecoderConfig, number: int, part: str) -> Iterable[tuple[str, str, int]]:
+    """Of a linear layer of ours: (last name, whole name, rows; 0: all) in Hugging Face's model."""
+    for theirs, rows in hf_parts(f"blocks.{number}.{part}.weight", config):
+        module = theirs.removesuffix(".weight")
+        yield module.rpartition(".")[2], module, rows
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

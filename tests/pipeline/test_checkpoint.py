@@ -1,0 +1,109 @@
+"""The warning that text may be nonsense: where layers are skipped, and nothing says that the model was tuned for it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from jobs import generate
+from pipeline.checkpoint import check_model
+from pipeline.config import JobConfig, build_config
+from skipdecode.adapter import SCHEDULE_FILE
+from skipdecode.decoder import Decoder
+from skipdecode.weights import load_model, save_model
+from tests.support.lora_adapters import write_adapter
+from tests.support.verbs import Call
+
+TUNED = {"method": "skipdecode", "speedup": 2, "horizon": 9}
+
+
+@pytest.fixture
+def tuned(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "tuned"))
+    config = json.loads((folder / "config.json").read_text()) | {"skip_decode": TUNED}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def notes_of(source: Path, adapter: Path | None = None, **sections: Any) -> list[str]:
+    notes: list[str] = []
+    tree = {"model": {"source": str(source), "adapter": adapter and str(adapter)}, **sections}
+    check_model(build_config(JobConfig, tree), notes.append)
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("decode", "method"),
+    [
+        ({}, "skipdecode"),
+        ({"speedup": 3}, "skipdecode"),
+        ({"method": "early_exit", "max_layers": 4, "min_layers": 2}, "early_exit"),
+        ({"method": "unified", "layers": 5, "ffn_skip": {"cold_start": 1, "cold_end": 1}}, "unified"),
+    ],
+)
+def test_an_untuned_model_is_named_with_the_remedy(tiny_checkpoint: Path, decode: dict[str, Any], method: str) -> None:
+    (note,) = notes_of(tiny_checkpoint, decode=decode)
+    start = f"warning: {tiny_checkpoint} carries no skip_decode schedule, so nothing says that it was tuned for "
+    assert note.startswith(start + f"decode.method={method}")
+    for remedy in ("jobs.finetune", "decode.method=full", "decode.lossless=true", "agreement in the report"):
+        assert remedy in note
+    assert "\n" not in note
+
+
+def test_no_cause(tiny_checkpoint: Path, tuned: Path) -> None:
+    rows = {"mode": "row", "cold_start": 1, "cold_end": 1}
+    for decode in ({"method": "full"}, {"speedup": 1}, {"lossless": True}, {"method": "full", "ffn_skip": rows}):
+        assert notes_of(tiny_checkpoint, decode=decode) == []
+    assert notes_of(tuned) == notes_of(tuned, decode={"speedup": 4}) == []
+
+
+def test_tuned_for_another_method(tuned: Path) -> None:
+    (note,) = notes_of(tuned, decode={"method": "unified", "layers": 3})
+    assert f"{tuned} carries the schedule of method skipdecode, so nothing says" in note
+    assert "tuned for decode.method=unified" in note
+
+
+def test_an_adapter_says_it_too(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    adapter = write_adapter(tmp_path / "a", model, dict.fromkeys(["model.decoder.layers.0.fc1"], 2), r=2,
+                            target_modules="model.decoder.layers.0.fc1")  # fmt: skip
+    (note,) = notes_of(tiny_checkpoint, adapter)
+    assert f"{tiny_checkpoint} with {adapter} carries no" in note
+    (adapter / SCHEDULE_FILE).write_text(json.dumps(TUNED))
+    assert notes_of(tiny_checkpoint, adapter) == []
+
+
+def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    swift: Decoder = load_model(tiny_checkpoint).with_swiftkv(3)
+    save_model(swift, tmp_path / "swift")
+    shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "swift")
+    keys: dict[str, Any] = {"decode": {"method": "full"}, "prefill": {"method": "swiftkv"}}
+    assert notes_of(tmp_path / "swift", **keys) == []
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    adapter = write_adapter(tmp_path / "a", model, {"model.decoder.layers.0.fc1": 4}, target_modules=r".*\.0\.fc1")
+    (note,) = notes_of(tmp_path / "swift", adapter, **keys)
+    assert "prefill.method=swiftkv" in note
+    assert "without model.adapter" in note
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_is_up")
+def test_it_is_the_first_line_and_agreement_among_the_first_of_the_report(
+    tiny_checkpoint: Path, tmp_path: Path, call: Call
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"id": f"r{n}", "prompt": f"dish {n}"}) + "\n" for n in range(4)))
+    settings = [f"model.source={tiny_checkpoint}", "sampling.max_new_tokens=8", "baseline.fraction=1.0"]
+    code, _, err = call(generate, "-i", path, "-o", tmp_path / "run", *settings)
+    assert code == 0, err
+    lines = [line for line in err.splitlines() if not line.startswith(("20", "("))]  # Ray's own begin so
+    assert lines[0].startswith(f"warning: {tiny_checkpoint} carries no skip_decode schedule"), err
+    told = next(n for n, line in enumerate(lines) if line.startswith("done: "))
+    assert "tokens as at full depth: " in lines[told + 1]
+    assert "not measured" not in lines[told + 1]
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert "agreement" in list(report)[:4]
+    assert report["agreement"]["token_match"] is not None
