@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from pipeline.config import ConfigError, SamplingConfig
+from pipeline.config import ConfigError, ModelConfig, SamplingConfig
 from pipeline.generate import run as code
 from pipeline.generate.places import has_all_rows
 from pipeline.generate.resume import Work, all_data_files
