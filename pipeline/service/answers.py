@@ -164,7 +164,8 @@ def is_news(entry: ChoiceBody) -> bool:
 
 
 def usage(choices: Sequence[Choice]) -> Usage:
-    prompt = sum(len(choice.request.prompt_tokens) for choice in choices)
+    """A prompt counts once, however many answers it has."""
+    prompt = sum(len(choice.request.prompt_tokens) for choice in choices[:: choices[0].asked.num_answers])
     completion = sum(0 if choice.asked.max_tokens == 0 else len(choice.tokens) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

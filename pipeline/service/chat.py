@@ -88,7 +88,7 @@ class ChatForm:
         for entry in entries:
             message: MessageBody = {"role": "assistant", "content": entry["text"], "refusal": None}
             made.append(_dressed(entry) | {"message": message})
-        return self._body("chat.completion", made) | {"usage": self._usage(choices)}
+        return self._body("chat.completion", made) | {"usage": usage(choices)}
 
     def chunks(self, entries: Sequence[ChoiceBody]) -> Iterator[object]:
         """The role of an answer comes before the first of its text."""
@@ -107,13 +107,7 @@ class ChatForm:
         yield self._body("chat.completion.chunk", made)
 
     def last(self, choices: Sequence[Choice]) -> object:
-        return self._body("chat.completion.chunk", []) | {"usage": self._usage(choices)}
-
-    def _usage(self, choices: Sequence[Choice]) -> Usage:
-        """All answers are to one prompt."""
-        counts, prompt = usage(choices), len(choices[0].request.prompt_tokens)
-        made = counts["completion_tokens"]
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return self._body("chat.completion.chunk", []) | {"usage": usage(choices)}
 
     def _body(self, kind: str, choices: list[ChatChoiceBody]) -> ChatBody:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}

@@ -24,9 +24,9 @@ MAX_CHAT_LOGPROBS: Final = 20  # OpenAI
 MAX_ID_CHARS: Final = 512
 _CHAT_FLAGS: Final = ("stream", "return_token_ids", "return_layers")
 _FLAGS: Final = ("echo", *_CHAT_FLAGS)
-_COMMON_KEYS: Final = frozenset({"model", "user", "logprobs", "stream_options", "row_id", "max_tokens"})
+_COMMON_KEYS: Final = frozenset({"model", "user", "n", "logprobs", "stream_options", "row_id", "max_tokens"})
 OWN_KEYS: Final = _COMMON_KEYS | {"prompt", *_FLAGS}
-CHAT_KEYS: Final = _COMMON_KEYS | {"messages", "n", "top_logprobs", *_CHAT_FLAGS}
+CHAT_KEYS: Final = _COMMON_KEYS | {"messages", "top_logprobs", *_CHAT_FLAGS}
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class AskedRequest:
     """0: the prompt alone, with `echo`."""
     row_id: str
     """Decides the random numbers together with the seed: a row's `id` offline. "" unless given."""
+    num_answers: int
+    """`n`: to each prompt."""
     logprobs: int | None
     echo: bool
     stream: bool
@@ -59,8 +61,6 @@ class CompletionRequest(AskedRequest):
 @dataclass(frozen=True)
 class ChatRequest(AskedRequest):
     messages: list[Message]
-    num_answers: int
-    """`n`."""
 
 
 def parse_body(body: bytes) -> dict[str, Json]:
@@ -99,8 +99,10 @@ def _parse(body: Mapping[str, Json], max_prompts: int) -> CompletionRequest:
     max_tokens = _int(body, "max_tokens", 0)
     if max_tokens == 0 and not flags["echo"]:
         raise BadParameter("max_tokens", "must be at least 1; 0 goes with echo=true only")
+    prompts = _prompts(body.get("prompt"), max_prompts)
     return CompletionRequest(
-        prompts=_prompts(body.get("prompt"), max_prompts),
+        prompts=prompts,
+        num_answers=_num_answers(body, max_prompts // len(prompts) if max_tokens != 0 else 1),
         model=_text(body, "model"),
         sampling=_checked(sampling),
         max_tokens=max_tokens,
@@ -117,7 +119,7 @@ def _parse_chat(body: Mapping[str, Json], max_prompts: int) -> ChatRequest:
     flags = {name: _flag(body, name) for name in _CHAT_FLAGS}
     return ChatRequest(
         messages=_messages(body.get("messages")),
-        num_answers=_int(body, "n", 1, max_prompts) or 1,
+        num_answers=_num_answers(body, max_prompts),
         model=_text(body, "model"),
         sampling=_checked(sampling),
         max_tokens=sampling.get("max_new_tokens", max_tokens),  # max_completion_tokens, where there is one
@@ -127,6 +129,10 @@ def _parse_chat(body: Mapping[str, Json], max_prompts: int) -> ChatRequest:
         include_usage=_include_usage(body, flags["stream"]),
         **flags,
     )
+
+
+def _num_answers(body: Mapping[str, Json], most: int) -> int:
+    return _int(body, "n", 1, most) or 1
 
 
 def _checked(sampling: SamplingParameters) -> SamplingParameters:

@@ -27,18 +27,25 @@ class Prompts:
         self.chat_template, self._chat_trouble = _chat_template(generator)
 
     def of_completion(self, asked: CompletionRequest) -> list[Request]:
-        """What the engine is to decode, one per prompt; ApiError for what this model cannot. From any thread."""
+        """What the engine is to decode, one per answer, those to a prompt side by side. From any thread.
+
+        ApiError for what this model cannot.
+        """
         self._check_model(asked)
         try:
             prompts = [self._tokens(prompt) for prompt in asked.prompts]
             sampling = self._sampling(asked, self.config.sampling.max_new_tokens)
+            _check_answers(asked, sampling)
             for tokens in prompts:
                 self._check_fit(tokens, sampling.max_new_tokens)
         except BadParameter as error:
             raise errors.bad_parameter(error) from error
         scores = asked.echo and asked.logprobs is not None
-        ids = _row_ids(asked.row_id, len(prompts))
-        return [Request(i, p, sampling, asked.logprobs, scores) for i, p in zip(ids, prompts, strict=True)]
+        return [
+            Request(row_id, tokens, sampling, asked.logprobs, scores)
+            for prompt_id, tokens in zip(_row_ids(asked.row_id, len(prompts)), prompts, strict=True)
+            for row_id in _row_ids(prompt_id, asked.num_answers)
+        ]
 
     def of_chat(self, asked: ChatRequest) -> list[Request]:
         """The same of a chat, one per answer."""
@@ -49,8 +56,7 @@ class Prompts:
             tokens = self._tokens(text, is_rendered=True)
             usual = max(self.config.sampling.max_new_tokens, min(CHAT_TOKENS, positions - len(tokens)))
             sampling = self._sampling(asked, usual)
-            if asked.num_answers > 1 and sampling.temperature == 0:
-                raise BadParameter("n", f"is {asked.num_answers}, and at temperature 0 all answers are the same")
+            _check_answers(asked, sampling)
             self._check_fit(tokens, sampling.max_new_tokens)
         except BadParameter as error:
             named = BadParameter("messages", error.reason) if error.name == "prompt" else error
@@ -122,6 +128,11 @@ def _chat_template(generator: Generator) -> tuple[ChatTemplate | None, str]:
         return load_chat_template(source, generator.model.config.model_type), ""
     except ValueError as error:
         return None, f" that could be used: {error}"
+
+
+def _check_answers(asked: AskedRequest, sampling: Sampling) -> None:
+    if asked.num_answers > 1 and sampling.temperature == 0:
+        raise BadParameter("n", f"is {asked.num_answers}, and at temperature 0 all answers are the same")
 
 
 def _row_ids(row_id: str, count: int) -> list[str]:

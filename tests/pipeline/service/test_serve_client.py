@@ -331,13 +331,33 @@ def test_many_at_once_get_their_own_answers(client: openai.OpenAI, offline: Offl
     assert made == [offline.text(offline(p, 4 + n)) for n, p in enumerate(PROMPTS)]
 
 
+def test_several_answers_to_each_prompt(client: openai.OpenAI) -> None:
+    """In the order of the prompts, each as it would be alone; a prompt counts once."""
+    asked: Any = {"model": "tiny", "temperature": 1.5, "seed": 5, "max_tokens": 6}
+    many = client.completions.create(prompt=PROMPTS[:2], n=3, extra_body={"row_id": "r"}, **asked)
+    assert [choice.index for choice in many.choices] == list(range(6))
+    for prompt, answer, place in ((0, 1, 1), (1, 2, 5)):
+        row_id = {"row_id": f"r-{prompt}-{answer}"}
+        alone = client.completions.create(prompt=PROMPTS[prompt], extra_body=row_id, **asked)
+        assert alone.choices[0].text == many.choices[place].text
+    assert len({choice.text for choice in many.choices}) > 2
+    once = client.completions.create(prompt=PROMPTS[:2], **asked)
+    assert many.usage.prompt_tokens == once.usage.prompt_tokens
+    assert many.usage.completion_tokens > once.usage.completion_tokens
+    one = client.completions.create(prompt=PROMPTS[0], n=2, extra_body={"row_id": "r"}, **asked)
+    alone = client.completions.create(prompt=PROMPTS[0], extra_body={"row_id": "r-1"}, **asked)
+    assert one.choices[1].text == alone.choices[0].text, "as `sampling.n` names rows"
+
+
 # What is refused, by name
 
 
 @pytest.mark.parametrize(
     ("keys", "param", "message"),
     [
-        ({"n": 2}, "n", "n must be 1, got 2"),
+        ({"n": 2}, "n", "n is 2, and at temperature 0"),
+        ({"n": 129, "temperature": 1}, "n", "n must be"),
+        ({"n": 2, "echo": True, "max_tokens": 0}, "n", "n must be"),
         ({"best_of": 3}, "best_of", "best_of must be 1, got 3"),
         ({"suffix": "end"}, "suffix", "suffix must be null"),
         ({"presence_penalty": 1}, "presence_penalty", "must be 0"),
