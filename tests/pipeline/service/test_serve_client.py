@@ -333,7 +333,7 @@ def test_many_at_once_get_their_own_answers(client: openai.OpenAI, offline: Offl
 
 def test_several_answers_to_each_prompt(client: openai.OpenAI) -> None:
     """In the order of the prompts, each as it would be alone; a prompt counts once."""
-    asked: Any = {"model": "tiny", "temperature": 1.5, "seed": 5, "max_tokens": 6}
+    asked: Any = {"model": "opt-e2e", "temperature": 1.5, "seed": 5, "max_tokens": 6}
     many = client.completions.create(prompt=PROMPTS[:2], n=3, extra_body={"row_id": "r"}, **asked)
     assert [choice.index for choice in many.choices] == list(range(6))
     for prompt, answer, place in ((0, 1, 1), (1, 2, 5)):
