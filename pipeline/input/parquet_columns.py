@@ -107,10 +107,13 @@ def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
 
 def to_python(batch: pa.RecordBatch) -> list[dict[str, object]]:
     """Rows as Python has them, maps as dictionaries. ValueError for what Python cannot say."""
-    columns = {
-        name: [_as_python(value, column.type) for value in column.to_pylist()]
-        for name, column in zip(batch.schema.names, batch.columns, strict=True)
-    }
+    try:
+        columns = {
+            name: [_as_python(value, column.type) for value in column.to_pylist()]
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        }
+    except OverflowError as error:  # a year that is none of Python's
+        raise ValueError(str(error)) from error
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 

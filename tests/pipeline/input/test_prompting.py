@@ -139,6 +139,20 @@ def test_a_template_that_cannot_be_rendered_fails_its_rows_alone(tmp_path: Path,
     assert reason in bad[1]["error_message"]
 
 
+def test_a_time_that_python_cannot_say_fails_its_row_alone(tmp_path: Path) -> None:
+    for name, column in {
+        "us": pa.array([0, 2**61, None], pa.timestamp("us")), "day": pa.array([0, 2**31 - 1, None], pa.date32()),
+        "nested": pa.array([[0], [0, -(2**61)], None], pa.list_(pa.timestamp("us"))),
+    }.items():  # fmt: skip
+        pq.write_table(pa.table({"id": ["a", "b", "c"], "when": column}), tmp_path / f"{name}.parquet")
+        config = make_config(tmp_path / f"{name}.parquet", template="{{ id }}{{ when or 0 }}")
+        plan, prompter = make_plan(config), Prompter.of(config, "parquet", None, NOW)
+        blocks = [block.drop_columns(["when"]) for block in read_file(plan, 0, config, prompter=prompter)]
+        rows = [row for block in blocks for row in block.to_pylist()]
+        assert [row["error_code"] for row in rows] == ["", "bad_line", ""], name
+        assert "cannot be read" in rows[1]["error_message"]
+
+
 def test_a_null_is_no_text(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"a": "x", "b": 1}, {"a": None, "b": 1}])
     parquet = write_parquet(tmp_path / "a.parquet", {"a": ["x", None], "b": [1, 1]})
