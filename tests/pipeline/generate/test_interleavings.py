@@ -58,7 +58,7 @@ def plan_of(folder: RunFolder, earlier: Any) -> Any:
         started_at=0.0,
         config=SimpleNamespace(
             model_dump=lambda mode: {},
-            model=SimpleNamespace(quantization=None),
+            model=SimpleNamespace(adapter=None, quantization=None),
             limits=SimpleNamespace(max_failed_rows=9),
             sampling=SamplingConfig(),
         ),
