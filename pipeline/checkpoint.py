@@ -76,7 +76,7 @@ def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
     base = {key: value for key, value in model.decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
     layers, carried = model.config.num_hidden_layers, model.config.skip_decode
     schedule = make_schedule(base, num_layers=layers, max_new_tokens=max(config.sampling.max_new_tokens, 1))
-    if model.decode.get("lossless") or schedule == FullDepth(layers):
+    if model.decode.get("lossless") or schedule == FullDepth(layers) or not config.sampling.max_new_tokens:
         return None
     method, tuned_for = base["method"], None if carried is None else carried.get("method", "skipdecode")
     if method == tuned_for:

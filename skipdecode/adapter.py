@@ -159,6 +159,8 @@ def read_schedule(folder: Path, key: str = KEY) -> dict[str, Any] | None:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if not isinstance(raw.get("use_rslora"), bool | None):
+        raise ValueError(f"use_rslora is {raw['use_rslora']!r}, expected true or false")
     if "peft_type" not in raw:
         raise ValueError("peft_type is missing; only 'LORA' is supported")
     for name, only in PLAIN.items():

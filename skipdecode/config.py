@@ -249,6 +249,8 @@ class DecoderConfig:
         known = {name: raw[name] for name in (one.name for one in fields(cls)) if raw.get(name) is not None}
         if (dtype := raw.get("dtype") or raw.get("torch_dtype")) is not None:
             known["torch_dtype"] = dtype
+        if not isinstance(known.get("skip_decode"), dict | None):
+            raise ValueError(f"skip_decode is {known['skip_decode']!r}, expected a mapping")
         if "swiftkv" in known:
             known["swiftkv"] = SwiftKVConfig.from_dict(known["swiftkv"])
         if "eos_token_id" in raw:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from jobs import generate
 from pipeline.checkpoint import check_model
-from pipeline.config import JobConfig, build_config
+from pipeline.config import ConfigError, JobConfig, build_config
 from skipdecode.adapter import SCHEDULE_FILE
 from skipdecode.decoder import Decoder
 from skipdecode.weights import load_model, save_model
@@ -57,6 +57,7 @@ def test_no_cause(tiny_checkpoint: Path, tuned: Path) -> None:
     rows = {"mode": "row", "cold_start": 1, "cold_end": 1}
     for decode in ({"method": "full"}, {"speedup": 1}, {"lossless": True}, {"method": "full", "ffn_skip": rows}):
         assert notes_of(tiny_checkpoint, decode=decode) == []
+    assert notes_of(tiny_checkpoint, sampling={"max_new_tokens": 0, "prompt_logprobs": True}) == []
     assert notes_of(tuned) == notes_of(tuned, decode={"speedup": 4}) == []
 
 
@@ -64,6 +65,13 @@ def test_tuned_for_another_method(tuned: Path) -> None:
     (note,) = notes_of(tuned, decode={"method": "unified", "layers": 3})
     assert f"{tuned} carries the schedule of method skipdecode, so nothing says" in note
     assert "tuned for decode.method=unified" in note
+
+
+def test_what_is_no_schedule_is_refused(tuned: Path) -> None:
+    config = json.loads((tuned / "config.json").read_text()) | {"skip_decode": [2]}
+    (tuned / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"skip_decode is \[2\], expected a mapping"):
+        notes_of(tuned)
 
 
 def test_an_adapter_says_it_too(tiny_checkpoint: Path, tmp_path: Path) -> None:

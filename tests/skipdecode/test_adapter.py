@@ -156,6 +156,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": ["gate_proj"]}, "it is an adapter of another model"),
     ({"target_modules": "(q"}, "target_modules: .* is no regular expression"),
     ({"target_modules": 3}, "target_modules is 3"),
+    ({"use_rslora": "no"}, "use_rslora is 'no'"),
     ({"r": 0}, "r is 0, expected a positive integer"),
     ({"r": 5}, "tensor .*lora_A.weight' is \\[4, 48\\], this model and rank 5 ask for \\[5, 48\\]"),
     ({"lora_alpha": "big"}, "lora_alpha is 'big'"),
