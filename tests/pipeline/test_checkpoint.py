@@ -98,6 +98,7 @@ def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_pa
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_is_up")
 def test_it_is_the_first_line_and_agreement_among_the_first_of_the_report(
     tiny_checkpoint: Path, tmp_path: Path, call: Call
