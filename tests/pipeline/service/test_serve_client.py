@@ -430,10 +430,9 @@ def test_metrics_are_those_of_the_engine(server: Served) -> None:
     """Ray gathers them every few seconds."""
     assert server.post({"prompt": "x", "max_tokens": 3}).status_code == 200
     deadline = time.monotonic() + 30
-    while not (found := figures_of(server.get("/metrics"))).keys() >= {"output_tokens_total", "requests_total"}:
+    while (found := figures_of(server.get("/metrics"))).get("output_tokens_total", 0) < 3:  # 0 may come first
         assert time.monotonic() < deadline, found
         time.sleep(0.5)
-    assert found["output_tokens_total"] >= 3
     assert found["requests_total"] >= 1
 
 
