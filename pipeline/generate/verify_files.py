@@ -163,9 +163,10 @@ def contradictions(batch: pa.RecordBatch, status: str, scores: Collection[str]) 
         checks.append(("error_code of a good row", where(pc.not_equal(batch["error_code"], ""))))
         checks.append(("error_message of a good row", where(pc.not_equal(batch["error_message"], ""))))
         is_bare = pc.equal(length, 0)
-        for name in ({PROMPT_LOGPROBS} & {*scores}) | (
+        alone = ({PROMPT_LOGPROBS} & {*scores}) | (
             {CHOICE} & {*names}
-        ):  # a prompt scored alone, or given back alone
+        )  # a prompt that was scored, or given back, alone
+        for name in alone:
             is_bare = pc.and_(is_bare, pc.is_null(batch[name]))
         checks.append(("no token in a good row", where(is_bare)))
         for name, count in ((LOGPROBS, "num_generated_tokens"), (PROMPT_LOGPROBS, "num_input_tokens")):

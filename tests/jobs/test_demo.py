@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from jobs.demo import main
+from jobs.demo import fetch_model, main
 from pipeline.demo.model import FILE
 from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
 from skipdecode.families import read_config
@@ -72,6 +72,12 @@ def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert captured.err.count(" -> ") == 5
     names = [row["name"] for row in map(json.loads, (tmp_path / "p.jsonl").open(encoding="utf-8"))]
     assert len(names) == 48
+
+
+def test_another_model_of_the_chat_demo_is_not_fetched(tmp_path: Path) -> None:
+    """Else a folder would be made that hides a hub id."""
+    fetch_model(tmp_path / "organisation/model")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
