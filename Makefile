@@ -49,7 +49,7 @@ test-fast: .venv/installed-test  ## what starts no Ray and no process; under thr
 	$(FAST)
 
 test-all: .venv/installed-test  ## the slow tests, too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --hypothesis-profile=thorough
 
 TRIALS ?= 100
 SEED ?= 0

@@ -26,9 +26,8 @@ from contextlib import suppress
 from datetime import date, datetime, timedelta
 from datetime import time as time_of_day
 from decimal import Decimal
+from importlib.util import find_spec
 from pathlib import Path
-
-import jinja2
 
 FRAME, ANSWER = struct.Struct("<II"), struct.Struct("<BI")  # as in `jinja_child`
 CHUNK_BYTES, CHUNK_ROWS = 2**18, 256
@@ -146,8 +145,8 @@ class _Child:
     """One `jinja_child`; a frame in, its answers out."""
 
     def __init__(self) -> None:
-        modules = (jinja2, sys.modules["markupsafe"])  # what Jinja itself imports
-        folders = dict.fromkeys(str(Path(module.__file__ or "").parents[1]) for module in modules)
+        found = [find_spec(name) for name in ("jinja2", "markupsafe")]  # Jinja, and what it imports itself
+        folders = dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin)
         code = "import runpy, sys; sys.path[:0] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
         script = str(Path(__file__).with_name("jinja_child.py"))
         # what a template that breaks out could read of the environment is little, API keys least of all

@@ -6,8 +6,11 @@ name, whatever module they live in; meanings are the docstrings under their fiel
 
 import ast
 import importlib
+import inspect
+import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +163,21 @@ def rows(cls: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, ty
         yield key, field, inner[0] if inner else None
 
 
+def meanings(cls: type[BaseModel]) -> dict[str, str]:
+    """The docstrings under the fields of a class and of those it comes from, each on one line.
+
+    Read from the source here: pydantic would do so in every process that imports the configuration.
+    """
+    found: dict[str, str] = {}
+    for owner in reversed([base for base in cls.__mro__ if issubclass(base, BaseModel) and base is not BaseModel]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in itertools.pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
 class Writer:
     """The page as it grows; remembers where the keys of a class were listed first."""
 
@@ -176,20 +194,20 @@ class Writer:
 
     def table(self, cls: type[BaseModel], prefix: str, heading: str) -> None:
         """The plain keys of a section in a table, then its sections, one after the other."""
+        about = meanings(cls)
         plain = [(key, field) for key, field, inner in rows(cls, prefix) if inner is None]
         if plain:
             self.lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
             for key, field in plain:
                 kind = type_words(field.annotation, field.metadata)
-                meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+                meaning = about.get(key.removeprefix(prefix), "").replace("|", "\\|")
                 self.lines.append(f"| `{key}` | {kind} | {default_words(field)} | {meaning} |")
             self.lines.append("")
         for key, field, inner in rows(cls, prefix):
             if inner is not None:
-                self.section(key, field, inner, heading)
+                self.section(key, field, inner, heading, about.get(key.removeprefix(prefix).removesuffix("[]"), ""))
 
-    def section(self, key: str, field: FieldInfo, cls: type[BaseModel], heading: str) -> None:
-        about = " ".join((field.description or "").split())
+    def section(self, key: str, field: FieldInfo, cls: type[BaseModel], heading: str, about: str) -> None:
         before = self.roots.get(cls) or self.seen.setdefault((cls, key), heading)
         self.lines += [f"### {key}", ""] if "." not in key else []
         if before != heading:

@@ -70,9 +70,12 @@ def _renamed(key: str, old: str, new: str) -> str:
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after loading, no silent coercion."""
+    """Base of every section: unknown keys are errors, values never change after loading, no silent coercion.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
+    Validators are made at first use: a task of Ray imports the classes, and checks nothing with them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, defer_build=True)
 
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -10,9 +10,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+if TYPE_CHECKING:  # else where a file is read: every task of Ray that reads prompts imports this module
+    from gguf.constants import GGMLQuantizationType
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 STRING, ARRAY = 8, 9
@@ -26,7 +27,7 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     """Rows first, as torch has it."""
-    kind: GGMLQuantizationType
+    kind: "GGMLQuantizationType"
     start: int
     """Bytes from the beginning of the file."""
     num_bytes: int
@@ -136,7 +137,9 @@ def _parse(cursor: _Cursor) -> Header:
     return Header(metadata, tensors, min(start, cursor.size))
 
 
-def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+def _tensor(cursor: _Cursor) -> "tuple[str, tuple[int, ...], GGMLQuantizationType, int]":
+    from gguf.constants import GGMLQuantizationType
+
     name = cursor.text()
     (num_dims,) = cursor.take("I")
     if not 1 <= num_dims <= MAX_DIMS:
@@ -149,7 +152,9 @@ def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType
         raise ValueError(f"tensor {name!r} has values of an unknown type {kind}") from None
 
 
-def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+def _num_bytes(name: str, shape: tuple[int, ...], kind: "GGMLQuantizationType") -> int:
+    from gguf.constants import GGML_QUANT_SIZES
+
     values, width = map(int, GGML_QUANT_SIZES[kind])
     if shape[-1] % values or 0 in shape:
         raise ValueError(f"tensor {name!r} is {list(shape)}, and {kind.name} has {values} values to a block")

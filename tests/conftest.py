@@ -37,10 +37,14 @@ hf_logging.disable_progress_bar()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background of a shell; jobs must hear their Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples in every run: a red test is red for everyone.
+# The same examples in every run: a red test is red for everyone. `--hypothesis-profile=thorough` tries more of them.
 settings.register_profile(
-    "tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "thorough",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+settings.register_profile("tests", settings.get_profile("thorough"), max_examples=40)
 settings.load_profile("tests")
 
 

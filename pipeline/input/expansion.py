@@ -4,7 +4,7 @@ The rows of a document stand next to each other, and everything that counts rows
 these. Left out: what their prompts say (`prompting`), and tables of them (`expand`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,6 +49,10 @@ class Expansion:
 
     def ids(self, id: str, samples: int | None = None) -> list[str]:
         return [id + end for _, _, end in self.parts(samples)]
+
+    def all_ids(self, ids: Sequence[str]) -> Sequence[str]:
+        """Of the rows of all documents that ask for no number of samples themselves."""
+        return [id + end for id in ids for _, _, end in self.parts()] if self.is_on else ids
 
 
 ONE_ROW: Final = Expansion()

@@ -5,7 +5,8 @@ Left out: which ids occur twice and which rows are done (`match`).
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, overload
 
 import numpy as np
 import pyarrow as pa
@@ -40,11 +41,11 @@ def sum_digests(digests: Digests) -> int:
     return sum(int(column) << (32 * place) for place, column in enumerate(words.sum(0, dtype=np.uint64))) % ID_MODULUS
 
 
-def sum_made_ids(file: SourceFile, count: int, expand: Callable[[str], Sequence[str]]) -> int:
-    """`sum_digests` of the made ids of the first documents of a file; `expand`: the ids of their rows."""
+def sum_made_ids(file: SourceFile, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> int:
+    """`sum_digests` of the made ids of the first documents of a file; `expand`: the ids of all their rows."""
     starts = range(0, count, SUMMED_AT_ONCE)
     parts = ((start, min(start + SUMMED_AT_ONCE, count)) for start in starts)
-    made = ([id for row in range(*part) for id in expand(made_id(file, row))] for part in parts)
+    made = (expand([made_id(file, row) for row in range(*part)]) for part in parts)
     return sum(sum_digests(digest_ids(ids)) for ids in made) % ID_MODULUS
 
 
@@ -101,6 +102,26 @@ def already_used(id: str) -> str:
 def describe_place(name: str, row: int) -> str:
     """How messages name a row: with the first row as 1."""
     return f"{name} row {row + 1}"
+
+
+@dataclass(frozen=True)
+class RowNames(Sequence[str]):
+    """`describe_place` of rows of one file, made when they are asked for."""
+
+    file: str
+    rows: range
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, part: int) -> str: ...
+    @overload
+    def __getitem__(self, part: slice) -> "RowNames": ...
+    def __getitem__(self, part: int | slice) -> "str | RowNames":
+        if isinstance(part, slice):
+            return RowNames(self.file, self.rows[part])
+        return describe_place(self.file, self.rows[part])
 
 
 def hash_origin(described: str) -> int:

@@ -201,15 +201,17 @@ def row_bytes(metadata: pq.FileMetaData) -> int:
     return most
 
 
-def block_cuts(batch: pa.RecordBatch, max_bytes: int) -> list[int]:
-    """Where to cut a batch so that no part, without its dictionaries, has more than `max_bytes`, or else one row."""
+def block_cuts(sizes: Rows, max_bytes: int) -> list[int]:
+    """Where to cut rows of these sizes so that no part has more than `max_bytes`, or else one row."""
+    if sizes.sum() <= max_bytes:
+        return [0, len(sizes)]
     cuts, total = [0], 0
-    for row, size in enumerate(row_sizes(batch).tolist()):
+    for row, size in enumerate(sizes.tolist()):
         if total + size > max_bytes and row > cuts[-1]:
             cuts.append(row)
             total = 0
         total += size
-    return [*cuts, batch.num_rows]
+    return [*cuts, len(sizes)]
 
 
 def row_sizes(batch: pa.RecordBatch) -> Rows:
@@ -226,6 +228,8 @@ def without_bombs(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch
     """Rows whose lists and structs would take more than `max_bytes` have null in these, and which they are."""
     nested = {name: column for name, column in zip(batch.schema.names, batch.columns, strict=True)
               if pa.types.is_nested(column.type)}  # fmt: skip
+    if not nested:
+        return batch, np.zeros(batch.num_rows, dtype=bool)
     sizes = sum((decoded_bytes(column) for column in nested.values()), np.zeros(batch.num_rows, dtype=np.int64))
     bad = sizes > max_bytes
     if bad.any():
@@ -239,8 +243,8 @@ def decoded_bytes(column: pa.Array) -> Rows:
     """int64 [rows]: about what each value takes without dictionaries."""
     type_ = column.type
     if pa.types.is_dictionary(type_) and _has_length(type_.value_type):
-        lengths = pc.fill_null(pc.binary_length(column.dictionary).cast(pa.int64()), 0)
-        found: Rows = pc.fill_null(lengths.take(column.indices), 0).to_numpy(zero_copy_only=False)
+        lengths = pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)
+        found: Rows = (pc.fill_null(lengths, 0) if lengths.null_count else lengths).to_numpy(zero_copy_only=False)
         return found
     if pa.types.is_struct(type_):
         return sum((decoded_bytes(child) for child in column.flatten()), np.zeros(len(column), dtype=np.int64))

@@ -4,7 +4,7 @@ Left out: rows that are done already, and Ray (`source`).
 """
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 
@@ -14,12 +14,12 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.config import InputConfig
-from pipeline.input.arrays import Mask
+from pipeline.input.arrays import Mask, Rows
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.expand import Documents, expand
 from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import ARROW, iter_rows
-from pipeline.input.ids import already_used, describe_place, made_id, split_place
+from pipeline.input.ids import RowNames, already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
 from pipeline.input.parquet_columns import (
     block_cuts,
@@ -157,18 +157,25 @@ def _from_batches(batches: Iterable[pa.RecordBatch], file: SourceFile, plan: Inp
     first, limit = 0, plan.listing.max_line_bytes
     for whole in batches:
         batch, bad = without_bombs(settle_views(whole), limit)
-        for start, end in itertools.pairwise(block_cuts(batch, BLOCK_BYTES)):
+        sizes = row_sizes(batch)
+        for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES)):
             errors = _Errors(end - start, file.name, first + start)
             errors.set(bad[start:end], BAD_LINE, f"its lists hold more than limits.max_line_bytes ({limit})")
             part = batch[start:end]
             if part.num_rows < batch.num_rows:
                 part = pa.RecordBatch.from_arrays(list(map(own_values, part.columns)), schema=part.schema)
-            yield _from_batch(part, file, first + start, plan, config, errors)
+            yield _from_batch(part, sizes[start:end], file, first + start, plan, config, errors)
         first += batch.num_rows
 
 
 def _from_batch(
-    batch: pa.RecordBatch, file: SourceFile, first: int, plan: InputPlan, config: InputConfig, errors: "_Errors"
+    batch: pa.RecordBatch,
+    sizes: Rows,
+    file: SourceFile,
+    first: int,
+    plan: InputPlan,
+    config: InputConfig,
+    errors: "_Errors",
 ) -> Documents:
     count = batch.num_rows
     if config.id_column in batch.schema.names:
@@ -198,19 +205,19 @@ def _from_batch(
     columns = [pa.array(ids, pa.string()), prompts, *nothing, *errors.columns(), *extras]
     return Documents(
         pa.Table.from_arrays(columns, schema=plan.document_schema),
-        num_bytes=row_sizes(batch).tolist(),
-        places=[f"{file.name} row {first + row + 1}" for row in range(count)],
+        num_bytes=sizes.tolist(),
+        places=RowNames(file.name, range(first, first + count)),
         fields=fields,
         samples=(),
     )
 
 
-def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> list[dict[str, object]]:
+def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> Sequence[Mapping[str, object]]:
     """The columns that prompts are made of, as Python values, by row; of one that has none that is text, nothing."""
     wanted = template_columns(config) | ({config.messages_column} if config.messages_column is not None else set())
     part = batch.select([name for name in batch.schema.names if name in wanted])
     if not part.num_columns:
-        return [{} for _ in range(batch.num_rows)]
+        return [{}] * batch.num_rows
     try:
         return to_python(part)
     except ValueError:  # text in it that is no UTF-8, or a time that Python cannot say
@@ -229,16 +236,18 @@ class _Errors:
     """`error_code` and `error_message` of a block that begins with row `first` of a file; the first reason stays."""
 
     def __init__(self, count: int, name: str, first: int) -> None:
-        self._codes, self._messages = [""] * count, [""] * count
-        self._name, self._first = name, first
+        self._names, self._found = RowNames(name, range(first, first + count)), dict[int, tuple[str, str]]()
 
     def set(self, mask: Mask, code: str, reason: str) -> None:
-        for row in np.flatnonzero(mask):
-            if not self._codes[row]:
-                self._codes[row], self._messages[row] = code, f"{self._name} row {self._first + row + 1}: {reason}"
+        for row in np.flatnonzero(mask).tolist():
+            self._found.setdefault(row, (code, f"{self._names[row]}: {reason}"))
 
     def columns(self) -> list[pa.Array]:
-        return [pa.array(self._codes, pa.string()), pa.array(self._messages, pa.string())]
+        nothing = pa.repeat(pa.scalar(""), len(self._names))
+        if not self._found:
+            return [nothing, nothing]
+        rows = [self._found.get(row, ("", "")) for row in range(len(nothing))]
+        return [pa.array(values, pa.string()) for values in zip(*rows, strict=True)]
 
 
 def _mark_duplicates(block: pa.Table, first: int, plan: InputPlan, index: int) -> pa.Table:

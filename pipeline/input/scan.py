@@ -183,7 +183,7 @@ def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index
         if has_id:
             digests, has_own_ids = _parquet_digests(parquet, file, num_rows, config, expansion)
         elif index_all:
-            digests = digest_ids([id for row in range(num_rows) for id in expansion.ids(made_id(file, row))])
+            digests = digest_ids(expansion.all_ids([made_id(file, row) for row in range(num_rows)]))
         scan = FileScan(
             file,
             num_rows=num_rows * expansion.count(),
@@ -229,7 +229,7 @@ def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_a
             elif is_indexed:
                 ids = [made_id(file, num_rows + row) for row in range(batch.num_rows)]
             if is_indexed:
-                digests += b"".join(digest_id(id) for given in ids for id in expansion.ids(given))
+                digests += b"".join(map(digest_id, expansion.all_ids(ids)))
             num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
             if num_rows == config.limit:
                 break
@@ -269,7 +269,7 @@ def _parquet_digests(
     digests, number, num_own = bytearray(), 0, 0
     for batch in parquet.iter_batches(SCANNED_ROWS, columns=[config.id_column]):
         ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
-        digests += b"".join(digest_id(id) for given in ids for id in expansion.ids(given))
+        digests += b"".join(map(digest_id, expansion.all_ids(ids)))
         number, num_own = number + len(ids), num_own + int(own.sum())
         if number == num_rows:
             break

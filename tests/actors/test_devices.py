@@ -89,7 +89,7 @@ def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeyp
 @pytest.mark.usefixtures("_on_graphs")
 def test_automatic_rows_fit_the_memory_of_graphs(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last byte, columns rounded up: else every batch would be tried in vain, and halved."""
-    for room in (150_000, 200_000, 333_333, 1_000_001):
+    for room in (150_000, 333_333):
         made = build(tiny_checkpoint, batch_size=None, length_buckets=(29,), baseline_fraction=1.0)
         monkeypatch.setattr(made, "device", SimpleNamespace(type="cuda"))
         made.graphs = StepGraphs(made.model, room)

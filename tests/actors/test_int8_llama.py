@@ -37,6 +37,7 @@ def choices_of(model: Decoder, pairs: list[Pair], schedule: Schedule) -> torch.T
     return teacher_forced_logits(model, teacher_batch(pairs, 0), schedule).argmax(dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(choice.choose().no_int8 is not None, reason="needs a back end with int8 weights")
 def test_int8_weights_keep_the_loss_and_most_tokens_of_a_llama_that_has_learned() -> None:
     model = Decoder(SHAPE)

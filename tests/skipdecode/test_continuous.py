@@ -65,7 +65,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     return Request(name, prompt, sampling)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), schedule=st.sampled_from(SCHEDULES))
 def test_random_arrivals_and_cancellations(
     ending_checkpoint: Callable[[str], Path], ours: Callable[[Path], Decoder], data: st.DataObject, schedule: Schedule

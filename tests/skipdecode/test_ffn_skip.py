@@ -42,7 +42,15 @@ def thresholds(reference: OPTForCausalLM) -> list[float]:
     return [-1.0, *(round(seen[len(seen) * i // 6], 3) for i in (1, 3, 5)), 1.0]
 
 
-@pytest.mark.parametrize(("style", "interval"), [("125m", 1), ("125m", 3), ("350m", 1), ("350m", 8)])
+@pytest.mark.parametrize(
+    ("style", "interval"),
+    [
+        ("125m", 3),
+        ("350m", 1),
+        pytest.param("125m", 1, marks=pytest.mark.slow),
+        pytest.param("350m", 8, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified"])
 def test_row_is_the_naive_decoder(
     ending_checkpoint: Callable[[str], Path], hf: LoadHF, ours: Load, monkeypatch: pytest.MonkeyPatch,

@@ -101,7 +101,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     return Request(name, prompt, sampling)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     data=st.data(),
     name=st.sampled_from(["opt", "llama"]),
@@ -129,7 +129,7 @@ def test_rows_that_come_and_go_have_the_tokens_of_full_depth(
         assert_same(models[name], row.request, row.tokens, row.finish_reason)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.4])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_drafts_are_accepted_and_refused(models: dict[str, Decoder], drafts: Schedule, temperature: float) -> None:
     """Neither way is idle in these tests; drafts of all layers are always right, and no pass is in vain."""

@@ -24,6 +24,7 @@ from skipdecode.step_model import (
 )
 
 WORK = Workload()
+FAST = ("l4", "h100")  # GPUs that every run tries: the smallest and a large one
 ALL = [(name, released(name)) for name in MODELS]
 PARAMETERS = {  # of the model cards, in billions
     "opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.7,
@@ -44,7 +45,9 @@ def test_a_step_by_hand() -> None:
     assert made == pytest.approx(seconds, rel=0.01)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize(
+    "gpu", [pytest.param(gpu, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, gpu in GPUS.items()]
+)
 def test_what_holds_for_every_gpu(gpu) -> None:  # type: ignore[no-untyped-def]
     rows = predict_all(gpu, ALL, WORK)
     assert [row.schedule for row in rows] == ["full", "skipdecode 2x"] * (len(rows) // 2)
