@@ -37,7 +37,7 @@ demo: .venv/installed  ## the main job on the demo model and a corpus made on th
 demo-chat: .venv/installed  ## a chat model of the package registry (93 MB) answers 600 instructions
 	$(BIN)/skipdecode demo --chat
 
-FAST := $(BIN)/python -m pytest -n auto -m "not slow and not ray and not process"
+FAST := $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not ray and not process"
 # Two at a time on any machine: each takes several processes, which wait for each other half of the time.
 RAY := $(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and (ray or process)"
 

@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -65,11 +66,12 @@ VERBS = (
 )
 
 
+@cache
 def find(name: str) -> type[BaseModel]:
     """The configuration class of that name, from the one module of `pipeline` that defines it."""
     for path in sorted((ROOT / "pipeline").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
+        text = path.read_text(encoding="utf-8")
+        if re.search(rf"^class {name}\b", text, re.MULTILINE):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             found: type[BaseModel] = getattr(importlib.import_module(module), name)
             return found
@@ -163,6 +165,7 @@ def rows(cls: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, ty
         yield key, field, inner[0] if inner else None
 
 
+@cache
 def meanings(cls: type[BaseModel]) -> dict[str, str]:
     """The docstrings under the fields of a class and of those it comes from, each on one line.
 

@@ -77,12 +77,12 @@ def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeyp
     monkeypatch.setattr(made, "device", torch.device("cuda"))
     per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=47, num_new=12, itemsize=4)
     sizes = set()
-    for rows in (1, 2, 5, 30, 47, 50, 63, 300, 9000):
+    for rows in (1, 2, 5, 47, 50, 63, 9000):
         monkeypatch.setattr(made, "_cache_share", lambda rows=rows: per_row * rows)
         size = made.batch_size(32, 12)
         assert size <= rows
         sizes.add(size)
-    assert sizes == {1, 2, 4, 24, 32, 48, 256}
+    assert sizes == {1, 2, 4, 32, 48, 256}
     assert sizes <= set(ladder(256))
 
 

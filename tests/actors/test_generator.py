@@ -442,6 +442,7 @@ def test_types_and_devices(build: Callable[..., Generator]) -> None:
     assert generator.load_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(choice.choose().no_int8 is not None, reason="needs a back end with int8 weights")
 def test_int8_weights_keep_most_tokens_of_the_demo_model() -> None:
     """Another model's tokens, and nearly always the same; its full-depth pairs and predictions are int8's own."""

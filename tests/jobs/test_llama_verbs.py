@@ -173,6 +173,7 @@ def test_distill(llama: Path, pairs: Path, tmp_path: Path, call: Call) -> None:
     assert len(swift) == len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_calibrate(llama: Path, prompts: Path, tmp_path: Path, call: Call) -> None:
     output = tmp_path / "model"
     settings = ["skip_share=0.3", "warmup_tokens=1", "max_new_tokens=8", "model.dtype=float32", "threads=1"]
@@ -185,7 +186,7 @@ def test_calibrate(llama: Path, prompts: Path, tmp_path: Path, call: Call) -> No
     assert len(offline(output, band)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("kind", ["llama", "file"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("llama", marks=pytest.mark.slow)])
 def test_sweep(kind: str, prompts: Path, tmp_path: Path, call: Call, request: pytest.FixtureRequest) -> None:
     source = request.getfixturevalue(kind)
     decode = "[{method: full}, {method: skipdecode, max_layers: 3, min_layers: 2, horizon: 7}]"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import skipdecode
@@ -329,6 +329,7 @@ def tokens_of(model: Decoder, lengths: list[int], num_new: int, schedule: Schedu
     return [c.tokens for c in generate(model, requests, schedule).completions]
 
 
+@settings(max_examples=20)
 @given(
     style=st.sampled_from(["125m", "350m", "1.3b"]),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9),

@@ -46,7 +46,7 @@ def thresholds(reference: OPTForCausalLM) -> list[float]:
     ("style", "interval"),
     [
         ("125m", 3),
-        ("350m", 1),
+        pytest.param("350m", 1, marks=pytest.mark.slow),
         pytest.param("125m", 1, marks=pytest.mark.slow),
         pytest.param("350m", 8, marks=pytest.mark.slow),
     ],

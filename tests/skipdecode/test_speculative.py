@@ -101,7 +101,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     return Request(name, prompt, sampling)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     data=st.data(),
     name=st.sampled_from(["opt", "llama"]),

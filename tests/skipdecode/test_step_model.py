@@ -24,7 +24,7 @@ from skipdecode.step_model import (
 )
 
 WORK = Workload()
-FAST = ("l4", "h100")  # GPUs that every run tries: the smallest and a large one
+FAST = ("h100",)  # of those GPUs, what every run tries
 ALL = [(name, released(name)) for name in MODELS]
 PARAMETERS = {  # of the model cards, in billions
     "opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.7,

@@ -303,6 +303,7 @@ def test_a_bad_init_is_named_and_writes_nothing(
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_the_bench_times_it(swift_checkpoint: Swift, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["batch_sizes=[2]", "prompt_tokens=[40]", "new_tokens=4", "repeats=2", "dtype=float32", "threads=1"]
     small.append("schedules=[{prefill: swiftkv, method: full}]")

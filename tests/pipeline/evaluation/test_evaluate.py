@@ -299,6 +299,7 @@ def test_a_sweep_measures_every_setting(
     assert "<svg" in (folder / "quality.svg").read_text()
 
 
+@pytest.mark.slow
 def test_a_sweep_without_references(job: Job, sweep: list[str], tmp_path: Path) -> None:
     code, document, err = job(*sweep, "data.path=null", "data.limit=8")
     assert code == 0, err
@@ -310,6 +311,7 @@ def test_a_sweep_without_references(job: Job, sweep: list[str], tmp_path: Path) 
     assert "BLEU" not in table
 
 
+@pytest.mark.slow
 def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
     """Prompts alone, every row to its limit: time split in prompt and decoding, and a SwiftKV column set."""
     source = tmp_path / "prompts.jsonl"

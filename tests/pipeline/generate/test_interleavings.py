@@ -260,7 +260,7 @@ def stream(planned: Any, work: Any, state: Any, lease: Lease, note: Any) -> None
     actor.session.stream(planned, work, state, lease, note)
 
 
-QUICK = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 MUTANTS = settings(QUICK, max_examples=20_000, phases=[Phase.generate], report_multiple_bugs=False)

@@ -29,7 +29,7 @@ from pipeline.json_size import count_marks
 from tests.support.input_helpers import make_config
 
 MOST = 300 << 20
-BOMB = 200 << 20
+BOMB = 320 << 20
 POOLS: list[pa.MemoryPool] = []  # tables live longer than the measurement
 
 

@@ -128,6 +128,7 @@ def test_every_format_from_the_hub(hub: Path, name: str) -> None:
     assert column(read_rows(f"hf://datasets/org/corpus/{name}"), "prompt") == PROMPTS
 
 
+@pytest.mark.slow
 def test_a_branch_that_moves_is_read_as_it_was_and_is_another_input(hub: Path) -> None:
     write_jsonl(hub / "a.jsonl", [{"prompt": "one"}])
     for uri in ("hf://datasets/org/corpus/a.jsonl", "hf://datasets/org/corpus@main/*"):
