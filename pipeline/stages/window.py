@@ -73,11 +73,12 @@ class Window:
             "error_message": pa.array(messages, pa.string()),
         }
         columns |= score_columns(self.sampling, completions)
-        own = self.table[SAMPLING].to_pylist()
-        for row, completion in enumerate(completions):
-            if completion is not None and asks_for_choice(own[row]):
-                own[row] = with_scores(own[row], completion)
-        columns[SAMPLING] = pa.array(own, pa.string())
+        if self.table[SAMPLING].null_count < count:  # some rows have parameters of their own
+            own = self.table[SAMPLING].to_pylist()
+            for row, completion in enumerate(completions):
+                if completion is not None and asks_for_choice(own[row]):
+                    own[row] = with_scores(own[row], completion)
+            columns[SAMPLING] = pa.array(own, pa.string())
         return with_columns(self.table, columns), sum(bool(code) for code in codes)
 
 
