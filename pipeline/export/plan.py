@@ -1,5 +1,6 @@
 """What is exported and where to: options, checked against the run folder before anything is written."""
 
+import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,9 +98,14 @@ def _open_target(options: Options, run: RunFolder) -> RunFolder:
     selector = pafs.FileSelector(target.root, allow_not_found=True)
     if kind == pafs.FileType.File or (kind == pafs.FileType.Directory and target.filesystem.get_file_info(selector)):
         raise ConfigError("--output", f"{target.shown} exists already; name another folder, or remove it")
-    if target.filesystem.equals(run.filesystem) and f"{target.root}/".startswith(f"{run.root}/"):
+    if target.filesystem.equals(run.filesystem) and f"{_real(target)}/".startswith(f"{_real(run)}/"):
         raise ConfigError("--output", f"{target.shown} lies in the run folder; name a folder elsewhere")
     return target
+
+
+def _real(folder: RunFolder) -> str:
+    """Its path, on a disk without links."""
+    return os.path.realpath(folder.root) if folder.is_local else folder.root
 
 
 def _pick(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:

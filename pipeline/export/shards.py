@@ -53,11 +53,40 @@ class JsonlShard:
             self._stream = pa.CompressedOutputStream(self._stream, compression)
 
     def write(self, batch: pa.RecordBatch) -> None:
-        lines = (json.dumps(plain(row), ensure_ascii=False) for row in batch.to_pylist())
+        lines = (json.dumps(plain(row), ensure_ascii=False) for row in to_rows(batch))
         self._stream.write("".join(f"{line}\n" for line in lines).encode())
 
     def close(self) -> None:
         self._stream.close()
+
+
+def to_rows(batch: pa.RecordBatch) -> list[dict[str, object]]:
+    """The rows as Python values; a time that Python cannot say comes as Arrow's text for it."""
+    try:
+        return list(batch.to_pylist())
+    except (ValueError, OverflowError):
+        columns = [[_value(column, row) for row in range(len(column))] for column in batch.columns]
+        return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _value(column: pa.Array, row: int) -> object:
+    try:
+        return column[row].as_py()
+    except (ValueError, OverflowError):
+        (value,) = column[row : row + 1].cast(_times_as_text(column.type)).to_pylist()
+        return value
+
+
+def _times_as_text(type_: pa.DataType) -> pa.DataType:
+    if pa.types.is_temporal(type_):
+        return pa.string()
+    if pa.types.is_struct(type_):
+        return pa.struct([child.with_type(_times_as_text(child.type)) for child in type_])
+    if pa.types.is_map(type_):
+        return pa.map_(_times_as_text(type_.key_type), _times_as_text(type_.item_type))
+    if pa.types.is_list(type_) or pa.types.is_large_list(type_):
+        return pa.large_list(type_.value_field.with_type(_times_as_text(type_.value_type)))
+    return type_
 
 
 class _KeptOpen:

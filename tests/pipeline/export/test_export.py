@@ -17,6 +17,7 @@ import yaml
 
 from jobs import export
 from pipeline.export import run as export_run
+from pipeline.export.shards import to_rows
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
@@ -218,11 +219,13 @@ def test_a_run_that_is_not_finished(run: Path, tmp_path: Path, call: Call) -> No
 def test_what_is_refused_before_anything_is_written(run: Path, tmp_path: Path, call: Call) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").write_text("mine")
+    (tmp_path / "link").symlink_to(run)
     for arguments, text in (
         ([tmp_path / "none", "-o", tmp_path / "out"], "no run.json, so not a run folder"),
         ([run, "-o", tmp_path / "full"], "exists already; name another folder"),
         ([run, "-o", tmp_path / "full/x"], "exists already"),
         ([run, "-o", run / "export"], "lies in the run folder"),
+        ([run, "-o", tmp_path / "link/export"], "lies in the run folder"),
         ([run, "-o", tmp_path / "out", "--columns", "id,answer"], "--columns: no column 'answer'; there are: id"),
         ([run, "-o", tmp_path / "out", "--columns", "id,id"], "--columns: 'id,id': name each column once"),
         ([run, "-o", tmp_path / "out", "--rows-per-file", "0"], "--rows-per-file: 0 is no number of rows"),
@@ -230,7 +233,7 @@ def test_what_is_refused_before_anything_is_written(run: Path, tmp_path: Path, c
     ):  # fmt: skip
         code, document, err = call(export, *arguments)
         assert (code, document["exit_code"], text in err) == (2, 2, True), (arguments, err)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link", "run"]
     make_run(tmp_path / "empty", num_files=0)
     code, _, err = call(export, tmp_path / "empty", "-o", tmp_path / "out")
     assert (code, "holds no good rows" in err) == (2, True)
@@ -300,3 +303,18 @@ def test_memory_stays_flat(tmp_path: Path, call: Call, format: str) -> None:
     with most_bytes(200 << 20):
         code, document, err = call(export, tmp_path / "run", "-o", tmp_path / "out", "--format", format)
     assert (code, document["rows"]) == (0, 40_000), err
+
+
+def test_times_that_python_cannot_say_come_as_text() -> None:
+    """In lists and structs, too; their neighbours come as ever."""
+    far = pa.array([2**50, 0, None], pa.int64())
+    when, day = far.cast(pa.timestamp("s")), pa.array([2**30, 0, None], pa.int32()).cast(pa.date32())
+    inside = pa.StructArray.from_arrays([when, pa.array(["a", "b", "c"])], ["at", "name"])
+    lists = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), when)
+    batch = pa.RecordBatch.from_arrays([when, day, inside, lists], ["when", "day", "inside", "lists"])
+    text, epoch = f"<value out of range: {2**50}>", datetime.datetime(1970, 1, 1)
+    assert to_rows(batch) == [
+        {"when": text, "day": f"<value out of range: {2**30}>", "inside": {"at": text, "name": "a"}, "lists": [text]},
+        {"when": epoch, "day": epoch.date(), "inside": {"at": epoch, "name": "b"}, "lists": [epoch]},
+        {"when": None, "day": None, "inside": {"at": None, "name": "c"}, "lists": [None]},
+    ]
