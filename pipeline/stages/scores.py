@@ -1,7 +1,7 @@
 """Log-probabilities of answers as columns of the output (`schema.score_schema`), null for rows that failed."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
@@ -13,13 +13,8 @@ if TYPE_CHECKING:  # of tasks that need no torch
 
 def score_columns(asked: Asked, answers: "Sequence[Completion | None]") -> dict[str, pa.Array]:
     """The columns that a run asks for, of its rows in order; None is a row that failed."""
-    values = {
-        LOGPROBS: [answer and _own(answer.logprobs) for answer in answers],
-        TOP_LOGPROBS: [answer and _top(answer.logprobs) for answer in answers],
-        PROMPT_LOGPROBS: [answer and _prompt(_own(answer.prompt_logprobs or [])) for answer in answers],
-        PROMPT_TOP_LOGPROBS: [answer and _prompt(_top(answer.prompt_logprobs or [])) for answer in answers],
-    }
-    return {field.name: pa.array(values[field.name], field.type) for field in score_schema(asked)}
+    made = {field: [answer and VALUES[field.name](answer) for answer in answers] for field in score_schema(asked)}
+    return {field.name: pa.array(values, field.type) for field, values in made.items()}
 
 
 def _own(scored: "Sequence[TokenLogprobs]") -> list[float]:
@@ -33,3 +28,12 @@ def _top(scored: "Sequence[TokenLogprobs]") -> list[list[dict[str, float]]]:
 def _prompt(values: Sequence[object]) -> list[object]:
     """Nothing comes before the first token."""
     return [None, *values]
+
+
+VALUES: Final[dict[str, "Callable[[Completion], Sequence[object]]"]] = {
+    LOGPROBS: lambda answer: _own(answer.logprobs),
+    TOP_LOGPROBS: lambda answer: _top(answer.logprobs),
+    PROMPT_LOGPROBS: lambda answer: _prompt(_own(answer.prompt_logprobs or [])),
+    PROMPT_TOP_LOGPROBS: lambda answer: _prompt(_top(answer.prompt_logprobs or [])),
+}
+"""What of an answer each column holds."""
