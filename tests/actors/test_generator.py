@@ -42,17 +42,20 @@ def random_requests(count: int, seed: int = 0, limits: Sequence[int] = (12,), **
     ]
 
 
+alone: dict[str, Completion] = {}
+"""Of models, schedules and requests that were decoded by themselves."""
+
+
 def one_by_one(generator: Generator, requests: Sequence[Request]) -> list[Completion]:
-    layers = generator.model.config.num_hidden_layers
-    return [
-        generate(
-            generator.model,
-            [r],
-            make_schedule(generator.config.decode, num_layers=layers, max_new_tokens=r.sampling.max_new_tokens),
-            decode_text=generator.tokenizer.decode,
-        ).completions[0]
-        for r in requests
-    ]
+    config, layers = generator.config, generator.model.config.num_hidden_layers
+    names = [f"{config.source} {config.dtype} {config.quantization} {config.decode} {request}" for request in requests]
+    for name, request in zip(names, requests, strict=True):
+        if name not in alone:
+            new_tokens = request.sampling.max_new_tokens
+            schedule = make_schedule(config.decode, num_layers=layers, max_new_tokens=new_tokens)
+            made = generate(generator.model, [request], schedule, decode_text=generator.tokenizer.decode)
+            (alone[name],) = made.completions
+    return [alone[name] for name in names]
 
 
 @pytest.fixture(scope="module")

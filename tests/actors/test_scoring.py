@@ -165,6 +165,7 @@ def test_a_prompt_as_long_as_the_context_is_scored_and_a_longer_one_fails_alone(
     assert getattr(longer, "error_code", "") == "engine_error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", [DECODES["skipdecode"], DECODES["skipdecode"] | {"lossless": True}], ids=str)
 def test_heads_that_rows_share_and_drafts_change_no_score(tiny_checkpoint: Path, decode: dict[str, Any]) -> None:
     head = [2, *range(10, 58)]

@@ -65,7 +65,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     return Request(name, prompt, sampling)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(data=st.data(), schedule=st.sampled_from(SCHEDULES))
 def test_random_arrivals_and_cancellations(
     ending_checkpoint: Callable[[str], Path], ours: Callable[[Path], Decoder], data: st.DataObject, schedule: Schedule
@@ -161,6 +161,7 @@ def test_memory_follows_the_rows(loaded: Decoder) -> None:
     assert batch.cache_bytes == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(data=st.data())
 @torch.inference_mode()

@@ -329,7 +329,7 @@ def tokens_of(model: Decoder, lengths: list[int], num_new: int, schedule: Schedu
     return [c.tokens for c in generate(model, requests, schedule).completions]
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     style=st.sampled_from(["125m", "350m", "1.3b"]),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9),

@@ -250,6 +250,7 @@ def sweep(tmp_path: Path, tiny_checkpoint: Path) -> list[str]:
     return ["--sweep", f"data.path={data}", f"runs=[{', '.join(runs)}]", *fixed]
 
 
+@pytest.mark.slow
 def test_a_sweep_measures_every_setting(
     job: Job, sweep: list[str], tmp_path: Path, tiny_checkpoint: Path, ours: Callable[[Path], Decoder]
 ) -> None:

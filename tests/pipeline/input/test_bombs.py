@@ -194,6 +194,7 @@ def test_lists_of_one_number_over_and_over_are_few_rows_at_a_time(tmp_path: Path
         assert sum(len(block) for block in read_file(plan, 0, config) if block.nbytes < BLOCK_BYTES + (2 << 20)) == 1000
 
 
+@pytest.mark.slow
 def test_json_that_is_much_in_memory_fails_alone(tmp_path: Path) -> None:
     """60 MiB of empty lists; 30 MiB of text with commas is none of it."""
     path = tmp_path / "a.jsonl"

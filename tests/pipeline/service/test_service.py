@@ -277,6 +277,7 @@ def test_one_that_cannot_be_decoded_is_500_alone(
     assert "poison" in answers[2].json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_slow_model_may_take_longer_over_a_prompt(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one long request would restart the replica again and again."""
     assert settle_stall_s(generator, ServeConfig.model_validate({"limits": {"stall_s": 200}})) == 200
