@@ -52,7 +52,7 @@ def test_tests_add_to_what_the_demo_has_installed(checkout: Path) -> None:
     checks = ["ruff check .", "ruff format --check .", "mypy"]
     assert make(checkout, "setup") == ["install ."]
     lanes = [
-        "-n auto -m not slow and not ray and not process",
+        "-n auto --dist worksteal -m not slow and not ray and not process",
         "-n 2 --dist loadscope -m not slow and (ray or process)",
     ]
     assert make(checkout, "test") == ["install .[test]", *checks, *(f"python -m pytest {lane}" for lane in lanes)]
