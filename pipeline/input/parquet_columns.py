@@ -201,13 +201,14 @@ def row_bytes(metadata: pq.FileMetaData) -> int:
     return most
 
 
-def block_cuts(sizes: Rows, max_bytes: int) -> list[int]:
-    """Where to cut rows of these sizes so that no part has more than `max_bytes`, or else one row."""
+def block_cuts(sizes: Rows, max_bytes: int, max_rows: int) -> list[int]:
+    """Where to cut rows of these sizes so that no part has more than `max_rows`, or more than `max_bytes` in more than
+    one row."""
     if sizes.sum() <= max_bytes:
-        return [0, len(sizes)]
+        return [*range(0, len(sizes), max_rows), len(sizes)]
     cuts, total = [0], 0
     for row, size in enumerate(sizes.tolist()):
-        if total + size > max_bytes and row > cuts[-1]:
+        if row > cuts[-1] and (total + size > max_bytes or row - cuts[-1] == max_rows):
             cuts.append(row)
             total = 0
         total += size

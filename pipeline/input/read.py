@@ -40,6 +40,8 @@ from pipeline.input.prompting import Prompter, prompt_fields, template_columns
 from pipeline.input.row import BLOCK_BYTES, Row
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
+READ_ROWS = 16384  # of Parquet at a time, encoded: what a dictionary holds is measured once for all of them
+
 Blocks = Generator[Documents, None, None]
 
 
@@ -137,28 +139,30 @@ def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
     source = plan.listing.filesystem.open_input_file(file.path)
     with pq.ParquetFile(source) as footer:
         metadata, encoded = footer.metadata, encoded_columns(footer)
-        batch_rows = max(1, min(rows_per_block, BLOCK_BYTES // max(row_bytes(metadata), 1)))
+        batch_rows = max(1, min(READ_ROWS, BLOCK_BYTES // max(row_bytes(metadata), 1)))
         # text stays encoded until it is known how much of it there is: a dictionary of one value may stand for a
         # thousand of them
         with pq.ParquetFile(
             source, metadata=metadata, page_checksum_verification=True, read_dictionary=encoded
         ) as parquet:
-            yield from _from_batches(parquet.iter_batches(batch_rows), file, plan, config)
+            yield from _from_batches(parquet.iter_batches(batch_rows), file, plan, config, rows_per_block)
 
 
 def _read_arrow(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
     file = plan.listing.files[index]
     with open_arrow(plan.listing.filesystem, file) as reader:
         batches = arrow_batches(reader, stored_schema(reader.schema, file), rows_per_block)
-        yield from _from_batches(batches, file, plan, config)
+        yield from _from_batches(batches, file, plan, config, rows_per_block)
 
 
-def _from_batches(batches: Iterable[pa.RecordBatch], file: SourceFile, plan: InputPlan, config: InputConfig) -> Blocks:
+def _from_batches(
+    batches: Iterable[pa.RecordBatch], file: SourceFile, plan: InputPlan, config: InputConfig, rows_per_block: int
+) -> Blocks:
     first, limit = 0, plan.listing.max_line_bytes
     for whole in batches:
         batch, bad = without_bombs(settle_views(whole), limit)
         sizes = row_sizes(batch)
-        for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES)):
+        for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES, rows_per_block)):
             errors = _Errors(end - start, file.name, first + start)
             errors.set(bad[start:end], BAD_LINE, f"its lists hold more than limits.max_line_bytes ({limit})")
             part = batch[start:end]
