@@ -16,11 +16,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.units import Json
-from skipdecode.schedule import METHOD_KEYS
-
-SCHEDULE_KEYS = frozenset(itertools.chain(*METHOD_KEYS.values()))
-"""Of `decode`: what belongs to its `method`, and goes when the command line gives another."""
-
 
 TEXT_KEYS = frozenset({"input.template", "input.system"})
 """Texts that look like YAML's mappings: on the command line they need no quotes of YAML's."""
@@ -116,15 +111,23 @@ def read_override(override: str) -> tuple[str, Json]:
     return key, text if is_text and not isinstance(value, str | None) else value
 
 
+def schedule_keys() -> frozenset[str]:
+    """Of `decode`: what belongs to its `method`, and goes when the command line gives another."""
+    from skipdecode.schedule import METHOD_KEYS  # here: tasks that read rows need the classes, and no schedules
+
+    return frozenset(itertools.chain(*METHOD_KEYS.values()))
+
+
 def apply_overrides(tree: dict[str, Json], overrides: Sequence[tuple[str, Json]]) -> None:
     """Sets dotted keys of `tree`, in order.
 
-    Where `decode.method` is among them, what the tree said of its own method (`SCHEDULE_KEYS`) goes first, so that
+    Where `decode.method` is among them, what the tree said of its own method goes first, so that
     `decode.method=full` is enough. Keys among the overrides stay, whatever their order.
     """
     decode = tree.get("decode")
     if isinstance(decode, dict) and any(key == "decode.method" for key, _ in overrides):
-        tree["decode"] = {key: value for key, value in decode.items() if key not in SCHEDULE_KEYS}
+        own = schedule_keys()
+        tree["decode"] = {key: value for key, value in decode.items() if key not in own}
     for key, value in overrides:
         set_key(tree, key, value)
 

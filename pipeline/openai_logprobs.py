@@ -1,6 +1,5 @@
 """Log-probabilities as OpenAI's completions have them, for the endpoint and for batch lines. Pure functions."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
@@ -8,7 +7,6 @@ from skipdecode.request import TokenLogprobs
 from skipdecode.sampling import INCOMPLETE
 
 Decode = Callable[[Sequence[int]], str]
-CHOICE_KEYS = frozenset({"logprobs", "echo"})
 
 
 class LogprobsBody(TypedDict):
@@ -18,11 +16,6 @@ class LogprobsBody(TypedDict):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-
-
-def asks_for_choice(own: str | None) -> bool:
-    """Whether a row's own parameters (`schema.SAMPLING`) ask for more than text."""
-    return own is not None and ('"logprobs"' in own or '"echo"' in own) and bool(json.loads(own).keys() & CHOICE_KEYS)
 
 
 class TextOffsets:

@@ -178,3 +178,11 @@ def shown(value: object) -> str:
 
 def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+CHOICE_KEYS = frozenset({"logprobs", "echo"})
+
+
+def asks_for_choice(own: str | None) -> bool:
+    """Whether a row's own parameters (`schema.SAMPLING`) ask for more than text."""
+    return own is not None and ('"logprobs"' in own or '"echo"' in own) and bool(json.loads(own).keys() & CHOICE_KEYS)

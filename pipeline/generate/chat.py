@@ -3,7 +3,8 @@
 
 from collections.abc import Sequence
 
-from actors.chat_template import ChatTemplate, load_chat_template
+from actors.chat_template import ChatTemplate
+from actors.chat_template_files import load_chat_template
 from pipeline.checkpoint import ResolvedModel
 from pipeline.config import ConfigError, JobConfig
 from pipeline.input.scan import FileScan

@@ -88,7 +88,10 @@ def output_entries(table: pa.Table, file: int, first: int = 0) -> Entries:
     ids = table[ID].to_pylist()
     entries = np.empty(len(ids), OUTPUT_ENTRY)
     entries["digest"], entries["place"], entries["origin"] = digest_ids(ids), places(file, first, len(ids)), 0
-    for row in pc.indices_nonzero(pc.equal(table["error_code"], DUPLICATE_ID)).to_pylist():
+    # by length first: a comparison would import pandas, slower than the whole file
+    for row in pc.indices_nonzero(pc.binary_length(table["error_code"])).to_pylist():
+        if table["error_code"][row].as_py() != DUPLICATE_ID:
+            continue
         message = table["error_message"][row].as_py()
         entries["origin"][row] = hash_origin(message.partition(already_used(ids[row]))[0])
     return entries

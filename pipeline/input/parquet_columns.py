@@ -154,12 +154,15 @@ def _decodes(value: bytes) -> bool:
     return True
 
 
-def parquet_ids(column: pa.Array, file: SourceFile, first: int) -> tuple[list[str], Mask, Mask]:
+def parquet_ids(column: pa.Array, file: SourceFile, first: int) -> tuple[pa.Array, Mask, Mask]:
     """Every row's id, made where it has none; which are its own; which were there but are not valid UTF-8."""
     text, bad = to_text(column)
+    # without Arrow's comparisons and NumPy's view of them: the first would import pandas, slower than the whole file
+    if not text.null_count and pc.min(pc.binary_length(text)).as_py():
+        return text, np.ones(len(text), bool), bad
     given = text.to_pylist()
     ids = [id or made_id(file, first + offset) for offset, id in enumerate(given)]
-    return ids, np.fromiter(map(bool, given), bool, len(given)), bad
+    return pa.array(ids, pa.string()), np.fromiter(map(bool, given), bool, len(given)), bad
 
 
 def encoded_columns(file: pq.ParquetFile) -> list[int]:

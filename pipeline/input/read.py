@@ -186,7 +186,7 @@ def _from_batch(
         ids, _, bad_ids = parquet_ids(batch.column(config.id_column), file, first)
         errors.set(bad_ids, BAD_LINE, f"column {config.id_column!r} is not valid UTF-8")
     else:
-        ids = [made_id(file, first + row) for row in range(count)]
+        ids = pa.array([made_id(file, first + row) for row in range(count)], pa.string())
     prompts, bad_prompts = pa.nulls(count, pa.string()), np.zeros(count, bool)
     if config.text_column is not None:
         prompts, bad_prompts = to_text(batch.column(config.text_column))
@@ -206,7 +206,7 @@ def _from_batch(
         errors.set(missing, PROMPT_MISSING, f"column {source!r} is null")
     fields = _parquet_fields(batch, config, errors)
     nothing = [pa.nulls(count, ROW_SCHEMA.field(name).type) for name in (PROMPT_TOKENS, SAMPLING)]
-    columns = [pa.array(ids, pa.string()), prompts, *nothing, *errors.columns(), *extras]
+    columns = [ids, prompts, *nothing, *errors.columns(), *extras]
     return Documents(
         pa.Table.from_arrays(columns, schema=plan.document_schema),
         num_bytes=sizes.tolist(),

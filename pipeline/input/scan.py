@@ -35,7 +35,7 @@ from pipeline.input.parquet_columns import (
     without_views,
 )
 from pipeline.input.row import BLOCK_BYTES, Row
-from pipeline.openai_logprobs import asks_for_choice
+from pipeline.openai_params import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
 
@@ -224,8 +224,8 @@ def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_a
                 is_indexed = has_id or index_all
             batch = batch[: (config.limit or num_rows + batch.num_rows) - num_rows]
             if has_id:
-                ids, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
-                num_own += int(is_own.sum())
+                text, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
+                ids, num_own = text.to_pylist(), num_own + int(is_own.sum())
             elif is_indexed:
                 ids = [made_id(file, num_rows + row) for row in range(batch.num_rows)]
             if is_indexed:
@@ -269,7 +269,7 @@ def _parquet_digests(
     digests, number, num_own = bytearray(), 0, 0
     for batch in parquet.iter_batches(SCANNED_ROWS, columns=[config.id_column]):
         ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
-        digests += b"".join(map(digest_id, expansion.all_ids(ids)))
+        digests += b"".join(map(digest_id, expansion.all_ids(ids.to_pylist())))
         number, num_own = number + len(ids), num_own + int(own.sum())
         if number == num_rows:
             break

@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Sequence
 from datetime import datetime
 
-from actors.chat_template import ChatTemplate, load_chat_template
+from actors.chat_template import ChatTemplate
+from actors.chat_template_files import load_chat_template
 from actors.generator import Generator
 from actors.jinja_sandbox import TemplateError, TemplateRaised
 from pipeline.openai_params import BadParameter, cut

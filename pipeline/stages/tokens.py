@@ -13,7 +13,7 @@ from typing import TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.openai_logprobs import asks_for_choice
+from pipeline.openai_params import asks_for_choice
 from pipeline.schema import (
     BAD_PARAMETERS,
     CHOICE,

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from actors.chat_template import ChatTemplate, MessagesError, check_messages, load_chat_template
+from actors.chat_template import ChatTemplate, MessagesError, check_messages
+from actors.chat_template_files import load_chat_template
 from actors.jinja_sandbox import TemplateRaised, TemplateTooCostly
 from actors.tokenizer import Tokenizer
 from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES

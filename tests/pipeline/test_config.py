@@ -16,7 +16,7 @@ from pipeline.bench.decoder import load_bench_config
 from pipeline.bench.service import load_serve_bench_config
 from pipeline.checkpoint import check_quantization
 from pipeline.config import ConfigError, DecodeConfig, JobConfig, build_config, load_config, read_tree
-from pipeline.config_tree import SCHEDULE_KEYS, section_of
+from pipeline.config_tree import schedule_keys, section_of
 from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 from pipeline.evaluation.sweep import SweepConfig, run_sweep
 from pipeline.service.run import load as load_serve_config
@@ -171,7 +171,7 @@ def test_a_learning_rate_that_would_rise_is_refused() -> None:
 def test_a_run_can_be_told_every_method_and_every_key_of_it() -> None:
     names = get_args(get_args(DecodeConfig.model_fields["method"].annotation)[0])
     assert names == tuple(METHOD_KEYS)
-    assert SCHEDULE_KEYS | {"method", "ffn_skip", "prefix", *LOSSLESS_KEYS} == DecodeConfig.model_fields.keys()
+    assert schedule_keys() | {"method", "ffn_skip", "prefix", *LOSSLESS_KEYS} == DecodeConfig.model_fields.keys()
 
 
 def test_the_tree_is_frozen() -> None:
