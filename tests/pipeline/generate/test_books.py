@@ -31,7 +31,8 @@ SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "error_code", "error_
 
 
 def rows(*ids: str, code: str = "", message: str = "") -> pa.Table:
-    return pa.table({"id": list(ids), "error_code": [code] * len(ids), "error_message": [message] * len(ids)})
+    columns = {"id": list(ids), "error_code": [code] * len(ids), "error_message": [message] * len(ids)}
+    return pa.table(columns, schema=pa.schema([(name, pa.string()) for name in columns]))
 
 
 def duplicate(id: str, place: str) -> pa.Table:
