@@ -10,14 +10,12 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Protocol
 
 import pyarrow.fs as pafs
 
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.whole import is_whole_on_close, make_folder, rename, sync
-
-COPIED_BYTES: Final = 8 << 20  # at a time
+from pipeline.store.whole import make_folder, put, sync
 
 
 class Place(Protocol):
@@ -85,15 +83,9 @@ class _Store:
             self._upload(file, self._target.path(name))
 
     def _upload(self, file: BinaryIO, path: str) -> None:
-        filesystem = self._target.filesystem
-        if not is_whole_on_close(filesystem):
-            filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-        aside = path if is_whole_on_close(filesystem) else f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        aside = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         self._begun += [path, aside]
-        with filesystem.open_output_stream(aside) as stream:
-            shutil.copyfileobj(file, stream, COPIED_BYTES)
-        if aside != path:
-            rename(filesystem, aside, path)
+        put(self._target.filesystem, path, file, aside)
 
     def remove(self) -> None:
         for path in self._begun:

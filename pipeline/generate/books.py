@@ -70,6 +70,7 @@ def close_books(folder: RunFolder, state: RunState, check: Check, expected: int 
     The books are closed where as many rows are there as in the input, and the same ids: `expected` is the sum of these
     (None: not known), so that a row that is lost and one that is there twice do not make up for each other.
     """
+    folder.remove_empty(check)  # what came late, or of a writer that was stopped with us
     books, files = state["books"], folder.read_files()
     with ThreadPoolExecutor(16) as pool:
         unsaid = [name for name, (_, ids) in files.items() if not ids]

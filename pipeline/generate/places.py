@@ -1,6 +1,7 @@
 """Where a run reads and writes, checked before it starts: input and output apart, the output free or resumable, a run
 in it finished or not."""
 
+import json
 import os
 
 import pyarrow as pa
@@ -87,4 +88,20 @@ def has_all_rows(folder: RunFolder, state: RunState, note: Note) -> bool:
     if not has_batch_files(folder, state):
         note(f"{folder.shown}: finished before, but its OpenAI batch files are not whole; they are made again")
         return False
-    return folder.read_text("report.json") is not None
+    if not _has_report(folder, state):
+        note(f"{folder.shown}: finished before, but its report.json is not whole; it is made again")
+        return False
+    if left := folder.unexpected_files("checkpoint"):
+        note(f"{folder.shown}: finished before, but {left[0]} came late; it is removed")
+        return False
+    return True
+
+
+def _has_report(folder: RunFolder, state: RunState) -> bool:
+    """Whether `report.json` counts what the books say."""
+    try:
+        report = json.loads(folder.read_text("report.json") or "null")
+    except ValueError:
+        return False
+    said = (report.get("completed"), report.get("failed")) if isinstance(report, dict) else None
+    return said == (state["books"]["ok"], state["books"]["failed"])

@@ -60,6 +60,12 @@ def all_data_files(folder: RunFolder) -> list[str]:
     return [path for status in STATUSES for path in folder.data_files(status)]
 
 
+def remove_empty(folder: RunFolder, check: Callable[[], None], note: Note) -> None:
+    """Deletes data files of no bytes: they hold no rows. `check` is asked before each step."""
+    for path in folder.remove_empty(check):
+        note(f"{path}: removed; it is empty, as an upload that was cut off leaves it, and its rows are made again")
+
+
 def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], note: Note) -> None:
     """Deletes files that writers of earlier sessions added after the last session of `state` had begun, or ended it.
 

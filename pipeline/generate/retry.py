@@ -20,7 +20,7 @@ from pipeline.config import ConfigError, JobConfig, build_config
 from pipeline.generate.books import close_books, expected_ids, first_state, refuse_open_books
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import all_data_files, remove_late, settle_rows
+from pipeline.generate.resume import all_data_files, remove_empty, remove_late, settle_rows
 from pipeline.generate.run import RunResult, finish_run, was_finished
 from pipeline.generate.stream import stream_rows
 from pipeline.input.ids import sum_outputs
@@ -28,8 +28,9 @@ from pipeline.input.plan import InputPlan
 from pipeline.input_config import stored_input
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
 from pipeline.store.commit import finish_commit, start_commit
+from pipeline.store.footer import id_metadata
 from pipeline.store.lease import Lease
-from pipeline.store.run_folder import STATUSES, RunFolder, id_metadata
+from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import RetryState, RunState
 from pipeline.store.write import write_whole
 from pipeline.units import Json, Note
@@ -86,11 +87,14 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     is_finished = earlier["state"] == "finished"
     finish_commit(folder, earlier, note, lease.check)
     remove_late(folder, earlier, lease.check, note)
+    remove_empty(folder, lease.check, note)
     tried = {path: count for path in folder.data_files("failed") if (count := _count_retryable(folder, path))}
     total = sum(tried.values())
     if not total:
         note(f"{folder.shown}: nothing to retry")
         if is_finished:
+            folder.fence(session, lease.check)  # a retry that died may have left files, or an upload of it came late
+            folder.leave(session)
             return RetryResult(was_finished(planned), 0, 0)
     state = first_state(planned, session, "retrying", [] if lease.followed is None else [lease.followed])
     state["known"] = [folder.name(path) for path in all_data_files(folder)]
@@ -102,6 +106,8 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
             expected = expected_ids(planned, _generate(planned, state, total, lease, note))
             lease.check()
             _commit(folder, state, list(tried), overrides, total, lease)
+        else:  # it ends what was cut off, and closes the books
+            expected = expected_ids(planned, settle_rows(planned, all_data_files(folder), note).plan)
     except BaseException:
         if is_finished and "commit" not in state and lease.holds():  # nothing has happened yet
             folder.write_state(earlier | {"sessions": state["sessions"]}, lease.check)

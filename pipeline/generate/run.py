@@ -15,7 +15,7 @@ from pipeline.generate.ending import allowed_failures
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import all_data_files, remove_late, settle_rows
+from pipeline.generate.resume import all_data_files, remove_empty, remove_late, settle_rows
 from pipeline.generate.stream import stream_rows
 from pipeline.report.figures import finish_report
 from pipeline.store.commit import finish_commit
@@ -53,7 +53,7 @@ def run(config: JobConfig, note: Note) -> RunResult:
 
 
 def _clear(folder: RunFolder, session: str, lease: Lease) -> list[str]:
-    """Removes the run that is there; its sessions, whose writers may still come."""
+    """Removes the run that is there, but for its `run.json`; its sessions, whose writers may still come."""
     old = folder.read_state()
     folder.fence(session, lease.check)  # first: a writer of the old run must not add to the new one
     folder.clear(session, lease.check)
@@ -70,6 +70,7 @@ def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease,
     folder.fence(session, lease.check)
     if earlier is not None:
         remove_late(folder, earlier, lease.check, note)
+        remove_empty(folder, lease.check, note)
     known = all_data_files(folder)
     state["known"] = [folder.name(path) for path in known]
     work = settle_rows(planned, known, note)

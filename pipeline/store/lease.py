@@ -21,11 +21,13 @@ from pipeline.config import ConfigError
 from pipeline.faults import fault_point
 from pipeline.store.run_folder import LEASE, RunFolder
 from pipeline.store.run_state import LeaseState
+from pipeline.store.whole import may_vanish
 from pipeline.units import Note
 
 LEASE_S = float(os.environ.get("SKIPDECODE_LEASE_S", "30"))  # another value: for trials, the same for all sessions
 BEAT_S = LEASE_S / 6
 SETTLE_S = 2.0  # beside a disk: by then a rival that saw no lease either has written its own
+LOOKS_S = 0.1, 0.2, 0.4, 0.8  # between looks at a lease that is not there
 BEAT_DIGITS = 12
 
 
@@ -42,6 +44,8 @@ class Lease:
         self.followed: str | None = None
         """The session whose lease we have taken over."""
         self._is_lost = False
+        self._beat_began_s: float | None = None
+        """Of the beat that is under way."""
 
     def __enter__(self) -> "Lease":
         while not self._take(self._wait_for_holder()):
@@ -54,7 +58,8 @@ class Lease:
         if self._thread.is_alive():
             self._thread.join()
         if self._file is None:
-            if self.holds():
+            # only what we wrote last: not one of `followed`, nor of a successor that we may have written over
+            if not self._is_lost and _look(self._folder) == self._text():
                 self._folder.remove(LEASE)
             return
         if self.holds():
@@ -64,12 +69,12 @@ class Lease:
 
     def check(self) -> None:
         """RuntimeError when another session has taken the folder (this process stood still for long)."""
-        if self._is_lost or not self.holds():
+        if self._is_lost or self._is_overdue() or not self.holds():
             raise RuntimeError(f"{self._folder.shown}: another run has taken over this folder; this one ends")
 
     def holds(self) -> bool:
         """Whether the lease is ours at this moment."""
-        found = _session_of(_read(self._folder))
+        found = _session_of(_look(self._folder))
         if self._file is None:  # one that stood still may write once more, and ends then
             return found is not None and found in (self._session, self.followed)
         return found == self._session and self._is_in_place(self._file)
@@ -82,7 +87,7 @@ class Lease:
 
     def _wait_for_holder(self) -> str | None:
         """The text of a lease that may be taken over, or None: there is none. ConfigError while its holder lives."""
-        first = _read(self._folder)
+        first = _look(self._folder)
         if first is None or not _may_hold(first):
             return first
         lease = _parse(first)
@@ -95,7 +100,7 @@ class Lease:
         deadline = time.monotonic() + LEASE_S
         while time.monotonic() < deadline:
             time.sleep(min(1.0, LEASE_S / 10))
-            now = _read(self._folder)
+            now = _look(self._folder)
             if now is None or not _may_hold(now):
                 return now
             if now != first:
@@ -112,7 +117,7 @@ class Lease:
             return self._take_on_disk(dead)
         self._beat()
         time.sleep(SETTLE_S)
-        return _session_of(_read(self._folder)) == self._session
+        return _session_of(_look(self._folder)) == self._session
 
     def _take_on_disk(self, dead: str | None) -> bool:
         target = self._folder.path(LEASE)
@@ -163,6 +168,7 @@ class Lease:
             self._folder.write_text(LEASE, self._text())
         else:  # as long as before, and one write: nobody reads half of it
             os.pwrite(self._file, self._text().encode(), 0)
+            os.fsync(self._file)  # another machine may look at it
 
     def _text(self) -> str:
         lease: LeaseState = {
@@ -174,23 +180,32 @@ class Lease:
         }
         return json.dumps(lease) + " " * (BEAT_DIGITS - len(str(self._num_beats))) + "\n"
 
+    def _is_overdue(self) -> bool:
+        """Whether we stand still in mid-beat, or did: on a store it may be written over a successor's lease."""
+        began_s = self._beat_began_s
+        return self._file is None and began_s is not None and _running_s() - began_s >= LEASE_S / 2
+
     def _loop(self) -> None:
         while not self._stop.wait(BEAT_S):
             try:
-                began_s = _running_s()
+                self._beat_began_s = _running_s()
                 if self.holds():
                     self._beat()
-                    if self._file is not None or _running_s() - began_s < LEASE_S / 2:
+                    if not self._is_overdue():
+                        self._beat_began_s = None
                         continue
-                    self._is_lost = True  # we stood still in mid-beat, and may have written over a successor's lease
+                    self._is_lost = True
+                if self._stop.is_set():
+                    return
                 # as Ctrl-C: the run ends, and finds out why with `check`. A job in the background of a script
                 # has SIGINT ignored; SIGTERM ends a run likewise (`ending.stop_on_sigterm`).
                 is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
                 stop = signal.SIGTERM if is_deaf else signal.SIGINT
                 signal.pthread_kill(threading.main_thread().ident or 0, stop)
                 return
-            except OSError as error:  # the store may be back at the next beat
-                self._note(f"lease: {error}")
+            except Exception as error:  # each store has its own kinds; it may be back at the next beat
+                self._beat_began_s = None
+                self._note(f"lease: {type(error).__name__}: {error}")
 
 
 def _link(source: str, target: str) -> None:
@@ -206,7 +221,18 @@ def _link(source: str, target: str) -> None:
 
 def read_lease(folder: RunFolder) -> LeaseState | None:
     """The lease on the folder, None where there is none (or none that can be read)."""
-    return _parse(_read(folder))
+    return _parse(_look(folder))
+
+
+def _look(folder: RunFolder) -> str | None:
+    """The text of the lease. Where each beat takes it away for a moment, several looks must find none."""
+    text = _read(folder)
+    for wait_s in LOOKS_S if may_vanish(folder.filesystem) else ():
+        if text is not None:
+            break
+        time.sleep(wait_s)
+        text = _read(folder)
+    return text
 
 
 def _read(folder: RunFolder, name: str = LEASE) -> str | None:

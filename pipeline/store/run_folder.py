@@ -8,31 +8,23 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import BinaryIO
+from functools import partial
+from typing import BinaryIO, cast
 
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError
-from pipeline.faults import fault_point
+from pipeline.store.footer import read_footer
 from pipeline.store.run_state import FileRecord, RunState
-from pipeline.store.whole import is_whole_on_close, make_folder, rename, sync
+from pipeline.store.whole import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, uploaded
 from pipeline.units import mask
 
-OURS = (
-    "data",
-    "checkpoint",
-    "metrics",
-    "report.json",
-    "report.html",
-    "batch_output.jsonl",
-    "batch_errors.jsonl",
-    "run.json",  # last: as long as it is there, the rest is known to be ours
-)
+BATCH_FILES = "batch_output.jsonl", "batch_errors.jsonl"
+OURS = ("data", "checkpoint", "metrics", "report.json", "report.html", *BATCH_FILES, "run.json")
 LEASE = "lease.json"
 STATUSES = ("ok", "failed")
 SESSION = "[0-9a-f]{12}"
@@ -49,8 +41,6 @@ KNOWN_NAMES = re.compile(
 )
 """What a finished run holds."""
 
-IDS = b"skipdecode.ids"
-"""In a data file's footer: the sum of the digests of its rows' ids, modulo 2^128, in hex."""
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet
 
 
@@ -90,19 +80,29 @@ class RunFolder:
         return bool(kind != pafs.FileType.NotFound)
 
     def read_state(self) -> RunState | None:
-        """`run.json`, or None."""
-        text = self.read_text("run.json")
-        if text is None:
-            return None
+        """`run.json`, or None. Where its replacement was cut off, what it was to be."""
         try:
-            state: RunState = json.loads(text)
+            text = self.read_text("run.json")
+            if text is None:
+                if (left := self._cut_off()) is not None:
+                    return left[1]
+                text = self.read_text("run.json")  # whoever replaces it may have come to the end meanwhile
+            return None if text is None else _parse(text)
         except ValueError as error:
             raise ConfigError(
                 "output.path",
                 f"{self.path('run.json')} is not JSON ({error}), so the run cannot go on. The rows "
                 "in data/ may be whole: copy what you need, then delete the folder, or choose another output.path",
             ) from error
-        return state
+
+    def _cut_off(self) -> tuple[str, RunState] | None:
+        """Path and content of the `run.json` that a kill left under another name, if one did."""
+        for path in left_aside(self.filesystem, self.path("run.json")):
+            with suppress(ValueError):  # half of one
+                text = self.read_text(self.name(path))
+                if text and "state" in (state := _parse(text)):
+                    return path, state
+        return None
 
     def write_state(self, state: RunState, check: Callable[[], None] = lambda: None) -> None:
         self.write_text("run.json", json.dumps(state, indent=2, default=str) + "\n", check)
@@ -116,30 +116,14 @@ class RunFolder:
     def replacing(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
         """What is written becomes the file `name`, when all of it is there; `check` is asked directly before."""
         target = self.path(name)
-        self.filesystem.create_dir(target.rpartition("/")[0], recursive=True)
         own = f"{target}.{uuid.uuid4().hex[:8]}.tmp"  # of nobody else: two sessions may be here for a moment
         if not self.is_local:
-            is_whole = is_whole_on_close(self.filesystem)
-            with self.filesystem.open_output_stream(target if is_whole else own) as stream:
-                yield stream
-                check()
-            if not is_whole:
-                rename(self.filesystem, own, target)
+            with uploaded(self.filesystem, target, own, check) as gathered:
+                yield cast(BinaryIO, gathered)
             return
-        try:
-            with open(own, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            fault_point(f"{name} staged")
-            check()
-            os.replace(own, target)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(own)
-            raise
-        sync(os.path.dirname(target))
-        fault_point(f"{name} renamed")
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with replaced(target, own, check) as file:
+            yield file
 
     def read_text(self, name: str) -> str | None:
         """A small file, or None."""
@@ -153,19 +137,21 @@ class RunFolder:
         """What `clear` would delete although no run wrote it: all of it without a run.json of ours."""
         infos = {name: self.filesystem.get_file_info(self.path(name)) for name in OURS}
         there = [name for name, info in infos.items() if info.type != pafs.FileType.NotFound]
-        state = self.read_state() if "run.json" in there else None
+        state = self.read_state() if there else None
         if state is None or not {"fingerprint", "books"} <= state.keys():
             return there
         return [name for name in self.unexpected_files() if name.startswith(("data/", "metrics/"))]
 
-    def unexpected_files(self) -> list[str]:
-        """Files in the folder that no run of ours leaves there, sorted."""
-        infos = self.filesystem.get_file_info(pafs.FileSelector(self.root, recursive=True))
-        names = (info.path.removeprefix(f"{self.root}/") for info in infos if info.type != pafs.FileType.Directory)
+    def unexpected_files(self, place: str = "") -> list[str]:
+        """Files in the folder, or in a `place` in it, that no run of ours leaves there, sorted."""
+        selector = pafs.FileSelector(self.path(place).rstrip("/"), allow_not_found=True, recursive=True)
+        infos = self.filesystem.get_file_info(selector)
+        names = (self.name(info.path) for info in infos if info.type != pafs.FileType.Directory)
         return sorted(name for name in names if not KNOWN_NAMES.fullmatch(name))
 
     def clear(self, session: str, check: Callable[[], None]) -> None:
-        """Removes what runs before `session` have written, and nothing else; `check` is asked before each step.
+        """Removes what runs before `session` have written, but for `run.json`, which the next one replaces: it knows
+        whose late files may come. Nothing else goes. `check` is asked before each step.
 
         On a disk it is taken away at once, before it is deleted: into a folder that the next fence takes away itself.
         So a process that stands still in the middle, and goes on when another session works here, takes nothing.
@@ -173,7 +159,7 @@ class RunFolder:
         gone = f"checkpoint/gone-{session}"
         if self.is_local:
             os.makedirs(self.path(gone), exist_ok=True)
-        for name in (name for name in OURS if name != "checkpoint"):
+        for name in (name for name in OURS if name not in ("checkpoint", "run.json")):
             check()
             if not self.is_local:
                 self.remove(name)
@@ -231,6 +217,8 @@ class RunFolder:
             if self.filesystem.get_file_info(self.path(STAGING)).type == pafs.FileType.Directory:
                 self.filesystem.move(self.path(STAGING), self.path(gone))
             self.remove("checkpoint")
+            if self.read_text("run.json") is None and (whole := self._cut_off()) is not None:
+                rename(self.filesystem, whole[0], self.path("run.json"))
             left = [name for name in self._names() if TEMPORARY.fullmatch(name)]
         for name in left:
             self.remove(name)
@@ -259,8 +247,22 @@ class RunFolder:
         paths = [path for status in STATUSES for path in self.data_files(status)]
         return [path for path in paths if self.name(path) not in known and writer_of(path) in sessions]
 
+    def remove_empty(self, check: Callable[[], None]) -> list[str]:
+        """Removes data files of no bytes, as uploads that are cut off leave; gives their paths. `check` comes first."""
+        selector = pafs.FileSelector(self.path("data"), allow_not_found=True, recursive=True)
+        files = [info.path for info in self.filesystem.get_file_info(selector) if info.is_file and info.size == 0]
+        empty = [path for path in files if KNOWN_NAMES.fullmatch(self.name(path)) and self._is_empty(path)]
+        for path in empty:
+            check()
+            self.remove(self.name(path))
+        return empty
+
+    def _is_empty(self, path: str) -> bool:
+        with self.filesystem.open_input_stream(path) as stream:
+            return not stream.read(1)
+
     def name(self, path: str) -> str:
-        """Of a path in the folder, relative to it: the folder may be moved."""
+        """Of a path in the folder, relative to it."""
         return path.removeprefix(f"{self.root}/")
 
     def data_files(self, status: str, place: str = "data") -> list[str]:
@@ -272,26 +274,24 @@ class RunFolder:
 
     def count_rows(self, status: str, place: str = "data") -> int:
         """Rows of one status, from the file footers."""
-        with ThreadPoolExecutor(16) as pool:
-            return sum(pool.map(self._num_rows, self.data_files(status, place)))
+        return sum(int(rows) for rows, _ in self._footers(self.data_files(status, place)))
 
     def read_files(self, place: str = "data") -> dict[str, FileRecord]:
         """Rows of each data file, and the sum of their ids in hex ("": of an earlier version), from the footers."""
         paths = [path for status in STATUSES for path in self.data_files(status, place)]
+        return {self.name(path): footer for path, footer in zip(paths, self._footers(paths), strict=True)}
+
+    def _footers(self, paths: Sequence[str]) -> list[FileRecord]:
         with ThreadPoolExecutor(16) as pool:
-            return {self.name(path): record for path, record in zip(paths, pool.map(self._record, paths), strict=True)}
-
-    def _record(self, path: str) -> FileRecord:
-        footer = pq.read_metadata(path, filesystem=self.filesystem)
-        return [int(footer.num_rows), (footer.metadata or {}).get(IDS, b"").decode()]
-
-    def _num_rows(self, path: str) -> int:
-        return int(pq.read_metadata(path, filesystem=self.filesystem).num_rows)
+            return list(pool.map(partial(read_footer, self.filesystem), paths))
 
 
-def id_metadata(id_sum: int) -> dict[bytes, bytes]:
-    """What a data file says of the ids of its rows."""
-    return {IDS: f"{id_sum:032x}".encode()}
+def _parse(text: str) -> RunState:
+    """ValueError where it is no JSON object."""
+    state: RunState = json.loads(text)
+    if not isinstance(state, dict):
+        raise ValueError("no object")
+    return state
 
 
 def writer_of(path: str) -> str:

@@ -22,8 +22,9 @@ import pyarrow.parquet as pq
 from pipeline.faults import fault_point
 from pipeline.ray_internals import number_of_task
 from pipeline.schema import STATUS
+from pipeline.store.footer import id_metadata
 from pipeline.store.lease import read_lease
-from pipeline.store.run_folder import STAGING, STATUSES, RunFolder, id_metadata
+from pipeline.store.run_folder import STAGING, STATUSES, RunFolder
 from pipeline.store.whole import make_folder, put, sync
 
 DISK_FULL = errno.ENOSPC, errno.EDQUOT
@@ -126,10 +127,10 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
     # of this attempt alone: another process may be at the same task, believed dead or not
     staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     if not isinstance(filesystem, pafs.LocalFileSystem):
-        check_session(filesystem, root, session)
-        whole = pa.BufferOutputStream()  # an error in the middle would close the upload, and half an object appear
+        whole = pa.BufferOutputStream()
         pq.write_table(table, whole, write_page_checksum=True)
-        put(filesystem, target, whole.getvalue(), staging)
+        source = pa.BufferReader(whole.getvalue())
+        put(filesystem, target, source, staging, lambda: check_session(filesystem, root, session))
         return
     make_folder(os.path.dirname(target))
     top = path.partition("/")[0]

@@ -2,8 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,13 @@ import ray
 from moto.server import ThreadedMotoServer
 
 from jobs import generate, retry, verify
+from pipeline.export.place import open_place
 from pipeline.schema import STATUS
 from pipeline.store.lease import Lease
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.write import RunSink, write_whole
+from tests.support.store_faults import Delay, begins_upload, object_store
+from tests.support.trials import LOOPBACK_KEYS
 from tests.support.verbs import Call
 
 ROWS = [{"id": f"r{i}", "prompt": f"row {i}"} for i in range(40)]
@@ -167,7 +174,7 @@ def test_the_run_folder_on_an_object_store(uri: Callable[[str], str], monkeypatc
     folder.move("data/status=ok/part-s1-one.parquet", "data/status=failed/moved.parquet")
     assert (folder.count_rows("ok"), folder.count_rows("failed")) == (0, 1)
     folder.clear("s2", lambda: None)
-    assert objects(uri, "folder") == []
+    assert objects(uri, "folder") == ["bucket/folder/run.json"]
     assert store(uri).get_file_info("bucket").type == pafs.FileType.Directory
 
 
@@ -182,3 +189,98 @@ def test_an_upload_that_is_cut_off_shows_nothing(uri: Callable[[str], str]) -> N
     done = subprocess.run([sys.executable, "-c", code, uri("half/x.parquet")], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("sent\n", -9), done.stderr
     assert objects(uri, "half") == []
+
+
+@pytest.fixture
+def slow_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunFolder, Delay]]:
+    """A run folder on a store of its own, and what delays a request there."""
+    for key, value in LOOPBACK_KEYS.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("pipeline.store.lease.SETTLE_S", 0.0)
+    with object_store() as (make, delay):
+        yield RunFolder.open(make(uuid.uuid4().hex)), delay
+
+
+def test_who_lost_the_folder_leaves_what_its_successor_wrote(slow_store: tuple[RunFolder, Delay]) -> None:
+    """It looks at the lease before it begins an upload: a store completes one that is let go."""
+    folder, _ = slow_store
+    names = ("run.json", "batch_output.jsonl")
+    for name in names:
+        folder.write_text(name, "of the successor")
+
+    def lost() -> None:
+        raise RuntimeError("taken over")
+
+    for name in names:
+        with pytest.raises(RuntimeError, match="taken over"):
+            folder.write_text(name, "of the loser" * 1_000_000, lost)
+        with pytest.raises(ZeroDivisionError), folder.replacing(name) as file:
+            file.write(b"half of it" * (1 // 0))
+        assert folder.read_text(name) == "of the successor"
+
+
+def write_state(folder: RunFolder) -> None:
+    folder.write_state({"state": "finished"})  # type: ignore[typeddict-item]
+
+
+def write_data(folder: RunFolder) -> None:
+    table = pa.table({"id": ["a", "b"]})
+    write_whole(folder.filesystem, folder.root, "data/status=ok/part-s1-x-0.parquet", table, "s1")
+
+
+def write_export(folder: RunFolder) -> None:
+    with open_place(folder) as place, place.file("export/part-0") as file:
+        file.write(b"all of it")
+
+
+@pytest.mark.parametrize("write", [write_state, write_data, write_export])
+def test_ctrl_c_in_an_upload_shows_nothing_half(
+    slow_store: tuple[RunFolder, Delay], write: Callable[[RunFolder], None]
+) -> None:
+    """It comes, twice, while the upload is being opened; who waits for it is told when all of it is there."""
+    folder, delay = slow_store
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Lease(folder, "s1", print):
+        folder.write_state({"state": "running"})  # type: ignore[typeddict-item]
+        delay.arm(begins_upload)
+
+        def interrupt() -> None:
+            assert delay.held.wait(60)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            delay.may_go.set()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            write(folder)
+        assert delay.may_go.is_set(), "the upload goes on behind the back of whoever ends the run"
+        thread.join()
+    signal.signal(signal.SIGINT, interrupted)
+    state = "finished" if write is write_state else "running"
+    assert folder.read_state() == {"state": state}
+    assert folder.count_rows("ok") == (2 if write is write_data else 0)
+    assert folder.read_text("export/part-0") is None, "an export that was cut off takes away what it has made"
+
+
+def test_an_empty_object_holds_no_rows_and_a_resume_takes_it_away(slow_store: tuple[RunFolder, Delay]) -> None:
+    """As earlier versions left one behind. Whoever has lost the folder takes none away; nor what is not ours."""
+    folder, _ = slow_store
+    mine, others = f"data/status=ok/part-{'0' * 12}-0a0b0c-000000-000.parquet", "data/status=ok/notes.parquet"
+    with Lease(folder, "s1", print):
+        write_data(folder)
+    for name in (mine, others):
+        folder.write_text(name, "")
+
+    def lost() -> None:
+        raise RuntimeError("taken over")
+
+    with pytest.raises(RuntimeError, match="taken over"):
+        folder.remove_empty(lost)
+    assert folder.read_text(mine) == ""
+    assert folder.remove_empty(lambda: None) == [folder.path(mine)]
+    assert folder.read_text(mine) is None
+    assert folder.read_text(others) == ""
+    folder.remove(others)
+    assert folder.count_rows("ok") == 2

@@ -4,6 +4,7 @@ are written. S3 is a server on loopback, in this process."""
 import io
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ import pyarrow.fs as pafs
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
+from pipeline.store.run_folder import RunFolder
 from tests.support.faults import QUICK_LEASE_S, Fault, ends_well, must_have_hit
 from tests.support.trials import LOOPBACK_KEYS, RUN_TIMEOUT_S, Trial, verified
 
@@ -23,31 +25,39 @@ BUCKET = "trials"
 
 
 class Delay:
-    """A WSGI application in front of another: the first upload that makes a data file seen waits until it may go on."""
+    """A WSGI application in front of another: a request of a kind, once so many of them have passed, waits until it
+    may go on."""
 
     def __init__(self, app: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]) -> None:
         self._app = app
         self._lock = threading.Lock()
-        self._is_armed = False
+        self._is_it: Callable[[WSGIEnvironment], bool] = _shows_data
+        self._num_left: int | None = None
         self.held, self.may_go, self.is_done = threading.Event(), threading.Event(), threading.Event()
 
-    def arm(self) -> None:
-        self._is_armed = True
+    def arm(self, is_it: Callable[[WSGIEnvironment], bool] | None = None, after: int = 0) -> None:
+        """By itself, the first request that makes a data file seen."""
+        with self._lock:
+            self._is_it, self._num_left = is_it or _shows_data, after
+            self.held, self.may_go, self.is_done = threading.Event(), threading.Event(), threading.Event()
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         with self._lock:
-            is_it = self._is_armed and _shows_data(environ)
-            self._is_armed = self._is_armed and not is_it
+            is_one = self._num_left is not None and self._is_it(environ)
+            is_it = is_one and self._num_left == 0
+            if self._num_left is not None and is_one:
+                self._num_left = None if is_it else self._num_left - 1
+            held, may_go, is_done = self.held, self.may_go, self.is_done
         if not is_it:
             return self._app(environ, start_response)
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))  # its sender may be gone later
         environ["wsgi.input"] = io.BytesIO(body)
-        self.held.set()
-        self.may_go.wait()
+        held.set()
+        may_go.wait()
         try:
             return list(self._app(environ, start_response))
         finally:
-            self.is_done.set()
+            is_done.set()
 
 
 def _shows_data(environ: WSGIEnvironment) -> bool:
@@ -56,6 +66,12 @@ def _shows_data(environ: WSGIEnvironment) -> bool:
     is_last = environ["REQUEST_METHOD"] == "PUT" and "partNumber" not in keys
     is_last = is_last or (environ["REQUEST_METHOD"] == "POST" and "uploadId" in keys)
     return is_last and "/data/status=ok/" in environ["PATH_INFO"].replace("%3D", "=")
+
+
+def begins_upload(environ: WSGIEnvironment) -> bool:
+    """Whether an object is opened with this request: nothing of it has been sent yet."""
+    keys = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+    return environ["REQUEST_METHOD"] == "POST" and "uploads" in keys
 
 
 @contextmanager
@@ -120,6 +136,23 @@ def driver_killed_on_store(trial: Trial) -> None:
         trial.resume()
 
 
+def driver_stopped_on_store(trial: Trial) -> None:
+    """By Ctrl-C or SIGTERM, while it or one of its writers has begun an upload: no object is half or empty."""
+    with on_object_store(trial) as delay:
+        delay.arm(begins_upload, after=trial.rng.randrange(30))
+        driver = trial.start()
+        trial.wait(driver, delay.held.is_set)
+        driver.send_signal(trial.rng.choice((signal.SIGINT, signal.SIGTERM)))
+        trial.pause()
+        delay.may_go.set()
+        code, err = trial.end(driver)
+        assert code in (0, 1), err[-1500:]
+        folder = RunFolder.open(str(trial.output))
+        assert folder.remove_empty(lambda: None) == []
+        folder.read_state()
+        trial.resume()
+
+
 def two_drivers_on_store(trial: Trial) -> None:
     """Both may be let in for a moment; one ends at its next look."""
     with on_object_store(trial):
@@ -147,6 +180,7 @@ def early_store(trial: Trial) -> None:
 STORE_FAULTS: dict[str, Fault] = {
     "late PUT": delayed_put,
     "driver killed, object store": driver_killed_on_store,
+    "driver stopped, object store": driver_stopped_on_store,
     "two drivers at once, object store": two_drivers_on_store,
     "killed in a write, Azure-like store": early_store,
 }

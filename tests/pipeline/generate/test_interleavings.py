@@ -8,6 +8,7 @@ whatever the others do. Then one more session must close the books: every row on
 That the machine is worth its time is shown by mutants: the remedies of three holes taken out, which it must find.
 """
 
+import json
 import shutil
 import tempfile
 import threading
@@ -96,7 +97,11 @@ class Folder(RunFolder):
     """With a report, which is not made here."""
 
     def read_text(self, name: str) -> str | None:
-        return "" if name == "report.json" else super().read_text(name)
+        if name != "report.json":
+            return super().read_text(name)
+        state = self.read_state()
+        books = state["books"] if state else {"ok": None, "failed": None}
+        return json.dumps({"completed": books["ok"], "failed": books["failed"]})
 
 
 class Session:

@@ -17,6 +17,7 @@ import pipeline.store.lease
 from pipeline.config import ConfigError
 from pipeline.store.lease import Lease, may_live, read_lease
 from pipeline.store.run_folder import RunFolder
+from tests.support.early_store import EarlyStore
 
 ROOT = Path(__file__).parents[3]
 HOLDER = """
@@ -222,3 +223,55 @@ def test_without_links_the_lease_is_a_file_of_its_own(tmp_path: Path, monkeypatc
         with pytest.raises(ConfigError, match="is at work"):
             Lease(RunFolder.open(str(tmp_path)), "second", print).__enter__()
     assert list(tmp_path.iterdir()) == []
+
+
+def on_store(root: Path, replaces: bool = True) -> RunFolder:
+    (root / "run").mkdir()
+    return RunFolder(pafs.PyFileSystem(EarlyStore(root, replaces)), "run", "early://run")
+
+
+def test_on_a_store_the_loser_leaves_the_lease_to_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still in mid-beat, and has written over it."""
+    monkeypatch.setattr(pipeline.store.lease, "LEASE_S", 0.2)
+    monkeypatch.setattr(pipeline.store.lease, "SETTLE_S", 0)
+    folder = on_store(tmp_path)
+    loser = Lease(folder, "loser", print).__enter__()
+    with Lease(folder, "successor", print) as successor:
+        loser._beat_began_s = pipeline.store.lease._running_s() - 60
+        loser._beat()
+        with pytest.raises(RuntimeError, match="taken over"):
+            loser.check()
+        loser._is_lost = True
+        loser.__exit__()
+        successor.check()
+        successor._beat()
+    assert read_lease(folder) is None
+
+
+def test_a_lease_that_is_being_replaced_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a move replaces nothing, each beat takes it away for a moment."""
+    monkeypatch.setattr(pipeline.store.lease, "BEAT_S", 0.002)
+    monkeypatch.setattr(pipeline.store.lease, "LEASE_S", 10)
+    monkeypatch.setattr(pipeline.store.lease, "SETTLE_S", 0)
+    folder = on_store(tmp_path, replaces=False)
+    with Lease(folder, "holder", print) as lease:
+        ends_at = time.monotonic() + 0.5
+        while time.monotonic() < ends_at:
+            lease.check()
+        assert lease._num_beats > 3
+
+
+def test_a_beat_outlives_whatever_a_store_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.store.lease, "BEAT_S", 0.02)
+    told = threading.Event()
+    with Lease(RunFolder.open(str(tmp_path)), "s1", lambda _: told.set()) as lease:
+        holds = lease.holds
+        monkeypatch.setattr(lease, "holds", lambda: {}["a kind of its own"])
+        assert told.wait(10)
+        monkeypatch.setattr(lease, "holds", holds)
+        before, ends_at = lease._num_beats, time.monotonic() + 10
+        while lease._num_beats == before:
+            assert time.monotonic() < ends_at, "no beat any more"
+            time.sleep(0.01)

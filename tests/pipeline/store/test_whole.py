@@ -1,6 +1,7 @@
 """Files are seen whole or not at all, on stores that show them early too, killed in every step; and on the disk."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import ConfigError
+from pipeline.config import ConfigError, JobConfig, build_config
+from pipeline.generate.places import check_output
 from pipeline.schema import STATUS
 from pipeline.store.lease import Lease
 from pipeline.store.run_folder import RunFolder
@@ -26,15 +28,20 @@ def early(root: Path, replaces: bool = True) -> tuple[EarlyStore, RunFolder]:
     return store, RunFolder(pafs.PyFileSystem(store), "run", "early://run")
 
 
-def work(folder: RunFolder, session: str) -> None:
-    """What a session writes, in small."""
+def state_of(phase: str) -> Any:
+    return {"state": phase, "fingerprint": {}, "books": {}, "sessions": []}
+
+
+def work(folder: RunFolder, session: str, begun: Callable[[], None] = lambda: None) -> None:
+    """What a session writes, in small; `begun` is told once there is a `run.json`."""
     with Lease(folder, session, lambda _: None):
-        folder.write_state({"state": "running"})  # type: ignore[typeddict-item]
+        folder.write_state(state_of("running"))
+        begun()
         folder.fence(session)
         for number in range(2):
             path = f"data/status=ok/part-{session}-x-{number}.parquet"
             write_whole(folder.filesystem, folder.root, path, pa.table({"id": [f"{session} {number}"]}), session)
-        folder.write_state({"state": "finished"})  # type: ignore[typeddict-item]
+        folder.write_state(state_of("finished"))
         folder.leave(session)
 
 
@@ -42,13 +49,23 @@ def work(folder: RunFolder, session: str) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.store.lease.SETTLE_S", 0)
     monkeypatch.setattr("pipeline.store.lease.LEASE_S", 0.01)
+    monkeypatch.setattr("pipeline.store.lease.LOOKS_S", (0.0,))
+
+
+def resumed(folder: RunFolder) -> Any:
+    """The state that `--resume` goes on with."""
+    output = {"path": folder.shown, "if_exists": "resume"}
+    config = build_config(JobConfig, {"model": {"source": "m"}, "input": {"path": "in"}, "output": output})
+    return check_output(folder, config)
 
 
 @pytest.mark.parametrize("replaces", [True, False], ids=["Azure", "HDFS"])
 def test_killed_in_every_step_no_half_file_is_seen(tmp_path: Path, replaces: bool) -> None:
+    """From the first `run.json` on there is one, or what it was to be, and `--resume` finds it."""
     store, folder = early(tmp_path / "whole", replaces)
-    work(folder, "s1")
-    num_steps = store.num_steps
+    begins: list[int] = []
+    work(folder, "s1", lambda: begins.append(store.num_steps))
+    num_steps, phases = store.num_steps, set()
     assert num_steps > 15
     for at in range(1, num_steps + 1):
         store, folder = early(tmp_path / str(at), replaces)
@@ -58,12 +75,17 @@ def test_killed_in_every_step_no_half_file_is_seen(tmp_path: Path, replaces: boo
         store.dies_at = None
         for path in (tmp_path / str(at) / "run/data").rglob("*"):
             assert path.is_dir() or pq.read_metadata(path).num_rows == 1, f"killed in step {at}"
-        state = folder.read_state()  # whole, or none
-        assert replaces or state is None or state["state"] in ("running", "finished")
+        if at > begins[0]:
+            for state in (folder.read_state(), resumed(folder)):
+                assert state in (state_of("running"), state_of("finished")), f"killed in step {at}"
+            phases.add((state["state"], (tmp_path / str(at) / "run/run.json").exists()))
+        folder.fence("s2")
+        assert at <= begins[0] or (tmp_path / str(at) / "run/run.json").exists(), "the fence took it for left over"
         work(folder, "s2")
-        assert folder.read_state() == {"state": "finished"}
+        assert folder.read_state() == state_of("finished")
         left = {path.name for path in (tmp_path / str(at) / "run").iterdir()}
         assert left == {"data", "run.json"}, f"killed in step {at}"
+    assert phases == {("running", True), ("finished", True)} | (set() if replaces else {("finished", False)})
 
 
 def test_a_store_that_cannot_rename_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
