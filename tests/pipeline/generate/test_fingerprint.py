@@ -111,6 +111,7 @@ def test_a_run_without_the_key_goes_on_without_sharing(place: Path, state: dict[
     assert not shares_prefixes(build_config(JobConfig, {"decode": {"prefix": "off"}}), None)
 
 
+@pytest.mark.process
 def test_a_run_without_the_key_goes_on_without_the_newline_of_its_template(place: Path) -> None:
     template = "{{ prompt }}\n"
     prints, plan = take(place, input__template=template)
