@@ -18,7 +18,7 @@ from pipeline.input.arrow_messages import check_messages
 from pipeline.input.files import SourceFile
 from pipeline.input.parquet_columns import is_text_type, plain_type, unwritable, without_views
 from pipeline.input.row import BLOCK_BYTES
-from pipeline.input.sizes import block_cuts, decoded_bytes, own_rows, row_sizes
+from pipeline.input.sizes import block_cuts, decoded_bytes, own_values, row_sizes
 
 MAGIC = b"ARROW1\0\0"
 """What an IPC file begins with; behind it is a stream."""
@@ -75,8 +75,8 @@ def arrow_batches(reader: pa.RecordBatchReader, stored: pa.Schema, most_rows: in
         sizes = row_sizes(whole)
         _refuse_large_views(whole)
         for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES, most_rows)):
-            part = own_rows(whole, start, end)
-            columns = [_settle(column, field.type) for column, field in zip(part.columns, stored, strict=True)]
+            part = whole[start:end]  # lists may have values that no row has, here too
+            columns = [_settle(own_values(own), field.type) for own, field in zip(part.columns, stored, strict=True)]
             yield pa.RecordBatch.from_arrays(columns, schema=stored)
 
 

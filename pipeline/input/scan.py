@@ -36,7 +36,7 @@ from pipeline.input.parquet_columns import (
     without_views,
 )
 from pipeline.input.row import BLOCK_BYTES, Row
-from pipeline.input.sizes import block_cuts, parquet_batches, row_sizes
+from pipeline.input.sizes import block_cuts, decoded_bytes, parquet_batches, row_sizes
 from pipeline.openai_params import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
@@ -231,11 +231,11 @@ def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_a
             batch = batch[: (config.limit or num_rows + batch.num_rows) - num_rows]
             if has_id:
                 text, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
-                ids, num_own = text.to_pylist(), num_own + int(is_own.sum())
+                digests += _digest(text, expansion)
+                num_own += int(is_own.sum())
             elif is_indexed:
-                ids = [made_id(file, num_rows + row) for row in range(batch.num_rows)]
-            if is_indexed:
-                digests += b"".join(map(digest_id, expansion.all_ids(ids)))
+                made = pa.array([made_id(file, num_rows + row) for row in range(batch.num_rows)], pa.string())
+                digests += _digest(made, expansion)
             num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
             if num_rows == config.limit:
                 break
@@ -272,7 +272,10 @@ def _digest(ids: pa.Array, expansion: Expansion) -> bytes:
     """Of all rows of documents with these ids, string without nulls."""
     if not expansion.is_on:
         return digest_texts(ids)
-    return b"".join(map(digest_id, expansion.all_ids(ids.to_pylist())))
+    digests = bytearray()
+    for start, end in itertools.pairwise(block_cuts(decoded_bytes(ids), BLOCK_BYTES // expansion.count(), len(ids))):
+        digests += b"".join(map(digest_id, expansion.all_ids(ids[start:end].to_pylist())))
+    return bytes(digests)
 
 
 def _parquet_digests(
@@ -287,8 +290,7 @@ def _parquet_digests(
     digests, number, num_own = bytearray(), 0, 0
     for batch in parquet_batches(source, parquet, SCANNED_ROWS, [config.id_column]):
         batch = batch[: num_rows - number]
-        most_bytes = BLOCK_BYTES // expansion.count()
-        for start, end in itertools.pairwise(block_cuts(row_sizes(batch), most_bytes, SCANNED_ROWS)):
+        for start, end in itertools.pairwise(block_cuts(row_sizes(batch), BLOCK_BYTES, SCANNED_ROWS)):
             ids, own, _ = parquet_ids(batch.column(config.id_column)[start:end], file, number)
             digests += _digest(ids, expansion)
             number, num_own = number + len(ids), num_own + int(own.sum())

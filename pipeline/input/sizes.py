@@ -17,7 +17,7 @@ from pipeline.input.row import BLOCK_BYTES
 
 VALUE_BYTES = 8  # of a value in a list: a number, or where its text begins
 OFFSET_BYTES = 4  # where a text begins
-VIEW_BYTES = 16
+VIEW_INTS = 4  # int32: the first is the length
 
 
 def encoded_columns(file: pq.ParquetFile) -> list[int]:
@@ -87,7 +87,11 @@ def parquet_batches(
     rows = max(1, min(most_rows, BLOCK_BYTES // max(row_bytes(footer.metadata, places), 1)))
     encoded = [place for place in encoded_columns(footer) if place in places]
     with pq.ParquetFile(
-        source, metadata=footer.metadata, page_checksum_verification=True, read_dictionary=encoded
+        source,
+        metadata=footer.metadata,
+        page_checksum_verification=True,
+        read_dictionary=encoded,
+        arrow_extensions_enabled=False,  # else text of an extension type, as JSON is, does not stay encoded
     ) as file:
         yield from file.iter_batches(rows, columns=wanted)
 
@@ -144,9 +148,9 @@ def decoded_bytes(column: pa.Array) -> Rows:
     if isinstance(type_, pa.BaseExtensionType):
         return decoded_bytes(column.storage)
     if pa.types.is_dictionary(type_):
-        return _filled(pa.array(decoded_bytes(column.dictionary)).take(column.indices))
+        return np.append(decoded_bytes(column.dictionary), 0)[_numbers(column.indices, null=-1)]
     if _has_length(type_):
-        return _filled(pc.binary_length(column)) + OFFSET_BYTES
+        return _numbers(pc.binary_length(column)) + OFFSET_BYTES
     if _is_view(type_):
         return _view_lengths(column) + OFFSET_BYTES
     if pa.types.is_struct(type_):  # a null has values too, which a cast decodes
@@ -160,21 +164,28 @@ def decoded_bytes(column: pa.Array) -> Rows:
             return np.asarray(
                 np.diff(total[np.arange(column.offset, column.offset + len(column) + 1) * type_.list_size])
             )
-        return np.asarray(np.diff(total[column.offsets.to_numpy()]))
+        return np.asarray(np.diff(total[_numbers(column.offsets)]))
     return np.full(len(column), column.nbytes // max(len(column), 1), dtype=np.int64)
 
 
-def _filled(sizes: pa.Array) -> Rows:
-    """0 for null."""
-    found = (pc.fill_null(sizes, 0) if sizes.null_count else sizes).to_numpy(zero_copy_only=False)
-    return np.asarray(found, dtype=np.int64)
+def _numbers(column: pa.Array, null: int = 0) -> Rows:
+    """What `to_numpy` gives, which imports pandas: that takes longer than many a file."""
+    end = column.offset + len(column)
+    found = np.frombuffer(column.buffers()[1] or b"", str(column.type), end)[column.offset :].astype(np.int64)
+    return np.where(_is_valid(column), found, null) if column.null_count else found
 
 
 def _view_lengths(column: pa.Array) -> Rows:
     """Which Arrow's own function does not know: each view begins with it."""
-    views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, VIEW_BYTES // 4)
-    lengths = views[column.offset : column.offset + len(column), 0]
-    return np.where(np.asarray(column.is_valid()), lengths, 0).astype(np.int64)
+    end = column.offset + len(column)
+    views = np.frombuffer(column.buffers()[1] or b"", np.int32, end * VIEW_INTS).reshape(end, VIEW_INTS)
+    return np.where(_is_valid(column), views[column.offset :, 0], 0).astype(np.int64)
+
+
+def _is_valid(column: pa.Array) -> Mask:
+    valid = column.is_valid()
+    bits = np.frombuffer(valid.buffers()[1] or b"", np.uint8)
+    return np.unpackbits(bits, bitorder="little")[valid.offset : valid.offset + len(column)].astype(bool)
 
 
 def _has_length(type_: pa.DataType) -> bool:
