@@ -15,6 +15,7 @@ from pipeline.config import ConfigError
 from pipeline.input.arrays import Mask, Rows
 from pipeline.input.files import SourceFile
 from pipeline.input.ids import made_id
+from pipeline.retype import retyped
 
 VALUE_BYTES = 8  # of a value in a list: a number, or where its text begins
 LISTS = ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list))
@@ -58,8 +59,8 @@ def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
     """The column without dictionaries, and in a type that holds it."""
     plain = plain_type(column.type)
     for wanted in (plain, type_):
-        if column.type != wanted:  # pyarrow's cast breaks lists of structs with a child of nulls, to their own type too
-            column = column.cast(wanted)
+        if column.type != wanted:
+            column = retyped(column, wanted)
     return column
 
 
@@ -96,7 +97,7 @@ def settle_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch without views, in the columns that have some."""
     for place, field in enumerate(batch.schema):
         if (plain := without_views(field.type)) != field.type:
-            batch = batch.set_column(place, field.name, batch.column(place).cast(plain))
+            batch = batch.set_column(place, field.name, retyped(batch.column(place), plain))
     return batch
 
 
