@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import SourceFile
-from pipeline.input.prompting import template_columns
+from pipeline.input.prompting import reads_column
 from pipeline.schema import PROMPT, RESERVED_COLUMNS, SOURCE_SCHEMA
 
 
 def own_columns(config: InputConfig) -> frozenset[str]:
     """Columns that the output has under another name, or that a prompt is made of and replaces."""
     text = {config.text_column} if config.text_column is not None else set()
-    return frozenset({config.id_column, *text, *({PROMPT} & template_columns(config))})
+    return frozenset({config.id_column, *text, *([PROMPT] if reads_column(config, PROMPT) else [])})
 
 
 def check_source(names: Collection[str], path: str, config: InputConfig) -> None:

@@ -4,7 +4,7 @@ Left out: which ids occur twice and which rows are done (`match`).
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, overload
 
@@ -35,18 +35,29 @@ def digest_ids(ids: Sequence[str]) -> Digests:
     return np.frombuffer(b"".join(map(digest_id, ids)), dtype=DIGEST)
 
 
+def digest_texts(ids: pa.Array) -> bytes:
+    """`digest_id` of each value of a string array without nulls."""
+    return b"".join([hashlib.blake2b(id, digest_size=16).digest() for id in ids.view(pa.binary()).to_pylist()])
+
+
 def sum_digests(digests: Digests) -> int:
     """The sum of digests as numbers, modulo 2^128: the same in any order, another where one is lost and one doubled."""
     words = np.frombuffer(digests.tobytes(), "<u4").reshape(-1, DIGEST.itemsize // 4)
     return sum(int(column) << (32 * place) for place, column in enumerate(words.sum(0, dtype=np.uint64))) % ID_MODULUS
 
 
+def digest_made_ids(
+    file: SourceFile, count: int, expand: Callable[[Sequence[str]], Sequence[str]]
+) -> Iterator[Digests]:
+    """Of the made ids of the first documents of a file, some at a time; `expand`: the ids of all their rows."""
+    step = max(SUMMED_AT_ONCE // len(expand([""])), 1)
+    for start in range(0, count, step):
+        yield digest_ids(expand([made_id(file, row) for row in range(start, min(start + step, count))]))
+
+
 def sum_made_ids(file: SourceFile, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> int:
-    """`sum_digests` of the made ids of the first documents of a file; `expand`: the ids of all their rows."""
-    starts = range(0, count, SUMMED_AT_ONCE)
-    parts = ((start, min(start + SUMMED_AT_ONCE, count)) for start in starts)
-    made = (expand([made_id(file, row) for row in range(*part)]) for part in parts)
-    return sum(sum_digests(digest_ids(ids)) for ids in made) % ID_MODULUS
+    """`sum_digests` of the same."""
+    return sum(map(sum_digests, digest_made_ids(file, count, expand))) % ID_MODULUS
 
 
 def sum_outputs(table: pa.Table) -> int:

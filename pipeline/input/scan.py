@@ -4,6 +4,7 @@ Of Parquet only the footer and the id column are read; of Arrow all of it.
 Left out: what the files have in common (`plan`).
 """
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, SourceFile, blame, is_fsspec, open_stream, read_etag, sniff_batch
 from pipeline.input.formats import ARROW, iter_rows
-from pipeline.input.ids import DIGEST, digest_id, digest_ids, made_id
+from pipeline.input.ids import DIGEST, digest_id, digest_made_ids, digest_texts, made_id
 from pipeline.input.openai_rows import BATCH_COLUMNS
 from pipeline.input.parquet_columns import (
     is_id_type,
@@ -35,6 +36,7 @@ from pipeline.input.parquet_columns import (
     without_views,
 )
 from pipeline.input.row import BLOCK_BYTES, Row
+from pipeline.input.sizes import block_cuts, decoded_bytes, parquet_batches, row_sizes
 from pipeline.openai_params import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
@@ -169,7 +171,8 @@ class _Columns:
 
 def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
     expansion = listing.expansion
-    with pq.ParquetFile(listing.filesystem.open_input_file(file.path)) as parquet:
+    source = listing.filesystem.open_input_file(file.path)
+    with pq.ParquetFile(source) as parquet:
         num_rows = parquet.metadata.num_rows
         groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
         # A file without rows may come without columns or with columns of type null: it has no say.
@@ -181,9 +184,12 @@ def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index
         has_id = config.id_column in schema.names
         digests, has_own_ids = np.empty(0, DIGEST), False
         if has_id:
-            digests, has_own_ids = _parquet_digests(parquet, file, num_rows, config, expansion)
+            digests, has_own_ids = _parquet_digests(source, parquet, file, num_rows, config, expansion)
         elif index_all:
-            digests = digest_ids(expansion.all_ids([made_id(file, row) for row in range(num_rows)]))
+            made = bytearray()
+            for part in digest_made_ids(file, num_rows, expansion.all_ids):
+                made += part.tobytes()
+            digests = np.frombuffer(bytes(made), dtype=DIGEST)
         scan = FileScan(
             file,
             num_rows=num_rows * expansion.count(),
@@ -225,11 +231,11 @@ def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_a
             batch = batch[: (config.limit or num_rows + batch.num_rows) - num_rows]
             if has_id:
                 text, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
-                ids, num_own = text.to_pylist(), num_own + int(is_own.sum())
+                digests += _digest(text, expansion)
+                num_own += int(is_own.sum())
             elif is_indexed:
-                ids = [made_id(file, num_rows + row) for row in range(batch.num_rows)]
-            if is_indexed:
-                digests += b"".join(map(digest_id, expansion.all_ids(ids)))
+                made = pa.array([made_id(file, num_rows + row) for row in range(batch.num_rows)], pa.string())
+                digests += _digest(made, expansion)
             num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
             if num_rows == config.limit:
                 break
@@ -262,15 +268,32 @@ def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputCon
             raise ConfigError(f"input.{key}", f"{column!r} in {file.path} has type {type_}; {wanted}")
 
 
+def _digest(ids: pa.Array, expansion: Expansion) -> bytes:
+    """Of all rows of documents with these ids, string without nulls."""
+    if not expansion.is_on:
+        return digest_texts(ids)
+    digests = bytearray()
+    for start, end in itertools.pairwise(block_cuts(decoded_bytes(ids), BLOCK_BYTES // expansion.count(), len(ids))):
+        digests += b"".join(map(digest_id, expansion.all_ids(ids[start:end].to_pylist())))
+    return bytes(digests)
+
+
 def _parquet_digests(
-    parquet: pq.ParquetFile, file: SourceFile, num_rows: int, config: InputConfig, expansion: Expansion
+    source: pa.NativeFile,
+    parquet: pq.ParquetFile,
+    file: SourceFile,
+    num_rows: int,
+    config: InputConfig,
+    expansion: Expansion,
 ) -> tuple[Digests, bool]:
     """Of every row, and whether some document has an id of its own."""
     digests, number, num_own = bytearray(), 0, 0
-    for batch in parquet.iter_batches(SCANNED_ROWS, columns=[config.id_column]):
-        ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
-        digests += b"".join(map(digest_id, expansion.all_ids(ids.to_pylist())))
-        number, num_own = number + len(ids), num_own + int(own.sum())
+    for batch in parquet_batches(source, parquet, SCANNED_ROWS, [config.id_column]):
+        batch = batch[: num_rows - number]
+        for start, end in itertools.pairwise(block_cuts(row_sizes(batch), BLOCK_BYTES, SCANNED_ROWS)):
+            ids, own, _ = parquet_ids(batch.column(config.id_column)[start:end], file, number)
+            digests += _digest(ids, expansion)
+            number, num_own = number + len(ids), num_own + int(own.sum())
         if number == num_rows:
             break
     return np.frombuffer(bytes(digests), dtype=DIGEST), num_own > 0

@@ -16,7 +16,7 @@ from pipeline.input.expand import Documents, expand
 from pipeline.input.expansion import Expansion
 from pipeline.input.parquet_columns import is_id_type, is_text_type, to_python, to_text
 from pipeline.input.plan import ROW_SCHEMA
-from pipeline.input.prompting import Prompter, check_templates, template_columns
+from pipeline.input.prompting import Prompter, check_templates, prompt_columns
 from pipeline.schema import (
     BAD_LINE,
     PROMPT,
@@ -105,8 +105,7 @@ def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None
 
 def _fields(table: pa.Table, source: InputConfig, codes: list[str], messages: list[str]) -> list[dict[str, object]]:
     """What prompts are made of, by row; a row of which that cannot be read is marked."""
-    wanted = template_columns(source) | ({source.messages_column} if source.messages_column is not None else set())
-    part = table.select([name for name in table.column_names if name in wanted])
+    part = table.select(prompt_columns(source, table.column_names))
     if not part.num_columns:
         return [{} for _ in codes]
     found: list[dict[str, object]] = []

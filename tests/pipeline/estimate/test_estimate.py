@@ -126,6 +126,18 @@ def test_time_follows_the_cost_model_at_the_measured_level(generator: Generator)
     assert times[0] < times[1]
 
 
+@pytest.mark.parametrize("max_new_tokens", [0, 2])
+def test_scores_of_prompts_have_a_price(generator: Generator, max_new_tokens: int) -> None:
+    sampling = replace(FIXED, max_new_tokens=max_new_tokens, prompt_logprobs=True)
+    scored = [Request(f"r{i}", [5] * 30, sampling, None, True) for i in range(64)]
+    plain = [Request(f"r{i}", [5] * 30, replace(FIXED, max_new_tokens=2)) for i in range(64)]
+    own = shape(max_new_tokens=max_new_tokens, baseline_fraction=0.0)
+    scored_s = seconds_per_row(generator, scored, measure(generator, scored), own)
+    assert scored_s > 0
+    if max_new_tokens:
+        assert scored_s > 1.2 * seconds_per_row(generator, plain, measure(generator, plain), own)
+
+
 def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:
     decode = {"method": "full"}
     config = GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", device="cpu", shares_prefixes=True)
