@@ -26,6 +26,13 @@ def check_source(names: Collection[str], path: str, config: InputConfig) -> None
         raise ConfigError(f"input.{key}", f"{path} has {unknown_columns(column, names)}")
 
 
+def check_chosen_id(names: Collection[str], path: str, config: InputConfig) -> None:
+    """ConfigError where the column of ids is not there, and somebody chose it: without the default one all is well."""
+    is_chosen = config.id_column != InputConfig.model_fields["id_column"].default
+    if is_chosen and config.id_column not in names:
+        raise ConfigError("input.id_column", f"{path} has {unknown_columns(config.id_column, names)}")
+
+
 def refuse_reserved(names: Sequence[str], file: SourceFile, expansion: Expansion) -> None:
     """ConfigError for a column of the input with a name that the output uses."""
     reserved = RESERVED_COLUMNS | (set(SOURCE_SCHEMA.names) if expansion.is_on else set())

@@ -214,7 +214,13 @@ def check_format(listing: Listing, config: InputConfig) -> None:
         raise ConfigError(
             f"input.{given[0]}", f"OpenAI batch lines bring prompts or messages of their own; leave {names} out"
         )
-    if config.chat_template != "auto" and not (is_batch or config.is_chat):
+    if not is_batch:
+        check_chat_template_is_used(config)
+
+
+def check_chat_template_is_used(config: InputConfig) -> None:
+    """ConfigError for a chat template that no row goes through; OpenAI batch lines say it themselves."""
+    if config.chat_template != "auto" and not config.is_chat:
         raise ConfigError(
             "input.chat_template", "has no effect without input.chat or input.messages_column; leave it out, or set one"
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import ConfigError, InputConfig, JobConfig
-from pipeline.input.columns import check_source, own_columns
+from pipeline.input.columns import check_chosen_id, check_source, own_columns
 from pipeline.input.expand import Documents, expand
 from pipeline.input.expansion import Expansion
 from pipeline.input.parquet_columns import is_id_type, is_text_type, to_python, to_text
@@ -63,11 +63,12 @@ def check_columns(names: Collection[str], config: JobConfig) -> None:
             f"the dataset has a column {taken[0]!r}, which is a name of the output's; rename it "
             f"(dataset.rename_columns) or leave it out (dataset.drop_columns)",
         )
+    check_templates(config.input, names)
     try:
         check_source(names, "the dataset", config.input)
+        check_chosen_id(names, "the dataset", config.input)
     except ConfigError as error:
         raise ConfigError(error.key, f"{error.message}; name another, or make it with preprocess") from error
-    check_templates(config.input, names)
 
 
 def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None) -> Iterator[pa.Table]:
