@@ -167,7 +167,7 @@ class Renderer:
         keys = {id(item.node): constant_key(item) for item in tree.find_all(jinja2.nodes.Getitem)}
         rows = [name for name in tree.find_all(jinja2.nodes.Name) if name.name == ROW and ROW in found]
         uses = {keys.get(id(name)) for name in rows}
-        return json.dumps([sorted(found), None if None in uses else sorted(filter(None, uses))])
+        return json.dumps([sorted(found), None if None in uses else sorted(key for key in uses if key is not None)])
 
     def render(self, source: str, is_strict: bool, now: datetime, binds_row: bool, row: memoryview) -> str:
         self._now, values = now, pickle.loads(row)
