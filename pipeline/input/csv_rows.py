@@ -57,11 +57,29 @@ class CsvLines:
         return self
 
     def __next__(self) -> str:
-        line = self._read_line()
-        if not line:
-            raise StopIteration
+        line = self._held or self._text.readline(READ_BYTES)
+        num_bytes = len(line) if line.isascii() else _num_bytes(line)
+        if line.endswith("\n") and num_bytes <= self._left:  # as nearly all are
+            self.count += 1
+            self._left, self._held = self._left - num_bytes, ""
+        else:
+            self._held = line
+            if not (line := self._read_line()):
+                raise StopIteration
+        found = line.count(self._delimiter)
+        if not found or (self._is_first and found <= FEW_FIELDS):  # few are counted within quotes too
+            self._is_first = False
+            self._num_fields += found
+            return line
+        return self._checked(line)
+
+    def _checked(self, line: str) -> str:
+        """A line of many fields, or one in the middle of a row: it begins within quotes, else the row would have
+        ended. Few fields too many are told later."""
+        found, is_open = _scan(line, self._delimiter, not self._is_first)
+        self._is_first = False
+        self._num_fields += found
         most = self._num_columns + 2 * FEW_FIELDS
-        is_open = self._count_fields(line)
         if self._num_fields <= most:
             return line
         while is_open and (line := self._read_line()):  # else the next row would begin in the middle of a text
@@ -69,9 +87,11 @@ class CsvLines:
         raise csv.Error(f"more than {most} fields, but the header has {self._num_columns}")
 
     def _read_line(self) -> str:
-        """ "" at the end of the file."""
+        """Empty at the end of the file."""
         piece, is_last = self._read_piece()
-        self.count += bool(piece)
+        if not piece:
+            return ""
+        self.count += 1
         pieces: list[str] | None = []  # None: they are too much
         while True:
             # the end of the last line is no part of the row
@@ -98,17 +118,6 @@ class CsvLines:
             if self._held == "\n":
                 piece, self._held = piece + "\n", ""
         return piece, piece.endswith(("\n", "\r")) or len(piece) < READ_BYTES
-
-    def _count_fields(self, line: str) -> bool:
-        """Adds those of a line, and says whether it ends within quotes. Few are counted within quotes too, and then
-        nobody says it: a few fields too many are told later."""
-        is_open = not self._is_first  # else the row would have ended
-        self._is_first = False
-        found = line.count(self._delimiter)
-        if found and (is_open or found > FEW_FIELDS):
-            found, is_open = _scan(line, self._delimiter, is_open)
-        self._num_fields += found
-        return is_open
 
 
 def _num_bytes(text: str) -> int:
