@@ -11,6 +11,7 @@ from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
 from pipeline.estimate.words import lines
 from pipeline.generate.chat import find_chat_template, used_chat_template
+from pipeline.generate.plan import check_score_columns
 from pipeline.generate.spec import make_sampling, tokenize_config
 from pipeline.input.files import Listing
 from pipeline.input.plan import plan_input
@@ -37,6 +38,7 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, n
     assert worker.model is not None
     scans = [scan_file(listing, index, config.input)[0] for index in range(len(listing.files))]
     plan = plan_input(listing, scans, config.input)
+    check_score_columns(plan, config)
     chat = find_chat_template(config, worker.model)
     chat = used_chat_template(chat, config, listing.format, scans, note)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.now(UTC))

@@ -19,12 +19,15 @@ from pipeline.input.files import SourceFile
 from pipeline.input.parquet_columns import is_text_type, plain_type, unwritable, without_views
 from pipeline.input.row import BLOCK_BYTES
 from pipeline.input.sizes import block_cuts, decoded_bytes, own_values, row_sizes
+from pipeline.retype import num_nulls, retyped
 
 MAGIC = b"ARROW1\0\0"
 """What an IPC file begins with; behind it is a stream."""
 MOST_BYTES = 1 << 30
 """Of a batch that has to be in memory as a whole: of a file elsewhere, or compressed."""
 
+MOST_NULLS = 1 << 24
+"""Values of type null in a column of a batch, where they are not fewer than its bytes: they take none in the file."""
 MOST_ROW_BYTES = 1 << 28
 """Of a row whose views are copied out."""
 
@@ -87,6 +90,8 @@ def _check_column(name: str, column: pa.Array) -> None:
         if is_text_type(column.type) and not pa.types.is_dictionary(column.type):
             column = column.view(AS_BYTES[str(column.type)])
         column.validate(full=True)
+        if pa.types.is_nested(column.type) and (nulls := num_nulls(column)) > max(MOST_NULLS, column.nbytes):
+            raise pa.ArrowInvalid(f"it holds {nulls} values of type null; drop it, or give them another type")
     except pa.ArrowInvalid as error:
         raise pa.ArrowInvalid(f"column {name!r}: {error}") from error
 
@@ -104,5 +109,5 @@ def _refuse_large_views(batch: pa.RecordBatch) -> None:
 
 def _settle(column: pa.Array, type_: pa.DataType) -> pa.Array:
     if column.type == type_:
-        return column.cast(type_) if pa.types.is_nested(type_) else column
-    return column.cast(plain_type(column.type)).cast(type_)
+        return retyped(column, type_) if pa.types.is_nested(type_) else column
+    return retyped(retyped(column, plain_type(column.type)), type_)

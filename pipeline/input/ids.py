@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.config import ConfigError
 from pipeline.input.arrays import Digests, Entries, Places
 from pipeline.input.files import SourceFile
 from pipeline.schema import DUPLICATE_ID, ID
@@ -24,6 +25,19 @@ OUTPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8"), ("origin",
 ROW_BITS: Final = np.uint64(32)
 ID_MODULUS: Final = 2**128
 SUMMED_AT_ONCE: Final = 65536
+MOST_INDEXED: Final = 1 << 28
+"""Rows of a file whose ids are known one by one: a task has 16 to 40 bytes for each."""
+
+
+def check_indexed(num_rows: int, path: str) -> None:
+    """ConfigError where a file with ids becomes so many rows that a task cannot hold these. Made ids are unique: they
+    are held by a resume alone, which must not be refused."""
+    if num_rows > MOST_INDEXED:
+        raise ConfigError(
+            "input.path",
+            f"{path} becomes {num_rows} rows or more, and a task holds the ids of {MOST_INDEXED}; split the file, "
+            "or make fewer rows of each document (sampling.n, input.templates)",
+        )
 
 
 def digest_id(id: str) -> bytes:

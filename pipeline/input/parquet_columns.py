@@ -14,6 +14,7 @@ from pipeline.config import ConfigError
 from pipeline.input.arrays import Mask
 from pipeline.input.files import SourceFile
 from pipeline.input.ids import made_id
+from pipeline.retype import retyped
 
 
 def is_list_type(type_: pa.DataType) -> bool:
@@ -64,8 +65,8 @@ def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
     """The column without dictionaries, and in a type that holds it."""
     plain = plain_type(column.type)
     for wanted in (plain, type_):
-        if column.type != wanted:  # pyarrow's cast breaks lists of structs with a child of nulls, to their own type too
-            column = column.cast(wanted)
+        if column.type != wanted:
+            column = retyped(column, wanted)
     return column
 
 
@@ -104,7 +105,7 @@ def settle_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch without views, in the columns that have some."""
     for place, field in enumerate(batch.schema):
         if (plain := without_views(field.type)) != field.type:
-            batch = batch.set_column(place, field.name, batch.column(place).cast(plain))
+            batch = batch.set_column(place, field.name, retyped(batch.column(place), plain))
     return batch
 
 

@@ -30,7 +30,7 @@ from pipeline.input.parquet_columns import (
     without_invalid_utf8,
 )
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
-from pipeline.input.prompting import Prompter, prompt_fields, template_columns
+from pipeline.input.prompting import Prompter, prompt_columns, prompt_fields
 from pipeline.input.row import BLOCK_BYTES, Row
 from pipeline.input.sizes import block_cuts, own_rows, parquet_batches, row_sizes, without_bombs
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
@@ -203,8 +203,7 @@ def _from_batch(
 
 def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> Sequence[Mapping[str, object]]:
     """The columns that prompts are made of, as Python values, by row; of one that has none that is text, nothing."""
-    wanted = template_columns(config) | ({config.messages_column} if config.messages_column is not None else set())
-    part = batch.select([name for name in batch.schema.names if name in wanted])
+    part = batch.select(prompt_columns(config, batch.schema.names))
     if not part.num_columns:
         return [{}] * batch.num_rows
     try:
