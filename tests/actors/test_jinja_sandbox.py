@@ -108,6 +108,23 @@ def test_the_dialect_is_that_of_transformers(source: str) -> None:
     assert ours(source, values) == reference(source)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(source for source in DIALECT if "nothing" not in source),
+        "{% for m in messages %}{{ loop.index }}{{ loop.cycle('a', 'b') }}{{ loop.previtem is defined }}{% endfor %}",
+        "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.current }}{% set j = joiner(',') %}{{ j() }}{{ j() }}",
+        "{% macro f(x) %}{{ caller() }}{{ varargs }}{% endmacro %}{% call f(1, 2) %}z{% endcall %}{{ f.arguments }}",
+        "{% for g in messages | groupby('role') %}{{ g.grouper }}{{ g.list | length }}{% endfor %}",
+        "{% block b %}x{% endblock %}{{ self.b() }}{{ messages.0.role }}{{ messages[0].items() | list }}",
+    ],
+)
+def test_a_strict_template_has_the_same_dialect(source: str) -> None:
+    values = {"messages": MESSAGES, "tools": None, "documents": None, "add_generation_prompt": True}
+    newline = "\n" if source.endswith("\n") else ""
+    assert ours(source, values, strict=True) == ours(source, values) + newline
+
+
 def test_the_time_is_the_one_that_is_given() -> None:
     assert ours("{{ strftime_now('%d %B %Y, %H:%M') }}", {}) == "26 July 2026, 12:30"
 
