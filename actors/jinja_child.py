@@ -48,7 +48,7 @@ from actors.jinja_rows import RowEnvironment, constant_key, null_to_json, with_n
 
 OK, FAILED, SYNTAX, UNDEFINED, RAISED, COSTLY, SLOW = range(7)
 ROW_S, QUICK_S, COMPILE_S = 0.25, 0.005, 0.5  # of CPU time
-GIVEN_S, QUICK_DEBT_S, STOP_DEBT_S = 0.01, 4.0, 8.0  # from that debt on a row has QUICK_S; or is not tried
+GIVEN_S, QUICK_DEBT_S, STOP_DEBT_S = 0.006, 4.0, 8.0  # from that debt on a row has QUICK_S; or is not tried
 FLUSH_S = 1.0
 ROW = "row"  # all columns, to a strict template
 SPARE_BYTES = 64 * 2**20  # beyond what the process has when it begins, and what it is given
@@ -167,7 +167,7 @@ class Renderer:
         keys = {id(item.node): constant_key(item) for item in tree.find_all(jinja2.nodes.Getitem)}
         rows = [name for name in tree.find_all(jinja2.nodes.Name) if name.name == ROW and ROW in found]
         uses = {keys.get(id(name)) for name in rows}
-        return json.dumps([sorted(found), None if None in uses else sorted(filter(None, uses))])
+        return json.dumps([sorted(found), None if None in uses else sorted(key for key in uses if key is not None)])
 
     def render(self, source: str, is_strict: bool, now: datetime, binds_row: bool, row: memoryview) -> str:
         self._now, values = now, pickle.loads(row)
