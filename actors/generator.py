@@ -176,11 +176,16 @@ class Generator:
         return result
 
     def decode_batches(self, requests: Sequence[Request]) -> list[tuple[Batch, BatchResult]]:
-        """The batches of a window with what each cost, for whoever measures; an error is raised, and none is split."""
+        """The batches of a window with what each cost, for whoever measures; an error is raised, and none is split.
+
+        Scores of prompts count as part of the prefill.
+        """
         found = []
         for batch in self.cut(requests):
             chosen = [requests[row] for row in batch.rows]
-            found.append((batch, self._run(batch, chosen, self.schedule(chosen[0].sampling.max_new_tokens))))
+            result = self._run(batch, chosen, self.schedule(chosen[0].sampling.max_new_tokens))
+            result.stats.prefill_s += self._scored(chosen, result)[1]
+            found.append((batch, result))
         return found
 
     def cut(self, requests: Sequence[Request]) -> list[Batch]:
@@ -360,6 +365,7 @@ class Generator:
             full, full_error = self._baseline(batch, chosen)
         record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
         record["layers"] = self.model.config.num_hidden_layers
+        completions, record["score_s"] = self._scored(chosen, result)  # first: a batch that fails leaves no record
         if full_error is not None:
             record["full_error"] = full_error
         if full is not None:
@@ -369,9 +375,15 @@ class Generator:
         records.append(record)
         self._num_batches += 1
         self._num_turns += may_measure and not is_alone
-        if is_alone:
-            return result.completions
-        return with_scores(self.model, chosen, result.completions, not self.config.deterministic)
+        return completions
+
+    def _scored(self, chosen: Sequence[Request], result: BatchResult) -> tuple[list[Completion], float]:
+        """The answers with their prompts' scores, where these are asked for beside tokens, and seconds of scoring."""
+        if is_scored_alone(chosen[0]):
+            return result.completions, 0.0
+        begun = time.perf_counter()
+        completions = with_scores(self.model, chosen, result.completions, not self.config.deterministic)
+        return completions, time.perf_counter() - begun
 
     def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
         """The batch at full depth, or why it could not be had: no row may fail of a measurement."""

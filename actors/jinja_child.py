@@ -1,17 +1,25 @@
-"""The process that renders Jinja templates of strangers: a script, started by `jinja_sandbox`, with nothing of ours.
+"""The process that renders Jinja templates of strangers: a script, started by `jinja_sandbox`, with little of ours.
 
 It reads frames from standard input and answers on standard output, one answer per row, until its input ends. A row that
-takes more than its share of CPU time ends the process (the default of SIGPROF, so that no operator of C is beyond it);
-one that wants more memory fails, for the process may not have more. It may write no file and start no process.
+takes more than its share of CPU time fails; where it cannot be stopped, in an operator of C, it ends the process (the
+default of SIGPROF). One that wants more memory fails, for the process may not have more. It may write no file and start
+no process.
 
 frame:  two uint32 (length of the head, length of the body), the head, the body. The head is a pickled
-        `(source, is_strict, now, sizes, is_careful)`; the body is as many pickled mappings, of `sizes` bytes each.
-        `sizes` None asks for the names that the template reads, as a JSON list. Careful: each answer is sent at once.
-answer: a uint8 (`OK` or what went wrong), a uint32 (length of the text), the text in UTF-8.
+        `(source, is_strict, now, binds_row, sizes, is_careful, debt_s)`; the body is as many pickled mappings, of
+        `sizes` bytes each. `sizes` None asks for the names that the template reads, as JSON. Careful: each answer is
+        sent at once.
+answer: a uint8 (`OK` or what went wrong), a uint32 (length of the text), a double (`debt_s` after this row), the text
+        in UTF-8.
+
+`debt_s` is the CPU time that rows of the template have lost lately: each adds what it lost, and takes `GIVEN_S` off. So
+a template that is too slow for many rows costs `GIVEN_S` for each in the long run, and what is fast enough is made.
+None: every row has all its time.
 
 The dialect is that of `transformers.apply_chat_template`; what strict templates have otherwise: `jinja_sandbox`.
 """
 
+import itertools
 import json
 import pickle
 import random
@@ -19,8 +27,10 @@ import resource
 import signal
 import struct
 import sys
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, BinaryIO, NoReturn
@@ -34,17 +44,26 @@ from jinja2 import meta
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-OK, FAILED, SYNTAX, UNDEFINED, RAISED, COSTLY = range(6)
-ROW_S, COMPILE_S = 0.25, 0.5  # of CPU time
+from actors.jinja_rows import RowEnvironment, constant_key, null_to_json, with_nulls
+
+OK, FAILED, SYNTAX, UNDEFINED, RAISED, COSTLY, SLOW = range(7)
+ROW_S, QUICK_S, COMPILE_S = 0.25, 0.005, 0.5  # of CPU time
+GIVEN_S, QUICK_DEBT_S, STOP_DEBT_S = 0.006, 4.0, 8.0  # from that debt on a row has QUICK_S; or is not tried
+FLUSH_S = 1.0
+ROW = "row"  # all columns, to a strict template
 SPARE_BYTES = 64 * 2**20  # beyond what the process has when it begins, and what it is given
 MAX_TEXT_BYTES = 8 * 2**20  # of a rendered text, or four times what it is made of
 MAX_TEMPLATES = 32  # compiled and kept
 MAX_MESSAGE_CHARS = 300
-FRAME, ANSWER = struct.Struct("<II"), struct.Struct("<BI")
+FRAME, ANSWER = struct.Struct("<II"), struct.Struct("<BId")
 
 
 class Raised(TemplateError):
     """By the template itself: `raise_exception`."""
+
+
+class TooSlow(BaseException):
+    """What a template cannot catch, nor a filter."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -94,13 +113,6 @@ def _raise(message: Any) -> NoReturn:
     raise Raised(str(message))
 
 
-def _not_null(value: Any) -> Any:
-    """A column without a value must not become the word None of a prompt."""
-    if value is None:
-        raise UndefinedError("a value that it prints is null")
-    return value
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -108,7 +120,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    keys = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, default=null_to_json, **keys)  # type: ignore[arg-type]
 
 
 class Renderer:
@@ -120,12 +133,8 @@ class Renderer:
         self._now = datetime.min
 
     def _environment(self, is_strict: bool) -> ImmutableSandboxedEnvironment:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[Generation, jinja2.ext.loopcontrols],
-            undefined=jinja2.StrictUndefined if is_strict else jinja2.Undefined,
-            finalize=_not_null if is_strict else None,
+        environment = (RowEnvironment if is_strict else ImmutableSandboxedEnvironment)(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {
@@ -145,7 +154,8 @@ class Renderer:
         return self._compiled[key]
 
     def names(self, source: str, is_strict: bool) -> str:
-        """What the template reads and does not make; a global of Jinja's that it does not call may be a column too."""
+        """What the template reads and does not make, and the keys of `row` that it reads (null: any); a global of
+        Jinja's that it does not call may be a column too."""
         self.template(source, is_strict)
         environment = self._environments[is_strict]
         tree = environment.parse(source)
@@ -154,12 +164,19 @@ class Renderer:
         for name in tree.find_all(jinja2.nodes.Name):
             if name.ctx == "load" and name.name in environment.globals and id(name) not in called:
                 found.add(name.name)
-        return json.dumps(sorted(found))
+        keys = {id(item.node): constant_key(item) for item in tree.find_all(jinja2.nodes.Getitem)}
+        rows = [name for name in tree.find_all(jinja2.nodes.Name) if name.name == ROW and ROW in found]
+        uses = {keys.get(id(name)) for name in rows}
+        return json.dumps([sorted(found), None if None in uses else sorted(key for key in uses if key is not None)])
 
-    def render(self, source: str, is_strict: bool, now: datetime, row: memoryview) -> str:
+    def render(self, source: str, is_strict: bool, now: datetime, binds_row: bool, row: memoryview) -> str:
         self._now, values = now, pickle.loads(row)
         if "random" in source or "lipsum" in source:  # the same row is the same text
             random.seed(repr(values))
+        if is_strict:
+            values = with_nulls(values)
+        if binds_row and ROW not in values:
+            values[ROW] = dict(values)
         return self.template(source, is_strict).render(values)
 
 
@@ -192,38 +209,94 @@ def _confine() -> int:
     """Takes from this process what rendering does not need; gives the bytes of addresses that it has."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the end of the input ends this process
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    signal.signal(signal.SIGVTALRM, _stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGVTALRM})
     for kind, most in (("CORE", 0), ("FSIZE", 0), ("NPROC", 0), ("NOFILE", 16)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
+def _stop(*_: object) -> NoReturn:
+    raise TooSlow
+
+
+def _allow(stop_s: float, end_s: float) -> None:
+    """CPU time until what runs is stopped, and until the process ends; 0: any."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, stop_s)
+    signal.setitimer(signal.ITIMER_PROF, end_s)
+
+
+def _timed(make: Callable[[], str], limit: int, seconds: float) -> tuple[int, bytes]:
+    """As `answer`, in that CPU time."""
+    try:
+        _allow(seconds, 1.2 * seconds + 0.02)
+        made = answer(make, limit)
+        _allow(0, 0)
+        return made
+    except TooSlow:
+        _allow(0, 0)
+        why = "" if seconds == ROW_S else ", and has little: rows before it took too much"
+        return SLOW, f"needs too much time{why}".encode()
+
+
+class Server:
+    """Answers frames."""
+
+    def __init__(self, answers: BinaryIO) -> None:
+        self._answers, self._renderer = answers, Renderer()
+        self._flushed_at = time.monotonic()
+
+    def tell_names(self, source: str, is_strict: bool) -> None:
+        _allow(0, COMPILE_S)
+        kind, text = answer(partial(self._renderer.names, source, is_strict), MAX_TEXT_BYTES)
+        _allow(0, 0)
+        self._send(kind, text, 0, is_urgent=True)
+
+    def render(
+        self, head: tuple[str, bool, datetime, bool], rows: Sequence[memoryview], careful: bool, debt_s: Any
+    ) -> None:
+        source, is_strict, _, _ = head
+        _allow(0, COMPILE_S)
+        with suppress(Exception):  # each row says it
+            self._renderer.template(source, is_strict)
+        _allow(0, 0)
+        for row in rows:
+            seconds = ROW_S
+            if debt_s is not None:
+                debt_s = max(debt_s - GIVEN_S, 0)
+                seconds = ROW_S if debt_s < QUICK_DEBT_S else QUICK_S if debt_s < STOP_DEBT_S else 0
+            kind, text = SLOW, b"is not tried: rows before it took too much time"
+            if seconds:
+                make = partial(self._renderer.render, *head, row)
+                kind, text = _timed(make, max(MAX_TEXT_BYTES, 4 * len(row)), seconds)
+            if debt_s is not None and kind == SLOW:
+                debt_s += seconds
+            # so that whoever waits knows which row ended this process, and that it is alive
+            is_urgent = careful or kind == SLOW or time.monotonic() - self._flushed_at > FLUSH_S
+            self._send(kind, text, debt_s or 0, is_urgent)
+        self._answers.flush()
+
+    def _send(self, kind: int, text: bytes, debt_s: float, is_urgent: bool) -> None:
+        self._answers.write(ANSWER.pack(kind, len(text), debt_s) + text)
+        if is_urgent:
+            self._answers.flush()
+            self._flushed_at = time.monotonic()
+
+
 def serve(frames: BinaryIO, answers: BinaryIO) -> None:
-    own_bytes, renderer = _confine(), Renderer()
-
-    def reply(seconds: float, make: Callable[[], str], limit: int) -> None:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        kind, text = answer(make, limit)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(ANSWER.pack(kind, len(text)) + text)
-
+    own_bytes, server = _confine(), Server(answers)
     while len(lengths := frames.read(FRAME.size)) == FRAME.size:
         num_head, num_body = FRAME.unpack(lengths)
         most = own_bytes + SPARE_BYTES + 8 * (num_head + num_body)
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
         head, body = frames.read(num_head), memoryview(frames.read(num_body))
-        source, is_strict, now, sizes, is_careful = pickle.loads(head)
+        *job, sizes, is_careful, debt_s = pickle.loads(head)
         if sizes is None:
-            reply(COMPILE_S, partial(renderer.names, source, is_strict), MAX_TEXT_BYTES)
-        at = 0
-        for size in sizes or ():
-            make = partial(renderer.render, source, is_strict, now, body[at : at + size])
-            reply(ROW_S, make, max(MAX_TEXT_BYTES, 4 * size))
-            at += size
-            if is_careful:  # so that whoever waits knows which row ended this process
-                answers.flush()
-        answers.flush()
+            server.tell_names(*job[:2])
+            continue
+        ends = list(itertools.accumulate(sizes, initial=0))
+        server.render(tuple(job), [body[a:b] for a, b in itertools.pairwise(ends)], is_careful, debt_s)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ Jinja's own sandbox keeps a template from Python's internals, but not from time 
 folds. Each operator, filter and method would have to be watched, and one forgotten is a dead worker, since no thread
 can be ended from outside. So a process of its own renders (`jinja_child`): the kernel bounds its CPU time per row and
 its memory, and a row that ends it is an error here; the next row starts another. Nothing is left behind, whichever
-thread asks. A process costs 0.1 s and some 15 MB once, a row some microseconds of pipe.
+thread asks. A process costs 0.1 s and some 15 MB once, a row some microseconds of pipe. Of a template that was too slow
+for many rows the next ones have less time, or none (`jinja_child`): a loop in each row must not stop a reader.
 
-`strict` (templates over the columns of a row): an undefined variable is an error. Otherwise (chat templates) it is
-empty, as in transformers. Values are plain data: what else they hold comes as its text. No Ray; Linux.
+`strict` (templates over the columns of a row): an undefined variable is an error, so is a null that becomes text, a key
+comes before a method of that name, and the final newline stays. Otherwise (chat templates) all is as in transformers.
+Values are plain data: what else they hold comes as its text. No Ray; Linux.
 """
 
 import atexit
@@ -23,15 +25,20 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from datetime import time as time_of_day
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 
-FRAME, ANSWER = struct.Struct("<II"), struct.Struct("<BI")  # as in `jinja_child`
+FRAME, ANSWER = struct.Struct("<II"), struct.Struct("<BId")  # as in `jinja_child`
 CHUNK_BYTES, CHUNK_ROWS = 2**18, 256
 STALL_S = 60.0  # without an answer: the machine is at fault; its own CPU time is bounded far below
+MAX_ENDS = 3  # of the process while it has the same row
+OUTSIDE = (None, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
+"""How a process ends that others have ended, as the kernel where memory is short; None: it stalled."""
+ENDING_S = 0.35  # of a row that ends its process, and of the next process
 PLAIN = (str, int, float, bool, type(None), bytes, datetime, date, timedelta, time_of_day, Decimal)
 
 
@@ -55,6 +62,10 @@ class TemplateTooCostly(TemplateError):
     """It takes more time or memory than a template may."""
 
 
+class RendererEnded(TemplateError):
+    """Others have ended the process that renders, again and again: nothing is known about the template."""
+
+
 ERRORS: tuple[type[TemplateError], ...] = (
     TemplateError,  # not used: the number of a rendered text
     TemplateError,
@@ -62,7 +73,24 @@ ERRORS: tuple[type[TemplateError], ...] = (
     UndefinedVariable,
     TemplateRaised,
     TemplateTooCostly,
+    TemplateTooCostly,
 )
+
+
+@dataclass
+class _Debt:
+    """The CPU time that rows have lost lately, as in `jinja_child`."""
+
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    source: str
+    strict: bool
+    now: datetime | None
+    """None: the names that it reads are asked for."""
+    binds_row: bool = False
 
 
 class Template:
@@ -70,30 +98,39 @@ class Template:
 
     def __init__(self, source: str, *, strict: bool) -> None:
         self.source, self.strict = source, strict
-        (made,) = _ask(source, strict, None, None)
+        (made,) = _ask(_Job(source, strict, None), [])
         if isinstance(made, TemplateError):
             raise made
-        self.names = frozenset[str](json.loads(made))
+        names, keys = json.loads(made)
+        self.names = frozenset[str](names)
         """What it reads and does not make itself: columns of a row, or a chat's `messages`."""
+        self.row_keys = None if keys is None else frozenset[str](keys)
+        """What it reads as `row['...']`; None: any key."""
+        self._debt = _Debt()
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_debt": _Debt()}
 
     def render(self, values: Mapping[str, object], *, now: datetime) -> str:
         """`now` is what `strftime_now` tells. TemplateError."""
-        (made,) = self.render_rows([values], now=now)
+        ((made,),) = self._render([values], _Job(self.source, self.strict, now), None)
         if isinstance(made, TemplateError):
             raise made
         return made
 
-    def render_rows(self, rows: Sequence[Mapping[str, object]], *, now: datetime) -> list[str | TemplateError]:
-        """One text or error per row; cheaper than one by one."""
-        made: list[str | TemplateError] = []
-        for chunk in _chunks([_pickled(row) for row in rows]):
-            made += self._render_chunk(chunk, now)
-        return made
+    def render_rows(
+        self, rows: Sequence[Mapping[str, object]], *, now: datetime, binds_row: bool = False
+    ) -> list[str | TemplateError]:
+        """One text or error per row; cheaper than one by one. `binds_row`: each row is there as `row` too."""
+        chunks = self._render(rows, _Job(self.source, self.strict, now, binds_row), self._debt)
+        return [text for chunk in chunks for text in chunk]
 
-    def _render_chunk(self, rows: Sequence[bytes | TemplateError], now: datetime) -> Iterator[str | TemplateError]:
-        good = [row for row in rows if isinstance(row, bytes)]
-        texts = iter(_ask(self.source, self.strict, now, good))
-        return (next(texts) if isinstance(row, bytes) else row for row in rows)
+    def _render(
+        self, rows: Sequence[Mapping[str, object]], job: _Job, debt: _Debt | None
+    ) -> Iterator[list[str | TemplateError]]:
+        for chunk in _chunks([_pickled(row) for row in rows]):
+            texts = iter(_ask(job, [row for row in chunk if isinstance(row, bytes)], debt))
+            yield [next(texts) if isinstance(row, bytes) else row for row in chunk]
 
 
 def _pickled(row: Mapping[str, object]) -> bytes | TemplateError:
@@ -146,7 +183,8 @@ class _Child:
 
     def __init__(self) -> None:
         found = [find_spec(name) for name in ("jinja2", "markupsafe")]  # Jinja, and what it imports itself
-        folders = dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin)
+        places = [*(spec.origin for spec in found if spec and spec.origin), __file__]  # and `actors.jinja_rows`
+        folders = dict.fromkeys(str(Path(place).absolute().parents[1]) for place in places)
         code = "import runpy, sys; sys.path[:0] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
         script = str(Path(__file__).with_name("jinja_child.py"))
         # what a template that breaks out could read of the environment is little, API keys least of all
@@ -180,11 +218,11 @@ class _Child:
             except OSError as error:
                 raise self._ended() from error
 
-    def answer(self) -> str | TemplateError:
-        """_Ended when the row has ended the process."""
-        kind, length = ANSWER.unpack(self._take(ANSWER.size))
+    def answer(self) -> tuple[str | TemplateError, float]:
+        """And the debt of its template; _Ended when the row has ended the process."""
+        kind, length, debt_s = ANSWER.unpack(self._take(ANSWER.size))
         text = self._take(length).decode()
-        return text if kind == 0 else ERRORS[kind](text)
+        return (text if kind == 0 else ERRORS[kind](text)), debt_s
 
     def _take(self, count: int) -> bytes:
         while len(self._unread) < count:
@@ -228,28 +266,33 @@ _lock = threading.Lock()
 _child: _Child | None = None
 
 
-def _ask(source: str, strict: bool, now: datetime | None, rows: Sequence[bytes] | None) -> list[str | TemplateError]:
-    """A text or error per row; without rows the names that the template reads. A row that ends the process is an error,
-    and another process takes what follows it."""
+def _ask(job: _Job, rows: Sequence[bytes], debt: _Debt | None = None) -> list[str | TemplateError]:
+    """A text or error per row, or the names that the template reads. A row that ends the process is an error, and
+    another process takes what follows it. `debt` is read and kept; None: there is none."""
     global _child
     made: list[str | TemplateError] = []
-    num_answers = 1 if rows is None else len(rows)
+    num_answers = 1 if job.now is None else len(rows)
     is_careful, num_ends = num_answers == 1, 0
     with _lock:
         while len(made) < num_answers:
             try:
                 _child = _child or _Child()
-                _child.send(_frame(source, strict, now, None if rows is None else rows[len(made) :], is_careful))
+                _child.send(_frame(job, rows[len(made) :], is_careful, debt))
                 while len(made) < num_answers:
-                    made.append(_child.answer())
+                    text, debt_s = _child.answer()
+                    made.append(text)
                     num_ends = 0
+                    if debt is not None:
+                        debt.seconds = debt_s
             except _Ended as end:
                 _child = None
                 num_ends += 1
                 # in haste it is not known which row it was; and what is not the timer may have come from outside
-                if is_careful and (end.code == -signal.SIGPROF or num_ends == 2):
+                if is_careful and (end.code == -signal.SIGPROF or num_ends == MAX_ENDS):
                     made.append(_blame(end.code))
                     num_ends = 0
+                    if debt is not None and end.code not in OUTSIDE:
+                        debt.seconds += ENDING_S
                 is_careful = True
             except BaseException:  # an interrupt: the answers that are left are nobody's
                 _drop()
@@ -257,15 +300,19 @@ def _ask(source: str, strict: bool, now: datetime | None, rows: Sequence[bytes] 
     return made
 
 
-def _frame(source: str, strict: bool, now: datetime | None, rows: Sequence[bytes] | None, is_careful: bool) -> bytes:
-    sizes = None if rows is None else [len(row) for row in rows]
-    head, body = pickle.dumps((source, strict, now, sizes, is_careful)), b"".join(rows or ())
+def _frame(job: _Job, rows: Sequence[bytes], is_careful: bool, debt: _Debt | None) -> bytes:
+    sizes = None if job.now is None else [len(row) for row in rows]
+    told = (job.source, job.strict, job.now, job.binds_row, sizes, is_careful, debt and debt.seconds)
+    head, body = pickle.dumps(told), b"".join(rows)
     return FRAME.pack(len(head), len(body)) + head + body
 
 
 def _blame(code: int | None) -> TemplateError:
     if code == -signal.SIGPROF:
         return TemplateTooCostly("needs too much time")
+    if code in OUTSIDE:
+        how = f"did not answer for {STALL_S:g} s" if code is None else f"was ended by {signal.Signals(-code).name}"
+        return RendererEnded(f"the process that renders it {how}, {MAX_ENDS} times; the machine may lack memory")
     return TemplateTooCostly(f"ends the process that renders it (exit code {code})")
 
 

@@ -189,6 +189,7 @@ class BatchRecord(TypedDict):
     prefix_tokens_saved: int
     prefill_s: float
     decode_s: float
+    score_s: NotRequired[float]
     draft_s: NotRequired[float]
     verify_s: NotRequired[float]
     drafted_at: NotRequired[list[int]]

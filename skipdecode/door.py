@@ -4,10 +4,13 @@ The decoder is that of jobs and of the endpoint: same prompt, id, seed and sched
 corpora, several workers, bad rows as rows (`pipeline`): here what cannot be done is a ValueError.
 """
 
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
@@ -22,6 +25,9 @@ from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
 DECODE_KEYS = frozenset({"method", "ffn_skip"}).union(*METHOD_KEYS.values())
+OF_JOBS = frozenset({"lossless", "draft_tokens", "prefix", "n", "deterministic", "prompt_logprobs"})
+MAX_LOGPROBS = 20  # as of a configuration
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,12 @@ def load(
     `dtype`: auto, float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it. `device`: auto
     takes the GPU if there is one. `quantization`: `int8` weights.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if quantization not in (None, *get_args(Quantization)):
+        raise ValueError(f"quantization: must be {' or '.join(get_args(Quantization))}, or None, got {quantization!r}")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device: must be auto, cpu or cuda, got {device!r}")
     place = choose_device(device)
     model = load_model(source, adapter=adapter, device=place, dtype=choose_dtype(dtype, place)).pack(quantization)
     return TextModel(model, Tokenizer(tokenizer or source, model.config))
@@ -98,17 +110,19 @@ def generate(
 ) -> list[Generated]:
     """Continues each prompt; one result per prompt, in their order. One text counts as a list of one.
 
-    `decode`: the keys of `decode:` in a configuration (method, speedup, max_layers, ...). `ids`: random numbers depend
-    on seed, id and step alone; without ids they are "0", "1", ... `logprobs`: log-probabilities of each new token, and
-    of so many likeliest ones. ValueError names what cannot be done, before anything is decoded.
+    `decode`: keys of `decode:` in a configuration (method, speedup, max_layers, ...), but none of OF_JOBS. `ids`:
+    random numbers depend on seed, id and step alone; without ids they are "0", "1", ... `logprobs`: log-probabilities
+    of each new token, and of so many likeliest ones. ValueError names what cannot be done, before anything is decoded.
     """
+    if of_jobs := decode.keys() & OF_JOBS:
+        raise TypeError(f"generate() has no {min(of_jobs)!r}: it is a key of jobs (`skipdecode generate`)")
     if unknown := decode.keys() - DECODE_KEYS:
         raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts, stops = _as_texts("prompts", prompts), tuple(_as_texts("stop", stop))
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, stops, ignore_eos, logprobs)
+    _check(sampling, batch_size)
+    _check_texts(texts, ids)
     names = [str(number) for number in range(len(texts))] if ids is None else list(ids)
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, stops, ignore_eos)
-    _check(sampling, texts, names, batch_size, logprobs)
     schedule = model.schedule(max_new_tokens, prefill, decode)
     tokens = model.tokenizer.encode(texts)
     for name, ids_of in zip(names, tokens, strict=True):
@@ -139,24 +153,62 @@ def _generated(model: TextModel, request: Request, completion: Completion) -> Ge
     )
 
 
-def _check(
-    sampling: Sampling, texts: Sequence[object], ids: Sequence[object], batch_size: int, logprobs: int | None
-) -> None:
+def _is_int(value: object, low: int, high: int = sys.maxsize) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    """Not half of a surrogate pair, which no tokenizer takes."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _check(sampling: Sampling, batch_size: object) -> None:
     """ValueError for what a configuration would refuse (`pipeline.config.SamplingConfig`)."""
+    s = sampling
     limits = [
-        ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "a number of at least 0"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and up to 1"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0"),
-        ("stop", sampling.stop, all(isinstance(one, str) and one for one in sampling.stop), "texts that are not empty"),
-        ("batch_size", batch_size, batch_size >= 1, "at least 1"),
-        ("logprobs", logprobs, logprobs is None or logprobs >= 0, "at least 0, or None"),
+        ("max_new_tokens", s.max_new_tokens, _is_int(s.max_new_tokens, 1), "at least 1"),
+        (
+            "temperature",
+            s.temperature,
+            _is_number(s.temperature) and 0 <= s.temperature < inf,
+            "a number of at least 0",
+        ),
+        ("top_p", s.top_p, _is_number(s.top_p) and 0 < s.top_p <= 1, "above 0 and up to 1"),
+        ("top_k", s.top_k, _is_int(s.top_k, 0), "a whole number of at least 0"),
+        ("seed", s.seed, _is_int(s.seed, -(2**63), 2**63 - 1), "a whole number of 64 bits"),
+        ("stop", s.stop, all(_is_text(one) and one for one in s.stop), "texts that are not empty"),
+        ("ignore_eos", s.ignore_eos, isinstance(s.ignore_eos, bool), "True or False"),
+        ("batch_size", batch_size, _is_int(batch_size, 1), "at least 1"),
+        (
+            "logprobs",
+            s.logprobs,
+            s.logprobs is None or _is_int(s.logprobs, 0, MAX_LOGPROBS),
+            f"0 to {MAX_LOGPROBS}, or None",
+        ),
     ]
     for name, value, is_good, wanted in limits:
         if not is_good:
             raise ValueError(f"{name}: must be {wanted}, got {value!r}")
+
+
+def _check_texts(texts: Sequence[object], ids: Sequence[object] | None) -> None:
     for number, text in enumerate(texts):
-        if not isinstance(text, str):
+        if not _is_text(text):
             raise ValueError(f"prompts: number {number} must be a text, got {text!r}")
-    if len(ids) != len(texts) or not all(isinstance(one, str) for one in ids):
-        raise ValueError(f"ids: must be {len(texts)} texts, one for each prompt, got {list(ids)!r}")
+    if ids is not None and (
+        isinstance(ids, str) or len(ids) != len(texts) or not all(isinstance(one, str) for one in ids)
+    ):
+        raise ValueError(f"ids: must be {len(texts)} texts, one for each prompt, got {ids!r}")
+
+
+def _as_texts(name: str, value: object) -> list[str]:
+    """One text counts as a list of one."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, Sequence):
+        raise ValueError(f"{name}: must be a text or a list of texts, got {value!r}")
+    return list(value)

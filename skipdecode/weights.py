@@ -24,6 +24,8 @@ from skipdecode.decoder import ADDED_PARTS, Decoder
 from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
 
+SHARD_SUFFIXES = (".safetensors", ".bin")
+
 
 def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
     """The parts, along its rows, of our parameter `name`: (Hugging Face name, rows). One but for fused ones."""
@@ -218,6 +220,9 @@ def weight_files(folder: Path) -> list[Path]:
             paths = [name for name in names if not isinstance(name, str) or Path(name).name != name]
             if paths:  # elsewhere nobody looks whether they change
                 raise ValueError(f"{index}: names {paths[0]!r}; shards lie beside their index, with bare names")
+            odd = [name for name in names if Path(name).suffix not in SHARD_SUFFIXES]
+            if odd:  # which kind of file it is, and whether it is in the fingerprint, goes by the name
+                raise ValueError(f"{index}: names {odd[0]!r}; shards end in {' or '.join(SHARD_SUFFIXES)}: rename it")
             gone = [name for name in names if not (folder / name).is_file()]
             if gone:
                 raise ValueError(f"{index}: names {gone[0]!r}, which is not in the folder")

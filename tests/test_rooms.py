@@ -11,7 +11,7 @@ PIPELINE = ROOT / "pipeline"
 COMMON = {
     "checkpoint", "cluster", "config", "config_tree", "console", "demo_corpus", "faults", "handles", "input_config",
     "job_metadata", "json_size", "machine", "openai_logprobs", "openai_params", "plots", "ray_internals", "ray_noise",
-    "schema", "units", "worker_backends",
+    "retype", "schema", "units", "worker_backends",
 }  # fmt: skip
 """Modules outside a room; every room may import them, and they import no room."""
 ARROWS: dict[str, set[str]] = {

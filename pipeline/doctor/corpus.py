@@ -11,14 +11,14 @@ from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
 from pipeline.estimate.words import lines
 from pipeline.generate.chat import find_chat_template, used_chat_template
-from pipeline.generate.spec import tokenize_config
+from pipeline.generate.plan import check_score_columns
+from pipeline.generate.spec import make_sampling, tokenize_config
 from pipeline.input.files import Listing
 from pipeline.input.plan import plan_input
 from pipeline.input.prompting import Prompter
 from pipeline.input.scan import scan_file
 from pipeline.units import Note
 from skipdecode.hub import resolve_source
-from skipdecode.sampling import Sampling
 
 SAMPLED_ROWS = 2048
 
@@ -38,11 +38,11 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, n
     assert worker.model is not None
     scans = [scan_file(listing, index, config.input)[0] for index in range(len(listing.files))]
     plan = plan_input(listing, scans, config.input)
+    check_score_columns(plan, config)
     chat = find_chat_template(config, worker.model)
     chat = used_chat_template(chat, config, listing.format, scans, note)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.now(UTC))
-    s = config.sampling
-    sampling = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos)
+    sampling = make_sampling(config)
     source, own = str(worker.model.folder), config.model.tokenizer
     tokenizer = source if own is None else str(resolve_source(own, "model.tokenizer"))
     tokens = tokenize_config(config, tokenizer, worker.model.config, sampling, listing.format)
@@ -56,7 +56,7 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, n
         window_rows=window_rows(config, actors, plan.num_rows, has_gpu=has_gpu),
         actors=actors,
         baseline_fraction=config.baseline.fraction,
-        max_new_tokens=s.max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens,
     )
     price = config.actors.price_per_hour
     if generator is None:

@@ -118,10 +118,16 @@ def _probe(generator: Generator, chosen: Sequence[Request], lengths: Sequence[tu
     bucket = max(set(buckets), key=buckets.count)
     length = round(fmean(size for (size, _), own in zip(lengths, buckets, strict=True) if own == bucket))
     base = chosen[0].sampling
-    new = min(PROBE_TOKENS, base.max_new_tokens)
+    new = min(PROBE_TOKENS, base.max_new_tokens)  # 0: scored alone
     sampling = replace(base, max_new_tokens=new, ignore_eos=True, stop=())
     rng, vocabulary = random.Random(0), generator.model.config.vocab_size
     return [
-        Request(f"probe-{row}", [rng.randrange(vocabulary) for _ in range(length)], sampling)
+        Request(
+            f"probe-{row}",
+            [rng.randrange(vocabulary) for _ in range(length)],
+            sampling,
+            chosen[0].top_logprobs,
+            chosen[0].score_prompt,
+        )
         for row in range(generator.batch_size(bucket, base.max_new_tokens))
     ]

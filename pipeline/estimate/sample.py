@@ -4,14 +4,18 @@ Neighbours stay together, since what they share (a document's samples, a templat
 out: decoding them (`measure`).
 """
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 
 from pipeline.config import InputConfig
 from pipeline.input.plan import InputPlan
-from pipeline.input.prompting import Prompter
+from pipeline.input.prompting import OutOfTime, Prompter
 from pipeline.input.read import read_file
 from pipeline.stages.tokens import TokenizeConfig, tokenize
 from pipeline.stages.window import Window
@@ -20,6 +24,8 @@ from skipdecode.sampling import Sampling
 
 MAX_FILES: Final = 16
 READ_ROWS, READ_BYTES = 4096, 32 << 20  # from the beginning of each of these, about
+PROMPTS_S: Final = 5.0  # for all prompts that are made of columns; those of a block are finished
+MADE_ROWS: Final = 64  # a block of them
 SPOTS: Final = 4
 """Runs of neighbours that a sample is made of."""
 
@@ -49,27 +55,50 @@ def sample_rows(
     max_rows: int,
     max_files: int = MAX_FILES,
 ) -> Sample:
-    """At most `max_rows` rows, of files that lie evenly over the input, from their beginnings."""
+    """At most `max_rows` rows, of files that lie evenly over the input, from their beginnings; fewer where templates
+    are slow."""
     filled = [index for index, rows in enumerate(plan.num_rows_per_file) if rows]
     count = min(max_files, len(filled))
-    quota = max(1, max_rows // count)
+    quota, spots = max(1, max_rows // count), max(1, SPOTS // count)
+    if prompter is not None:
+        prompter = replace(prompter, ends_at=time.monotonic() + PROMPTS_S)
     requests: list[Request] = []
     num_rows = 0
     for index in (filled[len(filled) * number // count] for number in range(count)):
-        head = _head(plan, index, config, prompter)
-        spots = max(1, SPOTS // count) if head.num_rows > quota else 1
-        for spot in range(spots):
-            part = head.slice(head.num_rows * spot // spots, max(1, quota // spots))
+        for part in _parts(plan, index, config, prompter, quota, spots):
             num_rows += part.num_rows
             requests += Window.of(tokenize(part, config=tokens), sampling).requests
     return Sample(requests, num_rows)
 
 
-def _head(plan: InputPlan, index: int, config: InputConfig, prompter: Prompter | None) -> pa.Table:
-    blocks, rows, num_bytes = [], 0, 0
-    for block in read_file(plan, index, config, prompter=prompter):
-        blocks.append(block)
+def _parts(
+    plan: InputPlan, index: int, config: InputConfig, prompter: Prompter | None, quota: int, spots: int
+) -> list[pa.Table]:
+    """Runs of neighbours, with their prompts; fewer where making these takes too long."""
+    head = _head(read_file(plan, index, config))
+    spots = spots if head.num_rows > quota else 1
+    starts = [head.num_rows * spot // spots for spot in range(spots)]
+    length = max(1, quota // spots)
+    if prompter is not None:  # a template may be slow: nothing is made that is not looked at
+        is_skipped = np.ones(head.num_rows, bool)
+        for start in starts:
+            is_skipped[start : start + length] = False
+        made = read_file(plan, index, config, MADE_ROWS, prompter, is_skipped)
+        head = _head(_in_time(made), head.num_rows)
+    return [head.slice(start, length) for start in starts if start < head.num_rows]
+
+
+def _in_time(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    with suppress(OutOfTime):
+        yield from blocks
+
+
+def _head(blocks: Iterable[pa.Table], max_rows: int | None = None) -> pa.Table:
+    """READ_ROWS or READ_BYTES of them, about, or what `max_rows` says."""
+    found, rows, num_bytes = [], 0, 0
+    for block in blocks:
+        found.append(block)
         rows, num_bytes = rows + block.num_rows, num_bytes + block.nbytes
-        if rows >= READ_ROWS or num_bytes >= READ_BYTES:
+        if rows >= (max_rows or READ_ROWS) or (num_bytes >= READ_BYTES and max_rows is None):
             break
-    return pa.concat_tables(blocks)
+    return pa.concat_tables(found) if found else pa.table({})

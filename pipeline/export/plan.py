@@ -125,6 +125,10 @@ def _without_maps(type_: pa.DataType) -> pa.DataType:
         return pa.list_(pa.struct([(name, _without_maps(part)) for name, part in parts]))
     if pa.types.is_list(type_):
         return pa.list_(type_.value_field.with_type(_without_maps(type_.value_type)))
+    if pa.types.is_large_list(type_):
+        return pa.large_list(type_.value_field.with_type(_without_maps(type_.value_type)))
+    if pa.types.is_fixed_size_list(type_):
+        return pa.list_(type_.value_field.with_type(_without_maps(type_.value_type)), type_.list_size)
     if pa.types.is_struct(type_):
         return pa.struct([child.with_type(_without_maps(child.type)) for child in type_])
     return type_

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.export.plan import ExportPlan
+from pipeline.retype import retyped, with_schema
 
 READ_ROWS: Final = 1024
 GROUP_ROWS, GROUP_BYTES = 10_000, 32 << 20  # of a row group: what is in memory before it is written
@@ -29,7 +30,8 @@ def read_parts(plan: ExportPlan) -> Iterator[pa.RecordBatch]:
             source, page_checksum_verification=True
         ) as file:  # fmt: skip
             for batch in file.iter_batches(READ_ROWS, columns=plan.schema.names):
-                yield batch.select(plan.schema.names).cast(plan.schema)
+                table = pa.Table.from_batches([batch]).select(plan.schema.names)
+                yield from with_schema(table, plan.schema).to_batches()
 
 
 class Shard(Protocol):
@@ -73,7 +75,7 @@ def _value(column: pa.Array, row: int) -> object:
     try:
         return column[row].as_py()
     except (ValueError, OverflowError):
-        (value,) = column[row : row + 1].cast(_times_as_text(column.type)).to_pylist()
+        (value,) = retyped(column[row : row + 1], _times_as_text(column.type)).to_pylist()
         return value
 
 
@@ -84,7 +86,7 @@ def _times_as_text(type_: pa.DataType) -> pa.DataType:
         return pa.struct([child.with_type(_times_as_text(child.type)) for child in type_])
     if pa.types.is_map(type_):
         return pa.map_(_times_as_text(type_.key_type), _times_as_text(type_.item_type))
-    if pa.types.is_list(type_) or pa.types.is_large_list(type_):
+    if any(is_it(type_) for is_it in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
         return pa.large_list(type_.value_field.with_type(_times_as_text(type_.value_type)))
     return type_
 

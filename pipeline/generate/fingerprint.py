@@ -24,6 +24,9 @@ from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 NUM_SHOWN = 3  # input files that an error names
 PREFIX = "decode.prefix"
+NEWLINE = "input.template_newline"
+BEGUN_WITHOUT = (PREFIX, NEWLINE)
+"""Runs whose fingerprint lacks these go on as they began."""
 
 
 def fingerprint(
@@ -47,6 +50,8 @@ def fingerprint(
     entries["model.tokenizer"] = tokenizer and digest_files(resolve_source(tokenizer, "model.tokenizer"))
     entries["input.chat_template"] = hashlib.sha256(chat.source.encode()).hexdigest() if chat else None
     entries["input.format"] = plan.listing.format
+    if config.input.by_name:
+        entries[NEWLINE] = "kept"
     if plan.listing.format == "openai_batch":
         entries["input.lines"] = plan.listing.expansion.lines
     entries["input.files"] = _digest_rows(list_files(plan))
@@ -88,6 +93,11 @@ def shares_prefixes(config: JobConfig, earlier: RunState | None) -> bool:
     return config.decode.prefix == "auto"
 
 
+def keeps_newlines(earlier: RunState | None) -> bool:
+    """Whether the newline that ends a template belongs to the prompt; before there was that key it was dropped."""
+    return earlier is None or NEWLINE in earlier["fingerprint"]
+
+
 def list_files(plan: InputPlan) -> list[FileEntry]:
     """The input as `run.json` has it: name, size in bytes, time of the last change in ns, etag, documents; per file."""
     return [
@@ -107,10 +117,9 @@ def compare_fingerprints(state: RunState, now: Fingerprint, plan: InputPlan, fre
     """ConfigError that names each entry in which `now` differs from the run of `state` (run.json), with both values.
 
     A key that the run lacks, of an earlier version, means its default. `free`: keys that may differ. A run without
-    `decode.prefix` goes on as it began, whatever is asked for (`shares_prefixes`).
+    one of `BEGUN_WITHOUT` goes on as it began, whatever is asked for (`shares_prefixes`, `keeps_newlines`).
     """
-    if PREFIX not in state["fingerprint"]:
-        free = {*free, PREFIX}
+    free = {*free, *(key for key in BEGUN_WITHOUT if key not in state["fingerprint"])}
     default, lines = defaults(), list[str]()
     before = {key: default[key] for key in now if key in default} | state["fingerprint"]
     if before.get("input.files") != now.get("input.files"):

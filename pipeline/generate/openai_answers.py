@@ -156,4 +156,6 @@ def _key(row: AnswerRow) -> str:
 
 
 def _size(row: AnswerRow) -> int:
-    return 500 + len(row["generated_text"]) + len(row["error_message"])  # about what a row takes as Python has it
+    """About what it takes as Python has it."""
+    texts = row["generated_text"], row["error_message"], row.get("openai_choice") or ""
+    return 500 + sum(map(len, texts))

@@ -15,7 +15,7 @@ from pipeline.cluster import Cluster, Pool, find_pool, start_ray
 from pipeline.config import ConfigError, JobConfig, ModelConfig
 from pipeline.generate.chat import find_chat_template, used_chat_template
 from pipeline.generate.ending import stop_on_sigterm
-from pipeline.generate.fingerprint import fingerprint
+from pipeline.generate.fingerprint import fingerprint, keeps_newlines
 from pipeline.generate.places import check_apart, check_output, has_all_rows
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.input.expansion import LINES_BEFORE, LINES_NOW, Expansion
@@ -87,7 +87,8 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     chat = used_chat_template(chat, config, listing.format, scans, note)
     prints = fingerprint(config, model.decode, model.folder, dtype, plan, chat)
     began = started_at(earlier)
-    prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC))
+    now, keeps_newline = datetime.fromtimestamp(began, UTC), keeps_newlines(earlier)
+    prompter = Prompter.of(config.input, listing.format, chat, now, columns=columns, keeps_newline=keeps_newline)
     return PlannedRun(
         config, model, dtype, folder, earlier, plan, entries, pool, prints, id_sum, is_finished, began, prompter
     )

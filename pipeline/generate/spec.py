@@ -38,6 +38,14 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     )
 
 
+def make_sampling(config: JobConfig) -> Sampling:
+    """That of rows which say nothing themselves."""
+    s = config.sampling
+    return Sampling(
+        s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos, s.logprobs, s.prompt_logprobs
+    )
+
+
 def make_stages(
     config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float, shares: bool
 ) -> tuple[TokenizeConfig, GeneratorConfig]:
@@ -45,10 +53,7 @@ def make_stages(
     source = worker_path(model.source, model.folder)
     own = config.model.tokenizer
     tokenizer = own and worker_path(own, resolve_source(own, "model.tokenizer"))
-    s = config.sampling
-    sampling = Sampling(
-        s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos, s.logprobs, s.prompt_logprobs
-    )
+    sampling = make_sampling(config)
     batch_size = config.actors.batch_size
     generator = GeneratorConfig(
         source=source,
@@ -62,7 +67,7 @@ def make_stages(
         num_threads=pool.num_threads,
         batch_size=None if batch_size == "auto" else batch_size,
         length_buckets=config.actors.length_buckets,
-        deterministic=s.deterministic,
+        deterministic=config.sampling.deterministic,
         baseline_fraction=baseline_fraction,
         shares_prefixes=shares,
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this

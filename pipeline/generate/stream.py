@@ -88,6 +88,8 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, note: N
         sample = sample_rows(work.plan, spec.input, spec.prompter, spec.tokenize, sampling, SAMPLED_ROWS, SAMPLED_FILES)
     except Exception:
         return None
+    if not sample.requests:  # all fail, or templates are slow
+        return None
     return LiveEstimate(sample, shape, actors.price_per_hour, note)
 
 

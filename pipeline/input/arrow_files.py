@@ -6,6 +6,7 @@ file says of its own offsets, so each column is checked before anybody looks at 
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,12 +16,20 @@ import pyarrow.parquet as pq
 
 from pipeline.input.arrow_messages import check_messages
 from pipeline.input.files import SourceFile
-from pipeline.input.parquet_columns import is_text_type, own_values, plain_type, unwritable, without_views
+from pipeline.input.parquet_columns import is_text_type, plain_type, unwritable, without_views
+from pipeline.input.row import BLOCK_BYTES
+from pipeline.input.sizes import block_cuts, decoded_bytes, own_values, row_sizes
+from pipeline.retype import num_nulls, retyped
 
 MAGIC = b"ARROW1\0\0"
 """What an IPC file begins with; behind it is a stream."""
 MOST_BYTES = 1 << 30
 """Of a batch that has to be in memory as a whole: of a file elsewhere, or compressed."""
+
+MOST_NULLS = 1 << 24
+"""Values of type null in a column of a batch, where they are not fewer than its bytes: they take none in the file."""
+MOST_ROW_BYTES = 1 << 28
+"""Of a row whose views are copied out."""
 
 AS_BYTES = {"string": pa.binary(), "large_string": pa.large_binary(), "string_view": pa.binary_view()}
 
@@ -66,9 +75,11 @@ def arrow_batches(reader: pa.RecordBatchReader, stored: pa.Schema, most_rows: in
     for whole in reader:
         for name, column in zip(whole.schema.names, whole.columns, strict=True):
             _check_column(name, column)
-        for start in range(0, whole.num_rows, most_rows):
-            part = whole.slice(start, most_rows)
-            columns = [_settle(column, field.type, whole) for column, field in zip(part.columns, stored, strict=True)]
+        sizes = row_sizes(whole)
+        _refuse_large_views(whole)
+        for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES, most_rows)):
+            part = whole[start:end]  # lists may have values that no row has, here too
+            columns = [_settle(own_values(own), field.type) for own, field in zip(part.columns, stored, strict=True)]
             yield pa.RecordBatch.from_arrays(columns, schema=stored)
 
 
@@ -79,13 +90,24 @@ def _check_column(name: str, column: pa.Array) -> None:
         if is_text_type(column.type) and not pa.types.is_dictionary(column.type):
             column = column.view(AS_BYTES[str(column.type)])
         column.validate(full=True)
+        if pa.types.is_nested(column.type) and (nulls := num_nulls(column)) > max(MOST_NULLS, column.nbytes):
+            raise pa.ArrowInvalid(f"it holds {nulls} values of type null; drop it, or give them another type")
     except pa.ArrowInvalid as error:
         raise pa.ArrowInvalid(f"column {name!r}: {error}") from error
 
 
-def _settle(column: pa.Array, type_: pa.DataType, whole: pa.RecordBatch) -> pa.Array:
-    if len(column) < whole.num_rows:
-        column = own_values(column)
+def _refuse_large_views(batch: pa.RecordBatch) -> None:
+    """ArrowInvalid for a row that would take too much before anybody can fail it: views in lists may be one text."""
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if without_views(field.type) == field.type:
+            continue
+        largest = int(decoded_bytes(column).max(initial=0))
+        if largest > MOST_ROW_BYTES:
+            reason = f"a row of {largest} bytes without views, more than {MOST_ROW_BYTES}"
+            raise pa.ArrowInvalid(f"column {field.name!r}: {reason}; drop it, or save the column without views")
+
+
+def _settle(column: pa.Array, type_: pa.DataType) -> pa.Array:
     if column.type == type_:
-        return column.cast(type_) if pa.types.is_nested(type_) else column
-    return column.cast(plain_type(column.type)).cast(type_)
+        return retyped(column, type_) if pa.types.is_nested(type_) else column
+    return retyped(retyped(column, plain_type(column.type)), type_)

@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import SourceFile
-from pipeline.input.prompting import template_columns
+from pipeline.input.prompting import reads_column
 from pipeline.schema import PROMPT, RESERVED_COLUMNS, SOURCE_SCHEMA
 
 
 def own_columns(config: InputConfig) -> frozenset[str]:
     """Columns that the output has under another name, or that a prompt is made of and replaces."""
     text = {config.text_column} if config.text_column is not None else set()
-    return frozenset({config.id_column, *text, *({PROMPT} & template_columns(config))})
+    return frozenset({config.id_column, *text, *([PROMPT] if reads_column(config, PROMPT) else [])})
 
 
 def check_source(names: Collection[str], path: str, config: InputConfig) -> None:
@@ -24,6 +24,13 @@ def check_source(names: Collection[str], path: str, config: InputConfig) -> None
     column = config.text_column or config.messages_column
     if column is not None and column not in names:
         raise ConfigError(f"input.{key}", f"{path} has {unknown_columns(column, names)}")
+
+
+def check_chosen_id(names: Collection[str], path: str, config: InputConfig) -> None:
+    """ConfigError where the column of ids is not there, and somebody chose it: without the default one all is well."""
+    is_chosen = config.id_column != InputConfig.model_fields["id_column"].default
+    if is_chosen and config.id_column not in names:
+        raise ConfigError("input.id_column", f"{path} has {unknown_columns(config.id_column, names)}")
 
 
 def refuse_reserved(names: Sequence[str], file: SourceFile, expansion: Expansion) -> None:

@@ -15,6 +15,9 @@ from pipeline.input.row import Row, is_clean
 from pipeline.schema import BAD_LINE
 
 MAX_CSV_FIELD_CHARS: Final = 1 << 28  # the csv module's own is 128 KiB; a prompt may have 30 MB
+MAX_COLUMNS: Final = 10_000
+FEW_FIELDS: Final = 10_000  # so many more than columns take little
+FIELD_BYTES: Final = 100  # about what a field takes beside its text
 
 
 class CsvReader(Protocol):
@@ -26,49 +29,134 @@ class CsvReader(Protocol):
 
 
 class CsvLines:
-    """The lines of a file, one after the other, as `csv` wants them; the row that they make has a limit in bytes.
+    """The lines of a file, one after the other, as `csv` wants them; the row that they make has a limit in bytes, and
+    one in fields: `a,` is two bytes in a file and fifty as a field.
 
     csv.Error in place of more; the rest of that line is left out, and never in memory.
     """
 
-    def __init__(self, stream: BinaryIO, max_bytes: int) -> None:
+    def __init__(self, stream: BinaryIO, max_bytes: int, delimiter: str) -> None:
         # surrogateescape: bytes that are not UTF-8 must fail their row alone, not the file.
         self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        self._max_bytes = max_bytes
+        self._max_bytes, self._delimiter = max_bytes, delimiter
         self._left = max_bytes
+        self._held = ""  # read already, of the next line
+        self._num_columns = self._num_fields = 0
+        self._is_first = True
         self.count = 0
         """Lines so far, those that were left out too."""
+        self.begin_row(MAX_COLUMNS)
 
-    def begin_row(self) -> None:
-        self._left = self._max_bytes
+    def begin_row(self, num_columns: int, max_bytes: int | None = None) -> None:
+        """`num_columns`: of the header."""
+        self._max_bytes = max_bytes or self._max_bytes
+        self._left, self._is_first = self._max_bytes, True
+        self._num_columns, self._num_fields = num_columns, 0
 
     def __iter__(self) -> "CsvLines":
         return self
 
     def __next__(self) -> str:
-        most = max(self._left, 0) + 2  # the end of the last line is no part of the row
-        line = self._text.readline(most)
-        if not line:
-            raise StopIteration
-        self.count += 1
-        is_whole = line.endswith(("\n", "\r")) or len(line) < most
-        num_bytes = len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
-        is_short = num_bytes - (len(line) - len(line.rstrip("\r\n"))) <= self._left
-        self._left -= num_bytes
-        if is_whole and is_short:
+        line = self._held or self._text.readline(READ_BYTES)
+        num_bytes = len(line) if line.isascii() else _num_bytes(line)
+        if line.endswith("\n") and num_bytes <= self._left:  # as nearly all are
+            self.count += 1
+            self._left, self._held = self._left - num_bytes, ""
+        else:
+            self._held = line
+            if not (line := self._read_line()):
+                raise StopIteration
+        found = line.count(self._delimiter)
+        if not found or (self._is_first and found <= FEW_FIELDS):  # few are counted within quotes too
+            self._is_first = False
+            self._num_fields += found
             return line
-        while not is_whole and (rest := self._text.readline(READ_BYTES)):
-            is_whole = rest.endswith(("\n", "\r"))
-        raise csv.Error(f"more bytes than limits.max_line_bytes allows ({self._max_bytes})")
+        return self._checked(line)
+
+    def _checked(self, line: str) -> str:
+        """A line of many fields, or one in the middle of a row: it begins within quotes, else the row would have
+        ended. Few fields too many are told later."""
+        found, is_open = _scan(line, self._delimiter, not self._is_first)
+        self._is_first = False
+        self._num_fields += found
+        most = self._num_columns + 2 * FEW_FIELDS
+        if self._num_fields <= most:
+            return line
+        while is_open and (line := self._read_line()):  # else the next row would begin in the middle of a text
+            _, is_open = _scan(line, self._delimiter, True)
+        raise csv.Error(f"more than {most} fields, but the header has {self._num_columns}")
+
+    def _read_line(self) -> str:
+        """Empty at the end of the file."""
+        piece, is_last = self._read_piece()
+        if not piece:
+            return ""
+        self.count += 1
+        pieces: list[str] | None = []  # None: they are too much
+        while True:
+            # the end of the last line is no part of the row
+            num_bytes = _num_bytes(piece.rstrip("\r\n") if is_last else piece)
+            if pieces is not None and num_bytes <= self._left:
+                pieces.append(piece)
+            else:
+                pieces = None
+            self._left -= _num_bytes(piece)
+            if is_last:
+                break
+            piece, is_last = self._read_piece()
+        if pieces is None:
+            raise csv.Error(f"more bytes than limits.max_line_bytes allows ({self._max_bytes})")
+        return "".join(pieces)
+
+    def _read_piece(self) -> tuple[str, bool]:
+        """Up to READ_BYTES characters of a line, and whether they are its last; "" at the end of the file."""
+        piece, self._held = self._held, ""
+        if not piece.endswith(("\n", "\r")):
+            piece += self._text.readline(READ_BYTES)
+        if piece.endswith("\r"):  # as the last character of a piece, half of a line end
+            self._held = self._text.read(1)
+            if self._held == "\n":
+                piece, self._held = piece + "\n", ""
+        return piece, piece.endswith(("\n", "\r")) or len(piece) < READ_BYTES
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogateescape"))
+
+
+def _scan(line: str, delimiter: str, is_open: bool) -> tuple[int, bool]:
+    """How many delimiters stand between fields, and whether the line ends within quotes; `is_open`: it begins there.
+    Up to what `csv` raises for."""
+    found, at, opening = 0, 0, f'{delimiter}"'
+    if not is_open and line.startswith('"'):
+        is_open, at = True, 1
+    while True:
+        if is_open:
+            end = line.find('"', at)
+            if end < 0:
+                return found, True
+            at = end + 1
+            if line.startswith('"', at):  # doubled, it is one of the text
+                at += 1
+                continue
+            if not line.startswith((delimiter, "\r", "\n"), at):
+                return found, False
+        quote = line.find(opening, at)
+        if quote < 0:
+            return found + line.count(delimiter, at), False
+        found += line.count(delimiter, at, quote + 1)
+        is_open, at = True, quote + 2
 
 
 def read_csv_header(stream: BinaryIO, path: str) -> list[str]:
     """The column names; [] for an empty file. `ConfigError` for a broken header or a column named twice."""
     try:
-        header = next(_csv_reader(CsvLines(stream, MAX_LINE_BYTES), path), [])
+        header = next(_csv_reader(CsvLines(stream, MAX_LINE_BYTES, _delimiter(path)), path), [])
         "".join(header).encode()
     except (csv.Error, UnicodeEncodeError) as error:
         raise ConfigError("input.path", f"{path}: the CSV header cannot be read: {error}") from error
+    if len(header) > MAX_COLUMNS:
+        raise ConfigError("input.path", f"{path}: the CSV header has {len(header)} columns, more than {MAX_COLUMNS}")
     if repeated := sorted({name for name in header if header.count(name) > 1}):
         raise ConfigError("input.path", f"{path}: the CSV header names column {repeated[0]!r} more than once")
     return header
@@ -77,7 +165,11 @@ def read_csv_header(stream: BinaryIO, path: str) -> list[str]:
 def _csv_reader(lines: CsvLines, name: str) -> CsvReader:
     csv.field_size_limit(max(MAX_CSV_FIELD_CHARS, csv.field_size_limit()))
     # strict: without it a quote that is never closed swallows the rest of the file as one good row.
-    return csv.reader(lines, delimiter="\t" if is_tab_separated(name) else ",", strict=True)
+    return csv.reader(lines, delimiter=_delimiter(name), strict=True)
+
+
+def _delimiter(name: str) -> str:
+    return "\t" if is_tab_separated(name) else ","
 
 
 def is_tab_separated(name: str) -> bool:
@@ -85,13 +177,13 @@ def is_tab_separated(name: str) -> bool:
 
 
 def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Row]:
-    lines = CsvLines(stream, max_line_bytes)
+    lines = CsvLines(stream, MAX_LINE_BYTES, _delimiter(name))
     reader = _csv_reader(lines, name)
     header = next(reader, [])
     number = 0
     while True:
         where = f"{name} line {lines.count + 1}"
-        lines.begin_row()
+        lines.begin_row(len(header), max_line_bytes)
         try:
             values = next(reader)
         except StopIteration:
@@ -106,7 +198,7 @@ def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: i
 
 
 def _csv_row(values: list[str], header: list[str], number: int, where: str, config: InputConfig) -> Row:
-    row = Row(number, sum(map(len, values)))
+    row = Row(number, sum(map(len, values)) + FIELD_BYTES * len(values))
     if len(values) != len(header):
         # Which value belongs to which column is anyone's guess, so none is kept.
         row.fail(BAD_LINE, f"{where}: {len(values)} fields, but the header has {len(header)}")

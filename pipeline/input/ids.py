@@ -4,7 +4,7 @@ Left out: which ids occur twice and which rows are done (`match`).
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, overload
 
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.config import ConfigError
 from pipeline.input.arrays import Digests, Entries, Places
 from pipeline.input.files import SourceFile
 from pipeline.schema import DUPLICATE_ID, ID
@@ -24,6 +25,19 @@ OUTPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8"), ("origin",
 ROW_BITS: Final = np.uint64(32)
 ID_MODULUS: Final = 2**128
 SUMMED_AT_ONCE: Final = 65536
+MOST_INDEXED: Final = 1 << 28
+"""Rows of a file whose ids are known one by one: a task has 16 to 40 bytes for each."""
+
+
+def check_indexed(num_rows: int, path: str) -> None:
+    """ConfigError where a file with ids becomes so many rows that a task cannot hold these. Made ids are unique: they
+    are held by a resume alone, which must not be refused."""
+    if num_rows > MOST_INDEXED:
+        raise ConfigError(
+            "input.path",
+            f"{path} becomes {num_rows} rows or more, and a task holds the ids of {MOST_INDEXED}; split the file, "
+            "or make fewer rows of each document (sampling.n, input.templates)",
+        )
 
 
 def digest_id(id: str) -> bytes:
@@ -35,18 +49,29 @@ def digest_ids(ids: Sequence[str]) -> Digests:
     return np.frombuffer(b"".join(map(digest_id, ids)), dtype=DIGEST)
 
 
+def digest_texts(ids: pa.Array) -> bytes:
+    """`digest_id` of each value of a string array without nulls."""
+    return b"".join([hashlib.blake2b(id, digest_size=16).digest() for id in ids.view(pa.binary()).to_pylist()])
+
+
 def sum_digests(digests: Digests) -> int:
     """The sum of digests as numbers, modulo 2^128: the same in any order, another where one is lost and one doubled."""
     words = np.frombuffer(digests.tobytes(), "<u4").reshape(-1, DIGEST.itemsize // 4)
     return sum(int(column) << (32 * place) for place, column in enumerate(words.sum(0, dtype=np.uint64))) % ID_MODULUS
 
 
+def digest_made_ids(
+    file: SourceFile, count: int, expand: Callable[[Sequence[str]], Sequence[str]]
+) -> Iterator[Digests]:
+    """Of the made ids of the first documents of a file, some at a time; `expand`: the ids of all their rows."""
+    step = max(SUMMED_AT_ONCE // len(expand([""])), 1)
+    for start in range(0, count, step):
+        yield digest_ids(expand([made_id(file, row) for row in range(start, min(start + step, count))]))
+
+
 def sum_made_ids(file: SourceFile, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> int:
-    """`sum_digests` of the made ids of the first documents of a file; `expand`: the ids of all their rows."""
-    starts = range(0, count, SUMMED_AT_ONCE)
-    parts = ((start, min(start + SUMMED_AT_ONCE, count)) for start in starts)
-    made = (expand([made_id(file, row) for row in range(*part)]) for part in parts)
-    return sum(sum_digests(digest_ids(ids)) for ids in made) % ID_MODULUS
+    """`sum_digests` of the same."""
+    return sum(map(sum_digests, digest_made_ids(file, count, expand))) % ID_MODULUS
 
 
 def sum_outputs(table: pa.Table) -> int:

@@ -1,10 +1,12 @@
 """(prompt, response) pairs from Parquet, JSONL and CSV files, as text and as tokens: what training and evaluation read.
 
-Files are found and read as prompts are (`pipeline.input`). Everything is held in memory; prompt corpora stream.
+Files are found and read as prompts are (`pipeline.input`). Everything is held in memory; prompt corpora stream. What a
+run has written can be read: a response that it cut (`finish_reason` is `length`) has no end to be learnt.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import not_
 from typing import NamedTuple
 
 import pyarrow.parquet as pq
@@ -19,6 +21,7 @@ from pipeline.input.parquet_columns import is_text_type, to_text
 from pipeline.schema import BAD_LINE
 from skipdecode.tokenizer import Tokenizer
 
+FINISH, CUT = "finish_reason", "length"
 NO_ID = "\0"  # pairs have no ids; no column bears this name
 
 SHOWN = 5  # bad rows that an error lists
@@ -42,6 +45,8 @@ class Pairs:
     texts: list[tuple[str, str]] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
     """File and row of each text, for messages."""
+    is_cut: list[bool] = field(default_factory=list)
+    """Whether the response of each goes on beyond its last word."""
     problems: list[str] = field(default_factory=list)
     """One sentence per bad row: where and why."""
 
@@ -77,11 +82,12 @@ def scan_pairs(
     try:
         listing = _list(config, keys)
         for file in listing.files:
-            for where, prompt, response, fault in _rows(listing, file, config, response_column, keys):
+            for where, prompt, response, fault, is_cut in _rows(listing, file, config, response_column, keys):
                 reason = fault or _fault(prompt_column, prompt) or _fault(response_column, response, may_be_empty=False)
                 if not reason and isinstance(prompt, str) and isinstance(response, str):
                     pairs.texts.append((prompt, response))
                     pairs.where.append(where)
+                    pairs.is_cut.append(is_cut)
                 else:
                     pairs.problems.append(f"{where}: {reason}")
     except ConfigError as error:  # the readers speak of `input:`
@@ -120,6 +126,7 @@ class PairRow(NamedTuple):
     response: object
     fault: str
     """What the reader found wrong; empty: nothing."""
+    is_cut: bool
 
 
 def _rows(
@@ -150,7 +157,8 @@ def _text_rows(
             if fault:  # it begins with its line
                 line, _, fault = fault.partition(": ")
                 where = f"{file.path} {line}"
-            held.append(PairRow(where, row.fields.get(names[0]), row.fields.get(names[1]), fault))
+            is_cut = row.fields.get(FINISH) == CUT
+            held.append(PairRow(where, row.fields.get(names[0]), row.fields.get(names[1]), fault, is_cut))
             if not all(name in seen for name in names):
                 seen.update(dict.fromkeys(row.fields))
             if all(name in seen for name in names):
@@ -170,15 +178,16 @@ def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[st
             if not is_text_type(schema.field(name).type):
                 type_ = schema.field(name).type
                 raise ConfigError(key, f"{name!r} in {file.path} has type {type_}; it must be a string")
-        number = 0
-        for batch in parquet.iter_batches(columns=names):
+        number, is_of_run = 0, FINISH in schema.names and is_text_type(schema.field(FINISH).type)
+        for batch in parquet.iter_batches(columns=[*names, FINISH] if is_of_run else names):
             (prompts, bad_prompts), (responses, bad_responses) = (to_text(batch.column(name)) for name in names)
-            values = zip(prompts.to_pylist(), responses.to_pylist(), bad_prompts, bad_responses, strict=True)
-            for prompt, response, *bad in values:
+            ends = to_text(batch.column(FINISH))[0].to_pylist() if is_of_run else [None] * len(prompts)
+            values = zip(prompts.to_pylist(), responses.to_pylist(), ends, bad_prompts, bad_responses, strict=True)
+            for prompt, response, end, *bad in values:
                 number += 1
                 faults = [name for name, is_bad in zip(names, bad, strict=True) if is_bad]
                 fault = f"column {faults[0]!r} is not valid UTF-8" if faults else ""
-                yield PairRow(f"{file.path} row {number}", prompt, response, fault)
+                yield PairRow(f"{file.path} row {number}", prompt, response, fault, end == CUT)
 
 
 def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: Sequence[str]) -> None:
@@ -188,9 +197,10 @@ def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: 
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], eos_token_id: int
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], eos_token_id: int, is_cut: Sequence[bool] | None = None
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt tokens with BOS where the model has one, response tokens with EOS) of each pair."""
+    """(prompt tokens with BOS where the model has one, response tokens with EOS unless it was cut) of each pair."""
+    ends = [[eos_token_id] if is_whole else [] for is_whole in map(not_, is_cut or [False] * len(pairs))]
     prompts = tokenizer.encode([prompt for prompt, _ in pairs])
     responses = tokenizer.encode_rendered([response for _, response in pairs])
-    return [(p, [*r, eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
+    return [(p, [*r, *end]) for p, r, end in zip(prompts, responses, ends, strict=True)]

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.arrays import Places, Rows
 from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, merge_parquet_leaf, merge_types
-from pipeline.input.columns import check_source, unknown_columns
+from pipeline.input.columns import check_chosen_id, check_source
 from pipeline.input.files import Listing
 from pipeline.input.ids import ROW_BITS
 from pipeline.input.prompting import check_format, check_templates
@@ -156,10 +156,7 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
     if listing.format == "text" and config.messages_column is None:
         return
     check_source(names, "the input", config)
-    # "id" is only the default, and an input without ids is fine; a name that somebody chose is meant.
-    is_chosen = config.id_column != InputConfig.model_fields["id_column"].default
-    if is_chosen and config.id_column not in names:
-        raise ConfigError("input.id_column", f"the input has {unknown_columns(config.id_column, names)}")
+    check_chosen_id(names, "the input", config)
 
 
 def _unify(format: str, scans: Sequence[FileScan]) -> tuple[pa.Schema, frozenset[str]]:

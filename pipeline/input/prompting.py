@@ -6,23 +6,28 @@ Left out: the sandbox that renders (`actors.jinja_sandbox`), and where a checkpo
 """
 
 import json
+import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 
 from actors.chat_template import ChatTemplate, Message, MessagesError, check_messages
-from actors.jinja_sandbox import Template, TemplateError
+from actors.jinja_sandbox import RendererEnded, Template, TemplateError
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import Listing
 from pipeline.input.row import Row
 from pipeline.json_size import MAX_MARKS, count_marks
-from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, PROMPT
+from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, ENGINE_ERROR, PROMPT
 
 BATCH_MESSAGES = "messages"
 """The field of an OpenAI batch line that is a conversation."""
 OF_LINES = ("template", "templates", "messages_column", "chat", "system")
 """Keys that say what OpenAI batch lines say themselves."""
+ROW = "row"
+"""All columns of a row, to a template, unless the input has a column of that name."""
+NEWLINE = "\n"
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,10 @@ class Failure:
     def marked(self, place: str) -> tuple[str, str]:
         """Error code and message of its rows."""
         return self.code, f"{place}: {self.reason}"
+
+
+class OutOfTime(Exception):
+    """Prompts took longer than whoever asked would wait."""
 
 
 Made = str | Failure | None
@@ -55,21 +64,39 @@ class Prompter:
     chat: ChatTemplate | None
     now: datetime
     """What templates take for the time: that of the run's start, so that a resume renders the same."""
+    ends_at: float = math.inf
+    """By `time.monotonic`; from then on it makes nothing more (`OutOfTime`)."""
+    binds_row: bool = True
+    """Whether `row` is all columns to a template."""
 
     @classmethod
-    def of(cls, config: InputConfig, format: str, chat: ChatTemplate | None, now: datetime) -> "Prompter | None":
-        """None where prompts are the text of a column as it is."""
-        templates = {name: _compiled(text) for name, text in config.by_name.items()}
+    def of(
+        cls,
+        config: InputConfig,
+        format: str,
+        chat: ChatTemplate | None,
+        now: datetime,
+        *,
+        columns: Collection[str] = (),
+        keeps_newline: bool = True,
+    ) -> "Prompter | None":
+        """None where prompts are the text of a column as it is. `columns`: of the input. `keeps_newline`: whether the
+        one that ends a template belongs to the prompt."""
+        sources = {name: text if keeps_newline else text.removesuffix(NEWLINE) for name, text in config.by_name.items()}
+        templates = {name: _compiled(text) for name, text in sources.items()}
         messages = BATCH_MESSAGES if format == "openai_batch" else config.messages_column
         if not templates and messages is None and not config.chat:
             return None
-        return cls(templates, messages, config.chat, config.system, chat, now)
+        return cls(templates, messages, config.chat, config.system, chat, now, binds_row=ROW not in columns)
 
     def make(self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]) -> list[Made]:
-        """A prompt for each document, with the template of that name. `fields`: its columns (`prompt_fields`)."""
+        """A prompt for each document, with the template of that name. `fields`: its columns (`prompt_fields`).
+        OutOfTime."""
+        if time.monotonic() > self.ends_at:
+            raise OutOfTime
         made: list[Made] = list(prompts)
         if name in self.templates:
-            texts = self.templates[name].render_rows(fields, now=self.now)
+            texts = self.templates[name].render_rows(fields, now=self.now, binds_row=self.binds_row)
             made = [_checked(text, f"template {name!r}" if name else "template") for text in texts]
         chats: dict[int, list[Message]] = {}
         for row, (own, text) in enumerate(zip(fields, made, strict=True)):
@@ -124,7 +151,9 @@ def _compiled(text: str) -> Template:
 
 
 def _checked(text: str | TemplateError, title: str) -> Made:
-    return Failure(BAD_TEMPLATE, f"{title}: {text}") if isinstance(text, TemplateError) else text
+    if not isinstance(text, TemplateError):
+        return text
+    return Failure(ENGINE_ERROR if isinstance(text, RendererEnded) else BAD_TEMPLATE, f"{title}: {text}")
 
 
 def _key(name: str) -> str:
@@ -142,16 +171,28 @@ def compile_templates(config: InputConfig) -> dict[str, Template]:
     return made
 
 
-def template_columns(config: InputConfig) -> frozenset[str]:
-    """Names that the templates read; some may be no columns."""
-    return frozenset(name for template in compile_templates(config).values() for name in template.names)
+def reads_column(config: InputConfig, column: str) -> bool:
+    """Whether a template may read that column: by its name, or out of `row`."""
+    templates = compile_templates(config).values()
+    return any(t.row_keys is None or column in t.names or column in t.row_keys for t in templates)
+
+
+def prompt_columns(config: InputConfig, columns: Sequence[str]) -> list[str]:
+    """Those that prompts are made of by templates, or as conversations."""
+    return [name for name in columns if name == config.messages_column or reads_column(config, name)]
+
+
+def _names_read(template: Template, columns: Collection[str]) -> frozenset[str]:
+    """By name, of an input with these columns; what `row` gives besides is in `columns`."""
+    return template.names if ROW in columns else template.names - {ROW} | (template.row_keys or frozenset())
 
 
 def check_templates(config: InputConfig, names: Collection[str]) -> None:
     """ConfigError where a template reads no column of the input, which has `names`."""
     for name, template in compile_templates(config).items():
-        if not template.names & set(names):
-            read = ", ".join(sorted(template.names)) or "nothing"
+        own = _names_read(template, names)
+        if not own & set(names) and (template.row_keys is not None or not names):
+            read = ", ".join(sorted(own)) or "nothing"
             shown = ", ".join(sorted(names)[:20]) + (", ..." if len(names) > 20 else "")
             raise ConfigError(_key(name), f"names no column of the input: it reads {read}; there are: {shown}")
 
@@ -161,7 +202,7 @@ def unknown_names(config: InputConfig, names: Collection[str]) -> list[str]:
     return [
         f"{_key(name)}: no file has a column {column!r}; rows that need it will fail"
         for name, template in compile_templates(config).items()
-        for column in sorted(template.names - set(names))
+        for column in sorted(_names_read(template, names) - set(names))
     ]
 
 
@@ -173,7 +214,13 @@ def check_format(listing: Listing, config: InputConfig) -> None:
         raise ConfigError(
             f"input.{given[0]}", f"OpenAI batch lines bring prompts or messages of their own; leave {names} out"
         )
-    if config.chat_template != "auto" and not (is_batch or config.is_chat):
+    if not is_batch:
+        check_chat_template_is_used(config)
+
+
+def check_chat_template_is_used(config: InputConfig) -> None:
+    """ConfigError for a chat template that no row goes through; OpenAI batch lines say it themselves."""
+    if config.chat_template != "auto" and not config.is_chat:
         raise ConfigError(
             "input.chat_template", "has no effect without input.chat or input.messages_column; leave it out, or set one"
         )

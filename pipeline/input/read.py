@@ -22,22 +22,17 @@ from pipeline.input.formats import ARROW, iter_rows
 from pipeline.input.ids import RowNames, already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
 from pipeline.input.parquet_columns import (
-    block_cuts,
     cast_plain,
-    encoded_columns,
-    own_values,
     parquet_ids,
-    row_bytes,
-    row_sizes,
     settle_views,
     to_python,
     to_text,
-    without_bombs,
     without_invalid_utf8,
 )
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
-from pipeline.input.prompting import Prompter, prompt_fields, template_columns
+from pipeline.input.prompting import Prompter, prompt_columns, prompt_fields
 from pipeline.input.row import BLOCK_BYTES, Row
+from pipeline.input.sizes import block_cuts, own_rows, parquet_batches, row_sizes, without_bombs
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
 READ_ROWS = 16384  # of Parquet at a time, encoded: what a dictionary holds is measured once for all of them
@@ -138,14 +133,7 @@ def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
     file = plan.listing.files[index]
     source = plan.listing.filesystem.open_input_file(file.path)
     with pq.ParquetFile(source) as footer:
-        metadata, encoded = footer.metadata, encoded_columns(footer)
-        batch_rows = max(1, min(READ_ROWS, BLOCK_BYTES // max(row_bytes(metadata), 1)))
-        # text stays encoded until it is known how much of it there is: a dictionary of one value may stand for a
-        # thousand of them
-        with pq.ParquetFile(
-            source, metadata=metadata, page_checksum_verification=True, read_dictionary=encoded
-        ) as parquet:
-            yield from _from_batches(parquet.iter_batches(batch_rows), file, plan, config, rows_per_block)
+        yield from _from_batches(parquet_batches(source, footer, READ_ROWS), file, plan, config, rows_per_block)
 
 
 def _read_arrow(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
@@ -165,10 +153,7 @@ def _from_batches(
         for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES, rows_per_block)):
             errors = _Errors(end - start, file.name, first + start)
             errors.set(bad[start:end], BAD_LINE, f"its lists hold more than limits.max_line_bytes ({limit})")
-            part = batch[start:end]
-            if part.num_rows < batch.num_rows:
-                part = pa.RecordBatch.from_arrays(list(map(own_values, part.columns)), schema=part.schema)
-            yield _from_batch(part, sizes[start:end], file, first + start, plan, config, errors)
+            yield _from_batch(own_rows(batch, start, end), sizes[start:end], file, first + start, plan, config, errors)
         first += batch.num_rows
 
 
@@ -218,8 +203,7 @@ def _from_batch(
 
 def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> Sequence[Mapping[str, object]]:
     """The columns that prompts are made of, as Python values, by row; of one that has none that is text, nothing."""
-    wanted = template_columns(config) | ({config.messages_column} if config.messages_column is not None else set())
-    part = batch.select([name for name in batch.schema.names if name in wanted])
+    part = batch.select(prompt_columns(config, batch.schema.names))
     if not part.num_columns:
         return [{}] * batch.num_rows
     try:

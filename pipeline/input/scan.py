@@ -4,6 +4,7 @@ Of Parquet only the footer and the id column are read; of Arrow all of it.
 Left out: what the files have in common (`plan`).
 """
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, SourceFile, blame, is_fsspec, open_stream, read_etag, sniff_batch
 from pipeline.input.formats import ARROW, iter_rows
-from pipeline.input.ids import DIGEST, digest_id, digest_ids, made_id
+from pipeline.input.ids import DIGEST, check_indexed, digest_id, digest_made_ids, digest_texts, made_id
 from pipeline.input.openai_rows import BATCH_COLUMNS
 from pipeline.input.parquet_columns import (
     is_id_type,
@@ -35,6 +36,7 @@ from pipeline.input.parquet_columns import (
     without_views,
 )
 from pipeline.input.row import BLOCK_BYTES, Row
+from pipeline.input.sizes import block_cuts, decoded_bytes, parquet_batches, row_sizes
 from pipeline.openai_params import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
@@ -101,6 +103,8 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
             num_own_ids += row.id is not None
             num_chats += row.messages is not None
             has_choices = has_choices or asks_for_choice(row.sampling)
+            if listing.format != "text":
+                check_indexed(len(digests) // DIGEST.itemsize + counts[-1], file.path)
             if is_indexed:
                 for id in expansion.ids(row.id or made_id(file, row.number), row.samples):
                     digests += digest_id(id)
@@ -125,7 +129,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
         has_choices=has_choices,
         counts=None if is_even or config.limit is None else per_document,
     )
-    return scan, np.frombuffer(bytes(digests), dtype=DIGEST)
+    return scan, np.frombuffer(digests, dtype=DIGEST)
 
 
 class _Columns:
@@ -169,9 +173,9 @@ class _Columns:
 
 def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
     expansion = listing.expansion
-    with pq.ParquetFile(listing.filesystem.open_input_file(file.path)) as parquet:
+    source = listing.filesystem.open_input_file(file.path)
+    with pq.ParquetFile(source) as parquet:
         num_rows = parquet.metadata.num_rows
-        groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
         # A file without rows may come without columns or with columns of type null: it has no say.
         schema = parquet.schema_arrow if num_rows else pa.schema([])
         if num_rows:
@@ -181,14 +185,16 @@ def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index
         has_id = config.id_column in schema.names
         digests, has_own_ids = np.empty(0, DIGEST), False
         if has_id:
-            digests, has_own_ids = _parquet_digests(parquet, file, num_rows, config, expansion)
+            check_indexed(num_rows * expansion.count(), file.path)
+            digests, has_own_ids = _parquet_digests(source, parquet, file, num_rows, config, expansion)
         elif index_all:
-            digests = digest_ids(expansion.all_ids([made_id(file, row) for row in range(num_rows)]))
+            parts = [part.tobytes() for part in digest_made_ids(file, num_rows, expansion.all_ids)]
+            digests = np.frombuffer(b"".join(parts), dtype=DIGEST)
         scan = FileScan(
             file,
             num_rows=num_rows * expansion.count(),
             num_documents=num_rows,
-            num_bytes=sum(group.total_byte_size for group in groups),
+            num_bytes=sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)),
             columns=frozenset(schema.names),
             extra_schema=extra,
             json_columns=frozenset(),
@@ -224,12 +230,13 @@ def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_a
                 is_indexed = has_id or index_all
             batch = batch[: (config.limit or num_rows + batch.num_rows) - num_rows]
             if has_id:
-                text, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
-                ids, num_own = text.to_pylist(), num_own + int(is_own.sum())
+                ids, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
+                num_own += int(is_own.sum())
+                check_indexed((num_rows + batch.num_rows) * expansion.count(), file.path)
             elif is_indexed:
-                ids = [made_id(file, num_rows + row) for row in range(batch.num_rows)]
+                ids = pa.array([made_id(file, num_rows + row) for row in range(batch.num_rows)], pa.string())
             if is_indexed:
-                digests += b"".join(map(digest_id, expansion.all_ids(ids)))
+                digests += _digest(ids, expansion)
             num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
             if num_rows == config.limit:
                 break
@@ -244,7 +251,7 @@ def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_a
         has_own_ids=num_own > 0,
         is_indexed=is_indexed,
     )
-    return scan, np.frombuffer(bytes(digests), dtype=DIGEST)
+    return scan, np.frombuffer(digests, dtype=DIGEST)
 
 
 def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputConfig) -> None:
@@ -262,15 +269,32 @@ def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputCon
             raise ConfigError(f"input.{key}", f"{column!r} in {file.path} has type {type_}; {wanted}")
 
 
+def _digest(ids: pa.Array, expansion: Expansion) -> bytes:
+    """Of all rows of documents with these ids, string without nulls."""
+    if not expansion.is_on:
+        return digest_texts(ids)
+    digests = bytearray()
+    for start, end in itertools.pairwise(block_cuts(decoded_bytes(ids), BLOCK_BYTES // expansion.count(), len(ids))):
+        digests += b"".join(map(digest_id, expansion.all_ids(ids[start:end].to_pylist())))
+    return bytes(digests)
+
+
 def _parquet_digests(
-    parquet: pq.ParquetFile, file: SourceFile, num_rows: int, config: InputConfig, expansion: Expansion
+    source: pa.NativeFile,
+    parquet: pq.ParquetFile,
+    file: SourceFile,
+    num_rows: int,
+    config: InputConfig,
+    expansion: Expansion,
 ) -> tuple[Digests, bool]:
     """Of every row, and whether some document has an id of its own."""
     digests, number, num_own = bytearray(), 0, 0
-    for batch in parquet.iter_batches(SCANNED_ROWS, columns=[config.id_column]):
-        ids, own, _ = parquet_ids(batch.column(config.id_column)[: num_rows - number], file, number)
-        digests += b"".join(map(digest_id, expansion.all_ids(ids.to_pylist())))
-        number, num_own = number + len(ids), num_own + int(own.sum())
+    for batch in parquet_batches(source, parquet, SCANNED_ROWS, [config.id_column]):
+        batch = batch[: num_rows - number]
+        for start, end in itertools.pairwise(block_cuts(row_sizes(batch), BLOCK_BYTES, SCANNED_ROWS)):
+            ids, own, _ = parquet_ids(batch.column(config.id_column)[start:end], file, number)
+            digests += _digest(ids, expansion)
+            number, num_own = number + len(ids), num_own + int(own.sum())
         if number == num_rows:
             break
-    return np.frombuffer(bytes(digests), dtype=DIGEST), num_own > 0
+    return np.frombuffer(digests, dtype=DIGEST), num_own > 0

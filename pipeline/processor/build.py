@@ -26,7 +26,7 @@ from pipeline.generate.execution import FewBlocksAhead
 from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import settle_numbers
 from pipeline.generate.spec import make_stages
-from pipeline.input.prompting import Prompter, compile_templates
+from pipeline.input.prompting import Prompter, check_chat_template_is_used, compile_templates
 from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
 from pipeline.ray_internals import set_last_stage_cpus, use_policies, with_own_context
@@ -55,6 +55,7 @@ class Processor:
         self.config, self._preprocess, self._postprocess = config, preprocess, postprocess
         if ignored := ignored_keys(config):
             logger.warning("a stage has no use for these keys, and ignores them: %s", ", ".join(ignored))
+        check_chat_template_is_used(config.input)
         self._model = check_model(config, logger.warning)
         self._chat = find_chat_template(config, self._model) if config.input.is_chat else None
         compile_templates(config.input)

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import ConfigError, InputConfig, JobConfig
-from pipeline.input.columns import check_source, own_columns
+from pipeline.input.columns import check_chosen_id, check_source, own_columns
 from pipeline.input.expand import Documents, expand
 from pipeline.input.expansion import Expansion
 from pipeline.input.parquet_columns import is_id_type, is_text_type, to_python, to_text
 from pipeline.input.plan import ROW_SCHEMA
-from pipeline.input.prompting import Prompter, check_templates, template_columns
+from pipeline.input.prompting import Prompter, check_templates, prompt_columns
 from pipeline.schema import (
     BAD_LINE,
     PROMPT,
@@ -63,11 +63,12 @@ def check_columns(names: Collection[str], config: JobConfig) -> None:
             f"the dataset has a column {taken[0]!r}, which is a name of the output's; rename it "
             f"(dataset.rename_columns) or leave it out (dataset.drop_columns)",
         )
+    check_templates(config.input, names)
     try:
         check_source(names, "the dataset", config.input)
+        check_chosen_id(names, "the dataset", config.input)
     except ConfigError as error:
         raise ConfigError(error.key, f"{error.message}; name another, or make it with preprocess") from error
-    check_templates(config.input, names)
 
 
 def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None) -> Iterator[pa.Table]:
@@ -105,8 +106,7 @@ def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None
 
 def _fields(table: pa.Table, source: InputConfig, codes: list[str], messages: list[str]) -> list[dict[str, object]]:
     """What prompts are made of, by row; a row of which that cannot be read is marked."""
-    wanted = template_columns(source) | ({source.messages_column} if source.messages_column is not None else set())
-    part = table.select([name for name in table.column_names if name in wanted])
+    part = table.select(prompt_columns(source, table.column_names))
     if not part.num_columns:
         return [{} for _ in codes]
     found: list[dict[str, object]] = []

@@ -63,7 +63,7 @@ class MetricsCollector:
 
     def _time(self, batch: BatchRecord) -> None:
         self._batches += 1
-        self._own_s += batch["prefill_s"] + batch["decode_s"]
+        self._own_s += batch["prefill_s"] + batch["decode_s"] + batch.get("score_s", 0.0)
         if "full_prefill_s" in batch:
             self._pairs += 1
             self._full_s += batch["full_prefill_s"] + batch["full_decode_s"]

@@ -52,6 +52,7 @@ BATCH_SCHEMA: Final = pa.schema(
         ("rows", pa.int32()),
         ("layers", pa.int32()),
         *((prefix + name, kind) for prefix in ("", "full_") for name, kind in _COST),
+        ("score_s", pa.float64()),
         ("draft_s", pa.float64()),
         ("verify_s", pa.float64()),
         ("drafted_at", pa.list_(pa.int64())),
@@ -64,7 +65,7 @@ BATCH_SCHEMA: Final = pa.schema(
     ]
 )
 """One row per decoded batch. `split_error`: of the larger batch that failed and of which this is a part (out of memory,
-mostly). `draft*`, `verify_s`, `accepted_at`: with
+mostly). `score_s`: prompts that were scored beside answers. `draft*`, `verify_s`, `accepted_at`: with
 `decode.lossless` alone. `full_*`, `predicted_*` and the agreement are null unless it was paired."""
 WINDOW_SCHEMA: Final = pa.schema(
     [

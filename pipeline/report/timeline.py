@@ -16,7 +16,7 @@ from pipeline.report.records import StoredStart
 from pipeline.store.run_state import Session
 
 NUM_BINS = 60
-SPAN_PARTS = ("prefill_s", "decode_s", "full_prefill_s", "full_decode_s")
+SPAN_PARTS = ("prefill_s", "decode_s", "score_s", "full_prefill_s", "full_decode_s")
 BATCH_COLUMNS = ("started_at", "output_tokens", *SPAN_PARTS)
 WINDOW_COLUMNS = ("worker", "started_at", "ended_at", "rows", "window")
 GONE_AFTER_WINDOWS = 4  # twice what Ray Data lets a worker have ahead (`generate.dataset`)

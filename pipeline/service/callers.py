@@ -16,7 +16,9 @@ PEERS: Final = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 LOCAL_HOST: Final = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
 OWN_FETCHES: Final = frozenset({"same-origin", "none"})
 """`Sec-Fetch-Site` of the page at `/`, and of an address that somebody typed."""
-OF_A_PROXY: Final = re.compile(r"forwarded|via|x-real-ip|x-client-ip|true-client-ip|x-forwarded(-.*)?|x-original-.*")
+OF_A_PROXY: Final = re.compile(
+    r"forwarded|via|x-real-ip|(.*-)?client-?ip|x-forwarded(-.*)?|x-original-.*|x-envoy-.*|x-scheme|cf-.*|tailscale-.*"
+)
 
 
 def check_local(peer: str | None, headers: Sequence[tuple[str, str]]) -> None:

@@ -50,10 +50,11 @@ def digest(key: str) -> bytes:
 def check_key(digests: Sequence[bytes], authorization: str | None) -> bytes:
     """The digest of the key that was given, in a header that was read as Latin-1; ApiError 401 for another."""
     scheme, _, key = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not key:
+    if scheme.lower() != "bearer" or not key.strip(" \t"):
         raise unauthorized("give an API key: 'Authorization: Bearer KEY'")
+    key = key.strip(" \t")  # nothing else: a byte of a letter in UTF-8 may be a space in Latin-1
     # a header is bytes: some clients send a key in UTF-8, some in Latin-1
-    given = {hashlib.sha256(key.strip().encode("latin-1", "replace")).digest(), digest(key.strip())}
+    given = {hashlib.sha256(key.encode("latin-1", "replace")).digest(), digest(key)}
     # every key is looked at, so that the time does not say which one was close
     found = [known for known in digests for one in given if hmac.compare_digest(one, known)]
     if not found:

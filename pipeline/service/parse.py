@@ -69,7 +69,7 @@ def parse_body(body: bytes) -> dict[str, Json]:
         message = f"the body has {num_marks} commas and brackets, more than the {MAX_MARKS} that it may have"
         raise ApiError(400, message, code="invalid_json")
     try:
-        value = json.loads(body)
+        value = json.loads(body.decode("utf-8-sig"))  # of bytes it would guess UTF-16, whose marks were not counted
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from error
     if not isinstance(value, dict):

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from pipeline.faults import fault_point
 from pipeline.ray_internals import number_of_task
+from pipeline.retype import with_schema
 from pipeline.schema import STATUS
 from pipeline.store.footer import id_metadata
 from pipeline.store.lease import read_lease
@@ -84,7 +85,7 @@ class RunSink:
             rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
             if rows.num_rows:
                 ids = {} if self.sum_ids is None else id_metadata(self.sum_ids(rows))
-                rows = rows.cast(self.schema).replace_schema_metadata(ids)
+                rows = with_schema(rows, self.schema).replace_schema_metadata(ids)
                 try:
                     write_whole(self.filesystem, self.root, path, rows, self.session)
                 except OSError as error:

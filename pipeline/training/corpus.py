@@ -5,7 +5,7 @@ How files become pairs is `pipeline.input.pairs`. Nothing is written here.
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ class Corpus:
     """The pairs that will be used, and what is wrong with the other rows."""
 
     texts: Texts
+    is_cut: list[bool]
+    """Whether the response of each goes on beyond its last word (`input.pairs`)."""
     tokens: list[Pair]
     problems: list[str]
 
@@ -72,13 +74,14 @@ def check_same_tokens(teacher: Path, tokenizer: Tokenizer, opt: DecoderConfig, t
 
 def encode(pairs: Pairs, tokenizer: Tokenizer, opt: DecoderConfig) -> Corpus:
     """Pairs that fit the model's context; the others become problems."""
-    corpus = Corpus([], [], list(pairs.problems))
-    tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_ids[0])
-    for texts, where, (prompt, response) in zip(pairs.texts, pairs.where, tokens, strict=True):
+    corpus = Corpus([], [], [], list(pairs.problems))
+    tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_ids[0], pairs.is_cut)
+    for texts, where, is_cut, (prompt, response) in zip(pairs.texts, pairs.where, pairs.is_cut, tokens, strict=True):
         if not prompt:
             corpus.problems.append(f"{where}: the prompt is empty, and this model has no token that begins a text")
         elif len(prompt) + len(response) <= opt.max_position_embeddings:
             corpus.texts.append(texts)
+            corpus.is_cut.append(is_cut)
             corpus.tokens.append((prompt, response))
         else:
             corpus.problems.append(
@@ -96,8 +99,8 @@ def refuse_bad_rows(corpus: Corpus, key: str, data: FinetuneData) -> None:
         refuse_problems(corpus.problems, key, "no good row is left")
 
 
-def digest_texts(texts: Sequence[tuple[str, str]]) -> str:
+def digest_pairs(corpus: Corpus) -> str:
     total = hashlib.sha256()
-    for prompt, response in texts:
-        total.update(f"{len(prompt)} {prompt}{len(response)} {response}".encode())
+    for (prompt, response), is_cut in zip(corpus.texts, corpus.is_cut, strict=True):
+        total.update(f"{len(prompt)} {prompt}{len(response)} {response}{' cut' * is_cut}".encode())
     return total.hexdigest()

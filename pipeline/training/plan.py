@@ -18,7 +18,7 @@ from pipeline.training.corpus import (
     Corpus,
     blame,
     check_same_tokens,
-    digest_texts,
+    digest_pairs,
     encode,
     make_tokenizer,
     refuse_bad_rows,
@@ -225,7 +225,7 @@ def _fingerprint(
         entries["model.files"] = digest_files(source)  # its tokenizer's too
     entries["model.swiftkv"] = None if opt.swiftkv is None else vars(opt.swiftkv)
     entries["model.teacher_files"] = None if teacher is None else digest_files(teacher)
-    entries["data.pairs"], entries["data.validation_pairs"] = digest_texts(train.texts), digest_texts(validation.texts)
+    entries["data.pairs"], entries["data.validation_pairs"] = digest_pairs(train), digest_pairs(validation)
     return entries
 
 

@@ -7,11 +7,12 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from actors import jinja_sandbox
 from actors.jinja_sandbox import (
+    RendererEnded,
     Template,
     TemplateError,
     TemplateRaised,
@@ -106,6 +108,23 @@ def test_the_dialect_is_that_of_transformers(source: str) -> None:
     assert ours(source, values) == reference(source)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(source for source in DIALECT if "nothing" not in source),
+        "{% for m in messages %}{{ loop.index }}{{ loop.cycle('a', 'b') }}{{ loop.previtem is defined }}{% endfor %}",
+        "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.current }}{% set j = joiner(',') %}{{ j() }}{{ j() }}",
+        "{% macro f(x) %}{{ caller() }}{{ varargs }}{% endmacro %}{% call f(1, 2) %}z{% endcall %}{{ f.arguments }}",
+        "{% for g in messages | groupby('role') %}{{ g.grouper }}{{ g.list | length }}{% endfor %}",
+        "{% block b %}x{% endblock %}{{ self.b() }}{{ messages.0.role }}{{ messages[0].items() | list }}",
+    ],
+)
+def test_a_strict_template_has_the_same_dialect(source: str) -> None:
+    values = {"messages": MESSAGES, "tools": None, "documents": None, "add_generation_prompt": True}
+    newline = "\n" if source.endswith("\n") else ""
+    assert ours(source, values, strict=True) == ours(source, values) + newline
+
+
 def test_the_time_is_the_one_that_is_given() -> None:
     assert ours("{{ strftime_now('%d %B %Y, %H:%M') }}", {}) == "26 July 2026, 12:30"
 
@@ -161,6 +180,66 @@ def test_what_is_wrong_is_said() -> None:
         value = [value]
     with pytest.raises(TemplateTooCostly, match="too deeply"):
         ours("{{ v }}", {"v": value})
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ o.items }}{{ o['keys'] }}{{ o.n.values }}", "[1, 2]kv"),
+        ("{% for key, value in o.n.items() %}{{ key }}={{ value }};{% endfor %}{{ 'x'.upper() }}", "values=v;X"),
+        ("{{ o['items'] | join('+') }}{{ [o, o] | map(attribute='keys') | join }}", "1+2kk"),
+        ("{{ o.get('keys') }}{{ o['get']('keys') }}{{ o.update | default('-') }}{{ o.copy is defined }}", "kk-False"),
+        ("{{ q is none }}{{ q == none }}{{ q is sameas none }}{{ q is defined }}{{ q in [none] }}", "True" * 5),
+        ("{{ q or 'y' }}{{ q | default('z', true) }}{% if not q %}!{% endif %}{{ q is not none }}", "yz!False"),
+        ("{{ q | tojson }}{{ {'a': [q, o.q]} | tojson }}", 'null{"a": [null, null]}'),
+        ("{{ l }}{{ l | tojson }}", "[1, None][1, null]"),
+        ("{{ l | reject('none') | list }}{{ l | select | join }}{{ q | int }}", "[1]10"),
+        ("A: {{ o.keys }}\n", "A: k\n"),
+        ("{% if o %}\n  {% if o %}\nx\n{% endif %}\n{% endif %}\n\n", "x\n\n"),
+    ],
+)  # fmt: skip
+def test_a_row_is_read_by_its_keys_and_its_nulls_are_no_text(source: str, text: str) -> None:
+    row = {"o": {"items": [1, 2], "keys": "k", "n": {"values": "v"}, "q": None}, "q": None, "l": [1, None]}
+    assert ours(source, row, strict=True) == text
+
+
+@pytest.mark.parametrize("read", ["q", "o.q", "l[1]"])
+@pytest.mark.parametrize(
+    "source",
+    ["{{ X }}", "{{ X | trim }}", "{{ X | upper }}", "{{ X | string }}", "{{ 'City: ' ~ X }}", "{{ [X] | join }}",
+     "{{ '%s' % X }}", "{{ '{}'.format(X) }}", "{{ X | replace('a', 'b') }}", "{{ X | e }}",
+     "{% macro f(x) %}{{ x }}{% endmacro %}{{ f(X) }}", "{% filter upper %}{{ X }}{% endfilter %}"],
+)  # fmt: skip
+def test_a_null_that_becomes_text_is_an_error(source: str, read: str) -> None:
+    row = {"o": {"q": None}, "q": None, "l": [1, None]}
+    with pytest.raises(UndefinedVariable, match="a value that it prints is null"):
+        ours(source.replace("X", read), row, strict=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ q.upper }}", "{{ q.upper ~ '' }}", "{{ o.items }}", "{{ o.items | string }}", "{{ range }}",
+     "{{ q | map('upper') }}", "{{ [1] | reverse }}", "{{ cycler('a') }}", "{{ [q] | map(attribute='title') | join }}"],
+)  # fmt: skip
+def test_what_is_no_text_is_an_error(source: str) -> None:
+    """It would be printed with its address, another one in each process."""
+    with pytest.raises(UndefinedVariable, match=r"is no text|is no key here, but a method"):
+        ours(source, {"q": "x", "o": {}}, strict=True)
+
+
+def test_a_row_is_there_as_a_whole() -> None:
+    template = Template("{{ row['Best Answer'] }}{{ row['a-b'] }}{{ row.c }}{{ d }}", strict=True)
+    assert (template.names, template.row_keys) == ({"row", "d"}, {"Best Answer", "a-b", "c"})
+    row = {"Best Answer": "x", "a-b": 1, "c": 2, "d": 3}
+    assert template.render_rows([row], now=NOW, binds_row=True) == ["x123"]
+    own = Template("{{ row }}", strict=True).render_rows([{"row": 5}], now=NOW, binds_row=True)
+    assert own == ["5"], "a column of that name stays what it is"
+    (error,) = template.render_rows([{"d": 3}], now=NOW, binds_row=True)
+    assert "no attribute 'Best Answer'" in str(error)
+    for source in ("{{ row[c] }}", "{% for k in row %}{{ k }}{% endfor %}", "{{ row['a'] }}{{ row.get('b') }}"):
+        assert Template(source, strict=True).row_keys is None
+    for source in ("{% for row in rows %}{{ row[0] }}{% endfor %}", "{{ rows['row'] }}", "row"):
+        assert Template(source, strict=True).row_keys == set()
 
 
 @pytest.mark.parametrize("source", ESCAPES)
@@ -224,6 +303,72 @@ def test_a_costly_row_fails_alone() -> None:
 def test_a_long_document_is_no_costly_row() -> None:
     document = "né " * 5_000_000
     assert ours("{{ a }}.", {"a": document}, strict=True) == document + "."
+
+
+def cpu_s(run: Callable[[], object]) -> float:
+    """Of what `run` has rendered, in this process and in those that render and have ended."""
+
+    def spent() -> float:
+        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(use.ru_utime + use.ru_stime for use in usage)
+
+    jinja_sandbox._drop()
+    began = spent()
+    run()
+    jinja_sandbox._drop()
+    return spent() - began
+
+
+LOOP = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{{ n }}"
+IN_C = "{% set x = (10 ** (100000 * n)) ** (1000 * n) %}{{ n }}"  # cannot be stopped, but by the end of the process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "most_s"), [(LOOP, 15), (IN_C, 18)])
+def test_a_template_that_is_too_slow_for_all_rows_soon_costs_little(source: str, most_s: float) -> None:
+    """4 s of its own, and 6 ms a row: not 0.37 s a row, which were 148 s."""
+    template = Template(source, strict=True)
+    made: list[str | TemplateError] = []
+    took_s = cpu_s(lambda: made.extend(template.render_rows([{"n": 99_999}] * 400, now=NOW)))
+    assert len(made) == 400
+    assert all(isinstance(text, TemplateTooCostly) for text in made)
+    assert took_s < most_s
+
+
+def test_a_good_row_after_slow_ones_is_made() -> None:
+    template = Template(LOOP, strict=True)
+    rows = [{"n": 99_999 if n < 40 or n % 2 else n} for n in range(80)]
+    made: list[str | TemplateError] = []
+    took_s = cpu_s(lambda: [made.extend(template.render_rows(part, now=NOW)) for part in (rows[:50], rows[50:])])
+    assert took_s < 10, "60 rows are slow, and would take 0.37 s each"
+    for row, text in zip(rows, made, strict=True):
+        assert isinstance(text, TemplateTooCostly) if row["n"] == 99_999 else text == str(row["n"])
+    assert "rows before it took too much" in str(made[39])
+    assert "rows before it" not in str(made[0])
+    fresh = pickle.loads(pickle.dumps(template))
+    assert "rows before it" not in str(fresh.render_rows(rows[:1], now=NOW)[0]), "each task begins anew"
+    with pytest.raises(TemplateTooCostly, match=r"needs too much time$"):
+        template.render(rows[0], now=NOW)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_others_end_again_and_again_is_not_the_fault_of_a_template(how: signal.Signals) -> None:
+    template, is_done = Template("{{ a }}", strict=True), threading.Event()
+
+    def end_all() -> None:
+        while not is_done.wait(0.001):
+            if (child := jinja_sandbox._child) is not None:
+                child._process.send_signal(how)
+
+    jinja_sandbox._drop()
+    killer = threading.Thread(target=end_all)
+    killer.start()
+    made = template.render_rows([{"a": 1}, {"a": 2}], now=NOW)
+    is_done.set()
+    killer.join()
+    assert [type(text) for text in made] == [RendererEnded] * 2
+    assert how.name in str(made[0])
+    assert template.render_rows([{"a": 1}, {"a": 2}], now=NOW) == ["1", "2"]
 
 
 def test_a_process_that_is_killed_from_outside_costs_no_row() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
+from actors.scoring import with_scores
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import Completion, Request
 from skipdecode.request import TokenLogprobs
@@ -186,3 +187,23 @@ def test_heads_that_rows_share_and_drafts_change_no_score(tiny_checkpoint: Path,
         for ours, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs or [], other.prompt_logprobs or [])):
             values = [torch.tensor([score.logprob for score in scores]) for scores in (ours, theirs)]
             torch.testing.assert_close(*values, **CLOSE)
+
+
+def test_a_batch_that_fails_while_it_is_scored_is_counted_once(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GeneratorConfig(str(tiny_checkpoint), DECODES["full"], dtype="float32", device="cpu", batch_size=4)
+    generator, rows = Generator(config), requests(score_prompt=True)
+    wanted = [answer.tokens for answer in completed(generator, rows)]
+    score = with_scores
+
+    def raising(model: Any, chosen: list[Request], *others: Any) -> list[Completion]:
+        if len(chosen) > 2:
+            raise torch.OutOfMemoryError("no room for scores")
+        return score(model, chosen, *others)
+
+    monkeypatch.setattr("actors.generator.with_scores", raising)
+    result = generator(rows)
+    assert [answer.tokens for answer in result.answers if isinstance(answer, Completion)] == wanted
+    assert sum(record["rows"] for record in result.batches) == len(rows)
+    assert all(record["score_s"] > 0 for record in result.batches)

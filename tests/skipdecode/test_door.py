@@ -82,6 +82,19 @@ def test_one_text_is_a_list_of_one(model: TextModel) -> None:
         ({"top_p": 0}, "top_p: must be"),
         ({"stop": [""]}, "stop: must be"),
         ({"logprobs": -1}, "logprobs: must be"),
+        ({"logprobs": 10**6}, "logprobs: must be 0 to 20"),
+        ({"logprobs": 1.5}, "logprobs: must be"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: must be"),
+        ({"top_p": None}, "top_p: must be"),
+        ({"top_k": 1.5}, "top_k: must be"),
+        ({"top_k": 2**70}, "top_k: must be"),
+        ({"temperature": "0.8"}, "temperature: must be"),
+        ({"seed": "x"}, "seed: must be"),
+        ({"seed": 2**70}, "seed: must be"),
+        ({"stop": None}, "stop: must be"),
+        ({"stop": ["\ud800"]}, "stop: must be"),
+        ({"ignore_eos": "no"}, "ignore_eos: must be"),
+        ({"ids": "abcd"}, "ids: must be 4 texts"),
         ({"ids": ["a"]}, "ids: must be 4 texts"),
         ({"max_new_tokens": 127}, "do not fit the model's 128 positions"),
         ({"method": "ful"}, "decode.method: 'ful'"),
@@ -99,8 +112,20 @@ def test_other_mistakes(model: TextModel) -> None:
         generate(model, PROMPTS, temprature=1)
     with pytest.raises(ValueError, match="prompts: number 1 must be a text, got 5"):
         generate(model, ["a", 5])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="prompts: number 0 must be a text"):
+        generate(model, "half a pair: \ud83d")
+    with pytest.raises(ValueError, match="prompts: must be a text or a list of texts"):
+        generate(model, {"a": "b"})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'lossless': it is a key of jobs"):
+        generate(model, "a", lossless=True)
     with pytest.raises(ValueError, match=r"model.source"):
         load("no/such/folder/here")
+
+
+@pytest.mark.parametrize("keys", [{"device": "tpu"}, {"dtype": "float64"}, {"quantization": "int4"}])
+def test_what_cannot_be_loaded_is_named(tiny_checkpoint: Path, keys: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{min(keys)}: must be"):
+        load(tiny_checkpoint, **keys)
 
 
 def test_the_name_is_the_function_whatever_was_imported() -> None:

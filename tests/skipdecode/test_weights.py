@@ -310,6 +310,16 @@ def test_shards_lie_beside_their_index(small: Path, tmp_path: Path, name: str) -
     assert weight_files(folder) == [folder / "one.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["shard-1.st", "shard.gguf", "shard", ".bin"])
+def test_shards_have_a_name_that_says_what_they_are(small: Path, tmp_path: Path, name: str) -> None:
+    """The fingerprint leaves others out."""
+    shutil.copy(small / "model.safetensors", tmp_path / name)
+    shutil.copy(small / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ValueError, match=rf"index\.json: names '{name}'; shards end in \.safetensors or \.bin"):
+        weight_files(tmp_path)
+
+
 def test_what_a_hub_id_brings() -> None:
     """All that a folder is read by, and no weights twice."""
     brings = ["config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors",

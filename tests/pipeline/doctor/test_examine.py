@@ -15,10 +15,14 @@ import torch
 
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main, show
+from pipeline.checkpoint import check_model
 from pipeline.cluster import Cluster, Pool
-from pipeline.config import ActorsConfig, JobConfig, ModelConfig
+from pipeline.config import ActorsConfig, ConfigError, JobConfig, ModelConfig, build_config
 from pipeline.doctor import examine as doctor
 from pipeline.doctor import versions
+from pipeline.doctor.corpus import Worker, estimate
+from pipeline.units import Json
+from tests.support.input_helpers import write_jsonl
 
 
 def test_it_says_what_a_worker_would_choose(
@@ -195,3 +199,18 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ray.init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
     with pytest.raises(doctor.ConfigError, match=r"RAY_ADDRESS: 127\.0\.0\.1:1 does not answer \(refused\)"):
         doctor.find_cluster()
+
+
+def test_a_column_that_the_run_writes_itself_is_refused_as_a_run_refuses_it(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "The Mill", "logprobs": 1}])
+    tree: dict[str, Json] = {"model": {"source": str(tiny_checkpoint)}, "input": {"path": [str(source)]}}
+    scored = build_config(JobConfig, tree | {"sampling": {"logprobs": 1}})
+    for config in (scored, build_config(JobConfig, tree)):
+        worker = Worker(check_model(config, print))
+        if config is scored:
+            with pytest.raises(ConfigError, match=r"input.path: the input has a column 'logprobs', which this run"):
+                estimate(config, doctor.list_files(config), worker, 1, print)
+        else:
+            assert estimate(config, doctor.list_files(config), worker, 1, print).rows == 1

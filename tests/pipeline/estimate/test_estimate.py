@@ -2,8 +2,10 @@
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main as doctor
 from pipeline.config import InputConfig, JobConfig
 from pipeline.estimate import live
+from pipeline.estimate import sample as sample_module
 from pipeline.estimate.forecast import (
     Shape,
     batch_s,
@@ -28,6 +31,7 @@ from pipeline.estimate.live import LiveEstimate
 from pipeline.estimate.measure import MAX_DECODED_ROWS, Level, at_level, measure
 from pipeline.estimate.sample import Sample, sample_rows
 from pipeline.handles import Pace
+from pipeline.input.prompting import Prompter
 from pipeline.report.figures import estimated
 from pipeline.stages.tokens import TokenizeConfig
 from skipdecode.families import read_config
@@ -77,6 +81,39 @@ def test_a_sample_is_of_neighbours_from_all_over_the_input(
     assert wide.good_share < 1 or num_files > 1
 
 
+@pytest.mark.process
+def test_a_sample_makes_few_prompts_and_waits_for_none(
+    tmp_path: Path, tiny_checkpoint: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that loops for every row held up the start for minutes."""
+    rows = [{"id": f"{i:04d}", "n": i % 1000, "q": f"word {i}"} for i in range(3000)]
+    for number in range(4):
+        write_jsonl(tmp_path / f"in/{number}.jsonl", [row | {"id": f"{number}-{row['id']}"} for row in rows])
+    tokens = TokenizeConfig(str(tiny_checkpoint), generator.model.config, FIXED, "fail_row")
+    now = datetime(2026, 7, 4, tzinfo=UTC)
+
+    def look(template: str, max_rows: int, max_files: int = 4) -> tuple[Sample, float]:
+        config = InputConfig(path=(str(tmp_path / "in"),), template=template)
+        prompter = Prompter.of(config, "jsonl", None, now)
+        began = time.monotonic()
+        return sample_rows(make_plan(config), config, prompter, tokens, FIXED, max_rows, max_files), (
+            time.monotonic() - began
+        )
+
+    sample, _ = look("{{ q }}", 512)
+    assert (sample.num_rows, len(sample.requests)) == (512, 512)
+    assert [request.id for request in sample.requests[127:129]] == ["0-0127", "1-0000"]
+    sample, _ = look("{{ q }}", 512, max_files=1)
+    assert [request.id for request in sample.requests[127:129]] == ["0-0127", "0-0750"]
+    loop = "{{ q }}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(sample_module, "PROMPTS_S", 1.0)
+    sample, took_s = look(loop, 512)
+    assert (sample.num_rows, len(sample.requests)) == (64, 0), "the first block is finished"
+    assert took_s < 60, "512 rows took 190 s"
+    monkeypatch.setattr(sample_module, "PROMPTS_S", 0.0)
+    assert look("{{ q }}", 512)[0].num_rows == 0
+
+
 def test_no_more_than_64_rows_are_decoded(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     decode = Generator.decode_batches
@@ -124,6 +161,18 @@ def test_time_follows_the_cost_model_at_the_measured_level(generator: Generator)
     few, small = chosen[:8], Batch(tuple(range(8)), 32)
     times = [batch_s(generator, measured, few, small, [length] * 8) for length in (1, 2)]
     assert times[0] < times[1]
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 2])
+def test_scores_of_prompts_have_a_price(generator: Generator, max_new_tokens: int) -> None:
+    sampling = replace(FIXED, max_new_tokens=max_new_tokens, prompt_logprobs=True)
+    scored = [Request(f"r{i}", [5] * 30, sampling, None, True) for i in range(64)]
+    plain = [Request(f"r{i}", [5] * 30, replace(FIXED, max_new_tokens=2)) for i in range(64)]
+    own = shape(max_new_tokens=max_new_tokens, baseline_fraction=0.0)
+    scored_s = seconds_per_row(generator, scored, measure(generator, scored), own)
+    assert scored_s > 0
+    if max_new_tokens:
+        assert scored_s > 1.2 * seconds_per_row(generator, plain, measure(generator, plain), own)
 
 
 def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:

@@ -17,11 +17,12 @@ import yaml
 
 from jobs import export
 from pipeline.export import run as export_run
-from pipeline.export.shards import to_rows
+from pipeline.export.shards import plain, to_rows
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 from pipeline.store.write import RunSink
+from tests.pipeline.input.test_arrow_files import NULLS
 from tests.pipeline.input.test_bombs import most_bytes
 from tests.support.verbs import Call
 
@@ -40,6 +41,7 @@ ODD: dict[str, pa.Array] = {
 
 
 MAPS = pa.list_(pa.struct([("m", pa.map_(pa.string(), pa.int64()))]))
+LISTS = {"list": pa.list_, "large": pa.large_list, "fixed": lambda type_: pa.list_(type_, 1)}
 
 
 def rows(first: int, columns: dict[str, pa.Array], is_good: bool = True) -> pa.Table:
@@ -186,6 +188,38 @@ def test_a_data_set_has_lists_of_keys_and_values_for_maps(tmp_path: Path, call: 
     assert pq.read_table(tmp_path / "parquet")["map"].to_pylist()[:3] == [[("k", 1)], None, []]
 
 
+def test_maps_in_lists_of_any_kind_become_lists_too(tmp_path: Path, call: Call) -> None:
+    parts = {name: make(MAPS.value_type.field(0).type) for name, make in LISTS.items()}
+    make_run(
+        tmp_path / "run", columns={name: pa.array([[[("k", 1)]], None, [[]]], type_) for name, type_ in parts.items()}
+    )
+    assert call(export, tmp_path / "run", "-o", tmp_path / "out")[0] == 0
+    table = pq.read_table(tmp_path / "out/data")
+    pairs = pa.list_(pa.struct([("key", pa.string()), ("value", pa.int64())]))
+    for name, make in LISTS.items():
+        assert table[name].to_pylist()[:3] == [[[{"key": "k", "value": 1}]], None, [[]]], name
+        assert table[name].type == make(pairs), name
+
+
+@pytest.mark.parametrize("format", ["dataset", "jsonl", "parquet"])
+def test_columns_of_nulls_are_exported(tmp_path: Path, call: Call, format: str) -> None:
+    """More null values than rows, inside lists, structs and maps."""
+    make_run(tmp_path / "run", columns=NULLS)
+    code, document, err = call(export, tmp_path / "run", "-o", tmp_path / "out", "--format", format)
+    assert (code, document["rows"]) == (0, 12), err
+    names, whole = list(NULLS), pa.table(NULLS).to_pylist()
+    if format == "jsonl":
+        lines = (tmp_path / "out/part-00000-of-00001.jsonl").read_text().splitlines()
+        assert [[json.loads(line)[name] for name in names] for line in lines[:3]] == [
+            [plain(row[name]) for name in names] for row in whole
+        ]
+        return
+    pairs = [{"key": "k", "value": None}, {"key": "l", "value": None}]
+    wanted = [row | ({"map of null": pairs} if format == "dataset" else {}) for row in whole]
+    folder = tmp_path / "out" / ("data" if format == "dataset" else "")
+    assert pq.read_table(folder).select(names).to_pylist() == wanted * 4
+
+
 @pytest.mark.parametrize(("which", "count"), [("failed", 3), ("all", 15)])
 def test_failed_rows_come_when_asked_for_and_columns_in_the_order_asked_for(
     run: Path, tmp_path: Path, call: Call, which: str, count: int
@@ -311,10 +345,13 @@ def test_times_that_python_cannot_say_come_as_text() -> None:
     when, day = far.cast(pa.timestamp("s")), pa.array([2**30, 0, None], pa.int32()).cast(pa.date32())
     inside = pa.StructArray.from_arrays([when, pa.array(["a", "b", "c"])], ["at", "name"])
     lists = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), when)
-    batch = pa.RecordBatch.from_arrays([when, day, inside, lists], ["when", "day", "inside", "lists"])
+    fixed = pa.FixedSizeListArray.from_arrays(when, 1)
+    deep = pa.LargeListArray.from_arrays(pa.array([0, 1, 2, 3]), fixed)
+    columns = {"when": when, "day": day, "inside": inside, "lists": lists, "fixed": fixed, "deep": deep}
+    batch = pa.RecordBatch.from_pydict(columns)
     text, epoch = f"<value out of range: {2**50}>", datetime.datetime(1970, 1, 1)
+    days = (f"<value out of range: {2**30}>", epoch.date(), None)
     assert to_rows(batch) == [
-        {"when": text, "day": f"<value out of range: {2**30}>", "inside": {"at": text, "name": "a"}, "lists": [text]},
-        {"when": epoch, "day": epoch.date(), "inside": {"at": epoch, "name": "b"}, "lists": [epoch]},
-        {"when": None, "day": None, "inside": {"at": None, "name": "c"}, "lists": [None]},
+        {"when": at, "day": day, "inside": {"at": at, "name": name}, "lists": [at], "fixed": [at], "deep": [[at]]}
+        for at, day, name in zip((text, epoch, None), days, "abc", strict=True)
     ]

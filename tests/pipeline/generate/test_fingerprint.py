@@ -13,7 +13,14 @@ from transformers import AutoModelForCausalLM
 import pipeline.generate.fingerprint
 from pipeline.checkpoint import resolve_decode
 from pipeline.config import ConfigError, JobConfig, build_config, set_key
-from pipeline.generate.fingerprint import compare_files, compare_fingerprints, fingerprint, list_files, shares_prefixes
+from pipeline.generate.fingerprint import (
+    compare_files,
+    compare_fingerprints,
+    fingerprint,
+    keeps_newlines,
+    list_files,
+    shares_prefixes,
+)
 from pipeline.store.digest import digest_files
 from pipeline.store.run_state import RunState
 from pipeline.worker_backends import look, settle_dtype
@@ -102,6 +109,19 @@ def test_a_run_without_the_key_goes_on_without_sharing(place: Path, state: dict[
     assert not shares_prefixes(config, cast(RunState, state))
     assert shares_prefixes(config, None)
     assert not shares_prefixes(build_config(JobConfig, {"decode": {"prefix": "off"}}), None)
+
+
+@pytest.mark.process
+def test_a_run_without_the_key_goes_on_without_the_newline_of_its_template(place: Path) -> None:
+    template = "{{ prompt }}\n"
+    prints, plan = take(place, input__template=template)
+    state = {"fingerprint": prints, "input": {"files": list_files(plan)}}
+    assert keeps_newlines(None)
+    assert keeps_newlines(cast(RunState, state))
+    refused(place, state, "input.template", input__template="{{ prompt }}")
+    del prints["input.template_newline"]
+    compare_fingerprints(cast(RunState, state), *take(place, input__template=template))
+    assert not keeps_newlines(cast(RunState, state))
 
 
 def test_prefixes_are_no_part_of_a_schedule(place: Path) -> None:

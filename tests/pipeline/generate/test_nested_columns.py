@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs import generate, verify
 from pipeline.config import SamplingConfig
 from pipeline.generate.books import output_schema
 from pipeline.generate.verify_files import check_files
@@ -15,7 +16,9 @@ from pipeline.store.run_folder import RunFolder
 from pipeline.store.write import RunSink
 from tests.pipeline.input.test_arrow_files import COLUMNS, STORED, write_arrow
 from tests.support.input_helpers import make_config, make_plan
+from tests.support.verbs import Call
 
+CHATS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.null())]))
 DICTIONARIES = pa.MapArray.from_arrays(
     pa.array([0, 1, 1, 2]), pa.array(["k", "l"]), pa.array(["v", "w"]).dictionary_encode()
 )
@@ -74,3 +77,22 @@ def test_words_for_types_are_those_of_any_version_of_a_file() -> None:
     text = pa.map_(pa.string(), pa.field("a'b", pa.map_(pa.string(), pa.field("zz", pa.list_(pa.int8())))))
     assert type_words(str(text)) == "map<string, map<string, list<element: int8>>>"
     assert type_words("struct<a: string>") == "struct<a: string>"
+
+
+@pytest.mark.ray
+def test_conversations_without_tool_calls_go_through_a_run_and_what_follows_it(
+    call: Call, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Their `tool_calls` are all null, and they have more turns than there are rows."""
+    turns = pa.array([[{"role": "user", "content": "a", "tool_calls": None}] * 3] * 6, CHATS)
+    table = pa.table({"id": [f"r{n}" for n in range(6)], "prompt": ["The Mill"] * 6, "turns": turns})
+    source, place = tmp_path / "a.parquet", tmp_path / "run"
+    pq.write_table(table, source)
+    keys = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "decode.method=full",
+            "sampling.max_new_tokens=2", "actors.num_actors=1", "actors.batch_size=2"]  # fmt: skip
+    code, report, err = call(generate, "-i", source, "-o", place, *keys)
+    assert (code, report["books"]["ok"]) == (0, 6), err
+    rows = [row for path in place.glob("data/status=ok/*") for row in pq.ParquetFile(path).read().to_pylist()]
+    assert sorted(row["id"] for row in rows) == table["id"].to_pylist()
+    assert [row["turns"] for row in rows] == turns.to_pylist()
+    assert call(verify, place)[0] == 0

@@ -1,5 +1,6 @@
 """Samples of OpenAI lines put together again: one line per line of the input, whatever files their rows lie in."""
 
+import json
 import random
 from typing import Any
 
@@ -24,6 +25,15 @@ def gather(rows: list[AnswerRow], held_bytes: int) -> list[tuple[str, dict[str, 
     with Gathered(held_bytes) as gathered:
         found = [line for one in rows if (whole := gathered.add(one)) for line in lines_of(whole, "m")]
         return found + [line for rest in gathered.rest() for line in lines_of(rest, "m")]
+
+
+def test_choices_count_to_what_is_held() -> None:
+    choice = json.dumps({"text": "t", "logprobs": {"tokens": ["t" * 20_000]}})
+    with Gathered(held_bytes=20_000) as gathered:
+        assert gathered.add(row("a", 0, 2, openai_choice=choice)) == []
+        assert gathered._held == {}, "it went to a temporary file"
+        assert gathered.add(row("a", 1, 2)) == []
+        assert [[one.get("openai_choice") for one in rows] for rows in gathered.rest()] == [[choice, None]]
 
 
 @given(

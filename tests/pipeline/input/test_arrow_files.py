@@ -23,6 +23,18 @@ from tests.support.input_helpers import BASE, column, make_config, make_plan, re
 from tests.support.saved_datasets import write_stream
 
 DEEP = pa.list_(pa.struct([("t", pa.list_(pa.timestamp("s")))]))
+NULL_STRUCT = pa.struct([("a", pa.null())])
+TURNS = pa.list_(pa.struct([("role", pa.string()), ("tool_calls", pa.null())]))
+NULLS: dict[str, pa.Array] = {
+    "calls": pa.array([[{"role": "user", "tool_calls": None}] * 3] * 3, TURNS),
+    "structs of null": pa.array([[{"a": None}] * 2] * 3),
+    "lists of null": pa.array([[None] * 3, None, [None] * 4], pa.list_(pa.null())),
+    "null inside": pa.array([{"x": [None] * 3, "when": datetime(2024, 1, 2)}] * 3,
+                            pa.struct([("x", pa.large_list(pa.null())), ("when", pa.timestamp("s"))])),
+    "fixed null": pa.array([[None] * 2] * 3, pa.list_(pa.null(), 2)),
+    "map of null": pa.array([[("k", None), ("l", None)]] * 3, pa.map_(pa.string(), pa.null())),
+}  # fmt: skip
+"""More null values than rows."""
 COLUMNS: dict[str, pa.Array] = {
     "id": pa.array([10, None, 12], pa.uint32()),
     "prompt": pa.array(["a", None, ""], pa.large_string()),
@@ -43,6 +55,7 @@ COLUMNS: dict[str, pa.Array] = {
     "views": pa.array([["v" * 50], None, ["w", "x"]], pa.large_list(pa.string_view())),
     "nothing": pa.nulls(3),
     "map": pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())),
+    **NULLS,
 }  # fmt: skip
 STORED: dict[str, pa.DataType] = {
     "second": pa.timestamp("ms"),
@@ -53,6 +66,7 @@ STORED: dict[str, pa.DataType] = {
     "tags": pa.list_(pa.string()),
     "view": pa.string(),
     "views": pa.large_list(pa.string()),
+    "null inside": pa.struct([("x", pa.large_list(pa.null())), ("when", pa.timestamp("ms"))]),
 }
 """The columns that come with another type: that which Parquet has for it."""
 
@@ -174,6 +188,22 @@ def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path: Path, data: s
     except (ConfigError, UnicodeDecodeError):  # names of columns are Arrow's
         return
     table.to_pylist()
+
+
+@pytest.mark.parametrize("kind", ["large_list", "structs", "fixed"])
+def test_nulls_that_take_no_bytes_are_not_made(tmp_path: Path, kind: str) -> None:
+    """A few bytes of a file may stand for any number of them."""
+    count = 2**31 - 1
+    none = pa.Array.from_buffers(pa.null(), count, [None])
+    if kind == "fixed":
+        many = pa.FixedSizeListArray.from_arrays(none, count)
+    else:
+        values = none if kind == "large_list" else pa.Array.from_buffers(NULL_STRUCT, count, [None], children=[none])
+        many = pa.LargeListArray.from_arrays(pa.array([0, count]), values)
+    path = write_arrow(tmp_path / "a.arrow", {"prompt": ["x"], "many": many})
+    assert path.stat().st_size < 2000
+    with most_bytes(MOST):
+        refuse(path, r"a\.arrow: cannot be read: column 'many': it holds \d+ values of type null; drop it")
 
 
 def as_text(data: bytes) -> pa.Array:

@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import SamplingConfig
+from pipeline.config import ConfigError, SamplingConfig
+from pipeline.input import ids
 from pipeline.input.expand import MAX_DOCUMENT_BYTES, Documents, expand
 from pipeline.input.expansion import LINES_BEFORE, Expansion
+from pipeline.input.files import list_input
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
 from pipeline.input.read import read_file
 from pipeline.input.row import BLOCK_BYTES
+from pipeline.input.scan import scan_file
 from pipeline.input.source import read_rest
 from pipeline.schema import RESERVED_COLUMNS, SOURCE_SCHEMA
 from tests.support.input_helpers import make_config, make_plan, read_rows, refuse, write, write_jsonl, write_parquet
+from tests.support.saved_datasets import write_stream
 
 SAMPLED = SamplingConfig(n=3, temperature=1.0)
 
@@ -241,3 +245,24 @@ def test_a_name_of_a_template_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pattern"):
         make_config(path, templates={"A": "{{ prompt }}"})
     refuse(path, "input.prompt_column", prompt_column="other")
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "arrow"])
+def test_a_file_that_becomes_more_rows_than_a_task_can_index_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    rows = [{"id": f"r{n}", "prompt": "x"} for n in range(4)]
+    path, table = tmp_path / f"a.{format}", pa.Table.from_pylist(rows)
+    if format == "arrow":
+        write_stream(path, table)
+    else:
+        write_jsonl(path, rows) if format == "jsonl" else write_parquet(path, table.to_pydict())
+    monkeypatch.setattr(ids, "MOST_INDEXED", 12)
+    assert make_plan(make_config(path), Expansion.of(make_config(path), SAMPLED)).num_rows == 12
+    monkeypatch.setattr(ids, "MOST_INDEXED", 11)
+    with pytest.raises(ConfigError, match=rf"input.path: .*a.{format} becomes 12 rows or more, and .* 11; split the"):
+        make_plan(make_config(path), Expansion.of(make_config(path), SAMPLED))
+    without = write_parquet(tmp_path / "b.parquet", {"prompt": ["x"] * 5})
+    config = make_config(without)
+    listing = list_input(config, expansion=Expansion.of(config, SAMPLED))
+    assert len(scan_file(listing, 0, config, index_all=True)[1]) == 15, "a resume may index what could begin"

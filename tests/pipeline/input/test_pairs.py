@@ -157,3 +157,20 @@ def test_a_response_has_no_bos_and_loses_no_token_where_the_model_has_none(tmp_p
     assert tokenizer.decode(response) == "cheap"
     assert response[-1] == 1
     assert empty == []
+
+
+@pytest.mark.parametrize("name", ["pairs.csv", "pairs.jsonl", "pairs.parquet"])
+def test_a_response_that_a_run_cut_has_no_end(tmp_path: Path, tokenizer_folder: Path, name: str) -> None:
+    rows = [{"prompt": "a", "response": "bc", "finish_reason": reason} for reason in ("stop", "length", "")]
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        lines = ["prompt,response,finish_reason", *(",".join(row.values()) for row in rows)]
+        texts = lines if name.endswith("csv") else list(map(json.dumps, rows))
+        path.write_text("".join(f"{text}\n" for text in texts))
+    found = scan_pairs(str(path), "prompt", "response")
+    assert found.is_cut == [False, True, False]
+    config = OPTConfig(vocab_size=320, bos_token_id=2, eos_token_id=3)
+    pairs = encode_pairs(Tokenizer(tokenizer_folder, config), found.texts, 3, found.is_cut)
+    assert [response[-1] == 3 for _, response in pairs] == [True, False, True]

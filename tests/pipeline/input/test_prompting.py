@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.chat_template import ChatTemplate
-from actors.jinja_sandbox import Template
+from actors.jinja_sandbox import RendererEnded, Template, TemplateTooCostly
 from pipeline.config import ConfigError, SamplingConfig
+from pipeline.generate.retry import RETRYABLE
 from pipeline.input.expansion import Expansion
-from pipeline.input.prompting import Prompter, unknown_names
+from pipeline.input.prompting import Failure, Prompter, _checked, unknown_names
 from pipeline.input.read import read_file
+from pipeline.input.scan import scan_file
 from pipeline.json_size import MAX_MARKS
 from tests.support.input_helpers import make_config, make_plan, write, write_jsonl, write_parquet
 
@@ -33,7 +35,8 @@ def read(path: Path, by: ChatTemplate | None = None, sampling: SamplingConfig | 
     """All rows, with their prompts."""
     config = make_config(path, **keys)
     plan = make_plan(config, Expansion.of(config, sampling or SamplingConfig()))
-    prompter = Prompter.of(config, plan.listing.format, by, NOW)
+    columns = {name for i in range(len(plan.listing.files)) for name in scan_file(plan.listing, i, config)[0].columns}
+    prompter = Prompter.of(config, plan.listing.format, by, NOW, columns=columns)
     blocks = [block for i in range(len(plan.listing.files)) for block in read_file(plan, i, config, prompter=prompter)]
     assert all(block.schema == plan.schema for block in blocks)
     return [row for block in blocks for row in block.drop_columns(DROPPED & set(block.schema.names)).to_pylist()]
@@ -162,6 +165,63 @@ def test_a_null_is_no_text(tmp_path: Path) -> None:
         assert "a value that it prints is null" in rows[1]["error_message"]
         made = texts(read(source, template="{% if a %}{{ a }}{% endif %}{{ a or 'y' }}{{ a|default('z', true) }}"))
         assert made == ["xxx", "yz"]
+
+
+def test_a_null_within_a_text_and_a_method_fail_their_rows(tmp_path: Path) -> None:
+    rows = [{"q": "x", "o": {"items": [1]}}, {"q": None, "o": {"items": [1]}}, {"q": "x", "o": {}}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    made = read(path, template="City: {{ q | trim }} {{ o.items[0] }}\nA:\n")
+    assert [row["prompt"] for row in made] == ["City: x 1\nA:\n", None, None]
+    assert [row["error_code"] for row in made] == ["", "bad_template", "bad_template"]
+    assert "is null" in made[1]["error_message"]
+    assert "'items' is no key here, but a method" in made[2]["error_message"]
+
+
+def test_columns_of_any_name_are_reached_through_the_row(tmp_path: Path) -> None:
+    rows = [{"Best Answer": "x", "a-b": 1, "c": 2}, {"Best Answer": "y", "a-b": None, "c": 2}]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    sources = [write_jsonl(tmp_path / "a.jsonl", rows), write_parquet(tmp_path / "a.parquet", columns)]
+    sources.append(write(tmp_path / "a.csv", "Best Answer,a-b,c\nx,1,2\ny,,2\n"))
+    for path in sources:
+        assert texts(read(path, template="{{ row['Best Answer'] }} {{ c }}")) == ["x 2", "y 2"]
+        assert texts(read(path, template="{% for k in ['c', 'Best Answer'] %}{{ row[k] }}{% endfor %}")) == ["2x", "2y"]
+        if path.suffix != ".csv":
+            made = read(path, template="{{ row['a-b'] }}")
+            assert [row["error_code"] for row in made] == ["", "bad_template"]
+            assert "is null" in made[1]["error_message"]
+        refuse(path, r"input\.template: names no column .*it reads Worst; there are", template="{{ row['Worst'] }}")
+    config = make_config(sources[0], template="{{ row.c }}{{ row['d e'] }}{{ e }}")
+    assert [note.split("'")[1] for note in unknown_names(config, ["c"])] == ["d e", "e"]
+    config = make_config(sources[0], template="{{ row | tojson }}")
+    assert unknown_names(config, ["c"]) == []
+    lines = write(tmp_path / "a.txt", "Why?\n")
+    assert texts(read(lines, template="{{ row.prompt }}{{ row }}")) == ["Why?{'prompt': 'Why?'}"]
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "Why?"}])
+    assert texts(read(prompts, template="{{ row.prompt }}!")) == ["Why?!"], "the column is the template's"
+
+
+def test_a_column_called_row_is_that_column(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"row": {"c": 1}, "c": 2}, {"c": 2}])
+    rows = read(path, template="{{ row.c }}")
+    assert [(row["prompt"], row["error_code"]) for row in rows] == [("1", ""), (None, "bad_template")]
+    refuse(path, r"names no column .*it reads x; there are: c, row", template="{{ x }}")
+
+
+def test_the_newline_that_ends_a_template_belongs_to_the_prompt(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"q": "x"}])
+    config, found = make_config(path, template="Q: {{ q }}\nA:\n\n"), []
+    for keeps in (True, False):
+        prompter = Prompter.of(config, "jsonl", None, NOW, keeps_newline=keeps)
+        assert prompter is not None
+        found += prompter.make("", [{"q": "x"}], [None])
+    assert found == ["Q: x\nA:\n\n", "Q: x\nA:\n"], "as runs of before have it"
+
+
+def test_a_row_whose_process_others_have_ended_may_be_tried_again(tmp_path: Path) -> None:
+    for error, code in ((RendererEnded("x"), "engine_error"), (TemplateTooCostly("x"), "bad_template")):
+        failure = _checked(error, "template")
+        assert isinstance(failure, Failure)
+        assert (failure.code, failure.code in RETRYABLE) == (code, code == "engine_error")
 
 
 def test_a_bad_document_fails_with_its_own_reason(tmp_path: Path) -> None:

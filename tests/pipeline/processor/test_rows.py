@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config import ConfigError, JobConfig, build_config
 from pipeline.input.prompting import Prompter
-from pipeline.processor.build import ignored_keys
+from pipeline.processor.build import build_processor, ignored_keys
 from pipeline.processor.rows import check_columns, made_id, merged, to_rows
 from pipeline.processor.stage import with_key, without_key
 from skipdecode.request import Request
@@ -52,6 +52,13 @@ def test_columns_that_are_refused_are_named() -> None:
         check_columns(["q"], CONFIG)
     with pytest.raises(ConfigError, match=r"input.id_column: column 'id' is double"):
         next(to_rows(pa.table({"prompt": ["x"], "id": [0.5]}), CONFIG))
+    chosen = build_config(JobConfig, {"input": {"id_column": "doc"}})
+    with pytest.raises(ConfigError, match=r"input.id_column: the dataset has no column 'doc'; there are: key, prompt"):
+        check_columns(["prompt", "key"], chosen)
+    with pytest.raises(ConfigError, match=r"input.id_column: .*; name another, or make it with preprocess"):
+        next(to_rows(pa.table({"prompt": ["x"]}), chosen))
+    check_columns(["prompt", "doc"], chosen)
+    check_columns(["prompt"], CONFIG)
     check_columns(["generated_text", "id"], build_config(JobConfig, {"input": {"prompt_column": "generated_text"}}))
 
 
@@ -62,6 +69,11 @@ def test_keys_that_say_nothing_to_a_stage() -> None:
     )
     assert ignored_keys(config) == ["input.path", "output", "limits.max_failed_rows"]
     assert ignored_keys(CONFIG) == []
+
+
+def test_a_chat_template_that_no_row_goes_through_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"input.chat_template: has no effect without input.chat or"):
+        build_processor({"input": {"chat_template": "x.jinja"}})
 
 
 def test_preprocess_puts_columns_over_those_of_the_row() -> None:

@@ -40,6 +40,12 @@ FOREIGN = [
     {"X-Real-IP": "10.0.0.5"},
     {"Forwarded": "for=127.0.0.1"},
     {"Via": "1.1 somewhere"},
+    {"CF-Connecting-IP": "10.0.0.5"},
+    {"X-Envoy-External-Address": "10.0.0.5"},
+    {"Fly-Client-IP": "10.0.0.5"},
+    {"X-Cluster-Client-IP": "10.0.0.5"},
+    {"Tailscale-User-Login": "somebody"},
+    {"X-Scheme": "https"},
 ]
 
 

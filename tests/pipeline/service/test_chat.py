@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actors import jinja_sandbox
 from actors.chat_template import check_messages
 from actors.generator import Generator, GeneratorConfig
 from pipeline.service.keys import digest
@@ -301,6 +303,25 @@ def test_values_that_ask_for_nothing(client: openai.OpenAI) -> None:
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is 'tiny'"):
         ask(client, model="gpt-9")
+
+
+def test_a_template_whose_process_others_end_is_the_servers_own_trouble(url: str) -> None:
+    is_done = threading.Event()
+
+    def end_all() -> None:
+        while not is_done.wait(0.001):
+            if (child := jinja_sandbox._child) is not None:
+                child._process.kill()
+
+    jinja_sandbox._drop()
+    killer = threading.Thread(target=end_all)
+    killer.start()
+    asked = {"model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"], "messages": USER}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+    is_done.set()
+    killer.join()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_rendered")
+    assert httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).status_code == 200
 
 
 def test_without_a_template_there_are_no_chats(tiny_checkpoint: Path, tmp_path: Path) -> None:

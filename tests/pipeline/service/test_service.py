@@ -137,11 +137,11 @@ def test_behind_a_proxy_of_rays_keys_are_a_must(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_key_may_have_any_letters(generator: Generator) -> None:
-    endpoint = make_endpoint(generator, [digest("schlüssel-🔑-1"), digest("clé-secrète")])
+    endpoint = make_endpoint(generator, [digest("schlüssel-🔑-1"), digest("clé-secrète"), digest("voilà")])
     with local(endpoint) as url:
         for key, status in (
             ("schlüssel-🔑-1".encode(), 200), ("clé-secrète".encode(), 200), ("clé-secrète".encode("latin-1"), 200),
-            ("clé-secrete".encode(), 401), (b"\xff\xfe", 401),
+            ("voilà".encode(), 200), ("clé-secrete".encode(), 401), (b"\xff\xfe", 401),
         ):  # fmt: skip
             answer = httpx.get(f"{url}/v1/models", headers={"Authorization": b"Bearer " + key})
             assert answer.status_code == status, key
@@ -407,6 +407,17 @@ def test_a_prompt_nested_to_any_depth() -> None:
         with pytest.raises(ApiError) as caught:
             parse_completion(parse_body(b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"), max_prompts=1)
         assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16", "utf-32-be"])
+def test_a_body_in_another_encoding_is_not_guessed(encoding: str) -> None:
+    with pytest.raises(ApiError) as caught:  # its brackets were not counted
+        parse_body('{"prompt": "a"}'.encode(encoding))
+    assert caught.value.status == 400
+
+
+def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    assert parse_body('{"prompt": "a"}'.encode("utf-8-sig")) == {"prompt": "a"}
 
 
 @pytest.mark.parametrize("body", [{"k" * 100_000: 1}, {"model": "m" * 100_000}, {"temperature": "t" * 100_000}])

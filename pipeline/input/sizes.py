@@ -1,0 +1,197 @@
+"""About what rows of Parquet and Arrow take in memory, said before they take it.
+
+A value that many rows share is stored once: in a dictionary, or under views. So a file of a kilobyte may stand for
+gigabytes. Left out: opening files and cutting them into blocks (`scan`, `read`, `arrow_files`).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.input.arrays import Mask, Rows
+from pipeline.input.parquet_columns import is_list_type
+from pipeline.input.row import BLOCK_BYTES
+
+VALUE_BYTES = 8  # of a value in a list: a number, or where its text begins
+OFFSET_BYTES = 4  # where a text begins
+VIEW_INTS = 4  # int32: the first is the length
+
+
+def encoded_columns(file: pq.ParquetFile) -> list[int]:
+    """Columns of text or bytes, nested ones too, of which some part is written as a dictionary; as Parquet counts."""
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    leaves = [leaf for field in file.schema_arrow for leaf in _leaves(field.type)]
+    if len(leaves) != file.metadata.num_columns:  # a type that we do not know
+        return []
+    found = [place for place, leaf in enumerate(leaves) if _has_length(leaf) or _is_view(leaf)]
+    return [place for place in found if any(group.column(place).has_dictionary_page for group in groups)]
+
+
+def _num_leaves(field: pa.Field) -> int:
+    return len(list(_leaves(field.type)))
+
+
+def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
+    """Types of the columns that Parquet has for one of this type, without dictionaries; null: of no use here."""
+    if isinstance(type_, pa.BaseExtensionType):
+        yield from _leaves(type_.storage_type)
+    elif pa.types.is_dictionary(type_):
+        yield from _leaves(type_.value_type)
+    elif pa.types.is_struct(type_):
+        yield from (leaf for child in type_ for leaf in _leaves(child.type))
+    elif pa.types.is_map(type_):
+        yield from (leaf for part in (type_.key_type, type_.item_type) for leaf in _leaves(part))
+    elif is_list_type(type_):
+        yield from _leaves(type_.value_type)
+    elif pa.types.is_nested(type_):
+        yield from (pa.null() for _ in _leaves(type_.value_type))
+    else:
+        yield type_
+
+
+def row_bytes(metadata: pq.FileMetaData, places: Sequence[int]) -> int:
+    """About what these columns of a row take in memory, in the row group where they take most: also where many values
+    in its lists are few bytes in the file, or values of one width are. Dictionaries of text and bytes are left out."""
+    widths = {place: width for place in places if (width := _width(metadata.schema.column(place)))}
+    most = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        stored = sum(group.column(place).total_uncompressed_size for place in places)
+        values = sum(group.column(place).num_values * width for place, width in widths.items())
+        most = max(most, max(stored, values) // max(group.num_rows, 1))
+    return most
+
+
+def _width(column: pq.ColumnSchema) -> int:
+    """At least so much takes each of its values, however few bytes it is in the file; 0: that is little."""
+    fixed = column.length if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
+    return max(fixed, VALUE_BYTES) if column.max_repetition_level else int(fixed)
+
+
+def parquet_batches(
+    source: pa.NativeFile, footer: pq.ParquetFile, most_rows: int, names: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """All columns, or those at the top with these names, whose text and bytes stay encoded: a dictionary of one value
+    may stand for a thousand of them. At most `most_rows`, and about BLOCK_BYTES without dictionaries."""
+    wanted = None if names is None else list(names)
+    places = [
+        place
+        for place, name in enumerate(
+            name for field in footer.schema_arrow for name in [field.name] * _num_leaves(field)
+        )
+        if wanted is None or name in wanted
+    ]
+    rows = max(1, min(most_rows, BLOCK_BYTES // max(row_bytes(footer.metadata, places), 1)))
+    encoded = [place for place in encoded_columns(footer) if place in places]
+    with pq.ParquetFile(
+        source,
+        metadata=footer.metadata,
+        page_checksum_verification=True,
+        read_dictionary=encoded,
+        arrow_extensions_enabled=False,  # else text of an extension type, as JSON is, does not stay encoded
+    ) as file:
+        yield from file.iter_batches(rows, columns=wanted)
+
+
+def block_cuts(sizes: Rows, max_bytes: int, max_rows: int) -> list[int]:
+    """Where to cut rows of these sizes so that no part has more than `max_rows`, or more than `max_bytes` in more than
+    one row."""
+    if sizes.sum() <= max_bytes:
+        return [*range(0, len(sizes), max_rows), len(sizes)]
+    ends, cuts = np.cumsum(sizes), [0]
+    while (start := cuts[-1]) < len(sizes):
+        before = int(ends[start - 1]) if start else 0
+        fit = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        cuts.append(min(max(fit, start + 1), start + max_rows, len(sizes)))
+    return cuts
+
+
+def row_sizes(batch: pa.RecordBatch) -> Rows:
+    """int64 [rows]: about what each takes without dictionaries and views."""
+    return sum((decoded_bytes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
+
+
+def own_values(column: pa.Array) -> pa.Array:
+    """A slice of nested values, copied: it still has the values of its neighbours, which a cast would decode too."""
+    return pa.concat_arrays([column[:0], column]) if pa.types.is_nested(column.type) else column
+
+
+def own_rows(batch: pa.RecordBatch, start: int, end: int) -> pa.RecordBatch:
+    """Some rows, without the nested values of their neighbours."""
+    if end - start == batch.num_rows:
+        return batch
+    part = batch[start:end]
+    return pa.RecordBatch.from_arrays([own_values(column) for column in part.columns], schema=part.schema)
+
+
+def without_bombs(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch, Mask]:
+    """Rows whose lists and structs would take more than `max_bytes` have null in these, and which they are."""
+    nested = {name: column for name, column in zip(batch.schema.names, batch.columns, strict=True)
+              if pa.types.is_nested(column.type)}  # fmt: skip
+    if not nested:
+        return batch, np.zeros(batch.num_rows, dtype=bool)
+    sizes = sum((decoded_bytes(column) for column in nested.values()), np.zeros(batch.num_rows, dtype=np.int64))
+    bad = sizes > max_bytes
+    if bad.any():
+        rows = pa.array(np.arange(batch.num_rows), mask=bad)  # a null index gives a null
+        for name, column in nested.items():
+            batch = batch.set_column(batch.schema.get_field_index(name), name, column.take(rows))
+    return batch, bad
+
+
+def decoded_bytes(column: pa.Array) -> Rows:
+    """int64 [rows]: about what each value takes without dictionaries and views."""
+    type_ = column.type
+    if isinstance(type_, pa.BaseExtensionType):
+        return decoded_bytes(column.storage)
+    if pa.types.is_dictionary(type_):
+        return np.append(decoded_bytes(column.dictionary), 0)[_numbers(column.indices, null=-1)]
+    if _has_length(type_):
+        return _numbers(pc.binary_length(column)) + OFFSET_BYTES
+    if _is_view(type_):
+        return _view_lengths(column) + OFFSET_BYTES
+    if pa.types.is_struct(type_):  # a null has values too, which a cast decodes
+        children = (column.field(place) for place in range(type_.num_fields))
+        return sum((decoded_bytes(child) for child in children), np.zeros(len(column), dtype=np.int64))
+    if pa.types.is_map(type_) or is_list_type(type_):
+        values = [column.keys, column.items] if pa.types.is_map(type_) else [column.values]
+        sizes = sum((decoded_bytes(part) for part in values), np.zeros(len(values[0]), dtype=np.int64))
+        total = np.concatenate([[0], np.cumsum(sizes)])
+        if pa.types.is_fixed_size_list(type_):
+            return np.asarray(
+                np.diff(total[np.arange(column.offset, column.offset + len(column) + 1) * type_.list_size])
+            )
+        return np.asarray(np.diff(total[_numbers(column.offsets)]))
+    return np.full(len(column), column.nbytes // max(len(column), 1), dtype=np.int64)
+
+
+def _numbers(column: pa.Array, null: int = 0) -> Rows:
+    """What `to_numpy` gives, which imports pandas: that takes longer than many a file."""
+    end = column.offset + len(column)
+    found = np.frombuffer(column.buffers()[1] or b"", str(column.type), end)[column.offset :].astype(np.int64)
+    return np.where(_is_valid(column), found, null) if column.null_count else found
+
+
+def _view_lengths(column: pa.Array) -> Rows:
+    """Which Arrow's own function does not know: each view begins with it."""
+    end = column.offset + len(column)
+    views = np.frombuffer(column.buffers()[1] or b"", np.int32, end * VIEW_INTS).reshape(end, VIEW_INTS)
+    return np.where(_is_valid(column), views[column.offset :, 0], 0).astype(np.int64)
+
+
+def _is_valid(column: pa.Array) -> Mask:
+    valid = column.is_valid()
+    bits = np.frombuffer(valid.buffers()[1] or b"", np.uint8)
+    return np.unpackbits(bits, bitorder="little")[valid.offset : valid.offset + len(column)].astype(bool)
+
+
+def _has_length(type_: pa.DataType) -> bool:
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(check(type_) for check in checks)
+
+
+def _is_view(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_string_view(type_) or pa.types.is_binary_view(type_))
