@@ -168,7 +168,6 @@ class Lease:
             self._folder.write_text(LEASE, self._text())
         else:  # as long as before, and one write: nobody reads half of it
             os.pwrite(self._file, self._text().encode(), 0)
-            os.fsync(self._file)  # another machine may look at it
 
     def _text(self) -> str:
         lease: LeaseState = {
