@@ -1,10 +1,11 @@
 """A verb called in the process of the test, as its users call it in one of its own."""
 
 import json
-from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+
+from pipeline.store.run_folder import RunFolder
 
 
 class Verb(Protocol):
@@ -27,7 +28,8 @@ class Call:
         lines = captured.out.splitlines()
         document = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}  # Ray prints to stdout too
         if "report" in document:  # its key figures; the whole is report.json
-            report = json.loads(Path(document["report"]).read_text(encoding="utf-8"))
+            root, _, name = str(document["report"]).rpartition("/")
+            report = json.loads(RunFolder.open(root).read_text(name) or "")  # of an object store too
             for name in document.keys() & report.keys():  # a figure may be shown in part, and never otherwise
                 shown, whole = document[name], report[name]
                 assert shown == ({key: whole[key] for key in shown} if isinstance(shown, dict) else whole), name
