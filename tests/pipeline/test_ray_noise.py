@@ -67,6 +67,7 @@ def test_the_warning_is_hidden_where_ray_data_starts_a_worker(
     assert capfd.readouterr().err == "started\n"
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_healthy_run_prints_no_line_that_looks_like_an_error(tiny_checkpoint: Path, tmp_path: Path) -> None:
     source = write_prompts(tmp_path / "in.jsonl", 20)
