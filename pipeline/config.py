@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from pipeline.config_tree import ConfigError, Section, build_config, read_tree, set_key
 from pipeline.input_config import InputConfig
-from skipdecode.config import DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.config import MAX_LOGPROBS, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.gpus import MEMORY_SHARE
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
 
 
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
-MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_SAMPLES = 1024  # of a document
 
 

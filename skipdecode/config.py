@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
+MAX_LOGPROBS = 20  # likeliest tokens beside each
 Quantization = Literal["int8"]
 WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
 """Of a model that decodes: weights as whole numbers of 8 bits times a scale per output; the embedding stays."""

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
-from skipdecode.config import Quantization
+from skipdecode.config import MAX_LOGPROBS, Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.generate import Completion, Request
 from skipdecode.generate import generate as decode_batch
@@ -26,7 +26,6 @@ from skipdecode.weights import load_model
 
 DECODE_KEYS = frozenset({"method", "ffn_skip"}).union(*METHOD_KEYS.values())
 OF_JOBS = frozenset({"lossless", "draft_tokens", "prefix", "n", "deterministic", "prompt_logprobs"})
-MAX_LOGPROBS = 20  # as of a configuration
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
