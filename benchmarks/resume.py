@@ -29,7 +29,7 @@ from pipeline.generate.row_index import TASK, index_outputs, mark_rows, match_ro
 from pipeline.input.files import list_input
 from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY
 from pipeline.input.plan import plan_input
-from pipeline.input.source import read_rest
+from pipeline.input.read import read_rest
 from pipeline.schema import OUTPUT_SCHEMA
 from pipeline.store.run_folder import STATUSES, RunFolder
 

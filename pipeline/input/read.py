@@ -1,6 +1,6 @@
 """One file of a plan -> blocks of rows with the columns of the plan, as a stream.
 
-Left out: rows that are done already, and Ray (`source`).
+Left out: which rows are done (`match`), and Ray (`source`).
 """
 
 import itertools
@@ -21,6 +21,7 @@ from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import ARROW, iter_rows
 from pipeline.input.ids import RowNames, already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
+from pipeline.input.match import DoneRows
 from pipeline.input.parquet_columns import (
     cast_plain,
     parquet_ids,
@@ -38,6 +39,19 @@ from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_T
 READ_ROWS = 16384  # of Parquet at a time, encoded: what a dictionary holds is measured once for all of them
 
 Blocks = Generator[Documents, None, None]
+
+
+def read_rest(
+    plan: InputPlan, done: DoneRows | None, index: int, config: InputConfig, prompter: Prompter | None = None
+) -> Iterator[pa.Table]:
+    """The rows of file `index` that are not done."""
+    is_done = None if done is None else done.of_file(index, plan.num_rows_per_file[index])
+    first = 0
+    for block in read_file(plan, index, config, prompter=prompter, is_done=is_done):
+        rest = block if is_done is None else block.filter(pa.array(~is_done[first : first + len(block)]))
+        first += len(block)
+        if len(rest):
+            yield rest
 
 
 def read_file(

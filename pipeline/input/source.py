@@ -17,7 +17,7 @@ from pipeline.config import InputConfig
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.input.prompting import Prompter
-from pipeline.input.read import read_file
+from pipeline.input.read import read_rest
 
 
 class CorpusDatasource(Datasource):  # type: ignore[misc]
@@ -84,16 +84,3 @@ def _reader(
         yield from read_rest(ray.get(plan), None if done is None else ray.get(done), index, config, ray.get(prompter))
 
     return read_corpus_file
-
-
-def read_rest(
-    plan: InputPlan, done: DoneRows | None, index: int, config: InputConfig, prompter: Prompter | None = None
-) -> Iterator[pa.Table]:
-    """The rows of file `index` that are not done."""
-    is_done = None if done is None else done.of_file(index, plan.num_rows_per_file[index])
-    first = 0
-    for block in read_file(plan, index, config, prompter=prompter, is_done=is_done):
-        rest = block if is_done is None else block.filter(pa.array(~is_done[first : first + len(block)]))
-        first += len(block)
-        if len(rest):
-            yield rest

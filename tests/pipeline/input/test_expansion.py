@@ -16,10 +16,9 @@ from pipeline.input.expand import MAX_DOCUMENT_BYTES, Documents, expand
 from pipeline.input.expansion import LINES_BEFORE, Expansion
 from pipeline.input.files import list_input
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
-from pipeline.input.read import read_file
+from pipeline.input.read import read_file, read_rest
 from pipeline.input.row import BLOCK_BYTES
 from pipeline.input.scan import scan_file
-from pipeline.input.source import read_rest
 from pipeline.schema import RESERVED_COLUMNS, SOURCE_SCHEMA
 from tests.support.input_helpers import make_config, make_plan, read_rows, refuse, write, write_jsonl, write_parquet
 from tests.support.saved_datasets import write_stream
