@@ -234,6 +234,17 @@ def kept_rows(size: int, num_running: int, compact_at: float, graphs: StepGraphs
     return num_running if graphs is None else min(size, graphs.rows_for(num_running))
 
 
+def carried_rows(lengths: Sequence[int], compact_at: float = COMPACT_AT, check_every: int = 1) -> list[int]:
+    """Rows in the batch at each decode step (`BatchStats.batch_rows`) where row i makes `lengths[i]` tokens: ended rows
+    are carried until they are dropped. Without graphs, whose sizes are rounded up."""
+    carried, size = [], len(lengths)
+    for made in range(1, max(lengths)):
+        if made == 1 or made % check_every == 0:
+            size = kept_rows(size, sum(length > made for length in lengths), compact_at, None)
+        carried.append(size)
+    return carried
+
+
 def rounded_columns(longest: int) -> int:
     """Columns for prompts up to `longest` tokens where requests come as they please (a server)."""
     return -(-longest // PROMPT_STEP) * PROMPT_STEP

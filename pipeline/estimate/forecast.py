@@ -13,12 +13,13 @@ from typing import Final
 from actors.batching import Batch
 from actors.generator import FIRST_PAIRS, MAX_BATCH_ROWS, Generator
 from pipeline.config import JobConfig
-from pipeline.estimate.measure import Measured, at_level, predicted_s
+from pipeline.estimate.measure import Measured, at_level, predicted_s, rows_by_step
 from pipeline.estimate.sample import Sample
 from skipdecode.generate import Request
 from skipdecode.plan import Schedule
 
 WINDOWS: Final = 2
+SIMILAR: Final = 8  # answers that one is drawn from
 START_S: Final = 7.0  # Ray, its workers and the first reads, beside loading the model: a laptop, bytecode at hand
 
 
@@ -91,7 +92,6 @@ def forecast(
 def seconds_per_row(generator: Generator, requests: Sequence[Request], measured: Measured, shape: Shape) -> float:
     """Of one worker, passes at full depth included. `requests`: a sample, in the order of the input."""
     rng = random.Random(0)
-    answers = [new for _, new in measured.lengths]
     is_full = generator.schedule(shape.max_new_tokens) == generator.full
     total_s = full_s = 0.0
     num_rows = num_batches = 0
@@ -100,12 +100,19 @@ def seconds_per_row(generator: Generator, requests: Sequence[Request], measured:
         window = [requests[(start + row) % len(requests)] for row in range(shape.window_rows)]
         for batch in generator.cut(window):
             chosen = [window[row] for row in batch.rows]
-            new = rng.choices(answers, k=len(chosen))
+            new = [rng.choice(similar_answers(measured, len(request.prompt_tokens))) for request in chosen]
             total_s += batch_s(generator, measured, chosen, batch, new)
             full_s += 0.0 if is_full else batch_s(generator, measured, chosen, batch, new, generator.full)
             num_rows, num_batches = num_rows + len(chosen), num_batches + 1
     run_batches = max(1, round(num_batches * shape.rows / shape.actors / num_rows))
     return (total_s + full_s * paired_batches(run_batches, shape.baseline_fraction) / run_batches) / num_rows
+
+
+def similar_answers(measured: Measured, prompt_tokens: int) -> list[int]:
+    """Tokens of the answers to the prompts whose length is nearest: long prompts often have long answers, and a batch
+    is of prompts of about one length."""
+    nearest = sorted(measured.lengths, key=lambda pair: abs(pair[0] - prompt_tokens))
+    return [new for _, new in nearest[:SIMILAR]]
 
 
 def batch_s(
@@ -117,9 +124,9 @@ def batch_s(
     schedule: Schedule | None = None,
 ) -> float:
     """Of a batch whose answers are that long."""
-    prefill, decode = predicted_s(generator, measured.ceilings, chosen, batch, new, schedule)
-    steps = max(max(new) - 1, 0)
-    rows = sum(max(length - 1, 0) for length in new) / steps if steps else len(new)
+    carried = rows_by_step(generator, chosen, batch, new)
+    prefill, decode = predicted_s(generator, measured.ceilings, chosen, batch, carried, schedule)
+    rows = sum(carried) / len(carried) if carried else len(new)
     level = at_level(measured.levels, rows)
     return prefill * level.prefill + decode * level.decode
 

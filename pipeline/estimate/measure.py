@@ -15,6 +15,7 @@ from typing import Final
 
 from actors.batching import Batch, bucket_of
 from actors.generator import Generator
+from skipdecode.cohort import CHECK_EVERY, carried_rows
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Request
 from skipdecode.plan import Schedule
@@ -66,11 +67,11 @@ def level_of(
     prefill = decode = said_prefill = said_decode = 0.0
     row_steps = steps = 0
     for batch, result in results:
-        new = [len(answer.tokens) for answer in result.completions]
-        said = predicted_s(generator, ceilings, [requests[row] for row in batch.rows], batch, new)
+        carried = result.stats.batch_rows
+        said = predicted_s(generator, ceilings, [requests[row] for row in batch.rows], batch, carried)
         said_prefill, said_decode = said_prefill + said[0], said_decode + said[1]
         prefill, decode = prefill + result.stats.prefill_s, decode + result.stats.decode_s
-        row_steps, steps = row_steps + sum(max(length - 1, 0) for length in new), steps + max(max(new) - 1, 0)
+        row_steps, steps = row_steps + sum(carried), steps + len(carried)
     rows = row_steps / steps if steps else fmean(len(batch.rows) for batch, _ in results)
     at_prompts = prefill / said_prefill if said_prefill else 1.0
     return Level(rows, at_prompts, decode / said_decode if said_decode else at_prompts)
@@ -81,11 +82,12 @@ def predicted_s(
     ceilings: Ceilings,
     chosen: Sequence[Request],
     batch: Batch,
-    new: Sequence[int],
+    carried: Sequence[int],
     schedule: Schedule | None = None,
 ) -> tuple[float, float]:
-    """(prefill, decode) seconds of a batch whose answers are that long, by the cost model alone: rows leave it as they
-    end. `schedule`: None: its own."""
+    """(prefill, decode) seconds of a batch with so many rows at each decode step, by the cost model alone.
+
+    `schedule`: None: its own."""
     own = generator.schedule(chosen[0].sampling.max_new_tokens)
     return predict_s(
         generator.model.config,
@@ -93,11 +95,19 @@ def predicted_s(
         ceilings,
         prompt_columns=max(len(request.prompt_tokens) for request in chosen),
         rows=len(chosen),
-        batch_rows=[sum(length > step + 1 for length in new) for step in range(max(new) - 1)],
+        batch_rows=carried,
         itemsize=generator.dtype.itemsize,
         weight_itemsize=generator.model.weight_itemsize,
         sharing=generator.shared_shape(batch, chosen, own),
     )
+
+
+def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: Batch, new: Sequence[int]) -> list[int]:
+    """Of a batch whose answers are that long: rows at each decode step, ended ones that are carried along included."""
+    if generator.config.deterministic:
+        rows = generator.batch_size(batch.bucket, max(request.sampling.max_new_tokens for request in chosen))
+        return [rows] * (max(new) - 1)
+    return carried_rows(new, check_every=CHECK_EVERY[generator.device.type])
 
 
 def at_level(levels: Sequence[Level], rows: float) -> Level:

@@ -25,10 +25,11 @@ from pipeline.estimate.forecast import (
     forecast,
     paired_batches,
     seconds_per_row,
+    similar_answers,
     window_rows,
 )
 from pipeline.estimate.live import LiveEstimate
-from pipeline.estimate.measure import MAX_DECODED_ROWS, Level, at_level, measure
+from pipeline.estimate.measure import MAX_DECODED_ROWS, Level, at_level, measure, rows_by_step
 from pipeline.estimate.sample import Sample, sample_rows
 from pipeline.handles import Pace
 from pipeline.input.prompting import Prompter
@@ -184,6 +185,25 @@ def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:
     alone = Generator(replace(config, shares_prefixes=False))
     assert any(batch.marks for batch in sharing.cut(rows))
     assert seconds_per_row(sharing, rows, measured, shape()) < seconds_per_row(alone, rows, measured, shape())
+
+
+def test_rows_that_have_ended_are_priced_while_they_are_carried(tiny_checkpoint: Path) -> None:
+    config = GeneratorConfig(str(tiny_checkpoint), {"method": "full"}, dtype="float32", device="cpu")
+    new = [2, 3, 3, 5, 9, 12, 12, 17, 20, 20]
+    chosen = [Request(f"r{i}", [5] * 10, replace(FIXED, max_new_tokens=count)) for i, count in enumerate(new)]
+    for own in (Generator(config), Generator(replace(config, deterministic=True))):
+        ((batch, result),) = own.decode_batches(chosen)
+        assert [len(answer.tokens) for answer in result.completions] == new
+        by_step = rows_by_step(own, chosen, batch, new)
+        assert by_step == result.stats.batch_rows
+        assert sum(by_step) > sum(count - 1 for count in new)
+
+
+def test_answers_are_drawn_from_those_to_prompts_of_about_that_length(generator: Generator) -> None:
+    measured = replace(measure(generator, requests(8)), lengths=[(length, length * 2) for length in range(10, 74)])
+    assert sorted(similar_answers(measured, 40)) == [2 * length for length in range(36, 44)]
+    assert max(similar_answers(measured, 1)) == 34
+    assert similar_answers(replace(measured, lengths=[(10, 7)]), 500) == [7]
 
 
 def test_levels_are_interpolated_by_the_logarithm_of_rows() -> None:
