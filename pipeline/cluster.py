@@ -69,6 +69,8 @@ def start_ray() -> Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # a worker takes 0.7 % of a core while it waits: no more of them than there is work for
         os.environ.setdefault("RAY_num_workers_soft_limit", str(max(1, cores // 2)))
+        # nor are they ended after a second, to be started again for the next window: that takes a core for one
+        os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "30000")
         os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")  # new logs not looked for all the time
     elif not ray.is_initialized() and (forced := os.environ.get(VARIABLE)) and VARIABLE not in job_env_vars():
         runtime_env = {"env_vars": {VARIABLE: forced}}  # workers of an embedded Ray have it from this process
