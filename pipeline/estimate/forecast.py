@@ -20,6 +20,9 @@ from skipdecode.plan import Schedule
 
 WINDOWS: Final = 2
 SIMILAR: Final = 8  # answers that one is drawn from
+# Seconds of a batch in a worker, over those in a process with the machine to itself, where decoding takes all cores:
+# what is beside it holds one core for moments, and the others wait for it (docs/results/speed.md, What Ray costs).
+BESIDE_RAY: Final = {"cpu": 1.15, "cuda": 1.0}
 START_S: Final = 7.0  # Ray, its workers and the first reads, beside loading the model: a laptop, bytecode at hand
 
 
@@ -77,6 +80,7 @@ def forecast(
     answers = [new for _, new in measured.lengths]
     good = shape.rows * sample.good_share
     per_row_s = seconds_per_row(generator, sample.requests, measured, shape)
+    per_row_s *= BESIDE_RAY[generator.device.type]
     duration_s = START_S + generator.load_s + good * per_row_s / shape.actors
     return Estimate(
         **vars(known)
