@@ -199,8 +199,15 @@ def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: 
 def encode_pairs(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], eos_token_id: int, is_cut: Sequence[bool] | None = None
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt tokens with BOS where the model has one, response tokens with EOS unless it was cut) of each pair."""
+    """(prompt tokens with BOS where the model has one, response tokens with EOS unless it was cut) of each pair.
+
+    A prompt that a chat template made may bring its own BOS, and gets no second one.
+    """
     ends = [[eos_token_id] if is_whole else [] for is_whole in map(not_, is_cut or [False] * len(pairs))]
-    prompts = tokenizer.encode([prompt for prompt, _ in pairs])
+    front = list(tokenizer.front)
+    prompts = [
+        tokens[len(front) :] if front and tokens[: 2 * len(front)] == 2 * front else tokens
+        for tokens in tokenizer.encode([prompt for prompt, _ in pairs])
+    ]
     responses = tokenizer.encode_rendered([response for _, response in pairs])
     return [(p, [*r, *end]) for p, r, end in zip(prompts, responses, ends, strict=True)]

@@ -148,6 +148,15 @@ def test_tokens_begin_with_bos_and_end_with_eos(tokenizer_folder: Path) -> None:
     assert second[0] == [2]  # an empty prompt is BOS alone
 
 
+def test_a_prompt_that_a_chat_template_made_begins_with_one_bos(tokenizer_folder: Path) -> None:
+    config = OPTConfig(vocab_size=320, bos_token_id=2, eos_token_id=3)
+    tokenizer = Tokenizer(tokenizer_folder, config)
+    bos = next(text for text in ("<s>", "</s>", "<pad>", "<unk>") if tokenizer.encode_rendered([text]) == [[2]])
+    (rendered, plain) = encode_pairs(tokenizer, [(f"{bos}a pub", "cheap"), ("a pub", "cheap")], config.eos_token_id)
+    assert rendered == plain
+    assert rendered[0].count(2) == 1
+
+
 def test_a_response_has_no_bos_and_loses_no_token_where_the_model_has_none(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level("qwen2"), "qwen2", tokenizer_class="Qwen2Tokenizer")
     shape = {"vocab_size": 400, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
