@@ -16,6 +16,7 @@ from skipdecode.config import MAX_LOGPROBS, Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.generate import Completion, Request
 from skipdecode.generate import generate as decode_batch
+from skipdecode.hub import resolve_source
 from skipdecode.placing import choose_device, choose_dtype
 from skipdecode.plan import Schedule
 from skipdecode.request import TokenLogprobs, refuse_too_long
@@ -79,15 +80,18 @@ def load(
     `dtype`: auto, float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it. `device`: auto
     takes the GPU if there is one. `quantization`: `int8` weights.
     """
+    if not str(source):
+        raise ValueError("source: must be a folder, a hub id or a .gguf file, got ''")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if quantization not in (None, *get_args(Quantization)):
         raise ValueError(f"quantization: must be {' or '.join(get_args(Quantization))}, or None, got {quantization!r}")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise ValueError(f"device: must be auto, cpu or cuda, got {device!r}")
+    files = source if tokenizer is None else resolve_source(str(tokenizer), "tokenizer")
     place = choose_device(device)
     model = load_model(source, adapter=adapter, device=place, dtype=choose_dtype(dtype, place)).pack(quantization)
-    return TextModel(model, Tokenizer(tokenizer or source, model.config))
+    return TextModel(model, Tokenizer(files, model.config))
 
 
 def generate(
@@ -157,7 +161,8 @@ def _is_int(value: object, low: int, high: int = sys.maxsize) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """That a float holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < sys.float_info.max
 
 
 def _is_text(value: object) -> bool:

@@ -94,9 +94,9 @@ def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int)
         if key not in allowed and not (method == "full" and key == "speedup" and given[key] == 1):
             raise ValueError(f"decode.{key}: has no meaning with method {method!r}; {_remedy(key, allowed)}")
     for key, value in given.items():
-        if key == "speedup" and not isinstance(value, int | float):
+        if key == "speedup" and (not isinstance(value, int | float) or isinstance(value, bool)):
             raise ValueError(f"decode.speedup: expected a number, got {value!r}")
-        if key != "speedup" and not isinstance(value, int):
+        if key != "speedup" and (not isinstance(value, int) or isinstance(value, bool)):
             raise ValueError(f"decode.{key}: expected a whole number, got {value!r}")
     return make(given, num_layers, max_new_tokens)
 

@@ -14,8 +14,8 @@ from pipeline.generate.chat import find_chat_template, used_chat_template
 from pipeline.generate.plan import check_score_columns
 from pipeline.generate.spec import make_sampling, tokenize_config
 from pipeline.input.files import Listing
-from pipeline.input.plan import plan_input
-from pipeline.input.prompting import Prompter
+from pipeline.input.plan import columns_of, plan_input
+from pipeline.input.prompting import Prompter, unknown_names
 from pipeline.input.scan import scan_file
 from pipeline.units import Note
 from skipdecode.hub import resolve_source
@@ -41,14 +41,17 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, n
     check_score_columns(plan, config)
     chat = find_chat_template(config, worker.model)
     chat = used_chat_template(chat, config, listing.format, scans, note)
-    prompter = Prompter.of(config.input, listing.format, chat, datetime.now(UTC))
+    columns = columns_of(scans, listing.format)
+    for text in unknown_names(config.input, columns):
+        note(text)
+    prompter = Prompter.of(config.input, listing.format, chat, datetime.now(UTC), columns=columns)
     sampling = make_sampling(config)
     source, own = str(worker.model.folder), config.model.tokenizer
     tokenizer = source if own is None else str(resolve_source(own, "model.tokenizer"))
     tokens = tokenize_config(config, tokenizer, worker.model.config, sampling, listing.format)
     wide = sample_rows(plan, config.input, prompter, tokens, sampling, SAMPLED_ROWS)
     if not wide.requests:
-        raise ConfigError("input.path", f"none of the first {wide.num_rows} rows can be decoded")
+        raise ConfigError("input.path", f"none of the first {wide.num_rows} rows can be decoded: {wide.problem}")
     generator = worker.generator
     has_gpu = generator is not None and generator.device.type == "cuda"
     shape = Shape(

@@ -12,6 +12,7 @@ from typing import Final
 
 from actors.batching import Batch
 from actors.generator import FIRST_PAIRS, MAX_BATCH_ROWS, Generator
+from actors.scoring import is_scored_alone
 from pipeline.config import JobConfig
 from pipeline.estimate.measure import Measured, at_level, predicted_s, rows_by_step
 from pipeline.estimate.sample import Sample
@@ -59,11 +60,12 @@ class Shape:
 def count_tokens(sample: Sample, shape: Shape, price_per_hour: float | None) -> Estimate:
     """What is known without decoding."""
     good = shape.rows * sample.good_share
+    limits = [request.sampling.max_new_tokens for request in sample.requests]
     return Estimate(
         rows=shape.rows,
         input_tokens=round(good * sample.mean_prompt_tokens),
         output_tokens=None,
-        max_output_tokens=round(good * shape.max_new_tokens),
+        max_output_tokens=round(good * sum(limits) / max(len(limits), 1)),
         sampled_rows=sample.num_rows,
         decoded_rows=0,
         actors=shape.actors,
@@ -98,7 +100,7 @@ def seconds_per_row(generator: Generator, requests: Sequence[Request], measured:
     rng = random.Random(0)
     is_full = generator.schedule(shape.max_new_tokens) == generator.full
     total_s = full_s = 0.0
-    num_rows = num_batches = 0
+    num_rows = num_turns = 0
     for number in range(WINDOWS):
         start = number * max(len(requests) // WINDOWS, 1)
         window = [requests[(start + row) % len(requests)] for row in range(shape.window_rows)]
@@ -106,17 +108,19 @@ def seconds_per_row(generator: Generator, requests: Sequence[Request], measured:
             chosen = [window[row] for row in batch.rows]
             new = [rng.choice(similar_answers(measured, len(request.prompt_tokens))) for request in chosen]
             total_s += batch_s(generator, measured, chosen, batch, new)
-            full_s += 0.0 if is_full else batch_s(generator, measured, chosen, batch, new, generator.full)
-            num_rows, num_batches = num_rows + len(chosen), num_batches + 1
-    run_batches = max(1, round(num_batches * shape.rows / shape.actors / num_rows))
-    return (total_s + full_s * paired_batches(run_batches, shape.baseline_fraction) / run_batches) / num_rows
+            num_rows += len(chosen)
+            if not is_scored_alone(chosen[0]):  # else it takes no turn
+                full_s += 0.0 if is_full else batch_s(generator, measured, chosen, batch, new, generator.full)
+                num_turns += 1
+    run_turns = max(1, round(num_turns * shape.rows / shape.actors / num_rows))
+    return (total_s + full_s * paired_batches(run_turns, shape.baseline_fraction) / run_turns) / num_rows
 
 
 def similar_answers(measured: Measured, prompt_tokens: int) -> list[int]:
-    """Tokens of the answers to the prompts whose length is nearest: long prompts often have long answers, and a batch
-    is of prompts of about one length."""
-    nearest = sorted(measured.lengths, key=lambda pair: abs(pair[0] - prompt_tokens))
-    return [new for _, new in nearest[:SIMILAR]]
+    """Tokens of the answers to the prompts whose length is nearest, SIMILAR or all that are as near: long prompts often
+    have long answers, and a batch is of prompts of about one length."""
+    far = sorted(abs(prompt - prompt_tokens) for prompt, _ in measured.lengths)[:SIMILAR][-1]
+    return [new for prompt, new in measured.lengths if abs(prompt - prompt_tokens) <= far]
 
 
 def batch_s(

@@ -5,9 +5,9 @@ out: decoding them (`measure`).
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pipeline.config import InputConfig
 from pipeline.input.plan import InputPlan
-from pipeline.input.prompting import OutOfTime, Prompter
+from pipeline.input.prompting import Made, Prompter
 from pipeline.input.read import read_file
 from pipeline.stages.tokens import TokenizeConfig, tokenize
 from pipeline.stages.window import Window
@@ -24,7 +24,7 @@ from skipdecode.sampling import Sampling
 
 MAX_FILES: Final = 16
 READ_ROWS, READ_BYTES = 4096, 32 << 20  # from the beginning of each of these, about
-PROMPTS_S: Final = 5.0  # for all prompts that are made of columns; those of a block are finished
+PROMPTS_S: Final = 5.0  # of making prompts, for all of them; those of a block are finished
 MADE_ROWS: Final = 64  # a block of them
 SPOTS: Final = 4
 """Runs of neighbours that a sample is made of."""
@@ -36,6 +36,8 @@ class Sample:
     """Of the rows that can be decoded, in order."""
     num_rows: int
     """All of the sample."""
+    problem: str = ""
+    """What is wrong with the first of the others."""
 
     @property
     def good_share(self) -> float:
@@ -60,36 +62,63 @@ def sample_rows(
     filled = [index for index, rows in enumerate(plan.num_rows_per_file) if rows]
     count = min(max_files, len(filled))
     quota, spots = max(1, max_rows // count), max(1, SPOTS // count)
-    if prompter is not None:
-        prompter = replace(prompter, ends_at=time.monotonic() + PROMPTS_S)
+    making = None if prompter is None else _Making(prompter)
     requests: list[Request] = []
-    num_rows = 0
-    for index in (filled[len(filled) * number // count] for number in range(count)):
-        for part in _parts(plan, index, config, prompter, quota, spots):
+    num_rows, problem = 0, ""
+    for number in range(count):
+        if making is not None:
+            making.allow(PROMPTS_S * (number + 1) / count)
+        for part in _parts(plan, filled[len(filled) * number // count], config, making, quota, spots):
+            window = Window.of(tokenize(part, config=tokens), sampling)
             num_rows += part.num_rows
-            requests += Window.of(tokenize(part, config=tokens), sampling).requests
-    return Sample(requests, num_rows)
+            requests += window.requests
+            problem = problem or next(filter(None, window.table["error_message"].to_pylist()), "")
+    return Sample(requests, num_rows, problem)
+
+
+class _OutOfTime(Exception):
+    """Making prompts took as long as it may."""
+
+
+class _Making:
+    """A prompter that stops once it has taken the time that it may: its own, for a file may be slow to read."""
+
+    def __init__(self, prompter: Prompter) -> None:
+        self._prompter, self._taken_s, self._allowed_s = prompter, 0.0, 0.0
+
+    def allow(self, seconds: float) -> None:
+        """In all, since the beginning. What is begun is finished, and the first block is made whatever it takes."""
+        self._allowed_s = seconds
+
+    def make(self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]) -> list[Made]:
+        if self._taken_s > self._allowed_s:
+            raise _OutOfTime
+        begun = time.monotonic()
+        try:
+            return self._prompter.make(name, fields, prompts)
+        finally:
+            self._taken_s += time.monotonic() - begun
 
 
 def _parts(
-    plan: InputPlan, index: int, config: InputConfig, prompter: Prompter | None, quota: int, spots: int
+    plan: InputPlan, index: int, config: InputConfig, making: _Making | None, quota: int, spots: int
 ) -> list[pa.Table]:
     """Runs of neighbours, with their prompts; fewer where making these takes too long."""
     head = _head(read_file(plan, index, config))
     spots = spots if head.num_rows > quota else 1
     starts = [head.num_rows * spot // spots for spot in range(spots)]
     length = max(1, quota // spots)
-    if prompter is not None:  # a template may be slow: nothing is made that is not looked at
+    if making is not None:  # a template may be slow: nothing is made that is not looked at
         is_skipped = np.ones(head.num_rows, bool)
         for start in starts:
             is_skipped[start : start + length] = False
-        made = read_file(plan, index, config, MADE_ROWS, prompter, is_skipped)
+        made = read_file(plan, index, config, MADE_ROWS, making, is_skipped)
         head = _head(_in_time(made), head.num_rows)
     return [head.slice(start, length) for start in starts if start < head.num_rows]
 
 
 def _in_time(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    with suppress(OutOfTime):
+    with suppress(_OutOfTime):
         yield from blocks
 
 

@@ -41,6 +41,7 @@ def open_place(target: RunFolder) -> Iterator[Place]:
 
 @contextmanager
 def _on_disk(root: str) -> Iterator["_Disk"]:
+    root = os.path.realpath(root)  # a link cannot be replaced by a folder
     above, name = os.path.split(root)
     make_folder(above)
     aside = os.path.join(above, f".{name}.{uuid.uuid4().hex[:8]}.tmp")

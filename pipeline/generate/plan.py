@@ -20,9 +20,9 @@ from pipeline.generate.places import check_apart, check_output, has_all_rows
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.input.expansion import LINES_BEFORE, LINES_NOW, Expansion
 from pipeline.input.files import list_input
-from pipeline.input.plan import InputPlan, plan_input
+from pipeline.input.plan import InputPlan, columns_of, plan_input
 from pipeline.input.prompting import Prompter, unknown_names
-from pipeline.schema import PROMPT, score_schema
+from pipeline.schema import score_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from pipeline.units import Note, count
@@ -81,7 +81,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     check_score_columns(plan, config)
     id_sum = sum_input(plan, scans, config.input)
     note(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
-    columns = {name for scan in scans for name in scan.columns} | ({PROMPT} if listing.format == "text" else set())
+    columns = columns_of(scans, listing.format)
     for text in unknown_names(config.input, columns):
         note(text)
     chat = used_chat_template(chat, config, listing.format, scans, note)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.input.arrays import Mask
 from pipeline.input.expansion import Expansion
-from pipeline.input.prompting import Failure, Made, Prompter
+from pipeline.input.prompting import Failure, Made, PromptMaker
 from pipeline.input.row import BLOCK_BYTES
 from pipeline.schema import BAD_LINE, ID, PROMPT, SOURCE_ID, SOURCE_SCHEMA
 
@@ -67,7 +67,7 @@ def expand(
     documents: Documents,
     expansion: Expansion,
     schema: pa.Schema,
-    prompter: Prompter | None,
+    prompter: PromptMaker | None,
     is_done: Mask | None,
     rows_per_block: int,
 ) -> Iterator[pa.Table]:
@@ -89,7 +89,7 @@ def expand(
 
 
 def _all_rows(
-    documents: Documents, expansion: Expansion, prompter: Prompter | None, is_done: Mask | None
+    documents: Documents, expansion: Expansion, prompter: PromptMaker | None, is_done: Mask | None
 ) -> Iterator[_Made]:
     first = 0
     for start, end in itertools.pairwise(_cuts(documents, expansion)):
@@ -113,7 +113,7 @@ def _cuts(documents: Documents, expansion: Expansion) -> list[int]:
 
 
 def _rows(
-    part: Documents, start: int, expansion: Expansion, prompter: Prompter | None, is_done: Mask
+    part: Documents, start: int, expansion: Expansion, prompter: PromptMaker | None, is_done: Mask
 ) -> Iterator[_Made]:
     """`start`: number of the part's first document."""
     ids, prompts = part.table[ID].to_pylist(), part.table[PROMPT].to_pylist()

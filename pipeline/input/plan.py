@@ -91,6 +91,11 @@ class InputPlan:
         return replace(self, duplicates=tuple(np.split(local, cuts)), duplicate_of=tuple(np.split(firsts[order], cuts)))
 
 
+def columns_of(scans: Sequence[FileScan], format: str) -> set[str]:
+    """All that some file has, by the names that templates know them by."""
+    return {name for scan in scans for name in scan.columns} | ({PROMPT} if format == "text" else set())
+
+
 def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig) -> InputPlan:
     """Puts the scans together, one per file in the order of the listing: columns and limit; no duplicates yet.
 

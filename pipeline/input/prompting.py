@@ -6,12 +6,11 @@ Left out: the sandbox that renders (`actors.jinja_sandbox`), and where a checkpo
 """
 
 import json
-import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from typing import Protocol
 
 from actors.chat_template import ChatTemplate, Message, MessagesError, check_messages
 from actors.jinja_sandbox import RendererEnded, Template, TemplateError
@@ -42,12 +41,16 @@ class Failure:
         return self.code, f"{place}: {self.reason}"
 
 
-class OutOfTime(Exception):
-    """Prompts took longer than whoever asked would wait."""
-
-
 Made = str | Failure | None
 """A prompt, or why there is none; None: the row has failed before."""
+
+
+class PromptMaker(Protocol):
+    """`Prompter`, or who hurries it."""
+
+    def make(
+        self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]
+    ) -> "list[Made]": ...
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,6 @@ class Prompter:
     chat: ChatTemplate | None
     now: datetime
     """What templates take for the time: that of the run's start, so that a resume renders the same."""
-    ends_at: float = math.inf
-    """By `time.monotonic`; from then on it makes nothing more (`OutOfTime`)."""
     binds_row: bool = True
     """Whether `row` is all columns to a template."""
 
@@ -90,10 +91,7 @@ class Prompter:
         return cls(templates, messages, config.chat, config.system, chat, now, binds_row=ROW not in columns)
 
     def make(self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]) -> list[Made]:
-        """A prompt for each document, with the template of that name. `fields`: its columns (`prompt_fields`).
-        OutOfTime."""
-        if time.monotonic() > self.ends_at:
-            raise OutOfTime
+        """A prompt for each document, with the template of that name. `fields`: its columns (`prompt_fields`)."""
         made: list[Made] = list(prompts)
         if name in self.templates:
             texts = self.templates[name].render_rows(fields, now=self.now, binds_row=self.binds_row)

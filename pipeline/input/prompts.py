@@ -5,7 +5,7 @@ from itertools import islice
 
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import list_input
-from pipeline.input.plan import plan_input
+from pipeline.input.plan import columns_of, plan_input
 from pipeline.input.prompting import Prompter
 from pipeline.input.read import read_file
 from pipeline.input.scan import scan_file
@@ -20,8 +20,10 @@ def read_prompts(config: InputConfig, count: int) -> list[str]:
             f"input.{key}", "a sample is of prompts as they are; render conversations first, or leave it out"
         )
     listing = list_input(config)
-    prompter = Prompter.of(config, listing.format, None, datetime.now(UTC))
-    plan = plan_input(listing, [scan_file(listing, index, config)[0] for index in range(len(listing.files))], config)
+    scans = [scan_file(listing, index, config)[0] for index in range(len(listing.files))]
+    columns = columns_of(scans, listing.format)
+    prompter = Prompter.of(config, listing.format, None, datetime.now(UTC), columns=columns)
+    plan = plan_input(listing, scans, config)
     found: dict[str, None] = {}
     for index in range(len(listing.files)):
         for block in read_file(plan, index, config, prompter=prompter):

@@ -31,7 +31,7 @@ from pipeline.input.parquet_columns import (
     without_invalid_utf8,
 )
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
-from pipeline.input.prompting import Prompter, prompt_columns, prompt_fields
+from pipeline.input.prompting import PromptMaker, prompt_columns, prompt_fields
 from pipeline.input.row import BLOCK_BYTES, Row
 from pipeline.input.sizes import block_cuts, own_rows, parquet_batches, row_sizes, without_bombs
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
@@ -42,7 +42,7 @@ Blocks = Generator[Documents, None, None]
 
 
 def read_rest(
-    plan: InputPlan, done: DoneRows | None, index: int, config: InputConfig, prompter: Prompter | None = None
+    plan: InputPlan, done: DoneRows | None, index: int, config: InputConfig, prompter: PromptMaker | None = None
 ) -> Iterator[pa.Table]:
     """The rows of file `index` that are not done."""
     is_done = None if done is None else done.of_file(index, plan.num_rows_per_file[index])
@@ -59,7 +59,7 @@ def read_file(
     index: int,
     config: InputConfig,
     rows_per_block: int = 1024,
-    prompter: Prompter | None = None,
+    prompter: PromptMaker | None = None,
     is_done: Mask | None = None,
 ) -> Iterator[pa.Table]:
     """The rows of file `index` as blocks of `plan.schema`, of up to `rows_per_block` rows and about 32 MiB.

@@ -99,6 +99,9 @@ def test_one_text_is_a_list_of_one(model: TextModel) -> None:
         ({"max_new_tokens": 127}, "do not fit the model's 128 positions"),
         ({"method": "ful"}, "decode.method: 'ful'"),
         ({"speedup": 9}, "decode.speedup"),
+        ({"speedup": True}, "decode.speedup"),
+        ({"max_layers": True, "min_layers": 1}, "decode.max_layers"),
+        ({"temperature": 10**400}, "temperature: must be"),
         ({"prefill": "swiftkv"}, "prefill: swiftkv needs a model"),
     ],
 )
@@ -120,12 +123,16 @@ def test_other_mistakes(model: TextModel) -> None:
         generate(model, "a", lossless=True)
     with pytest.raises(ValueError, match=r"model.source"):
         load("no/such/folder/here")
+    with pytest.raises(ValueError, match=r"source: must be a folder"):
+        load("")
 
 
 @pytest.mark.parametrize("keys", [{"device": "tpu"}, {"dtype": "float64"}, {"quantization": "int4"}])
 def test_what_cannot_be_loaded_is_named(tiny_checkpoint: Path, keys: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{min(keys)}: must be"):
         load(tiny_checkpoint, **keys)
+    with pytest.raises(ValueError, match=r"tokenizer: .*not a folder"):
+        load(tiny_checkpoint, tokenizer="/no/such/folder")
 
 
 def test_the_name_is_the_function_whatever_was_imported() -> None:

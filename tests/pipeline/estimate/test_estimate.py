@@ -112,7 +112,31 @@ def test_a_sample_makes_few_prompts_and_waits_for_none(
     assert (sample.num_rows, len(sample.requests)) == (64, 0), "the first block is finished"
     assert took_s < 60, "512 rows took 190 s"
     monkeypatch.setattr(sample_module, "PROMPTS_S", 0.0)
-    assert look("{{ q }}", 512)[0].num_rows == 0
+    assert look("{{ q }}", 512)[0].num_rows == 64
+    nothing, _ = look("{{ q }} {{ missing }}", 512)
+    assert (nothing.num_rows, nothing.requests) == (64, [])
+    assert "missing" in nothing.problem
+
+
+def test_a_file_that_is_slow_to_read_leaves_time_for_templates(
+    tmp_path: Path, tiny_checkpoint: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its price was: none of 0 rows can be decoded."""
+    write_jsonl(tmp_path / "in.jsonl", [{"id": f"{i}", "q": f"word {i}"} for i in range(60)])
+    config = InputConfig(path=(str(tmp_path),), template="{{ q }}")
+    tokens = TokenizeConfig(str(tiny_checkpoint), generator.model.config, FIXED, "fail_row")
+    prompter = Prompter.of(config, "jsonl", None, datetime(2026, 7, 4, tzinfo=UTC))
+    read_file = sample_module.read_file
+
+    def slow(*arguments: Any) -> Any:
+        for block in read_file(*arguments):
+            time.sleep(0.3)
+            yield block
+
+    monkeypatch.setattr(sample_module, "read_file", slow)
+    monkeypatch.setattr(sample_module, "PROMPTS_S", 0.1)
+    sample = sample_rows(make_plan(config), config, prompter, tokens, FIXED, 512)
+    assert (sample.num_rows, len(sample.requests)) == (60, 60)
 
 
 def test_no_more_than_64_rows_are_decoded(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +200,19 @@ def test_scores_of_prompts_have_a_price(generator: Generator, max_new_tokens: in
         assert scored_s > 1.2 * seconds_per_row(generator, plain, measure(generator, plain), own)
 
 
+def test_prompts_that_are_scored_alone_take_no_turn_at_full_depth(generator: Generator) -> None:
+    sampling = replace(FIXED, max_new_tokens=0, prompt_logprobs=True)
+    scored = [Request(f"r{i}", [5] * 30, sampling, None, True) for i in range(64)]
+    measured = measure(generator, scored)
+    alone, paired = (seconds_per_row(generator, scored, measured, shape(baseline_fraction=f)) for f in (0.0, 1.0))
+    assert alone == paired
+
+
+def test_rows_may_have_limits_of_their_own(generator: Generator) -> None:
+    rows = [Request(f"r{i}", [5] * 9, replace(FIXED, max_new_tokens=limit)) for i, limit in enumerate((10, 900))]
+    assert count_tokens(Sample(rows, 4), shape(), None).max_output_tokens == 500 * 455
+
+
 def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:
     decode = {"method": "full"}
     config = GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", device="cpu", shares_prefixes=True)
@@ -201,9 +238,11 @@ def test_rows_that_have_ended_are_priced_while_they_are_carried(tiny_checkpoint:
 
 def test_answers_are_drawn_from_those_to_prompts_of_about_that_length(generator: Generator) -> None:
     measured = replace(measure(generator, requests(8)), lengths=[(length, length * 2) for length in range(10, 74)])
-    assert sorted(similar_answers(measured, 40)) == [2 * length for length in range(36, 44)]
+    assert sorted(similar_answers(measured, 40)) == [2 * length for length in range(36, 45)], "36 and 44 are as near"
     assert max(similar_answers(measured, 1)) == 34
     assert similar_answers(replace(measured, lengths=[(10, 7)]), 500) == [7]
+    ties = [(10, 1)] * 8 + [(10, 200)] * 56
+    assert similar_answers(replace(measured, lengths=ties), 10) == [1] * 8 + [200] * 56
 
 
 def test_levels_are_interpolated_by_the_logarithm_of_rows() -> None:

@@ -164,6 +164,15 @@ def test_json_lines(run: Path, tmp_path: Path, call: Call, compression: str | No
     assert found == wanted
 
 
+def test_into_an_empty_folder_behind_a_link(run: Path, tmp_path: Path, call: Call) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    code, document, err = call(export, run, "-o", tmp_path / "link", "--format", "jsonl")
+    assert code == 0, err
+    assert len(list((tmp_path / "there").glob("part-*"))) == document["files"]
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_json_has_no_bytes_no_times_and_no_nan(tmp_path: Path, call: Call) -> None:
     make_run(tmp_path / "run", columns=ODD)
     assert (
