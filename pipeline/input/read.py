@@ -259,10 +259,12 @@ def _mark_duplicates(block: pa.Table, first: int, plan: InputPlan, index: int) -
     if low == high:
         return block
     codes, messages = block["error_code"].to_pylist(), block["error_message"].to_pylist()
+    is_expanded = plan.num_rows_per_file != plan.num_documents_per_file
+    counted = " (counting a row for each template and sample)" if is_expanded else ""
     for row, origin in zip(rows[low:high], plan.duplicate_of[index][low:high], strict=True):
         at = int(row) - first
         here = describe_place(plan.listing.files[index].name, int(row))
-        used = f"{here}{already_used(block[ID][at].as_py())}{_describe_row(plan, int(origin))}"
+        used = f"{here}{already_used(block[ID][at].as_py())}{_describe_row(plan, int(origin))}{counted}"
         codes[at], messages[at] = DUPLICATE_ID, f"{used}; {codes[at]}: {messages[at]}" if codes[at] else used
     for column, values in (("error_code", codes), ("error_message", messages)):
         position = block.schema.get_field_index(column)

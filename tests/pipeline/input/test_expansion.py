@@ -144,6 +144,7 @@ def test_an_id_that_collides_is_a_duplicate(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"id": "x", "prompt": "p"}, {"id": "x", "prompt": "q"}])
     rows = all_rows(*sampled_plan(path))
     assert [row["error_code"] for row in rows] == [""] * 3 + ["duplicate_id"] * 3
+    assert rows[3]["error_message"].endswith(" (counting a row for each template and sample)")
     lines = [
         {"custom_id": "x", "n": 2},
         {"custom_id": "x-1", "n": 1},
