@@ -52,6 +52,7 @@ def test_an_embedded_ray_is_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
         find_backends(embedded, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(200)
 def test_a_name_that_the_driver_forces_reaches_the_nodes() -> None:

@@ -85,6 +85,7 @@ def test_a_run_goes_on_with_more_drafts_but_not_without(tmp_path: Path, tiny_che
         compare_fingerprints(state_of(before, plan), *take(decode__lossless=True))
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_run_has_the_rows_of_full_depth(call: Call, tmp_path: Path, tiny_checkpoint: Path) -> None:
     rng = random.Random(3)

@@ -79,6 +79,7 @@ def test_words_for_types_are_those_of_any_version_of_a_file() -> None:
     assert type_words("struct<a: string>") == "struct<a: string>"
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_conversations_without_tool_calls_go_through_a_run_and_what_follows_it(
     call: Call, tiny_checkpoint: Path, tmp_path: Path
