@@ -8,9 +8,10 @@ writing, which a run does beside decoding.
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Final
 
 from actors.batching import Batch, bucket_of
@@ -22,7 +23,8 @@ from skipdecode.plan import Schedule
 
 MAX_DECODED_ROWS: Final = 64
 PROBE_TOKENS: Final = 12  # new ones of each made-up row
-QUICK_S: Final = 5.0  # a probe that takes less is done twice: the first of its shape is slow
+PROBES_S: Final = 5.0  # it is repeated for so long: the first of its shape is slow, and others may disturb one
+MAX_PROBES: Final = 15
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,13 @@ def measure(generator: Generator, requests: Sequence[Request]) -> Measured:
     lengths = [(len(chosen[row].prompt_tokens), len(answer.tokens)) for row, answer in zip(rows, answers, strict=True)]
     sample = level_of(generator, ceilings, chosen, results)
     probe = _probe(generator, chosen, lengths)
-    begun = generator.decode_batches(probe)
-    if sum(result.stats.prefill_s + result.stats.decode_s for _, result in begun) < QUICK_S:
-        begun = generator.decode_batches(probe)
-    levels = {level.rows: level for level in (sample, level_of(generator, ceilings, probe, begun))}
+    begun = time.perf_counter()
+    probes: list[Level] = []
+    while not probes or (time.perf_counter() - begun < PROBES_S and len(probes) < MAX_PROBES):
+        probes.append(level_of(generator, ceilings, probe, generator.decode_batches(probe)))
+    warm = probes[1:] or probes
+    usual = Level(warm[0].rows, median(at.prefill for at in warm), median(at.decode for at in warm))
+    levels = {level.rows: level for level in (sample, usual)}
     return Measured(lengths, tuple(levels[rows] for rows in sorted(levels)), ceilings)
 
 

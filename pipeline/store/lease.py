@@ -21,6 +21,7 @@ from pipeline.config import ConfigError
 from pipeline.faults import fault_point
 from pipeline.store.run_folder import LEASE, RunFolder
 from pipeline.store.run_state import LeaseState
+from pipeline.store.turns import in_turn
 from pipeline.store.whole import may_vanish
 from pipeline.units import Note
 
@@ -127,9 +128,10 @@ class Lease:
         os.pwrite(file, self._text().encode(), 0)
         fault_point("lease made")
         try:
-            if dead is not None and not self._set_aside(lambda text: text == dead):
-                raise FileExistsError(target)
-            _link(own, target)
+            with in_turn(self._folder.root):  # else one that is late takes away the lease of the first for a moment
+                if dead is not None and not self._set_aside(lambda text: text == dead):
+                    raise FileExistsError(target)
+                _link(own, target)
         except (FileExistsError, FileNotFoundError):  # the second: whoever has the folder has cleared it
             os.close(file)
             return False

@@ -118,6 +118,7 @@ def test_a_sample_makes_few_prompts_and_waits_for_none(
     assert "missing" in nothing.problem
 
 
+@pytest.mark.process
 def test_a_file_that_is_slow_to_read_leaves_time_for_templates(
     tmp_path: Path, tiny_checkpoint: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
