@@ -23,8 +23,8 @@ WINDOWS: Final = 2
 SIMILAR: Final = 8  # answers that one is drawn from
 # Seconds of a batch in a worker, over those in a process with the machine to itself, where decoding takes all cores:
 # what is beside it holds one core for moments, and the others wait for it (docs/results/speed.md, What Ray costs).
-BESIDE_RAY: Final = {"cpu": 1.15, "cuda": 1.0}
-START_S: Final = 7.0  # Ray, its workers and the first reads, beside loading the model: a laptop, bytecode at hand
+BESIDE_RAY: Final = {"cpu": 1.2, "cuda": 1.0}
+START_S: Final = 8.0  # Ray, its workers and the first reads, beside loading the model: a laptop, bytecode at hand
 
 
 @dataclass(frozen=True)
