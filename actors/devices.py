@@ -3,6 +3,7 @@
 What hosts give to caches is `actors.generator`'s choice: their memory is shared with Ray.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +35,12 @@ class DeviceMemory:
         return max(0, min(int(share * self.total) - self.own, self.free - int(SPARE * self.total)))
 
 
-def is_lost(error: Exception, device: torch.device) -> bool:
-    """Whether the device is gone for this process, so that every later batch would fail too, and a new process may not.
+def is_lost(error: Exception, devices: Sequence[torch.device]) -> bool:
+    """Whether a device is gone for this process, so that every later batch would fail too, and a new process may not.
 
-    An error of CUDA that stays says so; one after which the device still counts was the batch's own.
+    An error of CUDA that stays says so; one after which the devices still count was the batch's own.
     """
-    return isinstance(error, DEVICE_ERRORS) and not _counts(device)
+    return isinstance(error, DEVICE_ERRORS) and not all(map(_counts, devices))
 
 
 def _counts(device: torch.device) -> bool:

@@ -147,7 +147,7 @@ class Engine:
         try:
             work()
         except Exception as error:  # whatever a batch dies of must not take its neighbours along
-            if is_lost(error, self.generator.device):
+            if is_lost(error, self.generator.devices):
                 raise  # every later batch would fail too; a new process may not
             reason = f"{type(error).__name__}: {error}"[:2000]
         else:

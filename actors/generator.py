@@ -30,6 +30,7 @@ from skipdecode.kv.pool import ALIGNMENT
 from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
 from skipdecode.placing import choose_dtype as choose_dtype
+from skipdecode.placing import devices_of
 from skipdecode.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.prefix import Sharing, share
 from skipdecode.sampling import Sampling
@@ -62,6 +63,8 @@ class GeneratorConfig:
     dtype: str = "auto"
     quantization: Quantization | None = None
     device: str = "auto"
+    num_devices: int = 1
+    """That the layers lie on, in turns (`skipdecode.placing`): of a model that does not fit one of them."""
     num_threads: int | None = None
     batch_size: int | None = None
     """None: as many rows as fit, at most MAX_BATCH_ROWS."""
@@ -103,7 +106,12 @@ class Generator:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        model = load_model(config.source, adapter=config.adapter, device=self.device, dtype=self.dtype)
+        self.devices = devices_of(self.device, config.num_devices)
+        if config.num_devices > 1:
+            self.device = self.devices[0]
+        model = load_model(
+            config.source, adapter=config.adapter, device=self.device, dtype=self.dtype, devices=self.devices
+        )
         self.model = model.pack(config.quantization)
         if (reason := backend_on(self.device).why_slow) is not None:
             logger.warning("decoding is slower than it could be: %s", reason)
@@ -221,7 +229,7 @@ class Generator:
 
     @property
     def shares_prefixes(self) -> bool:
-        return self.config.shares_prefixes and not self.config.deterministic
+        return self.config.shares_prefixes and not self.config.deterministic and len(self.devices) == 1
 
     def _cut_sharing(self, requests: Sequence[Request], schedule: Schedule, max_new_tokens: int) -> list[Batch] | None:
         """Batches in which rows with one schedule share what they begin with; None where it does not pay."""
@@ -278,7 +286,8 @@ class Generator:
         per_row += head_bytes * head_columns
         if is_cuda:  # so that shapes repeat from batch to batch, and graphs serve
             rounding = row_rounding(self.model.config, self.dtype.itemsize)
-            return largest_rung(self._cache_bytes(), int(per_row) + rounding, self.graphs)
+            parts = len(self.devices)  # of a batch, each with as many rows as a device alone would have
+            return parts * largest_rung(self._cache_bytes() // parts, int(per_row) + rounding, self.graphs)
         fits = int(CACHE_SHARE * free_bytes(self.device) / per_row)
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
 
@@ -294,11 +303,13 @@ class Generator:
         return self._cache_share()
 
     def _cache_share(self) -> int:
-        return DeviceMemory.of(self.device).for_caches(self.config.memory_share)
+        """Layers are dealt evenly, so the device with the least room decides."""
+        room = [DeviceMemory.of(device).for_caches(self.config.memory_share) for device in set(self.devices)]
+        return len(room) * min(room)
 
     def _make_graphs(self) -> StepGraphs | None:
         is_lossless = bool(self.config.decode.get("lossless"))  # its caches lie in torch's own memory
-        if not self.config.has_graphs or is_lossless or not graphs_serve(self.model):
+        if not self.config.has_graphs or is_lossless or len(self.devices) > 1 or not graphs_serve(self.model):
             return None
         rows = self.config.batch_size or (DETERMINISTIC_ROWS if self.config.deterministic else MAX_BATCH_ROWS["cuda"])
         return StepGraphs(self.model, self._cache_share(), max_rows=rows)
@@ -330,7 +341,7 @@ class Generator:
                 records[-1]["split_error"] = split_error
             return dict(zip(batch.rows, completions, strict=True))
         except Exception as error:  # whatever a batch dies of must not take its neighbours along
-            if is_lost(error, self.device):
+            if is_lost(error, self.devices):
                 raise  # every later batch would fail too; a new process may not
             message = f"{type(error).__name__}: {error}"[:2000]
         # Outside `except`: the traceback holds the dead batch's cache, and its halves need that memory. Graphs stay.
@@ -390,7 +401,7 @@ class Generator:
         try:
             return self._run(batch, chosen, self.full), None
         except Exception as error:
-            if is_lost(error, self.device):
+            if is_lost(error, self.devices):
                 raise
             return None, f"{type(error).__name__}: {error}"[:2000]
 
@@ -416,14 +427,15 @@ class Generator:
     def _predicted(self, result: BatchResult, schedule: Schedule, sharing: SharedShape | None) -> dict[str, float]:
         assert self.ceilings is not None
         record: dict[str, float] = {}
+        parts = len(self.devices)  # all of them take as long as one part alone would on one device
         for prefix, chosen in (("predicted", schedule), ("full_predicted", self.full)):
             prefill, decode = predict_s(
                 self.model.config,
                 chosen,
                 self.ceilings,
                 prompt_columns=result.stats.prompt_columns,
-                rows=result.stats.rows,
-                batch_rows=result.stats.batch_rows,
+                rows=-(-result.stats.rows // parts),
+                batch_rows=[-(-rows // parts) for rows in result.stats.batch_rows],
                 itemsize=self.dtype.itemsize,
                 weight_itemsize=self.model.weight_itemsize,
                 ffn_rows=result.stats.ffn_rows if chosen is schedule else None,

@@ -14,7 +14,8 @@ from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
-from skipdecode.plan import FullDepth
+from skipdecode.lossless import Lossless
+from skipdecode.plan import FullDepth, Schedule, leaves_to_rows
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import adapted, check_folder
@@ -41,8 +42,10 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
         Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
         decode = resolve_decode(config, opt, note)
         new = config.sampling.max_new_tokens
-        make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
+        schedule = make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
         check_lossless(decode, config.prefill.method, config.sampling.deterministic)
+        if config.actors.num_devices > 1:
+            check_placement(config, schedule)
         if config.prefill.method == "swiftkv" and opt.swiftkv is None:
             raise ConfigError(
                 "prefill.method",
@@ -127,6 +130,23 @@ def check_lossless(decode: dict[str, Json], prefill: str, deterministic: bool) -
             "rows that get several tokens at a time have no fixed batch shapes; use sampling.deterministic=false, or "
             "decode.lossless=false",
         )
+
+
+def check_placement(config: JobConfig, schedule: Schedule) -> None:
+    """ConfigError for what cannot run with layers on several GPUs."""
+    gpus = config.actors.num_devices
+    if schedule.num_layers < gpus:
+        raise ConfigError("actors.num_gpus", f"{gpus} GPUs for {schedule.num_layers} layers; use at most as many")
+    cause = None
+    if config.prefill.method == "swiftkv":
+        cause = "prefill.method", "SwiftKV writes the keys of many layers at once; use prefill.method=full"
+    elif isinstance(schedule, Lossless):
+        cause = "decode.lossless", "rows that get several tokens at a time go through one device; use lossless=false"
+    elif leaves_to_rows(schedule):
+        cause = "decode.ffn_skip.mode", "rows decide on one device; use mode calibrated or fixed"
+    if cause is not None:
+        key, reason = cause
+        raise ConfigError(key, f"{reason}, or actors.num_gpus=1 instead of {gpus}")
 
 
 def resolve_ffn_skip(

@@ -191,7 +191,8 @@ class ActorsConfig(Section):
     num_actors: PoolSize = "auto"
     """A number, or [min, max] for a pool that grows and shrinks."""
     num_gpus: Auto | Annotated[float, Field(ge=0)] = "auto"
-    """GPUs of each actor; auto: 1 where the cluster has GPUs, else 0."""
+    """GPUs of each actor; auto: 1 where the cluster has GPUs, else 0. Below 1 actors share one. Above 1 the model's
+    layers lie on so many, in turns: for models that do not fit one."""
     num_cpus: Auto | Annotated[float, Field(gt=0)] = "auto"
     """Of each actor; a number bounds its torch threads too."""
     batch_size: Auto | Annotated[int, Field(ge=1)] = "auto"
@@ -215,6 +216,18 @@ class ActorsConfig(Section):
     """Whether actors that have nothing left to do take over parts of other actors' windows."""
     price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     """What all machines of the run together cost per hour, in any currency; for estimate and report."""
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _whole(cls, value: Auto | float) -> Auto | float:
+        if value != "auto" and value > 1 and value != int(value):
+            raise ValueError(f"more than one GPU per actor come whole, got {value:g}")
+        return value
+
+    @property
+    def num_devices(self) -> int:
+        """That the layers of a worker's model lie on."""
+        return 1 if self.num_gpus == "auto" else max(1, int(self.num_gpus))
 
     @field_validator("length_buckets")
     @classmethod

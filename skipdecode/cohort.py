@@ -333,7 +333,13 @@ def allocate_cache(
     if graphs is not None:
         return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked)
     return KVCache.allocate(
-        model.config, num_pad=num_pad, capacities=capacities, owners=owners, dtype=model.dtype, is_masked=is_masked
+        model.config,
+        num_pad=num_pad,
+        capacities=capacities,
+        owners=owners,
+        dtype=model.dtype,
+        is_masked=is_masked,
+        devices=None if model.placement is None else model.placement.of_layers,
     )
 
 

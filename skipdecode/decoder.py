@@ -7,7 +7,7 @@ model of the family, in eval mode.
 B rows, T new columns, D width, E embedding width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -24,9 +24,10 @@ from skipdecode.extents import ALL, Extents
 from skipdecode.families.opt import POSITION_OFFSET
 from skipdecode.ffn_rows import RowFFNs
 from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
-from skipdecode.kv.view import KVView
+from skipdecode.kv.view import KVView, MovableView
 from skipdecode.layers import Layer, make_norm
 from skipdecode.linear import Linear, pack
+from skipdecode.placing import Placement, cut, finish, launching_on, take_turns
 from skipdecode.plan import LayerPlan
 from skipdecode.rope import rotations
 from skipdecode.sampler import likeliest
@@ -50,9 +51,46 @@ def run_layers(
     `ffns` decides on the blocks in `extents.by_row`. `recompute`: only the inputs of layers are kept for a backward
     pass. Where kernels work in place, h is overwritten.
     """
+    if model.placement is None:
+        return _run(model, extents.groups, h, kv, extents, ffns=ffns, recompute=recompute)
+    assert ffns is None, "rows that decide on blocks are on one device"
+    return finish(_run_placed(model, model.placement, h, cast(MovableView, kv), extents, recompute=recompute))
+
+
+def _run_placed(
+    model: "Decoder", placement: Placement, h: Tensor, kv: MovableView, extents: Extents, *, recompute: bool = False
+) -> Generator[None, None, tuple[Tensor, KVView]]:
+    """`run_layers` over several devices, with a pause whenever the states go to the next one. h and the view come back
+    to the first."""
+    assert extents.kv_layers is None, "SwiftKV writes the keys of many layers at once, which are on one device"
+    at = 0
+    for group in cut(extents.groups, placement.of_layer):
+        if placement.of_layer[group[0]] != at:
+            yield
+            at = placement.of_layer[group[0]]
+            device = placement.devices[at]
+            h, kv = h.to(device, non_blocking=True), kv.on(device, model.rotations_on(device))
+        with launching_on(placement.devices[at]):
+            h, left = _run(model, (group,), h, kv, extents, recompute=recompute)
+            kv = cast(MovableView, left)
+    home = placement.devices[0]
+    return h.to(home, non_blocking=True), kv.on(home, model.rotations_on(home))
+
+
+def _run(
+    model: "Decoder",
+    groups: Sequence[Sequence[int]],
+    h: Tensor,
+    kv: KVView,
+    extents: Extents,
+    *,
+    ffns: RowFFNs | None = None,
+    recompute: bool = False,
+) -> tuple[Tensor, KVView]:
+    """`run_layers` of some groups of layers, on one device."""
     entered: slice | None = None  # tokens whose K and V of the upper layers are written
     layers = model.layers
-    for group in extents.groups:
+    for group in groups:
         i = group[0]
         attn, ffn = extents.attn[i], extents.ffn[i]
         is_upper = attn is not None and extents.kv_layers is not None and i >= extents.kv_layers
@@ -140,8 +178,10 @@ class Decoder(nn.Module):
         self.lm_head = None if config.has_tied_head else nn.Linear(embed, config.vocab_size, bias=False)
         has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
         self.swift = SwiftKV(config) if has_shared else None
+        self.placement: Placement | None = None
+        """Where layers are on several devices."""
         self._packed_head: Packed | None = None
-        self._rotations: Tensor | None = None
+        self._rotations: dict[torch.device, Tensor] = {}
         self.quantization: Quantization | None = None
         """Of the packed weights."""
 
@@ -168,7 +208,7 @@ class Decoder(nn.Module):
             self.swift.pack(quantization, self.layers, self.rotations)
         for i, layer in enumerate(self.layers):
             query = self.swift.query(i) if self.swift is not None and i >= self.swift.first else None
-            layer.fuse(self.rotations, query)
+            layer.fuse(self.rotations_on(self.device_of(i)), query)
         self.quantization = quantization
         return self
 
@@ -227,10 +267,18 @@ class Decoder(nn.Module):
     @property
     def rotations(self) -> Tensor | None:
         """The table of `rope.rotations` on the model's device."""
-        if self.config.rope is not None and (self._rotations is None or self._rotations.device != self.device):
+        return self.rotations_on(self.device)
+
+    def rotations_on(self, device: torch.device) -> Tensor | None:
+        if self.config.rope is not None and device not in self._rotations:
             with torch.inference_mode(False):  # a backward pass may want it
-                self._rotations = rotations(self.config, self.device)
-        return self._rotations
+                made = rotations(self.config, device)
+            assert made is not None
+            self._rotations[device] = made
+        return self._rotations.get(device)
+
+    def device_of(self, layer: int) -> torch.device:
+        return self.device if self.placement is None else self.placement.of_layers[layer]
 
     @property
     def _head_weight(self) -> Tensor:
@@ -286,6 +334,11 @@ class Decoder(nn.Module):
         """
         T = tokens.shape[1]
         is_prompt = before is not None or (T > 1 and cache.length == 0)
+        if self.placement is not None:
+            assert before is None, "heads of prompts are shared on one device"
+            last = self._in_parts(self.placement, tokens, positions, cache, Extents.of_plan(plan, is_prompt=is_prompt))
+            cache.length += T
+            return self.likeliest(last) if only_likeliest else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotations)
         if is_prompt and not plan.by_row and self.is_fused and PromptsView.serves(cache):
             kv = prompts = PromptsView(cache, positions, self.rotations, before)
@@ -295,3 +348,13 @@ class Decoder(nn.Module):
         last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
         cache.length += T
         return self.likeliest(last) if only_likeliest else self.head(last)
+
+    def _in_parts(
+        self, placement: Placement, tokens: Tensor, positions: Tensor, cache: KVCache, extents: Extents
+    ) -> Tensor:
+        """[B, T] -> the last column's states [B, D], on the first device; parts of the rows take turns."""
+        runs = []
+        for rows, part in cache.parts(placement.num_parts):
+            kv = PaddedView(part, positions[rows], self.rotations)
+            runs.append(_run_placed(self, placement, self.embed(tokens[rows], positions[rows]), kv, extents))
+        return torch.cat([h[:, -1] for h, _ in take_turns(runs)])

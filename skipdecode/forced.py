@@ -147,5 +147,9 @@ class ForcedView:
         mask = None if self.mask is None else self.mask[:, :, :n, :n]
         return ForcedView(self.positions[:, :n], mask, self.table, self.owners, self.shared)
 
+    def on(self, device: torch.device, table: Tensor | None) -> "ForcedView":
+        mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
+        return ForcedView(self.positions.to(device, non_blocking=True), mask, table, self.owners, self.shared)
+
     def last(self, h: Tensor) -> tuple[Tensor, "ForcedView"]:
         raise AssertionError("every column's state is wanted")

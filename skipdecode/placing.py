@@ -1,8 +1,28 @@
-"""On which device and in which type a model computes, where nobody says it."""
+"""On which devices and in which type a model computes.
+
+Where nobody says it, on a GPU if there is one. A model that does not fit one device has its layers on several. They are
+dealt like cards, a few at a time, and not cut in the middle: schedules skip low and middle layers, so the device with
+the upper half would have nearly all the work. Dealt out, each device holds its share of every plan.
+
+Rows go through in as many parts as there are devices: while one part is on a device, the next is on the one before. The
+order in which the host launches is enough for that, as it waits for nothing (`take_turns`).
+"""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 from skipdecode.backends.device import backend_on
+
+BLOCK = 2  # layers dealt at a time: to go to the next device costs little beside the weights of two large layers
+
+T = TypeVar("T")
+Groups = tuple[tuple[int, ...], ...]
 
 
 def choose_device(name: str) -> torch.device:
@@ -12,7 +32,87 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def devices_of(device: torch.device, count: int) -> tuple[torch.device, ...]:
+    """Those that one worker decodes on: the first `count` GPUs that it sees; of a CPU as many times itself. ValueError
+    where there are fewer."""
+    if device.type != "cuda" or count == 1:
+        return (device,) * count
+    if (found := torch.cuda.device_count()) < count:
+        raise ValueError(f"{found} GPUs are visible here, and actors.num_gpus asks for {count}")
+    return tuple(torch.device("cuda", number) for number in range(count))
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto`: what the device's back end takes."""
     dtype: torch.dtype = getattr(torch, backend_on(device).dtype if name == "auto" else name)
     return dtype
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which of `devices` each layer is on. Embedding, head, tokens and sampling are on the first."""
+
+    devices: tuple[torch.device, ...]
+    of_layer: tuple[int, ...]
+    """[L] numbers of devices."""
+
+    @property
+    def num_parts(self) -> int:
+        """In which the rows of a batch go through."""
+        return len(self.devices)
+
+    def of_weight(self, name: str) -> torch.device:
+        """Where a parameter of `Decoder` belongs."""
+        kind, _, rest = name.partition(".")
+        return self.devices[self.of_layer[int(rest.partition(".")[0])] if kind == "blocks" else 0]
+
+    @property
+    def of_layers(self) -> list[torch.device]:
+        """[L]"""
+        return [self.devices[number] for number in self.of_layer]
+
+
+def deal(num_layers: int, devices: Sequence[torch.device]) -> Placement:
+    """Layers in turns, BLOCK at a time; ValueError where there are fewer layers than devices."""
+    if num_layers < len(devices):
+        raise ValueError(f"{num_layers} layers cannot be on {len(devices)} devices; lower actors.num_gpus")
+    block = min(BLOCK, num_layers // len(devices))
+    return Placement(tuple(devices), tuple(layer // block % len(devices) for layer in range(num_layers)))
+
+
+@lru_cache(maxsize=4096)
+def cut(groups: Groups, of_layer: tuple[int, ...]) -> Groups:
+    """`Extents.groups` of which none is on two devices."""
+    found: list[list[int]] = []
+    for group in groups:
+        for at, layer in enumerate(group):
+            if at and of_layer[layer] == of_layer[found[-1][-1]]:
+                found[-1].append(layer)
+            else:
+                found.append([layer])
+    return tuple(map(tuple, found))
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels of ours are launched on the current device, wherever their arguments are."""
+    is_there = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.device(device) if is_there else nullcontext()
+
+
+def take_turns(runs: Sequence[Generator[None, None, T]]) -> list[T]:
+    """What each of `runs` gives back; whenever one pauses, the next goes on."""
+    made: dict[int, T] = {}
+    left = deque(enumerate(runs))
+    while left:
+        number, run = left.popleft()
+        try:
+            next(run)
+            left.append((number, run))
+        except StopIteration as end:
+            made[number] = end.value
+    return [made[number] for number in range(len(runs))]
+
+
+def finish(run: Generator[None, None, T]) -> T:
+    """What `run` gives back, without a pause."""
+    return take_turns([run])[0]

@@ -8,7 +8,7 @@ initialised silently.
 import json
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from skipdecode.config import DecoderConfig
 from skipdecode.decoder import ADDED_PARTS, Decoder
 from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
+from skipdecode.placing import deal
 
 SHARD_SUFFIXES = (".safetensors", ".bin")
 
@@ -51,17 +52,23 @@ def load_model(
     adapter: str | Path | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    devices: Sequence[torch.device] = (),
 ) -> Decoder:
     """The model of a Hugging Face folder or hub id, in eval mode; ValueError names what does not fit.
 
-    `adapter`: the folder of a LoRA adapter, merged in float32 before the weights become `dtype`.
+    `adapter`: the folder of a LoRA adapter, merged in float32 before the weights become `dtype`. `devices`: two or more
+    take turns in its layers (`skipdecode.placing`), in place of `device`.
     """
     folder = resolve_source(str(source))
     config = read_config(folder) if adapter is None else adapted(read_config(folder), Path(adapter).expanduser())
     with torch.device("meta"):
         model = Decoder(config)
     lora = None if adapter is None else adapter_of(adapter, model)
-    state = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in model.named_parameters()}
+    model.placement = place = deal(config.num_hidden_layers, devices) if len(devices) > 1 else None
+    state = {
+        name: torch.empty(p.shape, dtype=dtype, device=device if place is None else place.of_weight(name))
+        for name, p in model.named_parameters()
+    }
     missing = expected_tensors(model)
     for theirs, tensor in _tensors(folder):
         found = _match(folder, theirs, tuple(tensor.shape), missing, config)

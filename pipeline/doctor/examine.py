@@ -229,6 +229,7 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
         dtype=dtype,
         quantization=config.model.quantization,
         device=device.type,
+        num_devices=config.actors.num_devices if device.type == "cuda" else 1,
         batch_size=None if size == "auto" else size,
         length_buckets=config.actors.length_buckets,
         deterministic=config.sampling.deterministic,

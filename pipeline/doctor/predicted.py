@@ -41,7 +41,7 @@ def predicted(
     for row in rows:
         note(_line(_shown(row)))
     if any(row.num_gpus > 1 for row in rows):
-        note("more than one GPU: as if layers were split over them, which no run does yet; a model must fit one GPU")
+        note("more than one GPU: layers are dealt out to them (actors.num_gpus), and steps run without graphs")
     for model in missing:
         note(f"{model}: more than 8 of these GPUs")
     return {

@@ -64,6 +64,7 @@ def make_stages(
         dtype=dtype,
         quantization=config.model.quantization,
         device="cuda" if pool.num_gpus else "cpu",
+        num_devices=config.actors.num_devices,
         num_threads=pool.num_threads,
         batch_size=None if batch_size == "auto" else batch_size,
         length_buckets=config.actors.length_buckets,

@@ -33,7 +33,7 @@ class Decoder:
         try:
             return self._thread.submit(self.generator, requests, may_measure).result()
         except Exception as error:
-            if not is_lost(error, self.generator.device):
+            if not is_lost(error, self.generator.devices):
                 raise
             self._last_words(f"{type(error).__name__}: {error}"[:500])
             os._exit(1)

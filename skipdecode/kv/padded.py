@@ -38,6 +38,8 @@ class KVCache:
         self.length = 0
         self.shared: SharedHeads | None = None
         self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it
+        self._elsewhere: dict[torch.device, Self] = {}
+        self._parts: list[tuple[slice, Self]] = []
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
         # None when no row is padded: attention then needs no mask. `is_masked` asks for one all the same, so that the
         # choice of a kernel, and with it the last bit, does not depend on the company a row is in.
@@ -54,18 +56,24 @@ class KVCache:
         owners: Sequence[int] | None = None,
         dtype: torch.dtype,
         is_masked: bool = False,
+        devices: Sequence[torch.device] | None = None,
     ) -> "KVCache":
         """Room for len(num_pad) rows; `capacities` [L] columns per layer (`generate.allocate_cache`).
 
-        `owners`: None when no layers share; those that do have the capacity of their owner.
+        `owners`: None when no layers share; those that do have the capacity of their owner. `devices` [L]: None: all
+        where `num_pad` is.
         """
         owners = range(len(capacities)) if owners is None else owners
         assert len(capacities) == len(owners) == config.num_hidden_layers, (len(capacities), config.num_hidden_layers)
         rows, heads, dim = len(num_pad), config.num_kv_heads, config.head_dim
 
-        shapes = [(rows, heads, capacities[owner], dim) for owner in sorted(set(owners)) for _ in "kv"]
-        memory = iter(backend_on(num_pad.device).filled_memory(shapes, dtype, num_pad.device))
-        own = {owner: (next(memory), next(memory)) for owner in sorted(set(owners))}
+        where = [num_pad.device] * len(capacities) if devices is None else devices
+        own: dict[int, tuple[Tensor, Tensor]] = {}
+        for device in dict.fromkeys(where):
+            here = [owner for owner in sorted(set(owners)) if where[owner] == device]
+            shapes = [(rows, heads, capacities[owner], dim) for owner in here for _ in "kv"]
+            memory = iter(backend_on(device).filled_memory(shapes, dtype, device))
+            own |= {owner: (next(memory), next(memory)) for owner in here}
         k, v = [own[owner][0] for owner in owners], [own[owner][1] for owner in owners]
         return cls(k, v, num_pad, owners, is_masked=is_masked)
 
@@ -125,6 +133,28 @@ class KVCache:
         """The rows start..end-1, in the same memory, with a `length` of its own."""
         return self._of(slice(start, end), slice(start, end))
 
+    def on(self, device: torch.device) -> Self:
+        """The same memory, for the layers on another device, with what they ask for there."""
+        if device == self.num_pad.device:
+            return self
+        if device not in self._elsewhere:
+            num_pad = self.num_pad.to(device)
+            self._elsewhere[device] = type(self)(self.k, self.v, num_pad, self.owners, is_masked=self.is_masked)
+        other = self._elsewhere[device]
+        other.length = self.length
+        return other
+
+    def parts(self, count: int) -> list[tuple[slice, Self]]:
+        """The rows in `count` parts, or one each where they are fewer, made once: which rows, and their `view`."""
+        rows = len(self.num_pad)
+        size = -(-rows // count)
+        if not self._parts:
+            cuts = [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
+            self._parts = [(part, self.view(part.start, part.stop)) for part in cuts]
+        for _, view in self._parts:
+            view.length = self.length
+        return self._parts
+
     def at(self, length: int) -> Self:
         """The same memory, of which `length` columns count as filled."""
         cache = self.view(0, len(self.num_pad))
@@ -137,7 +167,8 @@ class KVCache:
 
     def _of(self, rows: Tensor | slice, pads: Tensor | slice) -> Self:
         """Of `rows` of the memory, with the padding of the rows `pads`."""
-        own = {owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}
+        there = {t.device: rows.to(t.device) if isinstance(rows, Tensor) else rows for t in self.k}
+        own = {owner: tuple(t[owner][there[t[owner].device]] for t in (self.k, self.v)) for owner in set(self.owners)}
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
         cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked)
         cache.length = self.length
@@ -188,9 +219,12 @@ class PaddedView:
         assert where == slice(None), "all rows of a cohort are at the same step"
         return self
 
+    def on(self, device: torch.device, table: Tensor | None) -> "PaddedView":
+        return PaddedView(self._cache.on(device), self._positions.to(device, non_blocking=True), table)
+
     def last(self, h: Tensor) -> tuple[Tensor, "PaddedView"]:
         cache = self._cache.at(self._cache.length + self._num_new - 1)
-        return h[:, -1:], PaddedView(cache, self._positions[:, -1:], self._table)
+        return h[:, -1:].contiguous(), PaddedView(cache, self._positions[:, -1:], self._table)
 
 
 class PromptsView:

@@ -51,6 +51,13 @@ class KVView(Protocol):
         """The last of the new columns alone, whose K and V are there: its states [B, 1, D], and a view of it."""
 
 
+class MovableView(KVView, Protocol):
+    """Of layers on several devices."""
+
+    def on(self, device: torch.device, table: Tensor | None) -> "MovableView":
+        """For the layers on that device, where `table` (`rope.rotations`) is, too."""
+
+
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """[B, H, T, K] queries over [B, G, S, K] keys and values -> [B, H, T, K]; mask None: causal, no padding."""
     is_causal, has_groups = mask is None and q.shape[2] > 1, q.shape[1] != keys.shape[1]

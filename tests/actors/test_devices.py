@@ -14,7 +14,7 @@ from actors import devices, generator
 from actors.batches import EngineConfig
 from actors.devices import DeviceMemory, is_lost
 from actors.engine import Engine
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator, GeneratorConfig, largest_rung
 from skipdecode.cohort import has_room
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.families import released
@@ -86,6 +86,22 @@ def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeyp
     assert sizes <= set(ladder(256))
 
 
+def test_the_device_with_the_least_room_decides(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are dealt evenly; parts of a batch have the rows of a device alone."""
+    made = build(tiny_checkpoint, batch_size=None)
+    devices = tuple(torch.device("cuda", number) for number in range(3))
+    monkeypatch.setattr(made, "devices", devices)
+    monkeypatch.setattr(made, "device", devices[0])
+    room = dict(zip(devices, (50_000_000, 20_000_000, 30_000_000), strict=True))
+    monkeypatch.setattr(DeviceMemory, "of", lambda device: DeviceMemory(2 * room[device], 2 * room[device], 0))
+    assert made._cache_share() == 3 * int(2 * 20_000_000 * made.config.memory_share)
+    monkeypatch.setattr(made, "_cache_share", lambda: 3 * 10_000_000)
+    one = largest_rung(10_000_000, int(1e5))
+    monkeypatch.setattr(generator, "cache_bytes_per_row", lambda *_, **__: 1e5)
+    monkeypatch.setattr(generator, "row_rounding", lambda *_: 0)
+    assert made.batch_size(32, 12) == 3 * one > 3
+
+
 @pytest.mark.usefixtures("_on_graphs")
 def test_automatic_rows_fit_the_memory_of_graphs(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last byte, columns rounded up: else every batch would be tried in vain, and halved."""
@@ -111,8 +127,8 @@ def test_an_error_after_which_the_device_counts_is_the_batches_own(
 ) -> None:
     """One operation that cannot be captured or launched must not kill workers until its rows are parked."""
     monkeypatch.setattr(devices, "DEVICE_ERRORS", (CudaError,))
-    assert not is_lost(CudaError("operation not permitted when stream is capturing"), torch.device("cpu"))
-    assert not is_lost(ValueError("whatever"), torch.device("cpu"))
+    assert not is_lost(CudaError("operation not permitted when stream is capturing"), [torch.device("cpu")])
+    assert not is_lost(ValueError("whatever"), [torch.device("cpu")])
     made, calls = build(tiny_checkpoint), []
 
     def failing(*args: object, **keys: object) -> object:
@@ -134,7 +150,9 @@ def test_a_device_that_counts_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -
         raise CudaError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch, "ones", lost)
-    assert is_lost(CudaError("an illegal memory access was encountered"), torch.device("cpu"))
+    assert is_lost(CudaError("an illegal memory access was encountered"), [torch.device("cpu")])
+    monkeypatch.setattr(devices, "_counts", lambda device: device.type == "cpu")
+    assert is_lost(CudaError("whatever"), [torch.device("cpu"), torch.device("cuda", 1)])
 
 
 def test_a_lost_device_in_a_measurement_ends_the_worker(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

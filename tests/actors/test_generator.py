@@ -122,6 +122,29 @@ def test_every_method(build: Callable[..., Generator], decode: dict[str, Any]) -
     assert generator(requests).answers == one_by_one(generator, requests)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_layers_on_several_devices(
+    build: Callable[..., Generator], shared: Generator, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers, scores and the full-depth pass beside; parts of a batch are what the prediction is for."""
+    requests = [replace(request, score_prompt=i % 3 == 0) for i, request in enumerate(random_requests(14))]
+    generator = build(num_devices=2, deterministic=deterministic, baseline_fraction=1.0, shares_prefixes=True)
+    assert generator.model.placement is not None
+    assert not generator.shares_prefixes
+    seen: list[int] = []
+    monkeypatch.setattr(module, "predict_s", lambda *_, rows, **__: seen.append(rows) or (1.0, 1.0))
+    result = generator(requests)
+    assert [a.tokens for a in result.answers] == [a.tokens for a in one_by_one(shared, requests)]  # type: ignore[union-attr]
+    wanted = [a.prompt_logprobs for a in shared(requests).answers]  # type: ignore[union-attr]
+    for scores, expected in zip([a.prompt_logprobs for a in result.answers], wanted, strict=True):  # type: ignore[union-attr]
+        assert (scores is None) == (expected is None)
+        for own, other in zip(scores or [], expected or [], strict=True):
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
+    paired = [batch for batch in result.batches if "full_decode_s" in batch]
+    assert len(paired) == len(result.batches)
+    assert seen == [-(-batch["rows"] // 2) for batch in paired for _ in range(2)]
+
+
 def test_empty_window(shared: Generator) -> None:
     assert shared([]) == WindowResult([], [])
 

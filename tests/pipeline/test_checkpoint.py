@@ -97,6 +97,38 @@ def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_pa
     assert "without model.adapter" in note
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"actors": {"num_gpus": 7}}, "actors.num_gpus: 7 GPUs for 6 layers"),
+        ({"decode": {"lossless": True}}, "decode.lossless: .*or actors.num_gpus=1 instead of 2"),
+        (
+            {"decode": {"method": "full", "ffn_skip": {"mode": "row", "cold_start": 1, "cold_end": 1}}},
+            "decode.ffn_skip.mode: .*calibrated or fixed",
+        ),
+        ({"swiftkv": True, "prefill": {"method": "swiftkv"}}, "prefill.method: .*use prefill.method=full"),
+    ],
+)
+def test_what_cannot_run_on_several_gpus(
+    tiny_checkpoint: Path, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    source = tiny_checkpoint
+    if keys.pop("swiftkv", False):
+        source = tmp_path / "swift"
+        save_model(load_model(tiny_checkpoint).with_swiftkv(3), source)
+        shutil.copy(tiny_checkpoint / "tokenizer.json", source)
+    keys = {"actors": {"num_gpus": 2}} | keys
+    with pytest.raises(ConfigError, match=message):
+        notes_of(source, **keys)
+    if "num_gpus" not in message.split(":")[0]:
+        notes_of(source, **(keys | {"actors": {"num_gpus": 1}}))
+
+
+@pytest.mark.parametrize(("num_gpus", "devices"), [("auto", 1), (0, 1), (0.5, 1), (1, 1), (2, 2), (4.0, 4)])
+def test_gpus_of_an_actor_above_one_share_out_its_layers(num_gpus: Any, devices: int) -> None:
+    assert JobConfig.model_validate({"actors": {"num_gpus": num_gpus}}).actors.num_devices == devices
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_is_up")

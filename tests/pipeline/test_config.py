@@ -192,6 +192,7 @@ def test_the_tree_is_frozen() -> None:
         ("sampling.stop=['']", "sampling.stop"),
         ("actors.num_actors=0", "actors.num_actors: "),
         ("actors.num_actors=[3,1]", "actors.num_actors: a pool is [min, max]"),
+        ("actors.num_gpus=1.5", "actors.num_gpus: more than one GPU per actor come whole, got 1.5"),
         ("actors.length_buckets=[64,32]", "actors.length_buckets: must be strictly increasing"),
         ("limits.max_failed_rows=1.5", "limits.max_failed_rows: "),
         ("limits.max_failed_rows=-1", "limits.max_failed_rows: "),

@@ -6,11 +6,13 @@ is not: what a kernel computes (`test_triton_kernels.py`), and time.
 
 import importlib.util
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from skipdecode import decoder
 from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.config import SwiftKVConfig
 from skipdecode.decoder import Decoder
@@ -132,6 +134,36 @@ def test_host_reads_and_mixed_devices_are_seen() -> None:
         with pytest.raises((AssertionError, RuntimeError), match=r"cpu|device"):
             step(model, newest, cache, schedule, 0)
         assert fake.launched["attend_kernel"] == before
+
+
+@pytest.mark.parametrize("name", ["opt-66b", "opt-350m", "llama-3.1-8b"])
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States alone go from one to the next, nothing is read on the host, and kernels are launched where they belong."""
+    current = [CUDA]
+
+    def launching_on(device: torch.device) -> nullcontext[None]:
+        current.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(decoder, "launching_on", launching_on)
+    with fake_cuda() as fake:
+        model = fake_model(name, layers=8, num_devices=num_devices)
+        schedule = SkipDecode(8, 8, 4, 1, 3)
+        cache, logits = prefilled(model, requests_for(), schedule)
+        newest = logits.argmax(-1)
+        for k in range(3):
+            plan, parts = schedule.step(k), min(num_devices, len(newest))
+            before, entered = len(fake.devices), len(current)
+            with fake.counting() as counted:
+                newest = step(model, newest, cache, schedule, k, only_likeliest=True)
+            assert counted["attend_kernel"] == plan.num_layers_run * parts
+            wanted = {model.device_of(layer) for layer in plan.layers}
+            assert set(fake.devices[before:]) == wanted | {CUDA}  # the choice is made on the first
+            assert set(current[entered:]) == wanted
+            if k == 0:
+                keep = torch.tensor([0, 2, 5], device=CUDA)
+                newest, cache = newest[keep], cache.keep(keep)
 
 
 @pytest.mark.parametrize("name", ["opt-350m", "opt-2.7b", "llama-3.1-8b"])

@@ -274,3 +274,15 @@ def test_deterministic_bfloat16_is_bit_for_bit(tiny_checkpoint: Path) -> None:
         return torch.stack(logs)
 
     assert torch.equal(logits_of_first(rows), logits_of_first(rows[:1]))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("schedule", [FullDepth(6), SkipDecode(6, 5, 2, 1, 9)], ids=["full", "skipdecode"])
+@pytest.mark.parametrize("style", STYLES)
+def test_layers_on_two_gpus(ending_checkpoint: Callable[[str], Path], style: str, schedule: Schedule) -> None:
+    """The tokens are those of a CPU."""
+    folder, requests = ending_checkpoint(style), make_requests(40)
+    model = load_model(folder, devices=[torch.device(DEVICE, number) for number in range(2)]).pack()
+    assert {parameter.device.index for parameter in model.parameters()} == {0, 1}
+    wanted = [c.tokens for c in generate(load_model(folder), requests, schedule).completions]
+    assert [c.tokens for c in generate(model, requests, schedule).completions] == wanted

@@ -24,6 +24,7 @@ from skipdecode.backends.cuda import CudaBackend
 from skipdecode.config import SwiftKVConfig
 from skipdecode.decoder import Decoder
 from skipdecode.families import config_of, released
+from skipdecode.placing import deal
 
 CUDA = torch.device("cuda", 0)
 A = torch.ops.aten
@@ -72,6 +73,10 @@ class Indexing(TorchFunctionMode):
             return A.copy_.default(*args)
         if func is F.rms_norm:  # its decomposition asks for a CUDA build; something of the same shape and type
             return A.mul.Tensor(args[0], (kwargs or {})["weight"])
+        if func is torch.Tensor.contiguous:
+            return (
+                args[0] if args[0].is_contiguous() else A.clone.default(args[0], memory_format=torch.contiguous_format)
+            )
         if func is torch.Tensor.__invert__:
             return A.bitwise_not.default(args[0])
         return func(*args, **(kwargs or {}))
@@ -102,15 +107,19 @@ class FakeCuda:
     def __init__(self) -> None:
         self.counted = Counted()
         self.launched: Counter[str] = Counter()
+        self.devices: list[torch.device] = []
+        """Of each launch."""
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **_options: Any) -> None:
         """In place of `triton_launch.launch`."""
         assert all(0 < size < 2**31 for size in grid), grid
         assert all(size < 2**16 for size in grid[1:]), grid
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                assert isinstance(argument, FakeTensor), "a tensor of the CPU"
-                assert argument.device == CUDA, f"{kernel.__name__}: an argument lies on {argument.device}"
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        for argument in tensors:
+            assert isinstance(argument, FakeTensor), "a tensor of the CPU"
+            assert argument.device.type == "cuda", f"{kernel.__name__}: an argument lies on {argument.device}"
+            assert argument.device == tensors[0].device, f"{kernel.__name__}: {argument.device}, {tensors[0].device}"
+        self.devices.append(tensors[0].device)
         self.launched[kernel.__name__] += 1
 
     @contextmanager
@@ -137,17 +146,22 @@ def fake_cuda(backend: Backend | None = None) -> Iterator[FakeCuda]:
             yield fake
 
 
-def fake_model(name: str, *, layers: int | None = None, swiftkv: SwiftKVConfig | None = None) -> Decoder:
+def fake_model(
+    name: str, *, layers: int | None = None, swiftkv: SwiftKVConfig | None = None, num_devices: int = 1
+) -> Decoder:
     """A released shape on the device, in bfloat16, ready to decode; `layers`: at most so many of its layers."""
     dtype = torch.bfloat16
     with torch.device("meta"):
         config = config_of(QWEN3) if name == "qwen3-1.7b" else released(name)
         depth = min(config.num_hidden_layers, layers or config.num_hidden_layers)
         model = Decoder(replace(config, swiftkv=swiftkv, num_hidden_layers=depth))
-    for module in model.modules():
+    if num_devices > 1:
+        model.placement = deal(depth, [torch.device("cuda", number) for number in range(num_devices)])
+    for prefix, module in model.named_modules():
         for key, weight in list(module._parameters.items()):
             if weight is not None:
-                own = torch.empty(weight.shape, dtype=dtype, device=CUDA)
+                where = CUDA if model.placement is None else model.placement.of_weight(f"{prefix}.{key}")
+                own = torch.empty(weight.shape, dtype=dtype, device=where)
                 module._parameters[key] = nn.Parameter(own, requires_grad=False)
     return model.eval().pack()
 

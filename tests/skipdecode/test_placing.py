@@ -1,0 +1,141 @@
+"""Layers on several devices: the tokens are those of one device, every plan is shared out evenly, parts take turns.
+
+Here the devices are one CPU, several times over. What crosses from device to device is seen on fake CUDA devices
+(`test_fake_cuda.py`); on real ones in `test_gpu.py`.
+"""
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+import torch
+
+from skipdecode import decoder as module
+from skipdecode.cohort import allocate_cache
+from skipdecode.decoder import Decoder
+from skipdecode.forced import teacher_batch, teacher_forced_logits
+from skipdecode.generate import generate
+from skipdecode.placing import BLOCK, Placement, cut, deal, devices_of, take_turns
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.sampling import Sampling
+from skipdecode.weights import load_model
+from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
+
+L = 6
+CPU = torch.device("cpu")
+FULL = FullDepth(L)
+SCHEDULES: list[Schedule] = [FULL, SkipDecode(L, 5, 2, 1, 9), EarlyExit(L, 6, 1, 1, 14), Unified(L, 3)]
+LENGTHS = [3, 9, 1, 5, 12, 7, 2, 8, 10]
+
+
+@pytest.fixture(scope="module", params=["125m", "350m"])
+def folder(request: pytest.FixtureRequest, ending_checkpoint: Callable[[str], Path]) -> Path:
+    return ending_checkpoint(request.param)
+
+
+def on(folder: Path, count: int, *, is_packed: bool = True) -> Decoder:
+    model = load_model(folder, devices=[CPU] * count)
+    return model.pack() if is_packed else model
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("sampling", [greedy(40), Sampling(40, temperature=0.8, top_p=0.9)], ids=["greedy", "drawn"])
+def test_tokens_are_those_of_one_device(
+    folder: Path, ours: Callable[[Path], Decoder], count: int, is_packed: bool, schedule: Schedule, sampling: Sampling
+) -> None:
+    """Rows end at different steps, so that batches shrink on the way."""
+    requests = requests_for(random_prompts(LENGTHS, seed=5), sampling)
+    wanted = generate(ours(folder), requests, schedule)
+    made = generate(on(folder, count, is_packed=is_packed), requests, schedule)
+    assert tokens_of(made) == tokens_of(wanted)
+    assert made.stats.batch_rows == wanted.stats.batch_rows
+    assert [c.layers_run for c in made.completions] == [c.layers_run for c in wanted.completions]
+
+
+def test_fewer_rows_than_devices(folder: Path, ours: Callable[[Path], Decoder]) -> None:
+    requests = requests_for(random_prompts([4]), greedy(9))
+    assert tokens_of(generate(on(folder, 3), requests, FULL)) == tokens_of(generate(ours(folder), requests, FULL))
+
+
+@pytest.mark.parametrize("schedule", [FULL, SkipDecode(L, 5, 2, 1, 9)], ids=["full", "skipdecode"])
+def test_scores_are_those_of_one_device(folder: Path, ours: Callable[[Path], Decoder], schedule: Schedule) -> None:
+    prompts, answers = (random_prompts([5, 3, 8], seed) for seed in (1, 2))
+    batch = teacher_batch(list(zip(prompts, answers, strict=True)), 1)
+    with torch.inference_mode():
+        wanted = teacher_forced_logits(ours(folder), batch, schedule)
+        made = teacher_forced_logits(on(folder, 2), batch, schedule)
+    torch.testing.assert_close(made, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("num_layers", [12, 24, 32, 48, 64, 80])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_plan_is_shared_out_evenly(num_layers: int, count: int) -> None:
+    """Cut in the middle, one device would have nearly all of a plan that leaves low and middle layers out."""
+    of_layer = deal(num_layers, [CPU] * count).of_layer
+    schedule = SkipDecode(num_layers, num_layers, 2, 1, 100)
+    for plan in {schedule.step(k) for k in range(100)}:
+        work = [sum(of_layer[layer] == number for layer in plan.layers) for number in range(count)]
+        assert max(work) - min(work) <= BLOCK + 1, plan
+    upper = sum(layer >= num_layers // 2 for layer in schedule.step(50).layers)
+    assert upper > 0.8 * schedule.step(50).num_layers_run  # what a cut in the middle would do
+
+
+def test_a_group_of_layers_is_cut_where_the_device_changes() -> None:
+    assert cut(((0, 1, 2), (4, 5)), (0, 0, 1, 1, 0, 0)) == ((0, 1), (2,), (4, 5))
+    assert cut(((0, 1, 2, 3, 4, 5),), (0,) * 6) == ((0, 1, 2, 3, 4, 5),)
+
+
+def test_weights_and_caches_are_where_their_layers_are() -> None:
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    place = deal(6, devices)
+    assert place.of_layers == [devices[n] for n in (0, 0, 1, 1, 0, 0)]
+    assert place.of_weight("blocks.3.fc1.weight") == devices[1]
+    assert place.of_weight("blocks.4.fc1.weight") == place.of_weight("embed_tokens.weight") == devices[0]
+
+
+def test_too_few_layers_or_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 layers cannot be on 3 devices.*actors\.num_gpus"):
+        deal(2, [CPU] * 3)
+    with pytest.raises(ValueError, match=r"\d+ GPUs are visible here, and actors\.num_gpus asks for 99"):
+        devices_of(torch.device("cuda"), 99)
+    assert devices_of(CPU, 2) == (CPU, CPU)
+
+
+def test_while_one_part_is_on_a_device_the_next_is_on_the_one_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host launches block by block, of one part after the other."""
+    model, launched = on(folder, 2, is_packed=False), list[tuple[int, int]]()
+    plain = module._run
+
+    def run(own: Decoder, groups: list[tuple[int, ...]], h: torch.Tensor, *args: object, **keys: object) -> object:
+        launched.append((len(h), groups[0][0]))
+        return plain(own, groups, h, *args, **keys)  # type: ignore[arg-type]
+
+    prompts = random_prompts([4] * 5)
+    cache = allocate_cache(model, torch.zeros(5, dtype=torch.int64), 4, FULL, 3)
+    with torch.inference_mode():
+        model(torch.tensor(prompts), torch.arange(4).expand(5, 4), cache, FULL.prefill())
+        monkeypatch.setattr(module, "_run", run)
+        model(torch.zeros(5, 1, dtype=torch.int64), torch.full((5, 1), 4), cache, FULL.step(0))
+    assert launched == [(3, 0), (2, 0), (3, 2), (2, 2), (3, 4), (2, 4)]
+
+
+def test_turns_end_when_all_have_ended() -> None:
+    seen = []
+
+    def run(name: str, turns: int) -> Generator[None, None, str]:
+        for turn in range(turns):
+            seen.append(f"{name}{turn}")
+            yield
+        return name
+
+    assert take_turns([run("a", 3), run("b", 1), run("c", 0)]) == ["a", "b", "c"]
+    assert seen == ["a0", "b0", "a1", "a2"]
+
+
+def test_a_placement_is_a_value() -> None:
+    assert deal(8, [CPU, CPU]) == Placement((CPU, CPU), (0, 0, 1, 1, 0, 0, 1, 1))
+    assert deal(3, [CPU, CPU, CPU]).of_layer == (0, 1, 2)
