@@ -20,7 +20,7 @@ def test_a_gpu_that_is_not_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_model["opt-66b", "full"]["num_gpus"] == 3
     assert by_model["opt-1.3b", "full"]["tokens_per_s"] > 10_000
     assert "predicted, not measured" in err
-    assert "a model must fit one GPU" in err
+    assert "layers are dealt out to them (actors.num_gpus)" in err
     assert "llama-3.1-8b" in err
 
 
