@@ -222,7 +222,8 @@ class Cohort:
         if self._ffns is not None:
             self._ffns.keep(keep)
         self._live = [self._live[at] for at in running]
-        self._newest, self._cache = self._newest[keep], self._cache.keep(keep)
+        runs = self.schedule.step(self._num_made - 1).attn  # no later step runs a layer that this one does not
+        self._newest, self._cache = self._newest[keep], self._cache.keep(keep, runs)
         self._logprobs.keep([self.rows[index] for index in self._live])
 
 

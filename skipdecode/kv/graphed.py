@@ -96,14 +96,15 @@ class GraphedCache(KVCache):
         """Of the whole part, also when rows have left."""
         return self.part.nbytes
 
-    def keep(self, rows: Tensor) -> Self:
-        for owner in set(self.owners):
+    def keep(self, rows: Tensor, runs: Sequence[bool]) -> Self:
+        for owner in self.owners_of(runs):
+            filled = slice(min(self.length, self.k[owner].shape[2]))
             for memory in (self.k[owner], self.v[owner]):
-                memory[: len(rows)] = memory[rows]  # indexing copies first
-        return self._of(slice(len(rows)), rows)  # leading rows: the same addresses and strides, however many
+                memory[: len(rows), :, filled] = memory[:, :, filled][rows]  # indexing copies first
+        return self._rows(slice(len(rows)), rows)  # leading rows: the same addresses and strides, however many
 
-    def _of(self, rows: Tensor | slice, pads: Tensor | slice) -> Self:
-        cache = super()._of(rows, pads)
+    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Tensor | slice) -> Self:
+        cache = super()._with(own, pads)
         cache.part, cache.where, cache.serial = self.part, self.where, next(_serials)
         return cache
 

@@ -68,12 +68,8 @@ class KVCache:
         rows, heads, dim = len(num_pad), config.num_kv_heads, config.head_dim
 
         where = [num_pad.device] * len(capacities) if devices is None else devices
-        own: dict[int, tuple[Tensor, Tensor]] = {}
-        for device in dict.fromkeys(where):
-            here = [owner for owner in sorted(set(owners)) if where[owner] == device]
-            shapes = [(rows, heads, capacities[owner], dim) for owner in here for _ in "kv"]
-            memory = iter(backend_on(device).filled_memory(shapes, dtype, device))
-            own |= {owner: (next(memory), next(memory)) for owner in here}
+        shapes = {owner: (rows, heads, capacities[owner], dim) for owner in sorted(set(owners))}
+        own = _memory(shapes, dtype, where)
         k, v = [own[owner][0] for owner in owners], [own[owner][1] for owner in owners]
         return cls(k, v, num_pad, owners, is_masked=is_masked)
 
@@ -131,7 +127,7 @@ class KVCache:
 
     def view(self, start: int, end: int) -> Self:
         """The rows start..end-1, in the same memory, with a `length` of its own."""
-        return self._of(slice(start, end), slice(start, end))
+        return self._rows(slice(start, end), slice(start, end))
 
     def on(self, device: torch.device) -> Self:
         """The same memory, for the layers on another device, with what they ask for there."""
@@ -161,19 +157,47 @@ class KVCache:
         cache.length = length
         return cache
 
-    def keep(self, rows: Tensor) -> Self:
-        """A smaller cache of `rows` [R] int64 (indices, in the new order)."""
-        return self._of(rows, rows)
+    def keep(self, rows: Tensor, runs: Sequence[bool]) -> Self:
+        """A smaller cache of `rows` [R] int64 (indices, in the new order). `runs` [L]: whose attention a later step
+        runs; what other layers hold is given up."""
+        left, shapes = self.owners_of(runs), {}
+        for owner in sorted(set(self.owners)):
+            _, heads, columns, dim = self.k[owner].shape
+            shapes[owner] = (len(rows), heads, columns if owner in left else 0, dim)
+        own = _memory(shapes, self.k[0].dtype, [t.device for t in self.k])
+        for owner in left:
+            filled = slice(min(self.length, self.k[owner].shape[2]))
+            for new, old in zip(own[owner], (self.k[owner], self.v[owner]), strict=True):
+                new[:, :, filled] = old[:, :, filled][rows.to(old.device)]
+        return self._with(own, rows)
 
-    def _of(self, rows: Tensor | slice, pads: Tensor | slice) -> Self:
+    def owners_of(self, runs: Sequence[bool]) -> list[int]:
+        """Whose memory the layers that run read."""
+        return sorted({owner for owner, is_run in zip(self.owners, runs, strict=True) if is_run})
+
+    def _rows(self, rows: slice, pads: Tensor | slice) -> Self:
         """Of `rows` of the memory, with the padding of the rows `pads`."""
-        there = {t.device: rows.to(t.device) if isinstance(rows, Tensor) else rows for t in self.k}
-        own = {owner: tuple(t[owner][there[t[owner].device]] for t in (self.k, self.v)) for owner in set(self.owners)}
+        return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}, pads)
+
+    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Tensor | slice) -> Self:
+        """This cache in other memory, by owner, of the rows `pads`."""
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
         cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked)
         cache.length = self.length
         cache.shared = None if self.shared is None else self.shared.of(pads)
         return cache
+
+
+def _memory(
+    shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype, devices: Sequence[torch.device]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of keys and of values by the layer that owns them; `devices` [L]."""
+    own: dict[int, tuple[Tensor, Tensor]] = {}
+    for device in dict.fromkeys(devices):
+        here = [owner for owner in shapes if devices[owner] == device]
+        memory = iter(backend_on(device).filled_memory([shapes[owner] for owner in here for _ in "kv"], dtype, device))
+        own |= {owner: (next(memory), next(memory)) for owner in here}
+    return own
 
 
 class PaddedView:

@@ -355,7 +355,7 @@ def test_ended_rows_of_a_cohort_hold_no_cache(generator: Generator) -> None:
     whole = engine.cache_bytes
     while engine.num_running > 1:
         engine.turn()
-    assert engine.cache_bytes == whole / 4
+    assert 0 < engine.cache_bytes <= whole / 4  # nor do layers that no later step runs
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -69,7 +69,7 @@ def decode(fake: "FakeCuda", model: Decoder, schedule: Schedule, **keys: float) 
         if k == 0:
             keep = torch.tensor([0, 2, 5], device=CUDA)
             sampler.keep(keep)
-            newest, cache = newest[keep], cache.keep(keep)
+            newest, cache = newest[keep], cache.keep(keep, schedule.step(k + 1).attn)
     return kernels
 
 
@@ -163,7 +163,7 @@ def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pyt
             assert set(current[entered:]) == wanted
             if k == 0:
                 keep = torch.tensor([0, 2, 5], device=CUDA)
-                newest, cache = newest[keep], cache.keep(keep)
+                newest, cache = newest[keep], cache.keep(keep, schedule.step(k + 1).attn)
 
 
 @pytest.mark.parametrize("name", ["opt-350m", "opt-2.7b", "llama-3.1-8b"])
@@ -190,6 +190,6 @@ def test_captured_steps_read_nothing_on_the_host(name: str) -> None:
             assert newest.device == CUDA
             if k == 1:
                 keep = torch.tensor([0, 2, 5], device=CUDA)
-                newest, cache = newest[keep], cache.keep(keep)
+                newest, cache = newest[keep], cache.keep(keep, schedule.step(k + 1).attn)
         assert captures.captures == captured == graphs.num_captured
         assert captures.replays == 4

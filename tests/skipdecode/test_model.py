@@ -236,14 +236,32 @@ def test_cache_bytes_and_keep() -> None:
     for at, tensor in enumerate((*cache.k, *cache.v)):
         tensor.copy_((torch.arange(3) + 10 * at)[:, None, None, None].expand_as(tensor))
     cache.length = 4
-    kept = cache.keep(torch.tensor([2, 0]))
+    kept = cache.keep(torch.tensor([2, 0]), [True, True])
     assert kept.length == 4
     assert kept.num_pad.tolist() == [1, 0]
     assert kept.valid is not None
     assert kept.valid.tolist() == [[False] + [True] * 6, [True] * 7]
     assert [t[:, 0, 0, 0].tolist() for t in (*kept.k, *kept.v)] == [[2, 0], [12, 10], [22, 20], [32, 30]]
-    assert cache.keep(torch.tensor([0])).valid is None  # nothing is padded any more
+    assert cache.keep(torch.tensor([0]), [True, True]).valid is None  # nothing is padded any more
     assert kept.nbytes == 2 * 2 * 24 * 2 * (7 + 4)
+
+
+def test_rows_that_stay_take_along_what_later_steps_read() -> None:
+    """Filled columns, of layers that still run; room for the steps to come."""
+    config = OPTConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=3)
+    num_pad = torch.tensor([0, 2, 1])
+    cache = KVCache.allocate(config, num_pad=num_pad, capacities=[9, 5, 7], dtype=torch.float32)
+    for at, tensor in enumerate((*cache.k, *cache.v)):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 1000 * at)
+    cache.length = 6
+    kept = cache.keep(torch.tensor([2, 1]), [True, False, True])
+    assert [t.shape[2] for t in kept.k] == [t.shape[2] for t in kept.v] == [9, 0, 7]
+    for layer in (0, 2):
+        for old, new in ((cache.k, kept.k), (cache.v, kept.v)):
+            torch.testing.assert_close(new[layer][:, :, :6], old[layer][[2, 1], :, :6])
+    assert kept.nbytes == 2 * 2 * 24 * 4 * (9 + 7)
+    with pytest.raises(AssertionError, match="layer 1 has room for 0 columns"):
+        kept.columns(1)
 
 
 def test_a_mask_can_be_asked_for() -> None:
@@ -252,7 +270,7 @@ def test_a_mask_can_be_asked_for() -> None:
     for is_masked in (False, True):
         num_pad = torch.tensor([0, 0])
         cache = KVCache.allocate(config, num_pad=num_pad, capacities=[5], dtype=torch.float32, is_masked=is_masked)
-        for held in (cache, cache.keep(torch.tensor([1]))):
+        for held in (cache, cache.keep(torch.tensor([1]), [True])):
             mask = held.mask(3)
             assert (mask is not None) is is_masked
             if mask is not None:
