@@ -80,11 +80,11 @@ class RunFolder:
         return bool(kind != pafs.FileType.NotFound)
 
     def read_state(self) -> RunState | None:
-        """`run.json`, or None. Where its replacement was cut off, what it was to be."""
+        """`run.json`, or None. Where its replacement was cut off, what it was to be, if there is anything else."""
         try:
             text = self.read_text("run.json")
             if text is None:
-                if (left := self._cut_off()) is not None:
+                if self.exists() and (left := self._cut_off()) is not None:
                     return left[1]
                 text = self.read_text("run.json")  # whoever replaces it may have come to the end meanwhile
             return None if text is None else _parse(text)

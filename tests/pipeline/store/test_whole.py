@@ -75,6 +75,8 @@ def test_killed_in_every_step_no_half_file_is_seen(tmp_path: Path, replaces: boo
         store.dies_at = None
         for path in (tmp_path / str(at) / "run/data").rglob("*"):
             assert path.is_dir() or pq.read_metadata(path).num_rows == 1, f"killed in step {at}"
+        # else `--resume` would find that another run has worked here meanwhile, again and again
+        assert folder.read_state() == resumed(folder), f"killed in step {at}"
         if at > begins[0]:
             for state in (folder.read_state(), resumed(folder)):
                 assert state in (state_of("running"), state_of("finished")), f"killed in step {at}"
