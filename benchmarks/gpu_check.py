@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.bench import Bench, Check, Wrong
 from benchmarks.gpu.decoding import check_batches, check_captures, check_larger, check_speed, check_tokens
 from benchmarks.gpu.machine import check_device, check_kernels, nvidia_smi
@@ -27,6 +28,7 @@ CHECKS: dict[str, Check] = {
     "device": check_device,
     "kernels": check_kernels,
     "tokens": check_tokens,
+    "attention": check_attention,
     "captures": check_captures,
     "batches": check_batches,
     "speed": check_speed,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import decoding, machine
+from benchmarks.gpu import attention, decoding, machine
 from benchmarks.gpu.bench import Bench, Wrong, not_run
 from benchmarks.gpu.decoding import SMALL, rows_that_fit
 from benchmarks.gpu_check import CHECKS, main, run_checks
@@ -28,6 +28,8 @@ TINY = config_of(SMALL | {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 64, "n
 def _as_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("benchmarks.gpu.bench.measure_ceilings", lambda *_: Ceilings(1e12, 1e11, 1e-6))
     monkeypatch.setattr(machine, "nvidia_smi", lambda: {"driver": None, "cuda": None, "devices": []})
+    monkeypatch.setattr(attention, "MAX_NEW_SHAPE_S", 60.0)
+    monkeypatch.setattr(attention, "MIN_OF_BEST", 0.0)
     with cpu_as_cuda():
         yield
 
