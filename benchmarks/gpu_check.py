@@ -21,6 +21,7 @@ from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.bench import Bench, Check, Wrong
 from benchmarks.gpu.decoding import check_batches, check_captures, check_larger, check_speed, check_tokens
 from benchmarks.gpu.machine import check_device, check_kernels, nvidia_smi
+from benchmarks.gpu.processes import check_job, check_lane, check_sanitizer
 from benchmarks.gpu.replays import check_replays
 from skipdecode.families import released
 
@@ -29,12 +30,15 @@ CHECKS: dict[str, Check] = {
     "device": check_device,
     "kernels": check_kernels,
     "tokens": check_tokens,
+    "lane": check_lane,
     "attention": check_attention,
     "captures": check_captures,
     "batches": check_batches,
     "replays": check_replays,  # before the speed: it says where the time of a slow step goes
     "speed": check_speed,
     "larger": check_larger,
+    "sanitizer": check_sanitizer,
+    "job": check_job,
 }
 
 

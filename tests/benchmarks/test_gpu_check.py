@@ -21,6 +21,7 @@ from skipdecode.families import config_of, released
 from skipdecode.step_graphs import StepGraphs
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
+PROCESSES = {"lane", "sanitizer", "job"}
 TINY = config_of(SMALL | {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 3})
 
 
@@ -47,15 +48,23 @@ def first_wrong(only: str) -> str:
 
 def test_nothing_is_wrong() -> None:
     notes: list[str] = []
-    document = run_checks(bench(larger=TINY), CHECKS, notes.append)
+    checks = {name: check for name, check in CHECKS.items() if name not in PROCESSES}
+    document = run_checks(bench(larger=TINY), checks, notes.append)
     assert document["wrong"] is None
-    assert [note.partition(":")[0] for note in notes] == list(CHECKS)
+    assert [note.partition(":")[0] for note in notes] == list(checks)
     assert document["captures"]["graphs"] == 3 * 4  # type: ignore[index]
     assert [row["schedule"] for row in document["speed"]["rows"]] == ["full", "skipdecode 2x"] * 2  # type: ignore[index]
     assert document["larger"]["rows_that_fit"] == (2, 4)  # type: ignore[index]
     assert document["larger"]["captures"]["graphs"] == 3 * 4  # type: ignore[index]
     assert len(document["larger"]["rows"]) == 4  # type: ignore[index]
     json.dumps(document)
+
+
+def test_what_must_hold_comes_before_what_should_be_fast() -> None:
+    names = list(CHECKS)
+    assert names[:4] == ["device", "kernels", "tokens", "lane"]
+    assert names.index("captures") < min(map(names.index, ("batches", "replays", "speed")))
+    assert names[-3:] == ["larger", "sanitizer", "job"]  # with the device free again
 
 
 def test_the_first_thing_that_is_wrong_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
