@@ -26,7 +26,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-CHOICE, OURS = "torch's choice", "ours"
+CHOICE, OURS = "default", "ours"
 MAX_NEW_SHAPE_S = 0.005
 """A kernel that is there is launched in microseconds; one that is planned or compiled first takes tens of these."""
 MIN_OF_BEST = 0.9

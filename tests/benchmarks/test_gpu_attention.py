@@ -31,6 +31,8 @@ def test_good_times() -> None:
 def test_a_kernel_that_is_no_gain() -> None:
     sentence = judged(times(**{OURS: row(1e12), "efficient": row(2.2e12)}))
     assert sentence == "our attention reads 1000 GB/s, and torch's (efficient) 2200 GB/s"
+    sentence = judged(times(**{OURS: row(1.7e12)}))
+    assert sentence == "our attention reads 1700 GB/s, and torch's (default) 2000 GB/s"
 
 
 @pytest.mark.parametrize("way", [CHOICE, OURS])

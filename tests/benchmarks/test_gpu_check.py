@@ -153,6 +153,12 @@ def test_a_document_with_device_and_date(tmp_path: Path, monkeypatch: pytest.Mon
     assert document["checks"] == {"device": {"name": "it"}}
 
 
+def test_the_check_that_others_need_is_not_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--skip", "captures"])
+    assert "invalid choice: 'captures'" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("_h100")
 def test_a_document_is_there_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is taken away leaves what was found on it, and what was not done."""
