@@ -67,7 +67,7 @@ docs: .venv/installed-docs  ## the pages of docs/ as a site in build/site; broke
 bench: .venv/installed  ## the decoder alone, on this CPU
 	$(BIN)/skipdecode bench --config configs/bench-cpu.yaml
 
-gpu: .venv/installed  ## the first minutes on a GPU: tokens, captures, memory, speed; stops at what is wrong
+gpu: .venv/installed-test  ## the first minutes on a GPU: tests, kernels, memory, speed, a job; stops at what is wrong
 	$(BIN)/python -m benchmarks.gpu_check
 
 E2E ?= $(wildcard data/devset.csv)

@@ -1,5 +1,5 @@
 """The checks of `make gpu`, on the CUDA back end with torch's operators on a CPU: they pass there, and each finds what
-it is for. Speed means nothing here, and is only computed."""
+it is for. Speed means nothing here, and is only computed; what runs in processes of its own has its own tests."""
 
 import json
 import subprocess
@@ -11,24 +11,33 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import CHECKS, SMALL, Bench, Wrong, main, run_checks
+from benchmarks.gpu import attention, decoding, machine
+from benchmarks.gpu.bench import Bench, Wrong, not_run
+from benchmarks.gpu.decoding import SMALL, rows_that_fit
+from benchmarks.gpu_check import CHECKS, main, run_checks
 from skipdecode.backends.cuda import CudaBackend
 from skipdecode.cost import Ceilings
-from skipdecode.families import config_of
+from skipdecode.families import config_of, released
 from skipdecode.step_graphs import StepGraphs
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
+
+PROCESSES = {"lane", "sanitizer", "job"}
+TINY = config_of(SMALL | {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 3})
 
 
 @pytest.fixture(autouse=True)
 def _as_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda *_: Ceilings(1e12, 1e11, 1e-6))
+    monkeypatch.setattr("benchmarks.gpu.bench.measure_ceilings", lambda *_: Ceilings(1e12, 1e11, 1e-6))
+    monkeypatch.setattr(machine, "nvidia_smi", lambda: {"driver": None, "cuda": None, "devices": []})
+    monkeypatch.setattr(attention, "MAX_NEW_SHAPE_S", 60.0)
+    monkeypatch.setattr(attention, "MIN_OF_BEST", 0.0)
     with cpu_as_cuda():
         yield
 
 
-def bench() -> Bench:
-    small = config_of(SMALL | {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 3})
-    return Bench(torch.device("cpu"), small, rows=(2, 4), prompt_tokens=8, new_tokens=6, cache_bytes=1 << 20)
+def bench(**keys: object) -> Bench:
+    sizes = {"rows": (2, 4), "prompt_tokens": 8, "new_tokens": 6, "context": 32, "cache_bytes": 1 << 20} | keys
+    return Bench(torch.device("cpu"), TINY, **sizes)  # type: ignore[arg-type]
 
 
 def first_wrong(only: str) -> str:
@@ -37,14 +46,25 @@ def first_wrong(only: str) -> str:
     return str(document["wrong"])
 
 
-def test_all_is_well() -> None:
+def test_nothing_is_wrong() -> None:
     notes: list[str] = []
-    document = run_checks(bench(), CHECKS, notes.append)
+    checks = {name: check for name, check in CHECKS.items() if name not in PROCESSES}
+    document = run_checks(bench(larger=TINY), checks, notes.append)
     assert document["wrong"] is None
-    assert [note.partition(":")[0] for note in notes] == list(CHECKS)
+    assert [note.partition(":")[0] for note in notes] == list(checks)
     assert document["captures"]["graphs"] == 3 * 4  # type: ignore[index]
     assert [row["schedule"] for row in document["speed"]["rows"]] == ["full", "skipdecode 2x"] * 2  # type: ignore[index]
+    assert document["larger"]["rows_that_fit"] == (2, 4)  # type: ignore[index]
+    assert document["larger"]["captures"]["graphs"] == 3 * 4  # type: ignore[index]
+    assert len(document["larger"]["rows"]) == 4  # type: ignore[index]
     json.dumps(document)
+
+
+def test_what_must_hold_comes_before_what_should_be_fast() -> None:
+    names = list(CHECKS)
+    assert names[:4] == ["device", "kernels", "tokens", "lane"]
+    assert names.index("captures") < min(map(names.index, ("batches", "replays", "speed")))
+    assert names[-3:] == ["larger", "sanitizer", "job"]  # with the device free again
 
 
 def test_the_first_thing_that_is_wrong_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +73,15 @@ def test_the_first_thing_that_is_wrong_ends_it(monkeypatch: pytest.MonkeyPatch) 
     def broken(_bench: Bench) -> dict[str, object]:
         raise Wrong("it smokes", {"smoke": True})
 
-    document = run_checks(bench(), {"a": lambda _: {}, "b": broken, "c": broken}, notes.append)
-    assert document == {"wrong": "b: it smokes", "a": {}, "b": {"smoke": True}}
-    assert notes[-1] == "WRONG: b: it smokes"
-    monkeypatch.setattr(gpu_check, "backend_on", lambda _: 1 / 0)
+    saved: list[list[str]] = []
+    checks = {"a": lambda _: not_run("no means"), "b": broken, "c": broken}
+    document = run_checks(bench(), checks, notes.append, lambda found: saved.append([*found]))
+    assert set(document.pop("seconds")) == {"a", "b"}  # type: ignore[call-overload]
+    assert document == {"wrong": "b: it smokes", "a": {"not_run": "no means"}, "b": {"smoke": True}}
+    assert notes[0].startswith("a: not run, no means (")
+    assert notes[1:] == ["WRONG: b: it smokes"]
+    assert saved == [["wrong", "seconds", "a"], ["wrong", "seconds", "a", "b"]]
+    monkeypatch.setattr(machine, "backend_on", lambda _: 1 / 0)
     assert first_wrong("kernels") == "kernels: ZeroDivisionError: division by zero"
 
 
@@ -84,32 +109,75 @@ def test_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graphs_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "plans_of", lambda *_: [])
+    monkeypatch.setattr(decoding, "plans_of", lambda *_: [])
     assert "graphs were captured within ten batches" in first_wrong("batches")
+
+
+def test_rows_of_a_larger_model_fit_beside_its_weights() -> None:
+    """OPT-6.7B: 13.3 GB of weights, and 128 MiB of keys and values for a row of 256 columns."""
+    shape, sizes = released("opt-6.7b"), Bench(torch.device("cpu"), released("opt-1.3b"))
+    assert rows_that_fit(shape, sizes, 72 * 10**9) == (64, 256)
+    assert rows_that_fit(shape, sizes, 34 * 10**9) == (64,)
+    assert rows_that_fit(shape, sizes, 20 * 10**9) == ()
+    little = run_checks(bench(larger=shape), {"larger": CHECKS["larger"]}, lambda _: None)
+    assert "hold neither its weights nor 2 rows" in little["larger"]["not_run"]  # type: ignore[index]
 
 
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    smi: dict[str, object] = {"driver": None, "cuda": None, "devices": []}
+    monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: smi)
     assert main(["--output", str(tmp_path)]) == 2
-    assert "no GPU: torch" in capsys.readouterr().err
+    assert "sees none; run this" in capsys.readouterr().err
+    smi |= {"cuda": "12.4", "devices": [{"name": "NVIDIA L4"}]}
+    assert main(["--output", str(tmp_path)]) == 2
+    assert "though nvidia-smi lists NVIDIA L4 (driver for CUDA 12.4, torch built for" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_document_with_device_and_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(gpu_check, "CHECKS", {"device": lambda _: {"name": "it"}})
-    assert main(["--output", str(tmp_path)]) == 0
+
+
+@pytest.mark.usefixtures("_h100")
+def test_a_document_with_device_and_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "CHECKS", {"device": lambda _: {"name": "it"}, "job": lambda _: 1 / 0})
+    assert main(["--output", str(tmp_path), "--skip", "job"]) == 0
     (file,) = tmp_path.iterdir()
     assert file.name.endswith("-gpu-check-nvidia-h100-80gb-hbm3.json")
     document = json.loads(file.read_text())
     assert document["device"] == "NVIDIA H100 80GB HBM3"
-    assert document["wrong"] is None
+    assert (document["wrong"], document["left"], document["skipped"]) == (None, [], ["job"])
+    assert document["checks"] == {"device": {"name": "it"}}
+
+
+def test_the_check_that_others_need_is_not_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--skip", "captures"])
+    assert "invalid choice: 'captures'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_h100")
+def test_a_document_is_there_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is taken away leaves what was found on it, and what was not done."""
+
+    def taken_away(_bench: Bench) -> dict[str, object]:
+        raise KeyboardInterrupt
+
+    checks = {"device": lambda _: {"name": "it"}, "speed": taken_away, "job": taken_away}
+    monkeypatch.setattr(gpu_check, "CHECKS", checks)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--output", str(tmp_path)])
+    document = json.loads(next(tmp_path.iterdir()).read_text())
+    assert document["left"] == ["speed", "job"]
     assert document["checks"] == {"device": {"name": "it"}}
 
 
 @pytest.mark.process
 def test_needs_neither_ray_nor_pydantic() -> None:
     """A bare GPU machine has torch and little else."""
-    blocked = "import sys; sys.modules['ray'] = sys.modules['pydantic'] = None; import benchmarks.gpu_check"
+    names = "ray pydantic pyarrow pytest transformers hypothesis".split()
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({names})); import benchmarks.gpu_check"
     subprocess.run([sys.executable, "-c", blocked], check=True, cwd=Path(gpu_check.__file__).parents[1])

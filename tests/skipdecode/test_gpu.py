@@ -155,6 +155,7 @@ def test_graphs_wait_for_nothing(ending_checkpoint: Callable[[str], Path]) -> No
 PRODUCTION = {  # as in the released models, with few layers
     "opt, heads of 64": {"hidden_size": 2048, "ffn_dim": 8192, "num_attention_heads": 32},
     "opt, heads of 80": {"hidden_size": 2560, "ffn_dim": 10240, "num_attention_heads": 32},
+    "opt, heads of 96": {"hidden_size": 3072, "ffn_dim": 12288, "num_attention_heads": 32},
     "opt, heads of 128": {"hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32},
     "llama, 8 heads of keys": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
                                "num_key_value_heads": 8, "head_dim": 128},
@@ -201,7 +202,7 @@ def test_production_shapes_in_bfloat16(name: str) -> None:
             assert float((made - wanted).norm() / wanted.norm()) < BF16_RELATIVE_ERROR
 
 
-@pytest.mark.parametrize("name", ["opt, heads of 64", "llama, 8 heads of keys"])
+@pytest.mark.parametrize("name", PRODUCTION)
 def test_graphs_are_bit_for_bit_the_steps_without(name: str) -> None:
     """The same kernels at the same number of rows: what a replay makes is what launching them one by one makes."""
     model = production_model(name).pack()

@@ -198,6 +198,8 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, OPT, heads of 64, bfloat16, a table": lambda: attention(64, 2, 2, BF16, has_table=True),
     "attention, OPT, heads of 80, bfloat16": lambda: attention(80, 2, 2, BF16),
     "attention, heads of 96, float16, parts": lambda: attention(96, 2, 2, FP16, splits=4),
+    "attention, heads of 96, bfloat16, a table": lambda: attention(96, 2, 2, BF16, has_table=True),
+    "attention, OPT, heads of 128, bfloat16, parts": lambda: attention(128, 2, 2, BF16, splits=4),
     "attention, OPT, heads of 128, parts, a table": lambda: attention(128, 2, 2, FP32, splits=4, has_table=True),
     "attention, Llama": lambda: attention(128, 8, 2, FP32, turns=1.0),
     "attention, Llama, bfloat16, parts, a table": lambda: attention(

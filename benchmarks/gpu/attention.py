@@ -1,0 +1,163 @@
+"""torch's back ends of attention and the kernel of our own: bytes per second, and what a shape costs the first time.
+
+B rows, H heads of queries, G of keys and values, S columns, T columns of a prompt, K head dim.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.bench import Bench, Found, Wrong
+from skipdecode.backends.backend import Columns
+from skipdecode.backends.device import backend_on
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+CHOICE, OURS = "default", "ours"
+MAX_NEW_SHAPE_S = 0.005
+"""A kernel that is there is launched in microseconds; one that is planned or compiled first takes tens of these."""
+MIN_OF_BEST = 0.9
+"""Of the bandwidth of torch's best back end, below which our own kernel is no gain."""
+REPEATS = 20
+PROMPT_ROWS = 8
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention at one shape."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Read and written at least: queries twice, for what comes out is as large."""
+        mask = 0 if self.mask is None else self.mask.nbytes
+        return 2 * self.q.nbytes + self.k.nbytes + self.v.nbytes + mask
+
+    def by_torch(self) -> Tensor:
+        is_causal, has_groups = self.mask is None, self.q.shape[1] != self.k.shape[1]
+        return F.scaled_dot_product_attention(
+            self.q, self.k, self.v, attn_mask=self.mask, is_causal=is_causal, enable_gqa=has_groups
+        )
+
+    def by_us(self) -> Tensor:
+        """For one query a row, all columns seen."""
+        attend = backend_on(self.k.device).column_attention(self.k)
+        assert attend is not None, "no kernel for one column"
+        first = torch.zeros(len(self.k), dtype=torch.int64, device=self.k.device)
+        return attend(self.q, None, None, Columns(self.k, self.v, first, first + self.k.shape[2] - 1))
+
+
+def query(bench: Bench, columns: int) -> Case:
+    """One query a row behind a mask, as in a decode step: mask [B, 1, 1, S]."""
+    rows = min(bench.rows)
+    return Case(*_tensors(bench, rows, 1, columns), _mask(bench, rows, 1, columns))
+
+
+def prompt(bench: Bench, columns: int, *, is_masked: bool) -> Case:
+    """Prompts, behind a mask [B, 1, T, T] as where some are padded, or without one."""
+    rows = min(PROMPT_ROWS, *bench.rows)
+    mask = _mask(bench, rows, columns, columns).tril() if is_masked else None
+    return Case(*_tensors(bench, rows, columns, columns), mask)
+
+
+CASES: dict[str, Callable[[Bench, int], Case]] = {
+    "query behind a mask": query,
+    "prompt behind a mask": partial(prompt, is_masked=True),
+    "prompt without a mask": partial(prompt, is_masked=False),
+}
+
+
+@torch.inference_mode()
+def check_attention(bench: Bench) -> Found:
+    """Our kernel reads about as fast as torch's best back end, and no new shape waits for a plan or a compiler."""
+    found: dict[str, dict[str, Found]] = {}
+    for name, make in CASES.items():
+        ways: dict[str, AbstractContextManager[None]] = {CHOICE: nullcontext()}
+        ways |= {backend: sdpa_kernel(which) for backend, which in BACKENDS.items()}
+        found[name] = {way: _by_torch(bench, make, context) for way, context in ways.items()}
+    found["query behind a mask"][OURS] = _timed(bench, query, Case.by_us)
+    if sentence := judged(found):
+        raise Wrong(sentence, {"cases": found})
+    return {"read_bytes_per_s": bench.ceilings.bytes_per_s, "cases": found}
+
+
+def judged(found: dict[str, dict[str, Found]]) -> str | None:
+    """What is wrong with these times; None: nothing."""
+    for name, ways in found.items():
+        if "refused" in ways[CHOICE]:
+            return f"torch takes no attention, {name}: {ways[CHOICE]['refused']}"
+        for way in (CHOICE, OURS):
+            new_s = float(str(ways.get(way, {}).get("new_shape_s", 0.0)))
+            if new_s > MAX_NEW_SHAPE_S:
+                return f"{way}, {name}: a new shape takes {1e3 * new_s:.0f} ms the first time, and batches bring many"
+    query_ways = found["query behind a mask"]
+    speeds = {way: float(str(row["bytes_per_s"])) for way, row in query_ways.items() if "bytes_per_s" in row}
+    best = max((way for way in speeds if way != OURS), key=lambda way: speeds[way], default=OURS)
+    if speeds[OURS] < MIN_OF_BEST * speeds[best]:
+        return f"our attention reads {speeds[OURS] / 1e9:.0f} GB/s, and torch's ({best}) {speeds[best] / 1e9:.0f} GB/s"
+    return None
+
+
+def _by_torch(bench: Bench, make: Callable[[Bench, int], Case], context: AbstractContextManager[None]) -> Found:
+    """The times; `refused` where the back end does not take the shape. Why it does not, torch warns of."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with context:
+                return _timed(bench, make, Case.by_torch)
+        except RuntimeError as error:
+            why = [str(one.message).splitlines()[0] for one in said] or str(error).splitlines()[:1]
+            return {"refused": "; ".join(why)[:300]}
+
+
+def _timed(bench: Bench, make: Callable[[Bench, int], Case], run: Callable[[Case], Tensor]) -> Found:
+    case = make(bench, bench.context)
+    run(case)
+    new_s = []
+    for more in (16, 48, 80):  # as caches grow
+        other = make(bench, bench.context + more)
+        new_s.append(_seconds(bench, partial(run, other), 1))
+    seconds = median(_seconds(bench, partial(run, case), REPEATS) for _ in range(3))
+    return {"ms": 1e3 * seconds, "bytes_per_s": case.nbytes / seconds, "new_shape_s": median(new_s)}
+
+
+def _seconds(bench: Bench, run: Work, repeats: int) -> float:
+    bench.wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    bench.wait()
+    return (time.perf_counter() - start) / repeats
+
+
+def _tensors(bench: Bench, rows: int, queries: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    config = bench.config
+    heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
+    q, k, v = (
+        torch.randn(rows, count, width, config.head_dim, device=bench.device, dtype=torch.bfloat16)
+        for count, width in zip(heads, (queries, columns, columns), strict=True)
+    )
+    return q, k, v
+
+
+def _mask(bench: Bench, rows: int, queries: int, columns: int) -> Tensor:
+    return torch.ones(rows, 1, queries, columns, dtype=torch.bool, device=bench.device)

@@ -1,0 +1,170 @@
+"""Decoding on the device: tokens, captures, batches of mixed lengths, and the time of a step beside its roofline."""
+
+import random
+import time
+from copy import copy
+from statistics import median
+from typing import Any
+
+import torch
+
+from actors.bench import random_model
+from actors.devices import DeviceMemory
+from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
+from skipdecode.config import DecoderConfig
+from skipdecode.cost import cache_bytes_per_row, predict_s
+from skipdecode.families import config_of
+from skipdecode.generate import generate
+from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.plan import FullDepth
+from skipdecode.schedule import make_schedule
+from skipdecode.step_graphs import StepGraphs, plans_of
+from skipdecode.step_model import num_weights
+
+MIN_FRACTION = 0.5  # of the roofline, below which a kernel does not do what it should
+MAX_GROWTH = 256 << 20  # bytes that torch may reserve more over batches of mixed lengths
+ITEMSIZE = 2  # bfloat16
+SMALL = {
+    "model_type": "opt", "vocab_size": 512, "hidden_size": 256, "ffn_dim": 1024, "num_attention_heads": 4,
+    "num_hidden_layers": 4, "max_position_embeddings": 512, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def check_tokens(bench: Bench) -> Found:
+    """float32 tokens of a small model are those of a CPU, with graphs and without."""
+    config = config_of(SMALL)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    here = random_model(config, device="cpu", dtype=torch.float32)
+    requests = bench.requests([1, 9, 40, 200, 130], 24, config.vocab_size)
+    schedule = make_schedule(
+        {"method": "skipdecode", "max_layers": 3, "min_layers": 2}, num_layers=4, max_new_tokens=24
+    )
+    wanted = generate(here, requests, schedule).completions
+    there = here.to(bench.device).pack()
+    graphs = StepGraphs(there, 64 << 20, max_rows=8)
+    made = {
+        "without graphs": generate(there, requests, schedule).completions,
+        "captured": generate(there, requests, schedule, graphs=graphs).completions,
+        "replayed": generate(there, requests, schedule, graphs=graphs).completions,
+    }
+    _refuse_failed(graphs)
+    for how, completions in made.items():
+        pairs = enumerate(zip(completions, wanted, strict=True))
+        wrong = [str(row) for row, (made_one, wanted_one) in pairs if made_one.tokens != wanted_one.tokens]
+        if wrong:
+            raise Wrong(f"{how}: tokens of rows {', '.join(wrong)} of a small float32 model are not those of a CPU")
+    return {"rows": len(requests), "tokens": sum(len(c.tokens) for c in wanted)}
+
+
+def check_captures(bench: Bench) -> Found:
+    """Every graph of the shape is captured ahead of the first batch."""
+    start = time.perf_counter()
+    bench.model = random_model(bench.config, device=str(bench.device), dtype=torch.bfloat16).pack()
+    made_s = time.perf_counter() - start
+    room = bench.cache_bytes or DeviceMemory.of(bench.device).for_caches(MEMORY_SHARE)
+    start = time.perf_counter()
+    bench.graphs = StepGraphs(bench.model, room, max_rows=max(bench.rows))
+    bench.graphs.capture_all(plans_of(bench.schedules().values(), bench.new_tokens))
+    _refuse_failed(bench.graphs)
+    return {
+        "model_s": made_s,
+        "capture_s": time.perf_counter() - start,
+        "graphs": bench.graphs.num_graphs,
+        "graph_bytes": bench.graphs.graph_bytes,
+        "cache_bytes": bench.graphs.nbytes,
+    }
+
+
+def check_batches(bench: Bench) -> Found:
+    """Ten batches of mixed lengths: nothing more is captured, and memory stays."""
+    rng, times, reserved = random.Random(1), [], []
+    captured, most = bench.graphs.num_captured, bench.prompt_tokens
+    for number in range(10):
+        lengths = [rng.randint(1, most) for _ in range(rng.randint(1, max(bench.rows)))]
+        lengths[0] = most if number == 0 else lengths[0]
+        start = time.perf_counter()
+        for schedule in bench.schedules().values():
+            generate(
+                bench.model, bench.requests(lengths, rng.randint(2, bench.new_tokens)), schedule, graphs=bench.graphs
+            )
+        times.append(time.perf_counter() - start)
+        reserved.append(torch.cuda.memory_reserved(bench.device) if bench.device.type == "cuda" else 0)
+    late = bench.graphs.num_captured - captured
+    if late:
+        raise Wrong(f"{late} graphs were captured within ten batches; all of them belong to loading")
+    if max(reserved) - reserved[1] > MAX_GROWTH:
+        raise Wrong(f"torch reserved {max(reserved) - reserved[1]} bytes more over ten batches; something is kept")
+    if bench.graphs.pool.free_bytes != bench.graphs.nbytes:
+        raise Wrong("caches of batches that have ended are still held")
+    return {"seconds": times, "reserved_bytes": reserved}
+
+
+def check_speed(bench: Bench) -> Found:
+    """Milliseconds of a step beside the roofline of this very device, and the speedup beside its prediction."""
+    rows = [row for size in bench.rows for row in _timed(bench, size)]
+    found: Found = {"bytes_per_s": bench.ceilings.bytes_per_s, "flops_per_s": bench.ceilings.flops_per_s, "rows": rows}
+    slow = [
+        f"{row['schedule']} at {row['rows']} rows reaches {row['fraction_of_roofline']:.0%} of the roofline"
+        for row in rows
+        if bench.device.type == "cuda" and row["fraction_of_roofline"] < MIN_FRACTION
+    ]
+    if slow:
+        raise Wrong(
+            "; ".join(slow) + f"; less than {MIN_FRACTION:.0%} is a kernel that does not do what it should", found
+        )
+    return found
+
+
+def check_larger(bench: Bench) -> Found:
+    """The same captures and times of a larger model, as far as the device holds it."""
+    bench.release()
+    if bench.larger is None:
+        return not_run("no larger shape is asked for")
+    room = bench.cache_bytes or DeviceMemory.of(bench.device).for_caches(MEMORY_SHARE)
+    rows = rows_that_fit(bench.larger, bench, room)
+    if not rows:
+        return not_run(f"{room} bytes hold neither its weights nor {min(bench.rows)} rows beside them")
+    other = copy(bench)
+    other.config, other.rows = bench.larger, rows
+    found: Found = {"rows_that_fit": rows, "captures": check_captures(other)}
+    try:
+        return found | check_speed(other)
+    except Wrong as wrong:
+        raise Wrong(wrong.args[0], found | wrong.args[1]) from wrong
+    finally:
+        other.release()
+
+
+def rows_that_fit(config: DecoderConfig, bench: Bench, room: int) -> tuple[int, ...]:
+    """Of the numbers of rows that are timed, those whose keys and values fit beside the weights, at full depth."""
+    full, left = FullDepth(config.num_hidden_layers), room - ITEMSIZE * num_weights(config)
+    per_row = cache_bytes_per_row(
+        config, full, prompt_columns=bench.prompt_tokens, num_new=bench.new_tokens, itemsize=ITEMSIZE
+    )
+    return tuple(rows for rows in bench.rows if rows * per_row <= left)
+
+
+def _timed(bench: Bench, size: int) -> list[dict[str, Any]]:
+    """Full depth and skipping at so many rows; the median of three."""
+    requests = bench.requests([bench.prompt_tokens] * size, bench.new_tokens)
+    rows: list[dict[str, Any]] = []
+    full_s = (0.0, 0.0)
+    for name, schedule in bench.schedules().items():
+        runs = [generate(bench.model, requests, schedule, graphs=bench.graphs).stats for _ in range(3)]
+        measured, steps = median(stats.decode_s for stats in runs), runs[0].decode_steps
+        predicted = predict_s(
+            bench.config, schedule, bench.ceilings, prompt_columns=bench.prompt_tokens, batch_rows=runs[0].batch_rows,
+            itemsize=ITEMSIZE, in_graphs=True,
+        )[1]  # fmt: skip
+        full_s = (measured, predicted) if name == "full" else full_s
+        prefill = median(stats.prefill_s for stats in runs)
+        row = {"rows": size, "schedule": name, "ms_per_step": 1e3 * measured / steps}
+        row |= {"fraction_of_roofline": predicted / measured, "speedup": full_s[0] / measured}
+        row |= {"predicted_speedup": full_s[1] / predicted, "prefill_s": prefill}
+        rows.append(row | {"tokens_per_s": runs[0].output_tokens / (prefill + measured)})
+    return rows
+
+
+def _refuse_failed(graphs: StepGraphs) -> None:
+    if graphs.failure is not None:
+        raise Wrong(f"a decode step cannot be captured: {graphs.failure}")

@@ -1,0 +1,95 @@
+"""The machine itself: what nvidia-smi and torch say of it, and whether its kernels can be captured."""
+
+import csv
+import io
+import platform
+import re
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from actors.devices import DeviceMemory
+from benchmarks.gpu.bench import Bench, Found, Wrong
+from skipdecode.backends.device import backend_on
+
+FIELDS = (
+    "index", "name", "driver_version", "memory.total", "memory.used", "utilization.gpu", "temperature.gpu",
+    "power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "mig.mode.current",
+)  # fmt: skip
+UNKNOWN = ("n/a", "not supported", "not available", "unknown error")
+"""What nvidia-smi puts in brackets where it has no number."""
+
+
+def check_device(bench: Bench) -> Found:
+    """The device counts, and there is room on it; what it is, and the versions of what drives it."""
+    if torch.ones(1 << 20, device=bench.device).sum().item() != 1 << 20:
+        raise Wrong("the device adds up a million ones to another number; it or its driver is broken")
+    found: Found = versions() | {"backend": type(backend_on(bench.device)).__name__, "nvidia_smi": nvidia_smi()}
+    if bench.device.type == "cuda":
+        memory, (major, minor) = DeviceMemory.of(bench.device), torch.cuda.get_device_capability(bench.device)
+        found |= {"name": torch.cuda.get_device_name(bench.device), "capability": f"{major}.{minor}"}
+        found |= {"memory_bytes": memory.total, "free_bytes": memory.free}
+        if memory.free < memory.total // 2:
+            held = memory.total - memory.free
+            raise Wrong(f"others hold {held} of {memory.total} bytes of the device; free it first", found)
+    return found
+
+
+def check_kernels(bench: Bench) -> Found:
+    """Steps can be captured at all: kernels read their bounds on the device."""
+    if not backend_on(bench.device).reads_tables:
+        raise Wrong(
+            "the kernels here read no bounds on the device, so steps cannot be CUDA graphs; install triton and unset "
+            "SKIPDECODE_KERNELS"
+        )
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        raise Wrong("cuDNN's attention is on: it builds a plan for nearly every step; skipdecode.backends turns it off")
+    return {"reads_tables": True}
+
+
+def versions() -> Found:
+    """Of Python and of what decodes on a GPU; None where it is not installed."""
+    found: Found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    for name in ("triton", "ray", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found | {"cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None}
+
+
+def nvidia_smi() -> Found:
+    """The driver, the CUDA that it serves, and every device of the machine; `problem` where the tool says nothing."""
+    try:
+        head = _asked()
+        rows = parse_devices(_asked(f"--query-gpu={','.join(FIELDS)}", "--format=csv"))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stdout", None) or "").strip() or str(error)  # what it refuses goes to stdout
+        return {"problem": said.splitlines()[-1][:300], "devices": []}
+    return {"driver": rows[0]["driver_version"] if rows else None, "cuda": parse_cuda(head), "devices": rows}
+
+
+def parse_devices(text: str) -> list[dict[str, str | None]]:
+    """A dictionary for each line of `nvidia-smi --query-gpu=... --format=csv`; None where a field has no value."""
+    header, *lines = list(csv.reader(io.StringIO(text), skipinitialspace=True)) or [[]]
+    names = [name.partition(" [")[0] for name in header]  # the unit stands behind every number, too
+    rows = [dict(zip(names, map(str.strip, line), strict=True)) for line in lines if line]
+    return [
+        {name: None if value.strip("[]").lower() in UNKNOWN else value for name, value in row.items()} for row in rows
+    ]
+
+
+def parse_cuda(text: str) -> str | None:
+    """The version of CUDA in the head of plain `nvidia-smi`: the newest that the driver serves."""
+    found = re.search(r"CUDA (?:UMD )?Version:\s*(\d+(?:\.\d+)*)", text)
+    return found[1] if found else None
+
+
+def _asked(*arguments: str) -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise FileNotFoundError("nvidia-smi is not on PATH")
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout

@@ -1,0 +1,217 @@
+"""What `make gpu` starts, and what it makes of what that says; the processes themselves are stand-ins."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import own_kernels, processes
+from benchmarks.gpu.bench import Bench, Check, Wrong
+from benchmarks.gpu.decoding import SMALL
+from benchmarks.gpu.processes import (
+    LANE,
+    LANE_NEEDS,
+    ROOT,
+    absent,
+    check_job,
+    check_lane,
+    check_sanitizer,
+    find_sanitizer,
+    finished,
+    job_problem,
+    last_line,
+    missing,
+    parse_lane,
+    parse_sanitizer,
+)
+from jobs.generate import parse
+from pipeline.config import load_config
+from skipdecode.families import config_of
+
+BENCH = Bench(torch.device("cpu"), config_of(SMALL))
+PASSED = "......s.   [100%]\nSKIPPED [1] tests/x.py:1: no\n7 passed, 1 skipped in 61.20s (0:01:01)\n"
+FAILED = "F.\nFAILED tests/x.py::test_a - AssertionError: apart\n1 failed, 1 passed, 2 warnings in 3.10s\n"
+CLEAN = "========= COMPUTE-SANITIZER\nattention, OPT\n========= ERROR SUMMARY: 0 errors\n"
+BAD = """\
+========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 2 bytes
+=========     at attend_kernel+0x1b0 in triton_kernels.py:80
+=========     by thread (31,0,0) in block (0,0,0)
+========= ERROR SUMMARY: 3 errors
+"""
+
+
+class Standing:
+    """In place of `finished`: ends as told, and keeps what it was asked."""
+
+    def __init__(self, out: str = "", code: int = 0, err: str = "") -> None:
+        self.out, self.code, self.err = out, code, err
+        self.command: Sequence[str] = ()
+        self.more: Mapping[str, str] = {}
+
+    def __call__(
+        self, command: Sequence[str], timeout_s: float, more: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        self.command, self.more = command, more or {}
+        assert 0 < timeout_s <= 240
+        return subprocess.CompletedProcess(command, self.code, self.out, self.err)
+
+
+def wrong(check: Check, process: Standing, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(processes, "finished", process)
+    with pytest.raises(Wrong) as raised:
+        check(BENCH)
+    return str(raised.value.args[0])
+
+
+def test_the_lane_is_every_file_with_the_marker() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    marked = {str(path.relative_to(ROOT)) for path, text in texts.items() if re.search(r"mark\.gpu\b", text)}
+    assert marked == set(LANE)
+    assert missing(LANE_NEEDS) is None
+    assert absent(LANE) is None
+
+
+def test_counts_and_failures_of_pytest() -> None:
+    assert parse_lane(PASSED) == ({"passed": 7, "skipped": 1}, [])
+    counts, failed = parse_lane(FAILED)
+    assert counts == {"failed": 1, "passed": 1, "warning": 2}
+    assert failed == ["FAILED tests/x.py::test_a - AssertionError: apart"]
+    assert parse_lane("") == ({}, [])
+
+
+def test_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Standing(PASSED)
+    monkeypatch.setattr(processes, "finished", process)
+    assert check_lane(BENCH)["counts"] == {"passed": 7, "skipped": 1}
+    assert process.command[1:3] == ["-m", "pytest"]
+    assert wrong(check_lane, Standing(FAILED, 1), monkeypatch).endswith(
+        "end with 1: FAILED tests/x.py::test_a - AssertionError: apart"
+    )
+    assert wrong(check_lane, Standing("", 4, "no such option\n"), monkeypatch).endswith("4: no such option")
+    assert wrong(check_lane, Standing("93 skipped in 2.0s\n"), monkeypatch).startswith("no test of the gpu lane ran")
+    monkeypatch.setattr(processes, "LANE_NEEDS", ("json", "no_such_module"))
+    assert check_lane(BENCH) == {"not_run": "not installed: no_such_module"}
+
+
+def test_errors_that_the_sanitizer_counts() -> None:
+    assert parse_sanitizer(CLEAN) == (0, None)
+    first = "Invalid __global__ read of size 2 bytes at attend_kernel+0x1b0 in triton_kernels.py:80"
+    assert parse_sanitizer(BAD) == (3, first)
+    assert parse_sanitizer("Traceback: no sum\n") == (None, None)
+
+
+def test_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "find_sanitizer", lambda _: "/opt/compute-sanitizer")
+    process = Standing(CLEAN)
+    monkeypatch.setattr(processes, "finished", process)
+    assert check_sanitizer(BENCH)["errors"] == 0
+    assert process.command[0] == "/opt/compute-sanitizer"
+    assert process.more == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    assert "counts 3 errors in our kernels: Invalid __global__" in wrong(
+        check_sanitizer, Standing(BAD, 86), monkeypatch
+    )
+    crashed = Standing(CLEAN, 1, "ImportError: no triton\n")
+    assert wrong(check_sanitizer, crashed, monkeypatch).endswith("under compute-sanitizer: ImportError: no triton")
+    assert "did not run to their end" in wrong(check_sanitizer, Standing("driver too old\n", 0), monkeypatch)
+    monkeypatch.setattr(processes, "find_sanitizer", lambda _: None)
+    assert "neither on PATH" in str(check_sanitizer(BENCH)["not_run"])
+
+
+def test_the_sanitizer_is_found_in_the_folder_of_cuda(tmp_path: Path) -> None:
+    assert find_sanitizer({"PATH": str(tmp_path)}) == find_sanitizer({"PATH": ""})
+    program = tmp_path / "cuda" / "bin" / "compute-sanitizer"
+    program.parent.mkdir(parents=True)
+    program.write_text("")
+    program.chmod(0o755)
+    assert find_sanitizer({"PATH": "", "CUDA_HOME": str(tmp_path / "cuda")}) == str(program)
+    assert find_sanitizer({"PATH": str(program.parent)}) == str(program)
+
+
+def test_every_kernel_runs_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert own_kernels.main() == 2 or torch.cuda.is_available()
+    ran: list[str] = []
+    cases = {"gate": lambda: ran.append("gate"), "decoder, OPT": lambda: ran.append("decoder")}
+    monkeypatch.setattr(own_kernels, "CASES", cases)
+    monkeypatch.setattr(own_kernels, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert own_kernels.main() == 0
+    assert ran == ["gate"]
+
+
+def report(**keys: object) -> dict[str, Any]:
+    actor = {"device": "cuda:0", "backend": {"name": "triton", "reason": ""}}
+    return {"completed": 256, "failed": 0, "actors": [actor], "books": {"ok": 256}, "duration_s": 9.0} | keys
+
+
+def test_what_is_wrong_with_a_job() -> None:
+    assert job_problem(report(), 256) is None
+    assert job_problem(report(completed=250, failed=6), 256) == "the job completed 250 of 256 rows, and 6 failed"
+    on_cpu = {"device": "cpu", "backend": {"name": "avx512", "reason": ""}}
+    assert "decoded on cpu by avx512" in str(job_problem(report(actors=[on_cpu]), 256))
+    plain = {"device": "cuda:0", "backend": None}
+    assert "decoded on cuda:0 by None" in str(job_problem(report(actors=[plain]), 256))
+
+
+def test_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command line is one that `jobs.generate` takes, and its report is read."""
+    written: dict[str, Any] = report()
+
+    def job(
+        command: Sequence[str], timeout_s: float, more: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        arguments = parse(list(command[3:]))
+        config = load_config(ROOT / arguments.config, arguments.overrides)
+        assert (config.actors.num_actors, config.actors.num_gpus) == (1, 1)
+        assert len(Path(arguments.input[0]).read_text().splitlines()) == 256
+        folder = Path(arguments.output)
+        folder.mkdir()
+        (folder / "report.json").write_text(json.dumps(written))
+        return subprocess.CompletedProcess(command, 0, "{}", "")
+
+    monkeypatch.setattr(processes, "finished", job)
+    found = check_job(BENCH)
+    assert found["books"] == {"ok": 256}
+    written["failed"] = 1
+    with pytest.raises(Wrong, match="and 1 failed"):
+        check_job(BENCH)
+    assert (
+        wrong(check_job, Standing("", 2, "no GPU in the cluster\n"), monkeypatch)
+        == "the job ends with 2: no GPU in the cluster"
+    )
+    monkeypatch.setattr(processes, "JOB_NEEDS", ("no_such_ray",))
+    assert check_job(BENCH) == {"not_run": "not installed: no_such_ray"}
+
+
+def test_files_that_a_copy_does_not_have() -> None:
+    assert absent(["README.md", "no/such"]) == "not in this copy of the project: no/such"
+    assert last_line(subprocess.CompletedProcess([], 1, "a\n", "")) == "a"
+    assert last_line(subprocess.CompletedProcess([], 1, "", "")) == "it said nothing"
+
+
+@pytest.mark.process
+def test_a_process_that_does_not_end_is_stopped_with_its_own(tmp_path: Path) -> None:
+    done = finished([sys.executable, "-c", "import os; print(os.environ['MARK'], os.getcwd())"], 60, {"MARK": "here"})
+    assert done.stdout.split() == ["here", str(ROOT)]
+    pid = tmp_path / "pid"
+    with pytest.raises(Wrong, match="did not end within 2 s"):
+        finished(["sh", "-c", f"sleep 600 & echo $! > '{pid}'; wait"], 2)
+    until = time.monotonic() + 10
+    while is_running(pid.read_text().strip()) and time.monotonic() < until:
+        time.sleep(0.05)  # what got its signal has not ended at once
+    assert not is_running(pid.read_text().strip())
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
