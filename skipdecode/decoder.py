@@ -60,8 +60,8 @@ def run_layers(
 def _run_placed(
     model: "Decoder", placement: Placement, h: Tensor, kv: MovableView, extents: Extents, *, recompute: bool = False
 ) -> Generator[None, None, tuple[Tensor, KVView]]:
-    """`run_layers` over several devices, with a pause whenever the states go to the next one. h and the view come back
-    to the first."""
+    """`run_layers` over several devices, with a pause whenever the states go to the next one. They come back to the
+    first; the view is that of the last layer."""
     assert extents.kv_layers is None, "SwiftKV writes the keys of many layers at once, which are on one device"
     at = 0
     for group in cut(extents.groups, placement.of_layer):
@@ -73,8 +73,7 @@ def _run_placed(
         with launching_on(placement.devices[at]):
             h, left = _run(model, (group,), h, kv, extents, recompute=recompute)
             kv = cast(MovableView, left)
-    home = placement.devices[0]
-    return h.to(home, non_blocking=True), kv.on(home, model.rotations_on(home))
+    return h.to(placement.devices[0], non_blocking=True), kv
 
 
 def _run(

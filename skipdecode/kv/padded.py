@@ -130,7 +130,7 @@ class KVCache:
         return self._rows(slice(start, end), slice(start, end))
 
     def on(self, device: torch.device) -> Self:
-        """The same memory, for the layers on another device, with what they ask for there."""
+        """The same memory, for the layers on that device, with what they ask for there; made once."""
         if device == self.num_pad.device:
             return self
         if device not in self._elsewhere:
@@ -205,9 +205,10 @@ class PaddedView:
 
     stores_by_kernel = False
 
-    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None) -> None:
-        """`positions` [B, T] int64, -1 for padding; `table`: of `rope.rotations`."""
+    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, *, home: KVCache | None = None) -> None:
+        """`positions` [B, T] int64, -1 for padding; `table`: of `rope.rotations`; `home`: whose `on` the cache is."""
         self._cache, self._positions, self._table = cache, positions, table
+        self._home = home or cache
         self._num_new = positions.shape[1]
         self._attend_one = cache.attend_one if self._num_new == 1 else None
         self.has_kernels = self._attend_one is not None
@@ -244,7 +245,8 @@ class PaddedView:
         return self
 
     def on(self, device: torch.device, table: Tensor | None) -> "PaddedView":
-        return PaddedView(self._cache.on(device), self._positions.to(device, non_blocking=True), table)
+        positions = self._positions.to(device, non_blocking=True)
+        return PaddedView(self._home.on(device), positions, table, home=self._home)
 
     def last(self, h: Tensor) -> tuple[Tensor, "PaddedView"]:
         cache = self._cache.at(self._cache.length + self._num_new - 1)

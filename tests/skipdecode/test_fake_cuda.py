@@ -161,6 +161,9 @@ def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pyt
             wanted = {model.device_of(layer) for layer in plan.layers}
             assert set(fake.devices[before:]) == wanted | {CUDA}  # the choice is made on the first
             assert set(current[entered:]) == wanted
+            for _, part in cache.parts(parts):  # what other devices ask of a cache is made once, and holds no other
+                assert len(part._elsewhere) == num_devices - 1
+                assert not any(other._elsewhere for other in part._elsewhere.values())
             if k == 0:
                 keep = torch.tensor([0, 2, 5], device=CUDA)
                 newest, cache = newest[keep], cache.keep(keep, schedule.step(k + 1).attn)
