@@ -9,7 +9,7 @@ B rows, P prompt columns, N new tokens, V vocabulary.
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,11 +21,12 @@ from skipdecode.kv.padded import KVCache
 from skipdecode.logprobs import LogprobRecorder
 from skipdecode.looks import Looks
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
-from skipdecode.prefix import SharedPrompts, Sharing
+from skipdecode.prefix import Allocate, SharedPrompts, Sharing
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs
+from skipdecode.uploads import uploaded
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 # Tokens of the prompts that go through the model at once. On a CPU few enough that their states are small beside the
@@ -123,10 +124,17 @@ class Cohort:
             cache_bytes=self._cache.nbytes,
         )
 
-    def _allocate(self, num_pad: Tensor, columns: int) -> KVCache:
-        is_masked = self._has_fixed_shape
-        model, schedule, graphs = self.model, self.schedule, self._graphs
-        return allocate_cache(model, num_pad, columns, schedule, self.num_new, is_masked=is_masked, graphs=graphs)
+    def _allocate(self, num_pad: Tensor, columns: int, *, paddings: Sequence[int] | None = None) -> KVCache:
+        return allocate_cache(
+            self.model,
+            num_pad,
+            columns,
+            self.schedule,
+            self.num_new,
+            is_masked=self._has_fixed_shape,
+            graphs=self._graphs,
+            paddings=paddings,
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -262,8 +270,8 @@ def pad_prompts(
     assert min(len(line) for line in lines) > 0, "a prompt without a token"
     assert longest <= columns, (longest, columns)
     padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
-    num_pad = torch.tensor([columns - len(line) for line in lines])
-    return torch.tensor(padded).to(model.device), num_pad.to(model.device)
+    num_pad = uploaded([columns - len(line) for line in lines], model.device)
+    return uploaded(padded, model.device), num_pad
 
 
 def feed_prompts(
@@ -298,7 +306,7 @@ def shared_prompts(
     requests: Sequence[Request],
     schedule: Schedule,
     sharing: Sharing,
-    allocate: Callable[[Tensor, int], KVCache],
+    allocate: Allocate,
     *,
     copies: bool,
 ) -> SharedPrompts:
@@ -327,13 +335,23 @@ def allocate_cache(
     *,
     is_masked: bool = False,
     graphs: StepGraphs | None = None,
+    paddings: Sequence[int] | None = None,
 ) -> KVCache:
-    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with."""
+    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with.
+
+    `paddings` as in `KVCache`.
+    """
     owners, capacities = _capacities(model, columns, schedule, num_new)
     if graphs is not None:
-        return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked)
+        return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked, paddings=paddings)
     return KVCache.allocate(
-        model.config, num_pad=num_pad, capacities=capacities, owners=owners, dtype=model.dtype, is_masked=is_masked
+        model.config,
+        num_pad=num_pad,
+        capacities=capacities,
+        owners=owners,
+        dtype=model.dtype,
+        is_masked=is_masked,
+        paddings=paddings,
     )
 
 

@@ -31,17 +31,25 @@ class KVCache:
     """
 
     def __init__(
-        self, k: list[Tensor], v: list[Tensor], num_pad: Tensor, owners: Sequence[int], *, is_masked: bool = False
+        self,
+        k: list[Tensor],
+        v: list[Tensor],
+        num_pad: Tensor,
+        owners: Sequence[int],
+        *,
+        is_masked: bool = False,
+        paddings: Sequence[int] | None = None,
     ) -> None:
+        """`paddings` [B]: `num_pad` on the host, which then asks no device; None: not known there."""
         self.k, self.v, self.owners, self.is_masked = k, v, owners, is_masked
-        self.num_pad = num_pad  # [B] int64, columns of left padding
+        self.num_pad, self.paddings = num_pad, paddings  # [B] int64, columns of left padding
         self.length = 0
         self.shared: SharedHeads | None = None
         self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
         # None when no row is padded: attention then needs no mask. `is_masked` asks for one all the same, so that the
         # choice of a kernel, and with it the last bit, does not depend on the company a row is in.
-        has_mask = is_masked or bool(num_pad.any())
+        has_mask = is_masked or (bool(num_pad.any()) if paddings is None else any(paddings))
         self.valid: Tensor | None = columns >= num_pad[:, None] if has_mask else None  # [B, S]
 
     @classmethod
@@ -54,6 +62,7 @@ class KVCache:
         owners: Sequence[int] | None = None,
         dtype: torch.dtype,
         is_masked: bool = False,
+        paddings: Sequence[int] | None = None,
     ) -> "KVCache":
         """Room for len(num_pad) rows; `capacities` [L] columns per layer (`generate.allocate_cache`).
 
@@ -67,7 +76,7 @@ class KVCache:
         memory = iter(backend_on(num_pad.device).filled_memory(shapes, dtype, num_pad.device))
         own = {owner: (next(memory), next(memory)) for owner in sorted(set(owners))}
         k, v = [own[owner][0] for owner in owners], [own[owner][1] for owner in owners]
-        return cls(k, v, num_pad, owners, is_masked=is_masked)
+        return cls(k, v, num_pad, owners, is_masked=is_masked, paddings=paddings)
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +148,8 @@ class KVCache:
         """Of `rows` of the memory, with the padding of the rows `pads`."""
         own = {owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
-        cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked)
+        known = None if self.paddings is None or isinstance(pads, Tensor) else self.paddings[pads]
+        cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked, paddings=known)
         cache.length = self.length
         cache.shared = None if self.shared is None else self.shared.of(pads)
         return cache
