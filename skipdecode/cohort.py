@@ -18,7 +18,7 @@ from torch import Tensor
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.kv.padded import KVCache
-from skipdecode.logprobs import LogprobRecorder
+from skipdecode.logprobs import LogprobRecorder, give
 from skipdecode.looks import Looks
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
 from skipdecode.prefix import Allocate, SharedPrompts, Sharing
@@ -94,7 +94,7 @@ class Cohort:
         self.model, self.schedule, self._graphs = model, schedule, graphs
         self.rows = [Row(request) for request in requests]
         self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
-        self._looks = Looks(model.device)
+        self._looks: Looks[tuple[list[int], list[Row]]] = Looks(model.device)  # whose tokens, whose log-probabilities
         self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
         self._decode_text = decode_text
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
@@ -198,10 +198,11 @@ class Cohort:
     def _look_if_due(self) -> None:
         is_last = self._num_made == self.num_new
         if len(self._made) == self.check_every or is_last:
-            self._looks.send(self._made, self._live)
+            asking, seen = self._logprobs.take()
+            self._looks.send([torch.stack(self._made, dim=1), *seen], (self._live, asking))
             self._made = []
-        # Nobody waits for the first tokens longer than need be; counts and log-probabilities are not copied ahead.
-        is_eager = is_last or self._num_made == 1 or self._ffns is not None or self._logprobs.is_asked
+        # Nobody waits for the first tokens longer than need be; counts are not copied ahead.
+        is_eager = is_last or self._num_made == 1 or self._ffns is not None
         while self._looks.num_sent > (0 if is_eager else self._looks_behind):
             self._look()
 
@@ -209,9 +210,9 @@ class Cohort:
         """Looks at the tokens sent first; drops ended rows when enough have ended."""
         rows = self.rows
         counts = itertools.repeat([]) if self._ffns is None else self._ffns.history()
-        self._logprobs.give()
-        tokens, live = self._looks.take()
-        for index, new, ran in zip(live, tokens, counts, strict=False):
+        (tokens, *seen), (live, asking) = self._looks.take()  # [B, n]
+        give(asking, seen)
+        for index, new, ran in zip(live, tokens.tolist(), counts, strict=False):
             row = rows[index]
             row.ffns += ran
             if row.is_running:
