@@ -9,7 +9,7 @@ B rows, P prompt columns, N new tokens, V vocabulary.
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,14 +18,15 @@ from torch import Tensor
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.kv.padded import KVCache
-from skipdecode.logprobs import LogprobRecorder
+from skipdecode.logprobs import LogprobRecorder, give
 from skipdecode.looks import Looks
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
-from skipdecode.prefix import SharedPrompts, Sharing
+from skipdecode.prefix import Allocate, SharedPrompts, Sharing
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs
+from skipdecode.uploads import uploaded
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 # Tokens of the prompts that go through the model at once. On a CPU few enough that their states are small beside the
@@ -93,7 +94,7 @@ class Cohort:
         self.model, self.schedule, self._graphs = model, schedule, graphs
         self.rows = [Row(request) for request in requests]
         self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
-        self._looks = Looks(model.device)
+        self._looks: Looks[tuple[list[int], list[Row]]] = Looks(model.device)  # whose tokens, whose log-probabilities
         self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
         self._decode_text = decode_text
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
@@ -123,10 +124,17 @@ class Cohort:
             cache_bytes=self._cache.nbytes,
         )
 
-    def _allocate(self, num_pad: Tensor, columns: int) -> KVCache:
-        is_masked = self._has_fixed_shape
-        model, schedule, graphs = self.model, self.schedule, self._graphs
-        return allocate_cache(model, num_pad, columns, schedule, self.num_new, is_masked=is_masked, graphs=graphs)
+    def _allocate(self, num_pad: Tensor, columns: int, *, paddings: Sequence[int] | None = None) -> KVCache:
+        return allocate_cache(
+            self.model,
+            num_pad,
+            columns,
+            self.schedule,
+            self.num_new,
+            is_masked=self._has_fixed_shape,
+            graphs=self._graphs,
+            paddings=paddings,
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -190,10 +198,11 @@ class Cohort:
     def _look_if_due(self) -> None:
         is_last = self._num_made == self.num_new
         if len(self._made) == self.check_every or is_last:
-            self._looks.send(self._made, self._live)
+            asking, seen = self._logprobs.take()
+            self._looks.send([torch.stack(self._made, dim=1), *seen], (self._live, asking))
             self._made = []
-        # Nobody waits for the first tokens longer than need be; counts and log-probabilities are not copied ahead.
-        is_eager = is_last or self._num_made == 1 or self._ffns is not None or self._logprobs.is_asked
+        # Nobody waits for the first tokens longer than need be; counts are not copied ahead.
+        is_eager = is_last or self._num_made == 1 or self._ffns is not None
         while self._looks.num_sent > (0 if is_eager else self._looks_behind):
             self._look()
 
@@ -201,9 +210,9 @@ class Cohort:
         """Looks at the tokens sent first; drops ended rows when enough have ended."""
         rows = self.rows
         counts = itertools.repeat([]) if self._ffns is None else self._ffns.history()
-        self._logprobs.give()
-        tokens, live = self._looks.take()
-        for index, new, ran in zip(live, tokens, counts, strict=False):
+        (tokens, *seen), (live, asking) = self._looks.take()  # [B, n]
+        give(asking, seen)
+        for index, new, ran in zip(live, tokens.tolist(), counts, strict=False):
             row = rows[index]
             row.ffns += ran
             if row.is_running:
@@ -263,8 +272,8 @@ def pad_prompts(
     assert min(len(line) for line in lines) > 0, "a prompt without a token"
     assert longest <= columns, (longest, columns)
     padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
-    num_pad = torch.tensor([columns - len(line) for line in lines])
-    return torch.tensor(padded).to(model.device), num_pad.to(model.device)
+    num_pad = uploaded([columns - len(line) for line in lines], model.device)
+    return uploaded(padded, model.device), num_pad
 
 
 def feed_prompts(
@@ -299,7 +308,7 @@ def shared_prompts(
     requests: Sequence[Request],
     schedule: Schedule,
     sharing: Sharing,
-    allocate: Callable[[Tensor, int], KVCache],
+    allocate: Allocate,
     *,
     copies: bool,
 ) -> SharedPrompts:
@@ -328,11 +337,15 @@ def allocate_cache(
     *,
     is_masked: bool = False,
     graphs: StepGraphs | None = None,
+    paddings: Sequence[int] | None = None,
 ) -> KVCache:
-    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with."""
+    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with.
+
+    `paddings` as in `KVCache`.
+    """
     owners, capacities = _capacities(model, columns, schedule, num_new)
     if graphs is not None:
-        return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked)
+        return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked, paddings=paddings)
     return KVCache.allocate(
         model.config,
         num_pad=num_pad,
@@ -341,6 +354,7 @@ def allocate_cache(
         dtype=model.dtype,
         is_masked=is_masked,
         devices=None if model.placement is None else model.placement.of_layers,
+        paddings=paddings,
     )
 
 

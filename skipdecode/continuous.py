@@ -5,8 +5,12 @@ youngest ones: layer `l` runs on a contiguous slice `h[a_l:]` of the batch and o
 along rows. A row's tokens are those it makes alone or in a cohort (`cohort`).
 
 Newcomers are appended, ended rows at either end fall off, and those in between are carried along until there are enough
-of them to be worth moving the others. Looks at the tokens after every step. Not here: blocks that rows decide on
-themselves (FFN-SkipLLM `row` and `random`), and fixed batch shapes; cohorts have both.
+of them to be worth moving the others. Not here: blocks that rows decide on themselves (FFN-SkipLLM `row` and `random`),
+and fixed batch shapes; cohorts have both.
+
+The host never waits for a step that it has just launched: on a GPU it looks at tokens one step late (`looks`), while
+the next step runs. Until then a row that has ended makes one more token, which nobody takes. How many tokens a row may
+make is known beforehand, so none is fed more, and none writes a column that it does not have.
 
 B rows, R rows with memory, C columns of a layer, S columns visible, H heads, K head dim, D width.
 """
@@ -20,17 +24,26 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
+from skipdecode.cohort import (
+    LOOKS_BEHIND,
+    allocate_cache,
+    feed_prompts,
+    pad_prompts,
+    rounded_columns,
+    shared_prompts,
+)
 from skipdecode.decoder import Decoder, run_layers
 from skipdecode.extents import Extents, Run
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.ragged import Arena
-from skipdecode.logprobs import LogprobRecorder
+from skipdecode.logprobs import LogprobRecorder, give
+from skipdecode.looks import Looks
 from skipdecode.plan import Schedule, has_no_kv_holes, kv_owners
 from skipdecode.prefix import Sharing
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import cuts, likeliest, pick
 from skipdecode.sampling import row_uniforms
+from skipdecode.uploads import uploaded
 
 CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
 NEVER = 1 << 30
@@ -50,12 +63,25 @@ class _Member:
     def uniform(self, k: int) -> float:
         return self.uniforms[min(k, len(self.uniforms) - 1)]  # only ended rows get that far
 
+    def is_fed(self, num_steps: int) -> bool:
+        """Whether the token that it has made by now is to be fed. The last one it may make is not, seen or not."""
+        return self.row.is_running and num_steps - self.joined_at + 1 < self.row.request.sampling.max_new_tokens
+
 
 class ContinuousBatch:
     """`join` and `step` in any order; `rows` are those in the batch, oldest first."""
 
     @torch.inference_mode()
-    def __init__(self, model: Decoder, schedule: Schedule, *, decode_text: DecodeText | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        schedule: Schedule,
+        *,
+        decode_text: DecodeText | None = None,
+        looks_behind: int | None = None,
+    ) -> None:
+        """`looks_behind`: steps, those of prompts included, whose tokens are not looked at yet; None: as the device
+        wants it."""
         check_continuous(schedule)
         self.model, self.schedule = model, schedule
         self._decode_text = decode_text
@@ -66,16 +92,19 @@ class ContinuousBatch:
         ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
         self._arena = Arena(model.config, owners, ends, dtype=model.dtype, device=model.device)
         self._members: list[_Member] = []
+        self._rows: list[Row] = []  # whoever joined; those whose last tokens are on their way are no members any more
         self._newest = torch.empty(0, dtype=torch.int64, device=model.device)
         self._num_steps = 0
         self._params: tuple[Tensor, Tensor, Tensor] | None = None
         self._logprobs = LogprobRecorder([], model.device)
+        self._looks: Looks[tuple[list[_Member], list[Row]]] = Looks(model.device)  # whose tokens, whose logprobs
+        self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
         self.row_steps = 0
         """Rows that took part in steps, ended ones included."""
 
     @property
     def rows(self) -> list[Row]:
-        return [member.row for member in self._members if member.row.is_running]
+        return [row for row in self._rows if row.is_running]
 
     @property
     def is_done(self) -> bool:
@@ -91,8 +120,8 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
-        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests. `sharing`: heads that are
-        run once; their keys and values are copied to every row.
+        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests. Where looks are late they
+        have it after the next step. `sharing`: heads that are run once; their keys and values are copied to every row.
 
         Where that fails, the batch goes on as it was.
         """
@@ -105,20 +134,21 @@ class ContinuousBatch:
         first = made if is_plain else _choose(made, members, params, self._num_steps)
         if recorder.is_asked:
             recorder.see(made, first)
-            recorder.give()
-        for row, token in zip(rows, first.tolist(), strict=True):
-            row.take([token], self.model.config.eos_token_ids, self._decode_text)
-        stay = [at for at, row in enumerate(rows) if row.is_running]
+        self._send(first, members, recorder)
+        if self._looks_behind == 0:
+            self._look()
+        stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
         if stay:
             self._drop_ended(carry=0.0)
             requests = [requests[at] for at in stay]
-            keep = torch.tensor(stay, device=self.model.device)
+            keep = uploaded(stay, self.model.device)
             limits = [r.sampling.max_new_tokens for r in requests]
             newest = torch.cat([self._newest, first[keep]])
             self._arena.add(cache, keep, [len(r.prompt_tokens) for r in requests], limits)
             self._members += [members[at] for at in stay]
             self._newest = newest
             self._changed()
+        self._rows = self.rows + rows
         return rows
 
     def _feed_prompts(
@@ -132,22 +162,27 @@ class ContinuousBatch:
             return shared.feed(plan, only_likeliest=only_likeliest), shared.cache
         longest = max(len(r.prompt_tokens) for r in requests)
         tokens, num_pad = pad_prompts(model, requests, rounded_columns(longest), None)
-        cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1)
+        paddings = [tokens.shape[1] - len(r.prompt_tokens) for r in requests]
+        cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, paddings=paddings)
         return feed_prompts(model, tokens, cache, plan, only_likeliest=only_likeliest), cache
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Feeds the newest token of every row and makes the next one."""
+        """Feeds the newest token of every row and makes the next one; looks at what is due."""
         self._drop_ended(carry=CARRY)
+        if self._members:
+            self._feed_newest()
+        is_last = not any(member.is_fed(self._num_steps) for member in self._members)  # no step will run meanwhile
+        while self._looks.num_sent > (0 if is_last else self._looks_behind):
+            self._look()
+
+    def _feed_newest(self) -> None:
         members = self._members
-        if not members:
-            return
         ages = [self._num_steps - member.joined_at for member in members]  # k of each row, falling
-        positions = [p + k if m.row.is_running else 0
+        positions = [p + k if m.is_fed(self._num_steps) else 0
                      for p, k, m in zip(self._arena.prompts, ages, members, strict=True)]  # fmt: skip
         self._arena.begin(positions)
-        at = torch.tensor(positions, device=self.model.device)[:, None]
-        embedded = self.model.embed(self._newest[:, None], at)
+        embedded = self.model.embed(self._newest[:, None], self._arena.columns_at(0, len(members))[:, None])
         extents = extents_of(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
         h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotations), extents)
         self._num_steps += 1
@@ -158,14 +193,25 @@ class ContinuousBatch:
             logits = self.model.head(h[:, -1])
             self._newest = _choose(logits, members, self._params, self._num_steps)
             self._logprobs.see(logits, self._newest)
-            self._logprobs.give()
-        for member, token in zip(members, self._newest.tolist(), strict=True):
+        self._send(self._newest, members, self._logprobs)
+
+    def _send(self, newest: Tensor, members: Sequence[_Member], recorder: LogprobRecorder) -> None:
+        """Tokens [B] of `members`, and what was seen of them, on their way to the host."""
+        asking, seen = recorder.take()
+        self._looks.send([newest, *seen], (list(members), asking))
+
+    def _look(self) -> None:
+        """Gives the tokens sent first to their rows."""
+        (newest, *seen), (members, asking) = self._looks.take()
+        give(asking, seen)
+        for member, token in zip(members, newest.tolist(), strict=True):
             if member.row.is_running:
                 member.row.take([token], self.model.config.eos_token_ids, self._decode_text)
 
     def _drop_ended(self, carry: float) -> None:
-        """Ended rows fall off at both ends, and from between when they are more than `carry` of the batch."""
-        live = [at for at, member in enumerate(self._members) if member.row.is_running]
+        """Rows that are not fed any more fall off at both ends, and from between when they are more than `carry` of the
+        batch."""
+        live = [at for at, member in enumerate(self._members) if member.is_fed(self._num_steps)]
         num_rows = len(self._members)
         if len(live) == num_rows:
             return
@@ -177,7 +223,7 @@ class ContinuousBatch:
             keep = list(range(live[0], live[-1] + 1))
         if len(keep) == num_rows:
             return
-        newest = self._newest[torch.tensor(keep, dtype=torch.int64, device=self.model.device)]
+        newest = self._newest[uploaded(keep, self.model.device, torch.int64)]
         self._arena.keep(keep)
         self._members = [self._members[at] for at in keep]
         self._newest = newest
@@ -259,9 +305,9 @@ def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, T
         return None
     samplings = [member.row.request.sampling for member in members]
     return (
-        torch.tensor([[s.temperature] for s in samplings], device=device),
-        torch.tensor([[s.top_k or 2**62] for s in samplings], device=device),
-        torch.tensor([[s.top_p] for s in samplings], device=device),
+        uploaded([[s.temperature] for s in samplings], device, torch.float32),
+        uploaded([[s.top_k or 2**62] for s in samplings], device),
+        uploaded([[s.top_p] for s in samplings], device, torch.float32),
     )
 
 
@@ -272,5 +318,5 @@ def _choose(
     if params is None:
         return likeliest(logits)
     uniforms = [[member.uniform(num_steps - member.joined_at)] for member in members]
-    uniform = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
+    uniform = uploaded(uniforms, logits.device, torch.float32)
     return pick(logits, *params, uniform, cuts=any(cuts(member.row.request.sampling) for member in members))

@@ -12,24 +12,30 @@ from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_states
 from skipdecode.plan import FullDepth
 from skipdecode.request import Row, TokenLogprobs
+from skipdecode.uploads import uploaded
 
 SCORED_COLUMNS = 256  # at a time: logits of a whole long prompt would take hundreds of megabytes
 
 
+Asked = tuple[list[Row], list[Tensor]]
+"""The rows of a batch that ask, and of every choice seen of them what `top_logprobs` gives, one behind the other."""
+
+
 class LogprobRecorder:
-    """Sees every choice of a batch on the device, and hands it to the rows when the host looks."""
+    """Sees every choice of a batch on the device; `give` hands it to the rows when the host looks."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self._device = device
+        self._seen: list[Tensor] = []
         self.keep(rows)
 
     def keep(self, rows: Sequence[Row]) -> None:
-        """The rows of the batch from now on, in its order. What was seen must have been given."""
+        """The rows of the batch from now on, in its order. What was seen must have been taken."""
+        assert not self._seen, "of other rows"
         asking = [(at, row) for at, row in enumerate(rows) if row.request.top_logprobs is not None]
         self._rows = [row for _, row in asking]
-        self._at = torch.tensor([at for at, _ in asking], dtype=torch.int64, device=self._device)
+        self._at = uploaded([at for at, _ in asking], self._device, torch.int64)
         self._num_top = max([1, *(row.request.top_logprobs or 0 for row in self._rows)])
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @property
     def is_asked(self) -> bool:
@@ -38,14 +44,19 @@ class LogprobRecorder:
     def see(self, logits: Tensor, chosen: Tensor) -> None:
         """Logits [B, V] and the tokens chosen from them [B]."""
         if self._rows:
-            self._seen.append(top_logprobs(logits[self._at], chosen[self._at], self._num_top))
+            self._seen += top_logprobs(logits[self._at], chosen[self._at], self._num_top)
 
-    def give(self) -> None:
-        """Hands what was seen since the last time to the rows. Waits for the device."""
-        for columns in self._seen:
-            for row, one in zip(self._rows, listed(*columns), strict=True):
-                row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))
-        self._seen = []
+    def take(self) -> Asked:
+        """What was seen since the last time, on the device."""
+        seen, self._seen = self._seen, []
+        return self._rows, seen
+
+
+def give(rows: Sequence[Row], seen: Sequence[Tensor]) -> None:
+    """To the rows what `LogprobRecorder.take` gave, once it is on the host."""
+    for at in range(0, len(seen), 3):
+        for row, one in zip(rows, listed(*seen[at : at + 3]), strict=True):
+            row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,9 @@ of tokens: kernels add up bfloat16 values of two columns at a time, and so in th
 B rows, R heads, P columns of whole prompts, T of those fed, S of heads, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +23,16 @@ from skipdecode.decoder import Decoder
 from skipdecode.kv.padded import KVCache, PromptsView
 from skipdecode.kv.shared import SharedHeads
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
+from skipdecode.uploads import uploaded
 
 HEAD_STEP = 2  # tokens of a head come in these
-Allocate = Callable[[Tensor, int], KVCache]
-"""A cache for rows with that padding [B] and so many columns of prompts."""
+
+
+class Allocate(Protocol):
+    """Memory of the rows."""
+
+    def __call__(self, num_pad: Tensor, columns: int, *, paddings: Sequence[int]) -> KVCache:
+        """A cache for rows with that padding [B], which is given twice, and so many columns of prompts."""
 
 
 @dataclass(frozen=True)
@@ -132,15 +139,16 @@ class SharedPrompts:
         self.model, self.sharing, self.tokens_at_once = model, sharing, tokens_at_once
         self._heads = _cache_of_heads(model, sharing, schedule)
         self._head_tokens = _padded(model, sharing.heads)
-        self._of_row = torch.tensor(sharing.of_row, device=model.device)
-        self._before = torch.tensor(sharing.lengths(sharing.of_row), device=model.device)
+        self._before = sharing.lengths(sharing.of_row)
         self.copies = copies or not (model.is_fused and PromptsView.serves(self._heads))
-        own = prompts if self.copies else [p[n:] for p, n in zip(prompts, self._before.tolist(), strict=True)]
+        own = prompts if self.copies else [p[n:] for p, n in zip(prompts, self._before, strict=True)]
         self.tokens = _padded(model, own)  # [B, P], or the rows' own ends
-        self.cache = allocate(_padding(model, own), self.tokens.shape[1])
+        paddings = _paddings(own)
+        self.cache = allocate(uploaded(paddings, model.device), self.tokens.shape[1], paddings=paddings)
         if not self.copies:
-            lengths = torch.tensor([len(head) for head in sharing.heads], device=model.device)
-            self.cache.shared = SharedHeads(self._heads.k, self._heads.v, self._heads.owners, lengths, self._of_row)
+            lengths = uploaded([len(head) for head in sharing.heads], model.device)
+            of_row = uploaded(sharing.of_row, model.device)
+            self.cache.shared = SharedHeads(self._heads.k, self._heads.v, self._heads.owners, lengths, of_row)
 
     def feed(self, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
         """As `cohort.feed_prompts`, heads first."""
@@ -149,7 +157,7 @@ class SharedPrompts:
         self._feed_heads(plan)
         if self.copies:
             _clear_padding(self.cache)
-            _copy(self._heads, self._of_row, self.cache)
+            _copy(self._heads, self.sharing.of_row, self.cache)
             del self._heads
         return self._feed(self.tokens, self.cache, self._before, plan, only_likeliest=only_likeliest)
 
@@ -157,18 +165,20 @@ class SharedPrompts:
         """Those without a parent, then those whose parents are there, and so on."""
         for at in self.sharing.levels:
             level, parents = self._heads.view(at.start, at.stop), self.sharing.parents[at.start : at.stop]
-            _copy(self._heads, torch.tensor(parents, device=self.model.device), level)
-            before = torch.tensor(self.sharing.lengths(parents), device=self.model.device)
+            _copy(self._heads, parents, level)
+            before = self.sharing.lengths(parents)
             self._feed(self._head_tokens[at.start : at.stop], level, before, plan, only_likeliest=True)
 
-    def _feed(self, tokens: Tensor, cache: KVCache, before: Tensor, plan: LayerPlan, *, only_likeliest: bool) -> Tensor:
-        """What `cache` lacks of prompts [B, P] of which it has `before` [B] tokens each, or shares them; some rows at
-        a time."""
-        whole, columns = tokens.shape
+    def _feed(
+        self, tokens: Tensor, cache: KVCache, had: Sequence[int], plan: LayerPlan, *, only_likeliest: bool
+    ) -> Tensor:
+        """What `cache` lacks of prompts [B, P] of which it has `had` [B] tokens each, or shares them; some rows at a
+        time."""
+        (whole, columns), before = tokens.shape, uploaded(had, self.model.device)
         is_fused = self.model.is_fused and PromptsView.serves(cache)
         has_all = cache.shared is None  # what is shared is in no column
-        own = columns - cache.num_pad - (before if has_all else 0)  # [B] tokens to feed
-        lengths = own.tolist()
+        in_place = had if has_all else [0] * whole
+        lengths = [columns - pad - n for pad, n in zip(_known(cache), in_place, strict=True)]  # [B] tokens to feed
         rows = max(1, self.tokens_at_once // max(lengths))
         made = []
         for at in range(0, whole, rows):
@@ -191,21 +201,25 @@ class SharedPrompts:
 
 def _cache_of_heads(model: Decoder, sharing: Sharing, schedule: Schedule) -> KVCache:
     columns, owners = max(map(len, sharing.heads)), kv_owners(schedule, model.config.kv_group_size)
+    paddings = _paddings(sharing.heads)
     return KVCache.allocate(
         model.config,
-        num_pad=_padding(model, sharing.heads),
+        num_pad=uploaded(paddings, model.device),
+        paddings=paddings,
         capacities=[columns] * len(owners),
         owners=owners,
         dtype=model.dtype,
     )
 
 
-def _copy(heads: KVCache, of_row: Tensor, cache: KVCache) -> None:
+def _copy(heads: KVCache, of_row: Sequence[int], cache: KVCache) -> None:
     """The heads `of_row` [B] (-1: none) into the columns of `cache` in which the rows' prompts begin."""
-    columns = heads.k[0].shape[2]
-    lengths = torch.where(of_row >= 0, columns - heads.num_pad[of_row.clamp(min=0)], 0)  # [B]
-    rows, at = (torch.arange(columns, device=lengths.device) < lengths[:, None]).nonzero(as_tuple=True)  # [N] each
-    source = of_row[rows]
+    columns, paddings, device = heads.k[0].shape[2], _known(heads), heads.num_pad.device
+    counts = [0 if head < 0 else columns - paddings[head] for head in of_row]
+    lengths, total = uploaded(counts, device), sum(counts)
+    rows = torch.arange(len(counts), device=device).repeat_interleave(lengths, output_size=total)  # [N]
+    at = torch.arange(total, device=device) - (lengths.cumsum(0) - lengths)[rows]  # [N] columns of the heads
+    source = uploaded(of_row, device)[rows]
     first, to = heads.num_pad[source] + at, cache.num_pad[rows] + at
     for owner in set(cache.owners):
         for own, held in ((cache.k[owner], heads.k[owner]), (cache.v[owner], heads.v[owner])):
@@ -214,20 +228,25 @@ def _copy(heads: KVCache, of_row: Tensor, cache: KVCache) -> None:
 
 def _clear_padding(cache: KVCache) -> None:
     """Zeros where attention behind a mask reads what was never fed."""
-    most = int(cache.num_pad.max())
+    most = max(_known(cache))
     for owner in set(cache.owners):
         for memory in (cache.k[owner], cache.v[owner]):
             memory[:, :, :most] = 0
 
 
-def _padding(model: Decoder, lines: Sequence[Sequence[int]]) -> Tensor:
-    """[B] int64: columns of left padding of each."""
+def _paddings(lines: Sequence[Sequence[int]]) -> list[int]:
+    """[B] columns of left padding of each."""
     columns = max(map(len, lines))
-    return torch.tensor([columns - len(line) for line in lines], device=model.device)
+    return [columns - len(line) for line in lines]
+
+
+def _known(cache: KVCache) -> Sequence[int]:
+    assert cache.paddings is not None, "whoever shares prompts knows their lengths"
+    return cache.paddings
 
 
 def _padded(model: Decoder, lines: Sequence[Sequence[int]]) -> Tensor:
     """[B, T] int64: left-padded."""
     columns, filler = max(map(len, lines)), model.config.filler_token_id
     padded = [[filler] * (columns - len(line)) + list(line) for line in lines]
-    return torch.tensor(padded, device=model.device)
+    return uploaded(padded, model.device)

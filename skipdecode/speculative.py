@@ -108,7 +108,7 @@ class SpeculativeBatch(ContinuousBatch):
         length: DraftLength | None = None,
     ) -> None:
         """`length`: decides for this batch, and learns from it; None: one of its own, without a clock."""
-        super().__init__(model, schedule, decode_text=decode_text)
+        super().__init__(model, schedule, decode_text=decode_text, looks_behind=0)  # drafts stand on what was made
         prices = Prices(model.config, model.dtype.itemsize, model.weight_itemsize)
         self._lossless = schedule
         self._length = length or DraftLength(schedule, prices)

@@ -108,11 +108,17 @@ class StepGraphs:
         return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, owners).count)
 
     def allocate(
-        self, num_pad: Tensor, capacities: Sequence[int], owners: Sequence[int], *, is_masked: bool = False
+        self,
+        num_pad: Tensor,
+        capacities: Sequence[int],
+        owners: Sequence[int],
+        *,
+        is_masked: bool = False,
+        paddings: Sequence[int] | None = None,
     ) -> GraphedCache:
         """As `KVCache.allocate`; PoolFull where there is no room beside the batches that live."""
         layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, owners)
-        return GraphedCache.within(self.pool, layout, num_pad, owners, is_masked=is_masked)
+        return GraphedCache.within(self.pool, layout, num_pad, owners, is_masked=is_masked, paddings=paddings)
 
     @torch.inference_mode()
     def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:

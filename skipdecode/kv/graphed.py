@@ -73,7 +73,14 @@ class GraphedCache(KVCache):
 
     @classmethod
     def within(
-        cls, pool: CachePool, layout: Layout, num_pad: Tensor, owners: Sequence[int], *, is_masked: bool = False
+        cls,
+        pool: CachePool,
+        layout: Layout,
+        num_pad: Tensor,
+        owners: Sequence[int],
+        *,
+        is_masked: bool = False,
+        paddings: Sequence[int] | None = None,
     ) -> "GraphedCache":
         """Rows for `num_pad` [B] and those that fill them up to `layout.rows`. PoolFull where there is no room."""
         part = pool.take(layout.count)
@@ -85,7 +92,7 @@ class GraphedCache(KVCache):
                 memory = pool.memory[at : at + torch.Size(shape).numel()].view(shape)
                 own[name, owner] = memory[: len(num_pad)]
         k, v = [own["k", owner] for owner in owners], [own["v", owner] for owner in owners]
-        cache = cls(k, v, num_pad, owners, is_masked=is_masked)
+        cache = cls(k, v, num_pad, owners, is_masked=is_masked, paddings=paddings)
         cache.part, cache.serial = part, next(_serials)
         cache.is_masked = cache.valid is not None  # so that nobody waits to see whether rows that stay are padded
         cache.where = torch.tensor([places[owner] for owner in owners]).to(num_pad.device)

@@ -31,10 +31,18 @@ class KVCache:
     """
 
     def __init__(
-        self, k: list[Tensor], v: list[Tensor], num_pad: Tensor, owners: Sequence[int], *, is_masked: bool = False
+        self,
+        k: list[Tensor],
+        v: list[Tensor],
+        num_pad: Tensor,
+        owners: Sequence[int],
+        *,
+        is_masked: bool = False,
+        paddings: Sequence[int] | None = None,
     ) -> None:
+        """`paddings` [B]: `num_pad` on the host, which then asks no device; None: not known there."""
         self.k, self.v, self.owners, self.is_masked = k, v, owners, is_masked
-        self.num_pad = num_pad  # [B] int64, columns of left padding
+        self.num_pad, self.paddings = num_pad, paddings  # [B] int64, columns of left padding
         self.length = 0
         self.shared: SharedHeads | None = None
         self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it
@@ -43,7 +51,7 @@ class KVCache:
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
         # None when no row is padded: attention then needs no mask. `is_masked` asks for one all the same, so that the
         # choice of a kernel, and with it the last bit, does not depend on the company a row is in.
-        has_mask = is_masked or bool(num_pad.any())
+        has_mask = is_masked or (bool(num_pad.any()) if paddings is None else any(paddings))
         self.valid: Tensor | None = columns >= num_pad[:, None] if has_mask else None  # [B, S]
 
     @classmethod
@@ -57,6 +65,7 @@ class KVCache:
         dtype: torch.dtype,
         is_masked: bool = False,
         devices: Sequence[torch.device] | None = None,
+        paddings: Sequence[int] | None = None,
     ) -> "KVCache":
         """Room for len(num_pad) rows; `capacities` [L] columns per layer (`generate.allocate_cache`).
 
@@ -71,7 +80,7 @@ class KVCache:
         shapes = {owner: (rows, heads, capacities[owner], dim) for owner in sorted(set(owners))}
         own = _memory(shapes, dtype, where)
         k, v = [own[owner][0] for owner in owners], [own[owner][1] for owner in owners]
-        return cls(k, v, num_pad, owners, is_masked=is_masked)
+        return cls(k, v, num_pad, owners, is_masked=is_masked, paddings=paddings)
 
     @property
     def nbytes(self) -> int:
@@ -134,8 +143,14 @@ class KVCache:
         if device == self.num_pad.device:
             return self
         if device not in self._elsewhere:
-            num_pad = self.num_pad.to(device)
-            self._elsewhere[device] = type(self)(self.k, self.v, num_pad, self.owners, is_masked=self.is_masked)
+            self._elsewhere[device] = type(self)(
+                self.k,
+                self.v,
+                self.num_pad.to(device, non_blocking=True),
+                self.owners,
+                is_masked=self.is_masked,
+                paddings=self.paddings,
+            )
         other = self._elsewhere[device]
         other.length = self.length
         return other
@@ -182,7 +197,8 @@ class KVCache:
     def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Tensor | slice) -> Self:
         """This cache in other memory, by owner, of the rows `pads`."""
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
-        cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked)
+        known = None if self.paddings is None or isinstance(pads, Tensor) else self.paddings[pads]
+        cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked, paddings=known)
         cache.length = self.length
         cache.shared = None if self.shared is None else self.shared.of(pads)
         return cache

@@ -20,6 +20,7 @@ from skipdecode.config import DecoderConfig
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.view import attention
 from skipdecode.rope import Turn, turn_of
+from skipdecode.uploads import uploaded
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
 
@@ -99,7 +100,7 @@ class Arena:
 
     def begin(self, positions: Sequence[int]) -> None:
         """Before a step that writes column `positions[i]` of row i and reads up to it."""
-        self._at = torch.tensor(positions, device=self._device)  # [B]
+        self._at = uploaded(positions, self._device)  # [B]
         self._zeros = torch.zeros_like(self._at)
         self._rows = torch.arange(self.first, self.first + len(positions), device=self._device)
         self._lengths = [max(n, c + 1) for n, c in zip(self._lengths, positions, strict=True)]
@@ -193,10 +194,10 @@ class Arena:
         while k is self._k and stay < len(rows) and self.first + rows[stay] == stay:
             stay += 1
         parts = [
-            (torch.tensor(some, device=self._device), max(self._lengths[rows[at]] for at in some))
+            (uploaded(some, self._device), max(self._lengths[rows[at]] for at in some))
             for some in _of_like_length([self._lengths[row] for row in rows], stay)
         ]
-        source = torch.tensor(list(rows), dtype=torch.int64, device=self._device) + self.first
+        source = uploaded(list(rows), self._device, torch.int64) + self.first
         # the largest first: where there is memory to copy it through there is for all, so none stays behind
         for owner in sorted(self._ends, key=lambda owner: -self._k[owner].shape[2]):
             for old, new in ((self._k, k), (self._v, v)):

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from skipdecode.cohort import CHECK_EVERY
+from skipdecode.cohort import CHECK_EVERY, Cohort
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
-from skipdecode.request import Row
+from skipdecode.request import Row, complete
 from skipdecode.sampling import Sampling, StopScan, cut_at_stop
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
@@ -385,6 +385,28 @@ def test_the_check_interval_does_not_matter(
         cut = cut_at_stop(tokenizer.decode(tokens[:wanted]), stop)
         assert not any(s in cut for s in stop)
         assert tokenizer.decode(tokens).startswith(cut)
+
+
+@pytest.mark.parametrize("looks", [(1, 1), (4, 1), (3, 2)], ids=str)
+def test_log_probabilities_come_with_late_looks(loaded: Decoder, looks: tuple[int, int]) -> None:
+    """Rows leave between, so that what is seen of a choice and given later is of other rows than those left."""
+    schedule, prompts = SkipDecode(L, 5, 2, 1, 12), random_prompts([3, 9, 5, 1, 7], seed=1)
+    pool = [
+        Request(str(i), p, greedy(4 + 3 * i, ignore_eos=True), top_logprobs=(2, None, 0, 3, 1)[i])
+        for i, p in enumerate(prompts)
+    ]
+    wanted = generate(loaded, pool, schedule).completions
+    cohort = Cohort(loaded, pool, schedule, compact_at=1.0, check_every=looks[0], looks_behind=looks[1])
+    cohort.prefill()
+    while not cohort.is_done:
+        cohort.step()
+    assert len(set(cohort.stats.batch_rows)) > 2, "no row has left"
+    for made, whole in zip(complete(cohort.rows, schedule), wanted, strict=True):
+        assert made.tokens == whole.tokens
+        assert len(made.logprobs) == len(whole.logprobs)
+        for own, other in zip(made.logprobs, whole.logprobs, strict=True):
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in own.top] == [token for token, _ in other.top]
 
 
 def test_stop_string_of_a_character_split_over_tokens(tokenizer: Tokenizer) -> None:

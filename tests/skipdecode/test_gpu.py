@@ -14,6 +14,7 @@ from transformers import OPTForCausalLM
 from actors.bench import random_model
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.cohort import Cohort
+from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
 from skipdecode.families import config_of
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
@@ -150,6 +151,21 @@ def test_graphs_wait_for_nothing(ending_checkpoint: Callable[[str], Path]) -> No
             cohort.step()
     assert graphs.num_captured == captured
     assert graphs.failure is None
+
+
+@pytest.mark.parametrize("keys", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("schedule", [FullDepth(6), SkipDecode(6, 5, 2, 1, 9)], ids=str)
+def test_continuous_batches_wait_for_nothing(
+    ending_checkpoint: Callable[[str], Path], schedule: Schedule, keys: dict[str, float]
+) -> None:
+    """Rows join, end and are moved, and the host waits for no event but that of tokens of the step before."""
+    folder, requests = ending_checkpoint("125m"), make_requests(30, **keys)
+    wanted = [c.tokens for c in generate(load_model(folder), requests, schedule).completions]
+    model = load_model(folder, device=DEVICE).pack()
+    generate_continuous(model, requests, schedule, max_rows=3)  # kernels are compiled
+    with no_waits():
+        rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
+    assert [row.tokens for row in rows] == wanted
 
 
 PRODUCTION = {  # as in the released models, with few layers

@@ -2,6 +2,7 @@
 
 Whatever asks for a number on the host, or mixes devices, raises, as it would wait or fail on a real one. Kernels are
 counted: torch's operators but for views and empty memory, and launches of ours, whose arguments must lie on the device.
+Pinned memory holds zeros, which may be read once an event behind the copy into it was waited for.
 """
 
 from collections import Counter
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,8 @@ NO_KERNELS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_st
 """Beside views; the last one is no copy of what lies in order, and nothing else asks for it here."""
 
 
+FROM_DEVICE = FakeTensor.tolist  # which raises
+
 QWEN3 = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 40960,
@@ -41,11 +45,12 @@ QWEN3 = {
 """config.json of Qwen/Qwen3-1.7B."""
 
 
-def indexed(x: Tensor, index: Any) -> Tensor:
-    """x[index] by operators: Python's own indexing asks for a CUDA build of torch first."""
+def indexed(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """x[index] by operators, for Python's own indexing asks for a CUDA build of torch first: the view that numbers,
+    slices and new dimensions make of it, and the tensors that index its first dimensions."""
     parts = index if isinstance(index, tuple) else (index,)
     given = sum(part is not None and part is not Ellipsis for part in parts)
-    dim = 0
+    dim, tensors = 0, {}
     for part in parts:
         if part is None:
             x, dim = A.unsqueeze.default(x, dim), dim + 1
@@ -56,21 +61,50 @@ def indexed(x: Tensor, index: Any) -> Tensor:
         elif isinstance(part, int):
             x = A.select.int(x, dim, part)
         else:
-            return A.index.Tensor(x, [None] * dim + [own for own in parts[parts.index(part) :] if own is not None])
-    return x
+            tensors[dim], dim = part, dim + 1
+    return x, [tensors.get(at) for at in range(max(tensors, default=-1) + 1)]
 
 
-class Indexing(TorchFunctionMode):
-    """What of Python's operators wants a CUDA build, by way of plain ones."""
+def pinned(host: Tensor) -> Tensor:
+    """Marks memory of the CPU; no build without CUDA pins any."""
+    assert isinstance(host, FakeTensor), type(host)
+    host.constant = None  # else a copy of a single number is tried on a real device
+    host.is_fake_pinned = True  # type: ignore[attr-defined]
+    return host
+
+
+def is_pinned(x: Tensor) -> bool:
+    return getattr(x, "is_fake_pinned", False)
+
+
+class Host(TorchFunctionMode):
+    """What of Python's operators wants a CUDA build, by way of plain ones; and pinned memory."""
+
+    def __init__(self, fake: "FakeCuda") -> None:
+        super().__init__()
+        self._fake = fake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
-            return indexed(*args)
+            view, tensors = indexed(*args)
+            return A.index.Tensor(view, tensors) if tensors else view
         if func is torch.Tensor.__setitem__:
-            A.copy_.default(indexed(args[0], args[1]), args[2])
+            view, tensors = indexed(args[0], args[1])
+            if not isinstance(args[2], Tensor):
+                A.fill_.Scalar(view, args[2])
+            elif tensors:
+                A.index_put_.default(view, tensors, args[2])
+            else:
+                A.copy_.default(view, args[2])
             return None
         if func is torch.Tensor.copy_:
-            return A.copy_.default(*args)
+            args[0].copied_at = self._fake.now
+            A.copy_.default(*args, **(kwargs or {}))
+            return args[0]
+        if func in (torch.tensor, torch.empty) and (kwargs or {}).pop("pin_memory", False):
+            return pinned(func(*args, **(kwargs or {})))
+        if func is torch.Tensor.data_ptr:  # no address; equal where addresses would be
+            return args[0].untyped_storage()._cdata, args[0].storage_offset()
         if func is F.rms_norm:  # its decomposition asks for a CUDA build; something of the same shape and type
             return A.mul.Tensor(args[0], (kwargs or {})["weight"])
         if func is torch.Tensor.contiguous:
@@ -101,6 +135,37 @@ class Counted(TorchDispatchMode):
         return sum(self.kernels.values())
 
 
+class NoWaits(TorchDispatchMode):
+    """AssertionError where a copy between host and device waits for all that the device was given before it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func.overloadpacket.__name__ in ("to", "_to_copy", "copy_"):
+            source, to = args[0], given.get("device", args[0].device)
+            if func.overloadpacket.__name__ == "copy_":
+                source, to = args[1], args[0].device
+            is_free = given.get("non_blocking", args[2] if len(args) > 2 else False) and (
+                is_pinned(source) or is_pinned(args[0])
+            )
+            assert to == source.device or is_free, f"{func}: waits on the way from {source.device} to {to}"
+        return func(*args, **given)
+
+
+class FakeEvent:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, fake: "FakeCuda") -> None:
+        self._fake = fake
+
+    def record(self) -> None:
+        self._at, self._launched = self._fake.now, self._fake.launched.total()
+        self._fake.now += 1
+
+    def synchronize(self) -> None:
+        self._fake.done = max(self._fake.done, self._at)
+        self._fake.left.append(self._fake.launched.total() - self._launched)
+
+
 class FakeCuda:
     """The device, while `fake_cuda` lasts."""
 
@@ -109,6 +174,17 @@ class FakeCuda:
         self.launched: Counter[str] = Counter()
         self.devices: list[torch.device] = []
         """Of each launch."""
+        self.now, self.done = 0, -1
+        """Events so far, and the last one that was waited for."""
+        self.left: list[int] = []
+        """At each wait for an event: launches of ours that came after it, and keep the device busy meanwhile."""
+
+    def listed(self, x: FakeTensor) -> Any:
+        """In place of `tolist`."""
+        if not is_pinned(x):
+            return FROM_DEVICE(x)
+        assert x.copied_at <= self.done, "read before it was there"  # type: ignore[attr-defined]
+        return np.zeros(x.shape, int).tolist()
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **_options: Any) -> None:
         """In place of `triton_launch.launch`."""
@@ -142,7 +218,9 @@ def fake_cuda(backend: Backend | None = None) -> Iterator[FakeCuda]:
         patch.setattr(triton_launch, "launch", fake.launch)
         patch.setattr(device, "cuda_backend", lambda: chosen)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
-        with FakeTensorMode(), Indexing(), torch.inference_mode():
+        patch.setattr(torch.cuda, "Event", lambda: FakeEvent(fake))
+        patch.setattr(FakeTensor, "tolist", lambda x: fake.listed(x))
+        with FakeTensorMode(), Host(fake), torch.inference_mode():
             yield fake
 
 
@@ -166,4 +244,4 @@ def fake_model(
     return model.eval().pack()
 
 
-__all__ = ["CUDA", "TORCH", "FakeCuda", "fake_cuda", "fake_model"]
+__all__ = ["CUDA", "TORCH", "FakeCuda", "NoWaits", "fake_cuda", "fake_model"]

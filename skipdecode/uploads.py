@@ -1,0 +1,21 @@
+"""Small lists on their way to a device, for which nobody waits.
+
+A copy from ordinary memory to a CUDA device waits until the device has done all it was given before. One from pinned
+memory does not; torch gives such memory to nobody else before the copy is over. The other way: `skipdecode.looks`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def uploaded(
+    numbers: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `torch.tensor`: the shape of the list, and by default int64 or float32."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
