@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from actors.batches import Admission, EngineConfig, Ticket
 from actors.generator import Generator
-from skipdecode.cohort import Cohort, has_room, rounded_columns
+from skipdecode.cohort import Cohort
 from skipdecode.lossless import Lossless
+from skipdecode.prompts import has_room, rounded_columns
 from skipdecode.speculative import SpeculativeBatch
 
 LIFE_WEIGHT = 0.2  # of the newest cohort in the mean life of cohorts

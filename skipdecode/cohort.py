@@ -20,22 +20,15 @@ from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.kv.padded import KVCache
 from skipdecode.logprobs import LogprobRecorder, give
 from skipdecode.looks import Looks
-from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
-from skipdecode.prefix import Allocate, SharedPrompts, Sharing
+from skipdecode.plan import Schedule
+from skipdecode.prefix import SharedPrompts, Sharing
+from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts, shared_prompts
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs
-from skipdecode.uploads import uploaded
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
-# Tokens of the prompts that go through the model at once. On a CPU few enough that their states are small beside the
-# cache, and enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's width); where
-# a layer is one kernel, enough that threads seldom wait for each other at its end (2,048: 6 % slower). On a GPU
-# thousands keep it busy, and their states come out of what caches leave.
-PREFILL_TOKENS = {"cpu": 2048, "fused": 8192, "cuda": 1 << 16}
-PREFILL_BYTES = 1 << 30  # of these states at most, on a GPU
-PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
 CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps between looks at the tokens
 LOOKS_BEHIND = {"cpu": 0, "cuda": 1}  # a look waits for the steps before the newest ones, which run meanwhile
 
@@ -253,122 +246,6 @@ def carried_rows(lengths: Sequence[int], compact_at: float = COMPACT_AT, check_e
             size = kept_rows(size, sum(length > made for length in lengths), compact_at, None)
         carried.append(size)
     return carried
-
-
-def rounded_columns(longest: int) -> int:
-    """Columns for prompts up to `longest` tokens where requests come as they please (a server)."""
-    return -(-longest // PROMPT_STEP) * PROMPT_STEP
-
-
-def pad_prompts(
-    model: Decoder, requests: Sequence[Request], prompt_columns: int | None, batch_rows: int | None
-) -> tuple[Tensor, Tensor]:
-    """Left-padded prompts [B, P] int64 and the padding of each row [B] int64, on the model's device."""
-    columns = prompt_columns or max(len(r.prompt_tokens) for r in requests)
-    config = model.config
-    lines = [r.prompt_tokens for r in requests]
-    lines += [[config.filler_token_id]] * ((batch_rows or len(lines)) - len(lines))
-    longest = max(len(line) for line in lines)
-    assert min(len(line) for line in lines) > 0, "a prompt without a token"
-    assert longest <= columns, (longest, columns)
-    padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
-    num_pad = uploaded([columns - len(line) for line in lines], model.device)
-    return uploaded(padded, model.device), num_pad
-
-
-def feed_prompts(
-    model: Decoder,
-    tokens: Tensor,
-    cache: KVCache,
-    plan: LayerPlan,
-    *,
-    in_equal_parts: bool = False,
-    only_likeliest: bool = False,
-) -> Tensor:
-    """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V], or its likeliest token, [B].
-
-    Several rows at a time (PREFILL_TOKENS). `in_equal_parts`: a row's bits do not depend on its place in the batch.
-    """
-    positions = (torch.arange(tokens.shape[1], device=model.device) - cache.num_pad[:, None]).clamp(min=-1)
-    whole = len(tokens)
-    rows = max(1, prefill_tokens(model) // tokens.shape[1])
-    if in_equal_parts:
-        rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
-    parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]
-    made = [
-        model(tokens[part], positions[part], cache.view(part.start, part.stop), plan, only_likeliest=only_likeliest)
-        for part in parts
-    ]
-    cache.length += tokens.shape[1]
-    return torch.cat(made)
-
-
-def shared_prompts(
-    model: Decoder,
-    requests: Sequence[Request],
-    schedule: Schedule,
-    sharing: Sharing,
-    allocate: Allocate,
-    *,
-    copies: bool,
-) -> SharedPrompts:
-    """The prompts of a batch of which heads are shared, not fed yet."""
-    prompts, at_once = [r.prompt_tokens for r in requests], prefill_tokens(model)
-    assert len(prompts) == len(sharing.of_row), "the sharing of another batch"
-    return SharedPrompts(model, prompts, schedule, sharing, allocate, tokens_at_once=at_once, copies=copies)
-
-
-def prefill_tokens(model: Decoder) -> int:
-    """Tokens of prompts that go through the model at once."""
-    if model.device.type != "cuda":
-        return PREFILL_TOKENS["fused" if model.is_fused else model.device.type]
-    c, gates = model.config, 2 if model.config.mlp == "swiglu" else 1
-    # what lives at the same time: states, their norm, queries, keys and values, or the wide ones twice (activation)
-    numbers = 2 * c.hidden_size + max(2 * c.q_dim + 2 * c.kv_dim, 2 * gates * c.ffn_dim)
-    return max(1, min(PREFILL_TOKENS["cuda"], PREFILL_BYTES // (numbers * model.dtype.itemsize)))
-
-
-def allocate_cache(
-    model: Decoder,
-    num_pad: Tensor,
-    columns: int,
-    schedule: Schedule,
-    num_new: int,
-    *,
-    is_masked: bool = False,
-    graphs: StepGraphs | None = None,
-    paddings: Sequence[int] | None = None,
-) -> KVCache:
-    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with.
-
-    `paddings` as in `KVCache`.
-    """
-    owners, capacities = _capacities(model, columns, schedule, num_new)
-    if graphs is not None:
-        return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked, paddings=paddings)
-    return KVCache.allocate(
-        model.config,
-        num_pad=num_pad,
-        capacities=capacities,
-        owners=owners,
-        dtype=model.dtype,
-        is_masked=is_masked,
-        devices=None if model.placement is None else model.placement.of_layers,
-        paddings=paddings,
-    )
-
-
-def has_room(graphs: StepGraphs, schedule: Schedule, num_rows: int, columns: int, num_new: int) -> bool:
-    """Whether `allocate_cache` finds memory in `graphs` for so many rows now."""
-    owners, capacities = _capacities(graphs.model, columns, schedule, num_new)
-    return graphs.has_room(num_rows, capacities, owners)
-
-
-def _capacities(model: Decoder, columns: int, schedule: Schedule, num_new: int) -> tuple[list[int], list[int]]:
-    """[L] owners and columns of each layer."""
-    owners = kv_owners(schedule, model.config.kv_group_size)
-    columns_of = kv_columns(owners, schedule, columns, num_new)
-    return owners, [columns_of[owner] for owner in owners]
 
 
 def _sampler(requests: Sequence[Request], batch_rows: int, num_new: int, device: torch.device) -> Sampler:

@@ -24,14 +24,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from skipdecode.cohort import (
-    LOOKS_BEHIND,
-    allocate_cache,
-    feed_prompts,
-    pad_prompts,
-    rounded_columns,
-    shared_prompts,
-)
+from skipdecode.cohort import LOOKS_BEHIND
 from skipdecode.decoder import Decoder, run_layers
 from skipdecode.extents import Extents, Run
 from skipdecode.kv.padded import KVCache
@@ -40,6 +33,7 @@ from skipdecode.logprobs import LogprobRecorder, give
 from skipdecode.looks import Looks
 from skipdecode.plan import Schedule, has_no_kv_holes, kv_owners
 from skipdecode.prefix import Sharing
+from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import cuts, likeliest, pick
 from skipdecode.sampling import row_uniforms

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from skipdecode.cohort import CHECK_EVERY, COMPACT_AT, BatchStats, Cohort, allocate_cache, now, pad_prompts
+from skipdecode.cohort import CHECK_EVERY, COMPACT_AT, BatchStats, Cohort, now
 from skipdecode.decoder import Decoder
 from skipdecode.plan import Schedule
 from skipdecode.prefix import Sharing
+from skipdecode.prompts import allocate_cache, pad_prompts
 from skipdecode.request import Completion, DecodeText, Request, complete
 from skipdecode.step_graphs import StepGraphs
 

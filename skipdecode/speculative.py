@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skipdecode.cohort import BatchStats, now, rounded_columns
+from skipdecode.cohort import BatchStats, now
 from skipdecode.continuous import ContinuousBatch, extents_of, layer_ends
 from skipdecode.decoder import Decoder, run_layers
 from skipdecode.draft_length import HOLDS, SKIPPED, Decision, DraftLength, Prices, Source
@@ -33,6 +33,7 @@ from skipdecode.logprobs import listed, top_logprobs
 from skipdecode.lossless import Lossless
 from skipdecode.plan import LayerPlan
 from skipdecode.prefix import Sharing
+from skipdecode.prompts import rounded_columns
 from skipdecode.repeats import Repeats
 from skipdecode.request import DecodeText, Request, Row, TokenLogprobs, complete
 from skipdecode.sampler import cuts, likeliest, pick

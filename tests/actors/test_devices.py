@@ -15,12 +15,12 @@ from actors.batches import EngineConfig
 from actors.devices import DeviceMemory, is_lost
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig, largest_rung
-from skipdecode.cohort import has_room
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.families import released
 from skipdecode.generate import Request, generate
 from skipdecode.gpus import GPUS, MEMORY_SHARE
 from skipdecode.plan import FullDepth
+from skipdecode.prompts import has_room
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.step_graphs import StepGraphs, ladder

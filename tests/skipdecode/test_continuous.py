@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.cohort import rounded_columns
 from skipdecode.continuous import ContinuousBatch, check_continuous, generate_continuous, layer_ends
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.prompts import rounded_columns
 from skipdecode.request import Row
 from skipdecode.sampling import Sampling
 from skipdecode.tokenizer import Tokenizer

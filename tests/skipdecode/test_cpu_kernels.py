@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import skipdecode
-from skipdecode import cohort
 from skipdecode.backends import cpu
 from skipdecode.config import Quantization
 from skipdecode.continuous import generate_continuous
@@ -22,6 +21,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.generate import Request, generate
 from skipdecode.linear import Linear
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.prompts import PREFILL_TOKENS
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_model, save_model
 from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, kind, num_threads, product_dtype
@@ -352,7 +352,7 @@ def test_every_fast_path_gives_the_tokens_of_the_plain_one(
         wanted = tokens_of(model, lengths, num_new, schedule)
         assert not model.is_packed
         packed = copy.deepcopy(model).pack()
-        patch.setattr(cohort, "PREFILL_TOKENS", dict.fromkeys(cohort.PREFILL_TOKENS, at_once))  # in several parts
+        patch.setattr("skipdecode.prompts.PREFILL_TOKENS", dict.fromkeys(PREFILL_TOKENS, at_once))  # in several parts
         assert tokens_of(packed, lengths, num_new, schedule) == wanted
     assert tokens_of(packed, lengths, num_new, schedule) == wanted
 
@@ -362,7 +362,7 @@ def test_a_fixed_shape_gives_the_same_bits_at_every_place(
     plain: Callable[[str], Decoder], place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 rows of 128 columns go through the model in parts, which must be of one size."""
-    monkeypatch.setattr(cohort, "PREFILL_TOKENS", dict.fromkeys(cohort.PREFILL_TOKENS, 2048))
+    monkeypatch.setattr("skipdecode.prompts.PREFILL_TOKENS", dict.fromkeys(PREFILL_TOKENS, 2048))
     model = copy.deepcopy(plain("125m")).to(torch.bfloat16).pack()
     prompt, other = [2, *range(4, 100)], [2, 9, 8, 7]
     seen: list[torch.Tensor] = []

@@ -13,12 +13,12 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from skipdecode import decoder
-from skipdecode.cohort import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.config import SwiftKVConfig
 from skipdecode.decoder import Decoder
 from skipdecode.families import FAMILIES
 from skipdecode.kv.padded import KVCache
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.request import Request
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from skipdecode import decoder as module
-from skipdecode.cohort import allocate_cache
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import generate
 from skipdecode.placing import BLOCK, Placement, cut, deal, devices_of, take_turns
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.prompts import allocate_cache
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_model
 from tests.support.naive import greedy, random_prompts, requests_for, tokens_of

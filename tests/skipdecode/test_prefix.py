@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.cohort import Cohort, allocate_cache, pad_prompts
+from skipdecode.cohort import Cohort
 from skipdecode.config import Quantization
 from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
@@ -18,6 +18,7 @@ from skipdecode.generate import generate
 from skipdecode.lossless import Lossless
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prefix import Sharing, share
+from skipdecode.prompts import allocate_cache, pad_prompts
 from skipdecode.speculative import generate_lossless
 from skipdecode.step_graphs import StepGraphs
 from tests.support.cpu_backends import KINDS, NAMES, forced
