@@ -23,7 +23,7 @@ PREFILL_CALL_S = 5e-6
 """Prompts are launched kernel by kernel."""
 MODELS = (
     "opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "llama-3.2-1b", "llama-3.2-3b",
-    "llama-3.1-8b",
+    "llama-3.1-8b", "llama-3.1-70b",
 )  # fmt: skip
 MAX_GPUS = 8
 MAX_ROWS = 256

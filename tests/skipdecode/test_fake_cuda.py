@@ -136,7 +136,7 @@ def test_host_reads_and_mixed_devices_are_seen() -> None:
         assert fake.launched["attend_kernel"] == before
 
 
-@pytest.mark.parametrize("name", ["opt-66b", "opt-350m", "llama-3.1-8b"])
+@pytest.mark.parametrize("name", ["opt-66b", "opt-350m", "llama-3.1-70b"])
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """States alone go from one to the next, nothing is read on the host, and kernels are launched where they belong."""

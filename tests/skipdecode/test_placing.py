@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.trainer import init_weights
 from skipdecode import decoder as module
 from skipdecode.decoder import Decoder
+from skipdecode.families import config_of
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import generate
 from skipdecode.placing import BLOCK, Placement, cut, deal, devices_of, take_turns
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.prompts import allocate_cache
 from skipdecode.sampling import Sampling
-from skipdecode.weights import load_model
+from skipdecode.weights import load_model, save_model
 from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
 
 L = 6
@@ -52,6 +54,21 @@ def test_tokens_are_those_of_one_device(
     assert tokens_of(made) == tokens_of(wanted)
     assert made.stats.batch_rows == wanted.stats.batch_rows
     assert [c.layers_run for c in made.completions] == [c.layers_run for c in wanted.completions]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_llama(tmp_path: Path, schedule: Schedule) -> None:
+    """Its rotations are asked for on every device."""
+    shape = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": L, "eos_token_id": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    one = Decoder(config_of({"model_type": "llama", **shape, **heads})).eval().requires_grad_(False)
+    init_weights(one, seed=1)
+    save_model(one, tmp_path)
+    requests = requests_for(random_prompts(LENGTHS, seed=5), greedy(20))
+    wanted = tokens_of(generate(one, requests, schedule))
+    assert max(len(set(row)) for row in wanted) >= 5
+    for count in (2, 3):
+        assert tokens_of(generate(on(tmp_path, count), requests, schedule)) == wanted
 
 
 def test_fewer_rows_than_devices(folder: Path, ours: Callable[[Path], Decoder]) -> None:

@@ -28,7 +28,7 @@ FAST = ("h100",)  # of those GPUs, what every run tries
 ALL = [(name, released(name)) for name in MODELS]
 PARAMETERS = {  # of the model cards, in billions
     "opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.7,
-    "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55,
 }  # fmt: skip
 
 
