@@ -10,6 +10,7 @@ B rows, T new columns, D width, E embedding width, V vocabulary.
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
 from skipdecode.kv.view import KVView, MovableView
 from skipdecode.layers import Layer, make_norm
 from skipdecode.linear import Linear, pack
-from skipdecode.placing import Placement, cut, finish, launching_on, take_turns
+from skipdecode.placing import Placement, cut, finish, in_phases, launching_on
 from skipdecode.plan import LayerPlan
 from skipdecode.rope import rotations
 from skipdecode.sampler import likeliest
@@ -60,19 +61,20 @@ def run_layers(
 def _run_placed(
     model: "Decoder", placement: Placement, h: Tensor, kv: MovableView, extents: Extents, *, recompute: bool = False
 ) -> Generator[None, None, tuple[Tensor, KVView]]:
-    """`run_layers` over several devices, with a pause whenever the states go to the next one. They come back to the
-    first; the view is that of the last layer."""
+    """`run_layers` over several devices, with the pauses that `in_phases` wants. States come back to the first device;
+    the view is that of the last layer."""
     assert extents.kv_layers is None, "SwiftKV writes the keys of many layers at once, which are on one device"
     at = 0
-    for group in cut(extents.groups, placement.of_layer):
-        if placement.of_layer[group[0]] != at:
-            yield
-            at = placement.of_layer[group[0]]
-            device = placement.devices[at]
-            h, kv = h.to(device, non_blocking=True), kv.on(device, model.rotations_on(device))
-        with launching_on(placement.devices[at]):
-            h, left = _run(model, (group,), h, kv, extents, recompute=recompute)
-            kv = cast(MovableView, left)
+    groups = groupby(cut(extents.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
+    for number, here in groups:
+        device = placement.devices[number]
+        if number != at:
+            h, kv, at = h.to(device, non_blocking=True), kv.on(device, model.rotations_on(device)), number
+        yield
+        with launching_on(device):
+            h, left = _run(model, tuple(here), h, kv, extents, recompute=recompute)
+        kv = cast(MovableView, left)
+        yield
     return h.to(placement.devices[0], non_blocking=True), kv
 
 
@@ -351,9 +353,9 @@ class Decoder(nn.Module):
     def _in_parts(
         self, placement: Placement, tokens: Tensor, positions: Tensor, cache: KVCache, extents: Extents
     ) -> Tensor:
-        """[B, T] -> the last column's states [B, D], on the first device; parts of the rows take turns."""
+        """[B, T] -> the last column's states [B, D], on the first device."""
         runs = []
         for rows, part in cache.parts(placement.num_parts):
             kv = PaddedView(part, positions[rows], self.rotations)
             runs.append(_run_placed(self, placement, self.embed(tokens[rows], positions[rows]), kv, extents))
-        return torch.cat([h[:, -1] for h, _ in take_turns(runs)])
+        return torch.cat([h[:, -1] for h, _ in in_phases(runs)])

@@ -5,7 +5,7 @@ dealt like cards, a few at a time, and not cut in the middle: schedules skip low
 the upper half would have nearly all the work. Dealt out, each device holds its share of every plan.
 
 Rows go through in as many parts as there are devices: while one part is on a device, the next is on the one before. The
-order in which the host launches is enough for that, as it waits for nothing (`take_turns`).
+order in which the host launches is enough for that, as it waits for nothing (`in_phases`).
 """
 
 from collections import deque
@@ -99,20 +99,28 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if is_there else nullcontext()
 
 
-def take_turns(runs: Sequence[Generator[None, None, T]]) -> list[T]:
-    """What each of `runs` gives back; whenever one pauses, the next goes on."""
+def in_phases(runs: Sequence[Generator[None, None, T]]) -> list[T]:
+    """What each of `runs` gives back: they work at the same time, each a phase behind the one before it.
+
+    A run pauses twice in a phase: behind the copy of its states to the next device, and behind its work there. In each
+    phase all copies are launched, and then all work: torch puts a copy on the streams of both devices, behind what they
+    have to do. Behind the work of the same phase, it would keep one device waiting for the other.
+    """
     made: dict[int, T] = {}
-    left = deque(enumerate(runs))
-    while left:
-        number, run = left.popleft()
-        try:
-            next(run)
-            left.append((number, run))
-        except StopIteration as end:
-            made[number] = end.value
+    waiting, active = deque(enumerate(runs)), list[tuple[int, Generator[None, None, T]]]()
+    while waiting or active:
+        if waiting:
+            active.append(waiting.popleft())
+        for _ in ("copies", "work"):
+            for number, run in tuple(active):
+                try:
+                    next(run)
+                except StopIteration as end:
+                    made[number] = end.value
+                    active.remove((number, run))
     return [made[number] for number in range(len(runs))]
 
 
 def finish(run: Generator[None, None, T]) -> T:
     """What `run` gives back, without a pause."""
-    return take_turns([run])[0]
+    return in_phases([run])[0]

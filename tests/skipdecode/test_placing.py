@@ -1,10 +1,11 @@
-"""Layers on several devices: the tokens are those of one device, every plan is shared out evenly, parts take turns.
+"""Layers on several devices: the tokens are those of one device, every plan is shared out evenly, and all work at once.
 
-Here the devices are one CPU, several times over. What crosses from device to device is seen on fake CUDA devices
-(`test_fake_cuda.py`); on real ones in `test_gpu.py`.
+Here the devices are one CPU, several times over, or under several numbers. What crosses from one to the next is seen on
+fake CUDA devices (`test_fake_cuda.py`); on real ones in `test_gpu.py`.
 """
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from skipdecode.decoder import Decoder
 from skipdecode.families import config_of
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import generate
-from skipdecode.placing import BLOCK, Placement, cut, deal, devices_of, take_turns
+from skipdecode.kv.padded import PaddedView
+from skipdecode.placing import BLOCK, Placement, cut, deal, devices_of, in_phases
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.prompts import allocate_cache
 from skipdecode.sampling import Sampling
@@ -120,37 +122,75 @@ def test_too_few_layers_or_devices_are_refused() -> None:
     assert devices_of(CPU, 2) == (CPU, CPU)
 
 
-def test_while_one_part_is_on_a_device_the_next_is_on_the_one_before(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@dataclass
+class Timeline:
+    """What devices do when, in layers' time, by the order of launches: each has one stream, and a copy waits for what
+    both streams have to do before (torch's `copy_device_to_device`)."""
+
+    free: list[int]
+    launched: list[str] = field(default_factory=list)
+
+    def copy(self, source: int, target: int) -> None:
+        self.free[source] = self.free[target] = max(self.free[source], self.free[target])
+        self.launched.append(f"{source}->{target}")
+
+    def work(self, device: int, layers: int) -> None:
+        self.free[device] += layers
+        self.launched.append(f"{layers} on {device}")
+
+
+@pytest.mark.parametrize("num_layers", [8, 16])
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_devices_work_at_the_same_time(
+    checkpoint_factory: Callable[..., Path], num_layers: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host launches block by block, of one part after the other."""
-    model, launched = on(folder, 2, is_packed=False), list[tuple[int, int]]()
-    plain = module._run
+    """While one part is on a device, the next is on the one before: a step takes as long as a part alone, and a little
+    longer."""
+    devices = [torch.device("cpu", number) for number in range(count)]
+    model = load_model(checkpoint_factory("125m", layers=num_layers), devices=devices)
+    full, line, where = FullDepth(num_layers), Timeline([0] * count), dict[PaddedView, int]()
+    plain, move = module._run, PaddedView.on
 
     def run(own: Decoder, groups: list[tuple[int, ...]], h: torch.Tensor, *args: object, **keys: object) -> object:
-        launched.append((len(h), groups[0][0]))
+        line.work(own.device_of(groups[0][0]).index, sum(map(len, groups)))
         return plain(own, groups, h, *args, **keys)  # type: ignore[arg-type]
 
-    prompts = random_prompts([4] * 5)
-    cache = allocate_cache(model, torch.zeros(5, dtype=torch.int64), 4, FULL, 3)
+    def on_device(view: PaddedView, device: torch.device, table: torch.Tensor | None) -> PaddedView:
+        line.copy(where.get(view, 0), device.index)
+        made = move(view, device, table)
+        where[made] = device.index
+        return made
+
+    rows = 2 * count
     with torch.inference_mode():
-        model(torch.tensor(prompts), torch.arange(4).expand(5, 4), cache, FULL.prefill())
+        cache = allocate_cache(model, torch.zeros(rows, dtype=torch.int64, device=devices[0]), 4, full, 3)
+        positions = torch.arange(4, device=devices[0]).expand(rows, 4)
+        model(torch.tensor(random_prompts([4] * rows), device=devices[0]), positions, cache, full.prefill())
         monkeypatch.setattr(module, "_run", run)
-        model(torch.zeros(5, 1, dtype=torch.int64), torch.full((5, 1), 4), cache, FULL.step(0))
-    assert launched == [(3, 0), (2, 0), (3, 2), (2, 2), (3, 4), (2, 4)]
+        monkeypatch.setattr(PaddedView, "on", on_device)
+        newest = torch.zeros(rows, 1, dtype=torch.int64, device=devices[0])
+        model(newest, torch.full_like(newest, 4), cache, full.step(0))
+    assert max(line.free) <= num_layers + BLOCK * (count - 1), line.launched
+    first = [f"{BLOCK} on 0", "0->1", f"{BLOCK} on 1", f"{BLOCK} on 0"]
+    assert line.launched[:4] == first
 
 
-def test_turns_end_when_all_have_ended() -> None:
+def test_runs_of_any_length_end() -> None:
     seen = []
 
-    def run(name: str, turns: int) -> Generator[None, None, str]:
-        for turn in range(turns):
-            seen.append(f"{name}{turn}")
+    def run(name: str, phases: int) -> Generator[None, None, str]:
+        for phase in range(phases):
+            seen.append(f"{name}{phase} copy")
+            yield
+            seen.append(f"{name}{phase} work")
             yield
         return name
 
-    assert take_turns([run("a", 3), run("b", 1), run("c", 0)]) == ["a", "b", "c"]
-    assert seen == ["a0", "b0", "a1", "a2"]
+    assert in_phases([run("a", 3), run("b", 1), run("c", 0)]) == ["a", "b", "c"]
+    assert seen == [
+        "a0 copy", "a0 work", "a1 copy", "b0 copy", "a1 work", "b0 work", "a2 copy", "a2 work",
+    ]  # fmt: skip
+    assert in_phases(list[Generator[None, None, str]]()) == []
 
 
 def test_a_placement_is_a_value() -> None:
