@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Every error of CUDA is of this kind, also one of a capture or a launch that hurts nobody else. Older torch has none.
-DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+MEMORY_ERRORS = torch.OutOfMemoryError, MemoryError
 
 SPARE = 0.05  # of a GPU's memory, left free whatever its share: others may hold some of it
 
@@ -38,9 +37,10 @@ class DeviceMemory:
 def is_lost(error: Exception, devices: Sequence[torch.device]) -> bool:
     """Whether a device is gone for this process, so that every later batch would fail too, and a new process may not.
 
-    An error of CUDA that stays says so; one after which the devices still count was the batch's own.
+    Errors of CUDA come by many names: torch's, cuBLAS's, Triton's. After one that was the batch's own the devices still
+    count.
     """
-    return isinstance(error, DEVICE_ERRORS) and not all(map(_counts, devices))
+    return not isinstance(error, MEMORY_ERRORS) and not all(map(_counts, devices))
 
 
 def _counts(device: torch.device) -> bool:

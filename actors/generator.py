@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
 ENGINE_SHARE = 0.5  # of a host's free memory, for the caches of all batches of an endpoint
 CACHE_SHARE = 0.25  # of a host's free memory, for the cache of one batch (it is shared with Ray)
+GROWTH = 2  # without graphs: rows that stay are copied while the old ones are there, and lossless batches grow at once
 DETERMINISTIC_ROWS = 32  # `auto` under `deterministic`: the same on every machine
 FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
 MAX_STEPS = 4096  # decode steps that are looked through for plans to capture: every depth comes within them
@@ -287,7 +288,8 @@ class Generator:
         if is_cuda:  # so that shapes repeat from batch to batch, and graphs serve
             rounding = row_rounding(self.model.config, self.dtype.itemsize)
             parts = len(self.devices)  # of a batch, each with as many rows as a device alone would have
-            return parts * largest_rung(self._cache_bytes() // parts, int(per_row) + rounding, self.graphs)
+            room = self._cache_bytes() // (parts if self.graphs is not None else parts * GROWTH)
+            return parts * largest_rung(room, int(per_row) + rounding, self.graphs)
         fits = int(CACHE_SHARE * free_bytes(self.device) / per_row)
         return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
 

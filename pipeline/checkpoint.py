@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ray
 
+from actors.generator import DETERMINISTIC_ROWS
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
 from skipdecode.adapter import resolve_adapter
@@ -142,11 +143,20 @@ def check_placement(config: JobConfig, schedule: Schedule) -> None:
         cause = "prefill.method", "SwiftKV writes the keys of many layers at once; use prefill.method=full"
     elif isinstance(schedule, Lossless):
         cause = "decode.lossless", "rows that get several tokens at a time go through one device; use lossless=false"
+    elif config.sampling.deterministic and deterministic_rows(config) % gpus:
+        rows = deterministic_rows(config)
+        cause = "sampling.deterministic", f"batches of {rows} rows have no {gpus} equal parts; set actors.batch_size"
     elif leaves_to_rows(schedule):
         cause = "decode.ffn_skip.mode", "rows decide on one device; use mode calibrated or fixed"
     if cause is not None:
         key, reason = cause
         raise ConfigError(key, f"{reason}, or actors.num_gpus=1 instead of {gpus}")
+
+
+def deterministic_rows(config: JobConfig) -> int:
+    """Of a batch whose shape is fixed."""
+    rows = config.actors.batch_size
+    return DETERMINISTIC_ROWS if rows == "auto" else rows
 
 
 def resolve_ffn_skip(

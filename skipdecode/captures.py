@@ -51,8 +51,9 @@ class CudaCaptures:
         try:  # thread_local: other threads of a worker copy their own things meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 work()
-        finally:
-            torch.cuda.set_stream(here)  # a capture that fails at its end leaves its own stream behind
+        finally:  # a capture that fails at its end leaves its own stream behind
+            with torch.cuda.device(self._device):  # to set a stream is to set its device, too
+                torch.cuda.set_stream(here)
         return graph.replay
 
     def forget(self) -> None:

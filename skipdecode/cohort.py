@@ -27,6 +27,7 @@ from skipdecode.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.sampler import Sampler
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs
+from skipdecode.uploads import uploaded
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps between looks at the tokens
@@ -94,8 +95,8 @@ class Cohort:
         self._has_fixed_shape = has_fixed_shape = batch_rows is not None
         self._shared: SharedPrompts | None = None
         if sharing is None:
-            self._prompt, num_pad = pad_prompts(model, requests, prompt_columns, batch_rows)
-            self._cache = self._allocate(num_pad, self._prompt.shape[1])
+            self._prompt, num_pad, paddings = pad_prompts(model, requests, prompt_columns, batch_rows)
+            self._cache = self._allocate(num_pad, self._prompt.shape[1], paddings=paddings)
         else:
             assert not has_fixed_shape, "whose company a row is in must not choose a shape"
             self._shared = shared_prompts(model, requests, schedule, sharing, self._allocate, copies=graphs is not None)
@@ -219,13 +220,13 @@ class Cohort:
 
     def _keep(self, running: list[int]) -> None:
         """Drops all batch rows but `running`."""
-        keep = torch.tensor(running, device=self.model.device)
+        keep = uploaded(running, self.model.device)
         self._sampler.keep(keep)
         if self._ffns is not None:
             self._ffns.keep(keep)
         self._live = [self._live[at] for at in running]
         runs = self.schedule.step(self._num_made - 1).attn  # no later step runs a layer that this one does not
-        self._newest, self._cache = self._newest[keep], self._cache.keep(keep, runs)
+        self._newest, self._cache = self._newest[keep], self._cache.keep(running, runs)
         self._logprobs.keep([self.rows[index] for index in self._live])
 
 

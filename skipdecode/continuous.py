@@ -155,8 +155,7 @@ class ContinuousBatch:
             shared = shared_prompts(model, requests, self.schedule, sharing, allocate, copies=True)
             return shared.feed(plan, only_likeliest=only_likeliest), shared.cache
         longest = max(len(r.prompt_tokens) for r in requests)
-        tokens, num_pad = pad_prompts(model, requests, rounded_columns(longest), None)
-        paddings = [tokens.shape[1] - len(r.prompt_tokens) for r in requests]
+        tokens, num_pad, paddings = pad_prompts(model, requests, rounded_columns(longest), None)
         cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, paddings=paddings)
         return feed_prompts(model, tokens, cache, plan, only_likeliest=only_likeliest), cache
 

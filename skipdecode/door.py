@@ -17,7 +17,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.generate import Completion, Request
 from skipdecode.generate import generate as decode_batch
 from skipdecode.hub import resolve_source
-from skipdecode.placing import choose_device, choose_dtype
+from skipdecode.placing import choose_device, choose_dtype, launching_on
 from skipdecode.plan import Schedule
 from skipdecode.request import TokenLogprobs, refuse_too_long
 from skipdecode.sampling import Sampling, cut_at_stop
@@ -138,7 +138,8 @@ def generate(
     for start in range(0, len(by_length), batch_size):
         rows = by_length[start : start + batch_size]
         chosen = [requests[row] for row in rows]
-        result = decode_batch(model.model, chosen, schedule, decode_text=model.tokenizer.decode)
+        with launching_on(model.model.device):
+            result = decode_batch(model.model, chosen, schedule, decode_text=model.tokenizer.decode)
         done |= {row: _generated(model, requests[row], c) for row, c in zip(rows, result.completions, strict=True)}
     return [done[row] for row in range(len(requests))]
 

@@ -20,7 +20,7 @@ class Looks(Generic[Of]):
     """First sent, first taken."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self._sent: deque[tuple[list[Tensor], Any, Of]] = deque()
 
     @property
@@ -31,10 +31,10 @@ class Looks(Generic[Of]):
     def send(self, made: Sequence[Tensor], of: Of) -> None:
         """Tensors of the device, of any shape, that nobody writes into any more; `of` comes back with them."""
         tensors, event = list(made), None
-        if self._is_cuda:
+        if self._device.type == "cuda":
             tensors = [_pinned_like(t).copy_(t, non_blocking=True) for t in tensors]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))  # which need not be the current device
         self._sent.append((tensors, event, of))
 
     def take(self) -> tuple[list[Tensor], Of]:

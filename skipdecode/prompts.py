@@ -34,8 +34,9 @@ def rounded_columns(longest: int) -> int:
 
 def pad_prompts(
     model: Decoder, requests: Sequence[Request], prompt_columns: int | None, batch_rows: int | None
-) -> tuple[Tensor, Tensor]:
-    """Left-padded prompts [B, P] int64 and the padding of each row [B] int64, on the model's device."""
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Left-padded prompts [B, P] int64 and the padding of each row [B] int64, on the model's device; the padding on the
+    host."""
     columns = prompt_columns or max(len(r.prompt_tokens) for r in requests)
     config = model.config
     lines = [r.prompt_tokens for r in requests]
@@ -44,8 +45,8 @@ def pad_prompts(
     assert min(len(line) for line in lines) > 0, "a prompt without a token"
     assert longest <= columns, (longest, columns)
     padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
-    num_pad = uploaded([columns - len(line) for line in lines], model.device)
-    return uploaded(padded, model.device), num_pad
+    paddings = [columns - len(line) for line in lines]
+    return uploaded(padded, model.device), uploaded(paddings, model.device), paddings
 
 
 def feed_prompts(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from skipdecode.backends.device import backend_on
 from skipdecode.sampling import Sampling, row_uniforms
+from skipdecode.uploads import uploaded
 
 
 class Sampler:
@@ -22,11 +23,11 @@ class Sampler:
         if self.is_greedy:
             return
         uniforms = np.stack([row_uniforms(row.seed, i, num_tokens) for i, row in zip(ids, rows, strict=True)])
-        self._uniforms = torch.from_numpy(uniforms).to(device)  # [B, N]
+        self._uniforms = uploaded(uniforms, device)  # [B, N]
         self._cuts = any(cuts(row) for row in rows)
-        self._temperature = torch.tensor([[row.temperature] for row in rows], device=device)  # [B, 1]
-        self._top_p = torch.tensor([[row.top_p] for row in rows], device=device)
-        self._top_k = torch.tensor([[row.top_k or 2**62] for row in rows], device=device)
+        self._temperature = uploaded([[row.temperature] for row in rows], device, torch.float32)  # [B, 1]
+        self._top_p = uploaded([[row.top_p] for row in rows], device, torch.float32)
+        self._top_k = uploaded([[row.top_k or 2**62] for row in rows], device)
 
     def keep(self, rows: Tensor) -> None:
         """Drops all rows but `rows` [R] int64."""

@@ -5,17 +5,23 @@ memory does not; torch gives such memory to nobody else before the copy is over.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def uploaded(
-    numbers: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]],
+    numbers: Sequence[int]
+    | Sequence[float]
+    | Sequence[Sequence[int]]
+    | Sequence[Sequence[float]]
+    | np.ndarray[Any, Any],
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `torch.tensor`: the shape of the list, and by default int64 or float32."""
+    """As `torch.tensor`: the shape of the list, and by default int64 or float32, or the type of the array."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

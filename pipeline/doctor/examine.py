@@ -235,8 +235,13 @@ def generator_config(config: JobConfig, model: ResolvedModel, device: torch.devi
         deterministic=config.sampling.deterministic,
         baseline_fraction=config.baseline.fraction,
         shares_prefixes=config.decode.prefix == "auto",
-        memory_share=config.actors.memory_share,
+        memory_share=config.actors.memory_share * gpu_share(config),
     )
+
+
+def gpu_share(config: JobConfig) -> float:
+    """Of a GPU, what is for one worker."""
+    return 1.0 if config.actors.num_gpus == "auto" else min(1.0, float(config.actors.num_gpus) or 1.0)
 
 
 def output(config: JobConfig, problems: list[str]) -> Output:

@@ -22,6 +22,7 @@ from skipdecode.config import DecoderConfig
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import ALIGNMENT, CachePool, PoolPart
 from skipdecode.rope import Turn, turn_of
+from skipdecode.uploads import uploaded
 
 _serials = itertools.count()
 
@@ -103,14 +104,15 @@ class GraphedCache(KVCache):
         """Of the whole part, also when rows have left."""
         return self.part.nbytes
 
-    def keep(self, rows: Tensor, runs: Sequence[bool]) -> Self:
+    def keep(self, rows: Sequence[int], runs: Sequence[bool]) -> Self:
+        chosen = uploaded(rows, self.num_pad.device)
         for owner in self.owners_of(runs):
             filled = slice(min(self.length, self.k[owner].shape[2]))
             for memory in (self.k[owner], self.v[owner]):
-                memory[: len(rows), :, filled] = memory[:, :, filled][rows]  # indexing copies first
+                memory[: len(rows), :, filled] = memory[:, :, filled][chosen]  # indexing copies first
         return self._rows(slice(len(rows)), rows)  # leading rows: the same addresses and strides, however many
 
-    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Tensor | slice) -> Self:
+    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Sequence[int] | slice) -> Self:
         cache = super()._with(own, pads)
         cache.part, cache.where, cache.serial = self.part, self.where, next(_serials)
         return cache

@@ -20,6 +20,7 @@ from skipdecode.config import DecoderConfig
 from skipdecode.kv.shared import SharedHeads
 from skipdecode.kv.view import attention
 from skipdecode.rope import Turn, turn_of
+from skipdecode.uploads import uploaded
 
 
 class KVCache:
@@ -172,35 +173,41 @@ class KVCache:
         cache.length = length
         return cache
 
-    def keep(self, rows: Tensor, runs: Sequence[bool]) -> Self:
-        """A smaller cache of `rows` [R] int64 (indices, in the new order). `runs` [L]: whose attention a later step
-        runs; what other layers hold is given up."""
+    def keep(self, rows: Sequence[int], runs: Sequence[bool]) -> Self:
+        """A smaller cache of `rows` [R] (indices, in the new order).
+
+        `runs` [L]: whose attention a later step runs; what other layers hold is given up.
+        """
         left, shapes = self.owners_of(runs), {}
         for owner in sorted(set(self.owners)):
             _, heads, columns, dim = self.k[owner].shape
             shapes[owner] = (len(rows), heads, columns if owner in left else 0, dim)
         own = _memory(shapes, self.k[0].dtype, [t.device for t in self.k])
+        there = {t.device: uploaded(rows, t.device) for t in self.k}
         for owner in left:
             filled = slice(min(self.length, self.k[owner].shape[2]))
             for new, old in zip(own[owner], (self.k[owner], self.v[owner]), strict=True):
-                new[:, :, filled] = old[:, :, filled][rows.to(old.device)]
+                new[:, :, filled] = old[:, :, filled][there[old.device]]
         return self._with(own, rows)
 
     def owners_of(self, runs: Sequence[bool]) -> list[int]:
         """Whose memory the layers that run read."""
         return sorted({owner for owner, is_run in zip(self.owners, runs, strict=True) if is_run})
 
-    def _rows(self, rows: slice, pads: Tensor | slice) -> Self:
+    def _rows(self, rows: slice, pads: Sequence[int] | slice) -> Self:
         """Of `rows` of the memory, with the padding of the rows `pads`."""
         return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}, pads)
 
-    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Tensor | slice) -> Self:
+    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Sequence[int] | slice) -> Self:
         """This cache in other memory, by owner, of the rows `pads`."""
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
-        known = None if self.paddings is None or isinstance(pads, Tensor) else self.paddings[pads]
-        cache = type(self)(k, v, self.num_pad[pads], self.owners, is_masked=self.is_masked, paddings=known)
+        chosen = pads if isinstance(pads, slice) else uploaded(pads, self.num_pad.device)
+        known = None
+        if self.paddings is not None:
+            known = self.paddings[pads] if isinstance(pads, slice) else [self.paddings[row] for row in pads]
+        cache = type(self)(k, v, self.num_pad[chosen], self.owners, is_masked=self.is_masked, paddings=known)
         cache.length = self.length
-        cache.shared = None if self.shared is None else self.shared.of(pads)
+        cache.shared = None if self.shared is None else self.shared.of(chosen)
         return cache
 
 

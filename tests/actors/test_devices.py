@@ -82,7 +82,13 @@ def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeyp
         size = made.batch_size(32, 12)
         assert size <= rows
         sizes.add(size)
-    assert sizes == {1, 2, 4, 32, 48, 256}
+    assert sizes == {
+        1,
+        2,
+        16,
+        24,
+        256,
+    }  # of half: without graphs rows that stay are copied while the old ones are there
     assert sizes <= set(ladder(256))
 
 
@@ -96,7 +102,7 @@ def test_the_device_with_the_least_room_decides(tiny_checkpoint: Path, monkeypat
     monkeypatch.setattr(DeviceMemory, "of", lambda device: DeviceMemory(2 * room[device], 2 * room[device], 0))
     assert made._cache_share() == 3 * int(2 * 20_000_000 * made.config.memory_share)
     monkeypatch.setattr(made, "_cache_share", lambda: 3 * 10_000_000)
-    one = largest_rung(10_000_000, int(1e5))
+    one = largest_rung(10_000_000 // 2, int(1e5))
     monkeypatch.setattr(generator, "cache_bytes_per_row", lambda *_, **__: 1e5)
     monkeypatch.setattr(generator, "row_rounding", lambda *_: 0)
     assert made.batch_size(32, 12) == 3 * one > 3
@@ -126,7 +132,6 @@ def test_an_error_after_which_the_device_counts_is_the_batches_own(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One operation that cannot be captured or launched must not kill workers until its rows are parked."""
-    monkeypatch.setattr(devices, "DEVICE_ERRORS", (CudaError,))
     assert not is_lost(CudaError("operation not permitted when stream is capturing"), [torch.device("cpu")])
     assert not is_lost(ValueError("whatever"), [torch.device("cpu")])
     made, calls = build(tiny_checkpoint), []
@@ -144,13 +149,14 @@ def test_an_error_after_which_the_device_counts_is_the_batches_own(
 
 
 def test_a_device_that_counts_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "DEVICE_ERRORS", (CudaError,))
 
     def lost(*_args: object, **_keys: object) -> torch.Tensor:
         raise CudaError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch, "ones", lost)
-    assert is_lost(CudaError("an illegal memory access was encountered"), [torch.device("cpu")])
+    for error in (CudaError("an illegal memory access"), RuntimeError("Triton Error [CUDA]: an illegal memory access")):
+        assert is_lost(error, [torch.device("cpu")])
+    assert not is_lost(torch.OutOfMemoryError("CUDA out of memory"), [torch.device("cpu")])
     monkeypatch.setattr(devices, "_counts", lambda device: device.type == "cpu")
     assert is_lost(CudaError("whatever"), [torch.device("cpu"), torch.device("cuda", 1)])
 

@@ -212,4 +212,4 @@ def test_a_mask_depends_on_the_rows_of_a_part_alone(loaded: Decoder) -> None:
             loaded.config, num_pad=torch.tensor(num_pad), capacities=[5] * L, dtype=torch.float32, paddings=paddings
         )
         assert [cache.view(*part).valid is None for part in ((0, 2), (1, 3), (0, 3))] == [True, False, False]
-        assert cache.keep(torch.tensor([0, 1]), [True] * L).valid is None
+        assert cache.keep([0, 1], [True] * L).valid is None

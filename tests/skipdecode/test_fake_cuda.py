@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from skipdecode import decoder
+from skipdecode.cohort import Cohort
 from skipdecode.config import SwiftKVConfig
 from skipdecode.decoder import Decoder
 from skipdecode.families import FAMILIES
@@ -39,7 +40,7 @@ def requests_for(**keys: float) -> list[Request]:
 
 
 def prefilled(model: Decoder, requests: list[Request], schedule: Schedule) -> tuple[KVCache, torch.Tensor]:
-    tokens, num_pad = pad_prompts(model, requests, COLUMNS, ROWS)
+    tokens, num_pad, _ = pad_prompts(model, requests, COLUMNS, ROWS)
     cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, is_masked=True)
     return cache, feed_prompts(model, tokens, cache, schedule.prefill())
 
@@ -69,7 +70,7 @@ def decode(fake: "FakeCuda", model: Decoder, schedule: Schedule, **keys: float) 
         if k == 0:
             keep = torch.tensor([0, 2, 5], device=CUDA)
             sampler.keep(keep)
-            newest, cache = newest[keep], cache.keep(keep, schedule.step(k + 1).attn)
+            newest, cache = newest[keep], cache.keep([0, 2, 5], schedule.step(k + 1).attn)
     return kernels
 
 
@@ -119,6 +120,21 @@ def test_the_likeliest_token_needs_no_copy_of_the_logits() -> None:
         assert not {"_to_copy", "argmax"} & set(counted)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("keys", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "drawn"])
+def test_a_cohort_reads_nothing_of_the_device_until_it_looks(num_devices: int, keys: dict[str, float]) -> None:
+    """Prompts with padding, steps, and rows that leave."""
+    with fake_cuda():
+        model = fake_model("llama-3.2-1b", layers=6, num_devices=num_devices)
+        cohort = Cohort(model, requests_for(**keys), SkipDecode(6, 6, 2, 1, 3), check_every=NEW)
+        cohort.prefill()
+        for k in range(4):
+            cohort.step()
+            if k == 1:
+                cohort._keep([0, 2, 5])
+        assert cohort._newest.shape == (3,)
+
+
 def test_host_reads_and_mixed_devices_are_seen() -> None:
     """That the tests above can fail."""
     with fake_cuda() as fake:
@@ -166,7 +182,7 @@ def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pyt
                 assert not any(other._elsewhere for other in part._elsewhere.values())
             if k == 0:
                 keep = torch.tensor([0, 2, 5], device=CUDA)
-                newest, cache = newest[keep], cache.keep(keep, schedule.step(k + 1).attn)
+                newest, cache = newest[keep], cache.keep([0, 2, 5], schedule.step(k + 1).attn)
 
 
 @pytest.mark.parametrize("name", ["opt-350m", "opt-2.7b", "llama-3.1-8b"])
@@ -180,7 +196,7 @@ def test_captured_steps_read_nothing_on_the_host(name: str) -> None:
         graphs.capture_all(plans_of([schedule], 4), rows=[6, 3])
         captured = captures.captures
         requests = requests_for()
-        tokens, num_pad = pad_prompts(model, requests, COLUMNS, ROWS)
+        tokens, num_pad, _ = pad_prompts(model, requests, COLUMNS, ROWS)
         cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, is_masked=True, graphs=graphs)
         newest = feed_prompts(model, tokens, cache, schedule.prefill(), only_likeliest=True)
         for k in range(4):
@@ -193,6 +209,6 @@ def test_captured_steps_read_nothing_on_the_host(name: str) -> None:
             assert newest.device == CUDA
             if k == 1:
                 keep = torch.tensor([0, 2, 5], device=CUDA)
-                newest, cache = newest[keep], cache.keep(keep, schedule.step(k + 1).attn)
+                newest, cache = newest[keep], cache.keep([0, 2, 5], schedule.step(k + 1).attn)
         assert captures.captures == captured == graphs.num_captured
         assert captures.replays == 4

@@ -236,13 +236,13 @@ def test_cache_bytes_and_keep() -> None:
     for at, tensor in enumerate((*cache.k, *cache.v)):
         tensor.copy_((torch.arange(3) + 10 * at)[:, None, None, None].expand_as(tensor))
     cache.length = 4
-    kept = cache.keep(torch.tensor([2, 0]), [True, True])
+    kept = cache.keep([2, 0], [True, True])
     assert kept.length == 4
     assert kept.num_pad.tolist() == [1, 0]
     assert kept.valid is not None
     assert kept.valid.tolist() == [[False] + [True] * 6, [True] * 7]
     assert [t[:, 0, 0, 0].tolist() for t in (*kept.k, *kept.v)] == [[2, 0], [12, 10], [22, 20], [32, 30]]
-    assert cache.keep(torch.tensor([0]), [True, True]).valid is None  # nothing is padded any more
+    assert cache.keep([0], [True, True]).valid is None  # nothing is padded any more
     assert kept.nbytes == 2 * 2 * 24 * 2 * (7 + 4)
 
 
@@ -254,7 +254,7 @@ def test_rows_that_stay_take_along_what_later_steps_read() -> None:
     for at, tensor in enumerate((*cache.k, *cache.v)):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 1000 * at)
     cache.length = 6
-    kept = cache.keep(torch.tensor([2, 1]), [True, False, True])
+    kept = cache.keep([2, 1], [True, False, True])
     assert [t.shape[2] for t in kept.k] == [t.shape[2] for t in kept.v] == [9, 0, 7]
     for layer in (0, 2):
         for old, new in ((cache.k, kept.k), (cache.v, kept.v)):
@@ -270,7 +270,7 @@ def test_a_mask_can_be_asked_for() -> None:
     for is_masked in (False, True):
         num_pad = torch.tensor([0, 0])
         cache = KVCache.allocate(config, num_pad=num_pad, capacities=[5], dtype=torch.float32, is_masked=is_masked)
-        for held in (cache, cache.keep(torch.tensor([1]), [True])):
+        for held in (cache, cache.keep([1], [True])):
             mask = held.mask(3)
             assert (mask is not None) is is_masked
             if mask is not None:

@@ -250,7 +250,7 @@ def test_columns_behind_a_filled_cache_need_no_padding() -> None:
         model = decoder("torch", "llama", None, torch.float32)
         prompts = grouped_prompts([(0, [9, 9])], 3)
         requests, schedule = requests_of(prompts, [1]), FullDepth(L)
-        tokens, num_pad = pad_prompts(model, requests, None, None)
+        tokens, num_pad, _ = pad_prompts(model, requests, None, None)
         caches = [allocate_cache(model, num_pad, 9, schedule, 1) for _ in range(2)]
         plan, positions = schedule.prefill(), torch.arange(9).expand(2, 9)
         with torch.inference_mode():

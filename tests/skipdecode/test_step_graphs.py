@@ -8,6 +8,7 @@ import itertools
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -362,8 +363,11 @@ class FakeCuda:
         self.here: object = "main"
         self.num_streams, self.pools = 0, iter(range(1, 9))
         self.used: list[tuple[object, object]] = []
-        for name in ("Stream", "current_stream", "set_stream", "CUDAGraph", "graph", "graph_pool_handle"):
+        for name in ("Stream", "current_stream", "set_stream", "CUDAGraph", "graph", "graph_pool_handle", "device"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name.lower()))
+
+    def device(self, _device: torch.device) -> object:
+        return nullcontext()
 
     def stream(self, _device: torch.device) -> str:
         self.num_streams += 1

@@ -180,7 +180,7 @@ def test_cache_bytes_are_exact(swift_checkpoint: Swift, base: Schedule, kv_layer
     assert len(storages) == 2 * (kv_layers + (L - kv_layers) // group_size)
     priced = cache_bytes_per_row(model.config, schedule, prompt_columns=9, num_new=12, itemsize=4)
     assert cache.nbytes == sum(storages.values()) == 3 * priced
-    kept = cache.keep(torch.tensor([2, 0]), [True] * L)
+    kept = cache.keep([2, 0], [True] * L)
     assert kept.nbytes == 2 * priced
     assert len({t.data_ptr() for t in kept.k}) == len({t.data_ptr() for t in cache.k})
     if base == FULL:

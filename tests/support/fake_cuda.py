@@ -157,7 +157,8 @@ class FakeEvent:
     def __init__(self, fake: "FakeCuda") -> None:
         self._fake = fake
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == f"stream of {CUDA}", "of another device: done before the copy has begun"
         self._at, self._launched = self._fake.now, self._fake.launched.total()
         self._fake.now += 1
 
@@ -219,6 +220,7 @@ def fake_cuda(backend: Backend | None = None) -> Iterator[FakeCuda]:
         patch.setattr(device, "cuda_backend", lambda: chosen)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "Event", lambda: FakeEvent(fake))
+        patch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
         patch.setattr(FakeTensor, "tolist", lambda x: fake.listed(x))
         with FakeTensorMode(), Host(fake), torch.inference_mode():
             yield fake
