@@ -25,7 +25,7 @@ SAMPLED = {"temperature": 1.0, "seed": 3, "max_new_tokens": NEW}
 
 @pytest.fixture(scope="module", autouse=True)
 def a_ray_of_the_user() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -30,7 +30,7 @@ def watch():
 
 threading.Thread(target=watch, daemon=True).start()
 build.ProcessorStage = TrivialStage
-ray.init(num_cpus=8, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False)
+ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False)
 ray.data.DataContext.get_current().enable_progress_bars = False
 num_rows = int(sys.argv[2])
 def prompts(table):
