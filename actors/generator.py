@@ -21,6 +21,7 @@ from actors.devices import DeviceMemory, is_lost
 from actors.scoring import is_scored_alone, score_alone, with_scores
 from actors.sharing_plan import NOMINAL, PromptPrices, cut_window, share_batch
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.memory import spare_bytes
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.cost import Ceilings, SharedShape, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.draft_length import DraftLength, Prices
@@ -502,6 +503,7 @@ def free_bytes(device: torch.device) -> int:
         return DeviceMemory.of(device).free
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # not free pages: the page cache gives way
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+            return free + spare_bytes()
     except (OSError, StopIteration):  # no Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

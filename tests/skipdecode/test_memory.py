@@ -1,8 +1,12 @@
 """Memory in large pages: tensors of their own, on a line of the cache, given back with the last of them."""
 
 import gc
+import math
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -10,6 +14,10 @@ from torch import Tensor
 
 from skipdecode.backends import memory
 from skipdecode.backends.memory import LINE_BYTES, PAGE_BYTES, SLAB_BYTES, LargePages, large_pages
+from skipdecode.generate import Request, generate
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import make_schedule
+from skipdecode.weights import load_model
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the system's own list of memory is read")
 
@@ -72,3 +80,76 @@ def spans(line: str, at: int) -> bool:
 def test_a_system_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_ADVICE", None)
     assert LargePages().empty((2, 3), torch.float32).shape == (2, 3)
+
+
+@pytest.fixture
+def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is kept yet, nor afterwards."""
+    monkeypatch.setattr(memory, "_SPARE", memory._Spare())
+    yield
+    gc.collect()
+
+
+@linux
+@pytest.mark.usefixtures("spare")
+def test_the_next_cache_takes_over_the_memory_of_the_last() -> None:
+    shapes = [(3, PAGE_BYTES), (5, PAGE_BYTES // 2)]
+    places = []
+    for size in (1, 1, 2, 1):
+        assert bool(places) == (memory.spare_bytes() > 0)
+        tensors = large_pages(shapes * size, torch.int8)
+        assert memory.spare_bytes() == 0, "given up, or in use"
+        part = tensors[-1][1:2]  # the rest of them may go
+        places.append(tensors[0].data_ptr())
+        del tensors
+        gc.collect()
+        assert memory.spare_bytes() == 0
+        assert part.fill_(1).sum() == part.numel()
+        del part
+    assert places[0] == places[1]
+    assert places[2] == places[3], "smaller, but not by far"
+    assert memory.spare_bytes() >= 2 * sum(math.prod(shape) for shape in shapes)
+    few = large_pages([(PAGE_BYTES,)], torch.int8)
+    assert memory.spare_bytes() == 0, "far more than was asked for is not held for it"
+    del few
+
+
+@linux
+@pytest.mark.usefixtures("spare")
+def test_memory_that_is_in_use_is_lent_to_nobody_else() -> None:
+    """Sizes, ends and threads at random: whoever holds memory finds in it what he wrote."""
+
+    def work(seed: int) -> bool:
+        random = Random(seed)
+        held: list[tuple[Tensor, int]] = []
+        for turn in range(60):
+            number = (seed * 60 + turn) % 127
+            held.append((large_pages([(random.randint(1, 4) * PAGE_BYTES,)], torch.int8)[0].fill_(number), number))
+            while len(held) > random.randint(0, 2):
+                tensor, number = held.pop(random.randrange(len(held)))
+                if not bool((tensor == number).all()):
+                    return False
+                del tensor
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+@linux
+@pytest.mark.usefixtures("spare")
+def test_what_memory_held_before_changes_no_token(checkpoint_factory: Callable[..., Path]) -> None:
+    """Padding, layers that are skipped, dropped rows: none of them is read that was not written."""
+    model = load_model(checkpoint_factory("125m", layers=6, eos_token_id=-1, max_position_embeddings=512))
+    keys = {"method": "skipdecode", "warmup_layers": 1, "max_layers": 4, "min_layers": 2}
+    schedule = make_schedule(keys, num_layers=6, max_new_tokens=150)
+    requests = [
+        Request(str(n), [4 + n] * (2 + 9 * n), Sampling(150 - 9 * n, temperature=1.0, seed=n)) for n in range(16)
+    ]
+    found = []
+    for number in (0, -1):  # of all bits: NaN
+        place = large_pages([(16 << 20,)], torch.int8)[0].fill_(number).data_ptr()
+        result = generate(model, requests, schedule)
+        found.append([completion.tokens for completion in result.completions])
+        assert large_pages([(16 << 20,)], torch.int8)[0].data_ptr() == place, "the batch had other memory"
+    assert found[0] == found[1]
