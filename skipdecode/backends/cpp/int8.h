@@ -20,18 +20,11 @@
 
 namespace cpu {
 
-constexpr int64_t LINES = 2048;                           // bytes of two tiles
 #ifdef BACKEND_AMX
 constexpr int64_t GROUPS = 16, GROUPS_BYTES = 3 << 19;    // of 16 rows, at a time: they stay in the L2 cache
 #else
 constexpr int64_t GROUPS = 16, GROUPS_BYTES = 1 << 19;
 #endif
-
-// Rows as whole numbers: tiles [rows / 16][steps][32][64] (`Bytes`), scales [rows].
-struct WholeRows {
-  uint8_t* tiles;
-  float* scales;
-};
 
 struct Int8Weight {
   int64_t outputs, inputs;
@@ -69,9 +62,10 @@ inline void to_whole(int64_t row, int64_t inputs, const bfloat16* x, WholeRows t
   for (int64_t i = 0; i < inputs; i += 32) {
     const __m512i numbers = _mm512_loadu_si512(x + i);
     store_split(widen(_mm512_castsi512_si256(numbers)), widen(_mm512_extracti64x4_epi64(numbers, 1)), scale,
-                tiles + i / 64 * LINES + i % 64);
+                tiles + i / 64 * to.apart + i % 64);
   }
-  if (inputs % 64) store_split(_mm512_setzero_ps(), _mm512_setzero_ps(), scale, tiles + (steps - 1) * LINES + 32);
+  if (inputs % 64) store_split(_mm512_setzero_ps(), _mm512_setzero_ps(), scale,
+                                tiles + (steps - 1) * to.apart + 32);
 }
 
 // The sums of `count` rows from `row` on and 32 outputs times their scales: numbers [16][32].
@@ -98,14 +92,15 @@ template <typename Finish>
 void multiply_int8(Team team, int64_t rows, WholeRows x, const Int8Weight& w, Finish finish) {
   const int64_t steps = w.steps(), blocks = (w.outputs + 31) / 32, groups = (rows + 15) / 16;
   const int64_t fit = GROUPS_BYTES / (steps * LINES), at_once = fit > GROUPS ? GROUPS : fit < 1 ? 1 : fit;
-  constexpr int64_t DEEP_STEPS = 8;  // their weights, 16 KiB, stay in the L1 cache while the rows go by
+  // a part of a block's weights, 16 or 24 KiB, stays in the L1 cache while the rows go by
+  const int64_t most = groups == 1 ? 12 : 8, parts = (steps + most - 1) / most, each = (steps + parts - 1) / parts;
   thread_local Buffer<int32_t> kept;
   int32_t* sums = kept.room(GROUPS * 1024);
   for (int64_t from = 0; from < groups; from += at_once) {
     const int64_t to = from + at_once < groups ? from + at_once : groups;
     team.share(blocks, [&](int64_t block) {
-      for (int64_t k = 0; k < steps; k += DEEP_STEPS) {
-        const int64_t deep = steps - k < DEEP_STEPS ? steps - k : DEEP_STEPS;
+      for (int64_t k = 0; k < steps; k += each) {
+        const int64_t deep = steps - k < each ? steps - k : each;
         const int8_t* weights = w.tiles + (block * steps + k) * LINES;
         const int64_t lines = (deep * 32 + to - from - 1) / (to - from);  // each group fetches a part of the next weights
         const char* next = reinterpret_cast<const char*>(weights + deep * LINES);  // behind the last one too
@@ -113,7 +108,7 @@ void multiply_int8(Team team, int64_t rows, WholeRows x, const Int8Weight& w, Fi
           int32_t* group_sums = sums + (group - from) * 1024;
           const int64_t row = 16 * group;
           const int count = rows - row < 16 ? int(rows - row) : 16;
-          multiply_whole(x.tiles + (group * steps + k) * LINES, count, weights, deep, group_sums, k == 0,
+          multiply_whole(x.tiles + group * steps * LINES + k * x.apart, x.apart, count, weights, deep, group_sums, k == 0,
                          next + (group - from) * lines * 64, lines);
           if (k + deep == steps) {
             alignas(64) float numbers[16 * 32];

@@ -42,13 +42,6 @@ struct Block {
   float epsilon() const { return float(heads.epsilon); }
 };
 
-#ifndef HAS_INT8
-struct WholeRows {
-  uint8_t* tiles;
-  float* scales;
-};
-#endif
-
 // Row `row` of x as whole numbers, for a product with `p`, whose weight is int8.
 template <typename T>
 void to_int8(int64_t row, const Product& p, const T* x, WholeRows to) {

@@ -154,7 +154,7 @@ void linear_whole(int64_t rows, const bfloat16* x, int64_t stride, const Int8Wei
   const int64_t group_bytes = w.steps() * LINES, fit = (WHOLE_BYTES / group_bytes + 1) * 16;
   for (int64_t from = 0; from < rows; from += fit) {
     const int64_t count = rows - from < fit ? rows - from : fit;
-    const WholeRows whole = {tiles_kept.room((count + 15) / 16 * group_bytes), scales_kept.room(count)};
+    const WholeRows whole = {tiles_kept.room((count + 15) / 16 * group_bytes), scales_kept.room(count), apart_of(count)};
 #pragma omp parallel num_threads(num_threads)
     {
       const Unit unit;
@@ -184,7 +184,8 @@ extern "C" void argmax_linear_int8(int64_t rows, int64_t outputs, int64_t inputs
   thread_local Buffer<uint8_t> tiles_kept;
   thread_local Buffer<float> scales_kept;
   const Int8Weight weight = {outputs, inputs, w, scales, totals, nullptr};
-  const WholeRows whole = {tiles_kept.room((rows + 15) / 16 * weight.steps() * LINES), scales_kept.room(rows)};
+  const WholeRows whole = {tiles_kept.room((rows + 15) / 16 * weight.steps() * LINES), scales_kept.room(rows),
+                           apart_of(rows)};
   argmax_of<bfloat16>(rows, outputs, out, num_threads, [&](auto see) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) to_whole(row, inputs, x + row * stride, whole);

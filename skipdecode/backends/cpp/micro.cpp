@@ -21,12 +21,12 @@ void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16*
 #endif
 
 #ifdef HAS_INT8
-void multiply_whole(const uint8_t* x, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
+void multiply_whole(const uint8_t* x, int64_t apart, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
                     int64_t lines) {
 #ifdef BACKEND_AMX
   multiply_bytes(x, w, steps, sums, fresh, next, lines);
 #else
-  multiply_any<uint8_t, 16>(x, 2048, 2 * count, w, steps, sums, fresh, next, lines);
+  multiply_any<uint8_t, 16>(x, apart, 2 * count, w, steps, sums, fresh, next, lines);
 #endif
 }
 #endif

@@ -53,6 +53,24 @@ void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16*
                     const char* next, int64_t lines);
 #endif
 
+constexpr int64_t LINES = 2048;  // bytes of 32 rows of x, or outputs, and 64 inputs
+
+// Rows as whole numbers: tiles [rows / 16][steps][32][64] (`Bytes`), scales [rows].
+struct WholeRows {
+  uint8_t* tiles;
+  float* scales;
+  int64_t apart;  // bytes from one step to the next
+};
+
+// `WholeRows::apart`: fewer than 16 rows lie closer, lest they share a few lines of the cache; AMX reads all 16.
+inline int64_t apart_of(int64_t rows) {
+#ifdef BACKEND_AMX
+  return LINES;
+#else
+  return rows < 16 ? 128 * rows : LINES;
+#endif
+}
+
 #ifdef HAS_INT8
 // How the bytes of 16 rows lie in 2 KiB for 64 inputs, and their sums accordingly: 32 rows of 64 bytes.
 struct Bytes {
@@ -65,8 +83,9 @@ struct Bytes {
 #endif
 };
 
-// `count` rows of x as bytes, at most 16, times the weights of 32 outputs: `steps` blocks of 64 inputs.
-void multiply_whole(const uint8_t* x, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
+// `count` rows of x as bytes, at most 16, times the weights of 32 outputs: `steps` blocks of 64 inputs. x: `apart` bytes from
+// one block to the next.
+void multiply_whole(const uint8_t* x, int64_t apart, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
                     int64_t lines);
 #endif
 

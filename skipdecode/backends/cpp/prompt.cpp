@@ -259,7 +259,8 @@ Room<T> room_for(int64_t rows, int64_t width, int64_t made, bool is_int8) {
   thread_local Buffer<float> scales_kept;
   T* narrow = kept.room(rows * (width + made));
   return {narrow, narrow + rows * width,
-          {is_int8 ? tiles_kept.room(rows * ((std::max(width, made) + 63) / 64) * 128) : nullptr, scales_kept.room(rows)}};
+          {is_int8 ? tiles_kept.room(rows * ((std::max(width, made) + 63) / 64) * 128) : nullptr, scales_kept.room(rows),
+           apart_of(rows)}};
 }
 
 // How a product reads its rows.

@@ -72,7 +72,8 @@ struct Room {
     thread_local Buffer<uint8_t> bytes_kept;
     thread_local Buffer<float> scales_kept;
     narrow = kept.room(filled * (narrowest + widest)), wide = narrow + filled * narrowest;
-    whole = {is_whole ? bytes_kept.room(filled * ((deepest + 63) / 64) * 128) : nullptr, scales_kept.room(rows)};
+    whole = {is_whole ? bytes_kept.room(filled * ((deepest + 63) / 64) * 128) : nullptr, scales_kept.room(rows),
+             apart_of(rows)};
   }
 };
 
