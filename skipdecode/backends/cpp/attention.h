@@ -1,141 +1,312 @@
-// Attention of one new column per row over that row's cached keys and values, at the speed of memory; for
-// attention.cpp and step.cpp. Several new columns of one row of the cache are as many rows here, with one `place`.
+// Attention of one new column per row over that row's cached keys and values, at the speed of memory; for attention.cpp and
+// layer.h. Several new columns of one row of the cache are as many rows here, with one `place`.
 //
-// Plain C++ that a compiler vectorises; no intrinsics, no torch headers, so that it compiles in a second. The prefetches
-// are what matters: while keys are read, the values of the same row and head are on their way, and while values are
-// read, the next head's keys. Hardware prefetchers stop at the end of a page, which is less than one head's cache.
+// A line of keys or values is taken from memory once for all queries of its group. Scores come 16 columns at a time, so
+// that adding up the lanes of a register costs little; values are added for as many queries and numbers as registers hold.
+// All is counted from a row's first column on: how far a batch is padded is in no sum.
+//
+// While keys are read, the values of the same row and group are on their way, and while values are read, the next one's
+// keys. Hardware prefetchers stop at the end of a page, which is less than one group's cache. A core waits for few lines at
+// once: it asks for them one by one in between, or what it does meanwhile waits too.
 
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
+#include <type_traits>
 
-#include "groups.h"
+#include "buffer.h"
+#include "heads.h"
+#include "threads.h"
 
 namespace cpu {
 
-// exp(x) for x <= 0, relative error below 4e-7: 2^n e^r, |r| <= ln(2) / 2, the polynomial of Cephes. In the open, since
-// a call into the C library would not be vectorised everywhere.
-inline float exp_of_negative(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  const int32_t n = int32_t(x * 1.44269504f - 0.5f);
-  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln(2) in two parts
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const uint32_t bits = uint32_t(n + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
+#ifdef __AVX512F__
+
+using Lanes = __m512;
+// In registers: keys, sixteens of sums, and of these queries and parts of a value, which are WIDE sixteens.
+constexpr int COLUMNS = 16, SUMS = 16, QUERIES_AT_ONCE = 8, PARTS_AT_ONCE = 4, WIDE = 2;
+
+inline Lanes no_lanes() { return _mm512_setzero_ps(); }
+
+// The sum of the lanes of each of 16, in their order.
+inline Lanes sums_of(const Lanes* x) {
+  Lanes quarters[4];
+  for (int i = 0; i < 4; ++i) {
+    const Lanes* y = x + 4 * i;
+    const Lanes low = _mm512_add_ps(_mm512_unpacklo_ps(y[0], y[1]), _mm512_unpackhi_ps(y[0], y[1]));
+    const Lanes high = _mm512_add_ps(_mm512_unpacklo_ps(y[2], y[3]), _mm512_unpackhi_ps(y[2], y[3]));
+    const __m512d first = _mm512_castps_pd(low), second = _mm512_castps_pd(high);
+    quarters[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                                _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+  }
+  Lanes halves[2];
+  for (int i = 0; i < 2; ++i)
+    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
+                              _mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                       _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 }
 
-// The numbers of one head in the order in which they are cheapest to widen: as they lie.
-template <typename T, int DIM>
-struct Head {
-  static void load_scaled(const T* from, float scale, int64_t dim, float* to) {
-    for (int64_t d = 0; d < dim; ++d) to[d] = load(from[d]) * scale;
-  }
-  static float dot(const float* x, const T* y, int64_t dim) {
-    float sum = 0.0f;
-    for (int64_t d = 0; d < dim; ++d) sum += x[d] * load(y[d]);
-    return sum;
-  }
-  static void add(float* sum, float weight, const T* y, int64_t dim) {
-    for (int64_t d = 0; d < dim; ++d) sum[d] += weight * load(y[d]);
-  }
-  static void store_scaled(const float* from, float scale, int64_t dim, T* to) {
-    for (int64_t d = 0; d < dim; ++d) store(to[d], from[d] * scale);
-  }
-};
+// sum + x y of PART<T> numbers, of y the first `left`; behind them x is zero.
+template <typename T>
+constexpr int PART = 16;
+inline Lanes dot(Lanes sum, const float* x, const float* y, int64_t left) {
+  return _mm512_fmadd_ps(_mm512_loadu_ps(x), load_first(y, left).v, sum);
+}
+#ifdef HAS_BFLOAT16
+template <>
+constexpr int PART<bfloat16> = 32;
+inline Lanes dot(Lanes sum, const bfloat16* x, const bfloat16* y, int64_t left) {
+  const __mmask32 some = left < 32 ? (1u << left) - 1 : ~0u;
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_loadu_si512(x)),
+                          reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(some, y)));
+}
+#else
+inline Lanes dot(Lanes sum, const bfloat16* x, const bfloat16* y, int64_t left) {
+  return _mm512_fmadd_ps(load_first(x, 16).v, load_first(y, left).v, sum);
+}
+#endif
 
-// Two bfloat16 in a word: a shift widens the first, a mask the second. First all the first ones, then all the second.
-template <int DIM>
-struct Pairs {
-  static constexpr int HALF = DIM / 2;
-  static uint32_t word(const bfloat16* at, int i) {
-    uint32_t bits;
-    std::memcpy(&bits, at + 2 * i, 4);
-    return bits;
-  }
-  static float number(uint32_t bits) {
-    float y;
-    std::memcpy(&y, &bits, 4);
-    return y;
-  }
-  static void load_scaled(const bfloat16* from, float scale, int64_t, float* to) {
-    for (int i = 0; i < HALF; ++i) to[i] = load(from[2 * i]) * scale, to[HALF + i] = load(from[2 * i + 1]) * scale;
-  }
-  static float dot(const float* x, const bfloat16* y, int64_t) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < HALF; ++i)
-      sum += x[i] * number(word(y, i) << 16) + x[HALF + i] * number(word(y, i) & 0xffff0000u);
-    return sum;
-  }
-  static void add(float* sum, float weight, const bfloat16* y, int64_t) {
-#pragma omp simd
-    for (int i = 0; i < HALF; ++i) {
-      sum[i] += weight * number(word(y, i) << 16);
-      sum[HALF + i] += weight * number(word(y, i) & 0xffff0000u);
-    }
-  }
-  static void store_scaled(const float* from, float scale, int64_t, bfloat16* to) {
-    for (int i = 0; i < HALF; ++i) store(to[2 * i], from[i] * scale), store(to[2 * i + 1], from[HALF + i] * scale);
-  }
-};
-template <> struct Head<bfloat16, 32> : Pairs<32> {};
-template <> struct Head<bfloat16, 64> : Pairs<64> {};
-template <> struct Head<bfloat16, 80> : Pairs<80> {};
-template <> struct Head<bfloat16, 96> : Pairs<96> {};
-template <> struct Head<bfloat16, 128> : Pairs<128> {};
+#else
 
-// Scores of `count` columns, and the largest of them and of `top`. Not inlined, here and below: sums may be reordered, and are
-// to be in one order for columns of a row's own and those it shares.
-template <typename T, int DIM>
-[[gnu::noinline]] void score_columns(int64_t count, int64_t dim, const float* x, const T* keys, const T* values,
-                                     float* scores, float* top) {
-  auto run = [&](const float* query) {
-    float most = *top;
-    for (int64_t s = 0; s < count; ++s) {
-      prefetch(values + s * dim, dim);
-      scores[s] = Head<T, DIM>::dot(query, keys + s * dim, dim);
-      most = scores[s] > most ? scores[s] : most;
+using Lanes = __m256;
+constexpr int COLUMNS = 8, SUMS = 8, QUERIES_AT_ONCE = 6, PARTS_AT_ONCE = 8, WIDE = 1;
+
+inline Lanes no_lanes() { return _mm256_setzero_ps(); }
+
+inline Lanes sums_of(const Lanes* x) {  // of 8
+  const Lanes low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  const Lanes high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+template <typename T>
+constexpr int PART = 16;
+template <typename T>
+inline Lanes dot(Lanes sum, const T* x, const T* y, int64_t left) {
+  const Floats a = load_first(x, 16), b = load_first(y, left);
+  return _mm256_fmadd_ps(a.b, b.b, _mm256_fmadd_ps(a.a, b.a, sum));
+}
+
+#endif
+
+// A query, filled up with zeros to a multiple of 32, times `count` <= 16 keys; the rest of 16 is any number. FETCHES: as many
+// numbers from `next` on are fetched meanwhile.
+template <int DIM, bool ALL, bool FETCHES, typename T>
+inline void score(const T* query, const T* keys, int64_t count, int64_t dim_, float* scores, const T* next) {
+  const int64_t dim = DIM ? DIM : dim_;
+#pragma GCC unroll 2
+  for (int from = 0; from < 16; from += COLUMNS) {
+    Lanes sums[COLUMNS];
+#pragma GCC unroll 16
+    for (int i = 0; i < COLUMNS; ++i) sums[i] = no_lanes();
+#pragma GCC unroll 8
+    for (int64_t d = 0; d < dim; d += PART<T>) {
+#pragma GCC unroll 16
+      for (int i = 0; i < COLUMNS; ++i) {
+        const int64_t key = ALL || from + i < count ? from + i : count - 1;  // none behind the last: memory may end there
+        sums[i] = dot(sums[i], query + d, keys + key * dim + d, dim - d);
+        if (FETCHES) fetch(next + from * dim + d * COLUMNS + i * PART<T>);
+      }
     }
-    *top = most;
-  };
-  if constexpr (DIM > 0) {
-    float query[DIM];  // in registers
-    std::memcpy(query, x, sizeof(query));
-    run(query);
-  } else {
-    run(x);
+    const Lanes made = sums_of(sums);
+    std::memcpy(scores + from, &made, sizeof(made));
   }
 }
 
-// Their values times their weights, added to `sum`, while what is behind `next` is on its way.
-template <typename T, int DIM>
-[[gnu::noinline]] void add_columns(int64_t count, int64_t dim, const float* weights, const T* values, const T* next,
-                                   float* sum_) {
-  auto run = [&](float* sum) {
-    for (int64_t s = 0; s < count; ++s) {
-      prefetch(next + s * dim, dim);
-      Head<T, DIM>::add(sum, weights[s], values + s * dim, dim);
+// Weights of columns as `add_values` takes them, and how 32 sums lie while values are added: as they are, or, where two
+// columns of bfloat16 go at once, with their numbers in turns, as unpacking puts them.
+template <typename T>
+struct Weights {
+  using Type = float;
+  static Floats rounded(Floats x) { return x; }
+  static void order(float*) {}
+};
+#ifdef HAS_BFLOAT16
+template <>
+struct Weights<bfloat16> {
+  using Type = bfloat16;
+  static Floats rounded(Floats x) { return cpu::rounded(x, bfloat16{}); }
+  static void order(float* sums) {
+    const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + 16);
+    const __m512 first = _mm512_shuffle_f32x4(low, high, 0x44), second = _mm512_shuffle_f32x4(low, high, 0xee);
+    _mm512_storeu_ps(sums, _mm512_shuffle_f32x4(first, first, 0xd8));
+    _mm512_storeu_ps(sums + 16, _mm512_shuffle_f32x4(second, second, 0xd8));
+  }
+};
+#endif
+
+// `count` values, PARTS parts of each from `values` on, times their weights, added to `sums`; of QUERIES queries, `apart`
+// weights and `width` sums from one to the next. ALL: else a single part of which `left` numbers are there. With each value
+// `ahead` numbers from `next` on are fetched.
+template <int QUERIES, int PARTS, bool ALL, typename T>
+[[gnu::noinline]] void add_values(int64_t count, const float* weights, int64_t apart, const T* values, int64_t dim,
+                                  int64_t left, float* sums, int64_t width, const T* next, int64_t ahead) {
+  constexpr int N = PARTS * WIDE;
+  Floats sum[QUERIES][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) sum[r][j] = load16(sums + r * width + 16 * j);
+  for (int64_t s = 0; s < count; ++s, values += dim, next += ahead) {
+    fetch_all(next, ahead);
+    Floats numbers[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) numbers[j] = load_first(values + 16 * j, ALL ? 16 : left - 16 * j);
+#pragma GCC unroll 8
+    for (int r = 0; r < QUERIES; ++r) {
+      const Floats weight = all(weights[r * apart + s]);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) sum[r][j] = fma(weight, numbers[j], sum[r][j]);
     }
-  };
-  if constexpr (DIM > 0) {
-    float sum[DIM];  // in registers
-    std::memcpy(sum, sum_, sizeof(sum));
-    run(sum);
-    std::memcpy(sum_, sum, sizeof(sum));
-  } else {
-    run(sum_);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) store16(sums + r * width + 16 * j, sum[r][j]);
+}
+
+#ifdef HAS_BFLOAT16
+// Two columns at a time: weights behind the last one are zero.
+template <int QUERIES, int PARTS, bool ALL>
+[[gnu::noinline]] void add_values(int64_t count, const bfloat16* weights, int64_t apart, const bfloat16* values, int64_t dim,
+                                  int64_t left, float* sums, int64_t width, const bfloat16* next, int64_t ahead) {
+  const __mmask32 some = ALL ? ~0u : (1u << left) - 1;
+  __m512 sum[QUERIES][2 * PARTS];
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < 2 * PARTS; ++j) sum[r][j] = _mm512_loadu_ps(sums + r * width + 16 * j);
+  for (int64_t s = 0; s < count; s += 2, values += 2 * dim, next += 2 * ahead) {
+    fetch_all(next, 2 * ahead);
+    const bfloat16* other = s + 1 < count ? values + dim : values;  // none behind the last: memory may end there
+    __m512bh pairs[2 * PARTS];
+#pragma GCC unroll 4
+    for (int j = 0; j < PARTS; ++j) {
+      const __m512i a = ALL ? _mm512_loadu_si512(values + 32 * j) : _mm512_maskz_loadu_epi16(some, values);
+      const __m512i b = ALL ? _mm512_loadu_si512(other + 32 * j) : _mm512_maskz_loadu_epi16(some, other);
+      pairs[2 * j] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
+      pairs[2 * j + 1] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < QUERIES; ++r) {
+      int32_t both;
+      std::memcpy(&both, weights + r * apart + s, 4);
+      const __m512bh weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
+#pragma GCC unroll 8
+      for (int j = 0; j < 2 * PARTS; ++j) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], pairs[j], weight);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < QUERIES; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < 2 * PARTS; ++j) _mm512_storeu_ps(sums + r * width + 16 * j, sum[r][j]);
+}
+#endif
+
+template <typename T>
+using AddValues = void (*)(int64_t, const typename Weights<T>::Type*, int64_t, const T*, int64_t, int64_t, float*, int64_t,
+                           const T*, int64_t);
+
+template <int QUERIES, int PARTS, bool ALL, typename T>
+constexpr AddValues<T> adder() {
+  if constexpr (QUERIES * PARTS * WIDE > SUMS || PARTS > PARTS_AT_ONCE)
+    return nullptr;
+#ifdef HAS_BFLOAT16
+  else if constexpr (std::is_same<T, bfloat16>::value)
+    return &add_values<QUERIES, PARTS, ALL>;
+#endif
+  else
+    return &add_values<QUERIES, PARTS, ALL, T>;
+}
+
+// By how many whole parts: none is a last one of which some numbers are missing.
+template <int QUERIES, typename T>
+constexpr std::array<AddValues<T>, 9> adders() {
+  return {adder<QUERIES, 1, false, T>(), adder<QUERIES, 1, true, T>(), adder<QUERIES, 2, true, T>(),
+          adder<QUERIES, 3, true, T>(),  adder<QUERIES, 4, true, T>(), adder<QUERIES, 5, true, T>(),
+          adder<QUERIES, 6, true, T>(),  adder<QUERIES, 7, true, T>(), adder<QUERIES, 8, true, T>()};
+}
+
+// The same for any number of queries and all of a value's numbers. For each value one from `next` on is fetched.
+template <typename T>
+void add_all_values(int64_t queries, int64_t count, const typename Weights<T>::Type* weights, int64_t apart,
+                    const T* values, int64_t dim, float* sums, int64_t width, const T* next) {
+  static constexpr std::array<AddValues<T>, 9> RUNS[8] = {adders<1, T>(), adders<2, T>(), adders<3, T>(), adders<4, T>(),
+                                                          adders<5, T>(), adders<6, T>(), adders<7, T>(), adders<8, T>()};
+  constexpr int64_t PART_NUMBERS = 16 * WIDE;
+  if (queries > 1) fetch_all(next, count * dim);  // with so much to do for each line, all at once is as good
+  for (int64_t from = 0; from < queries; from += QUERIES_AT_ONCE) {
+    const int64_t some = std::min(queries - from, int64_t(QUERIES_AT_ONCE));
+    const int64_t most = std::min(SUMS / WIDE / some, int64_t(PARTS_AT_ONCE));
+    for (int64_t d = 0; d < dim;) {
+      const int64_t parts = std::min((dim - d) / PART_NUMBERS, most);
+      RUNS[some - 1][parts](count, weights + from * apart, apart, values + d, dim, dim - d, sums + from * width + d, width,
+                            next, queries == 1 && d == 0 ? dim : 0);
+      d += std::max(parts, int64_t(1)) * PART_NUMBERS;
+    }
+  }
+}
+
+// What a thread needs of one row and group: see `attend`.
+template <typename T>
+struct GroupRoom {
+  int64_t apart, width;  // from one query's weights and numbers to the next one's
+  T *queries, *made;
+  float *scores, *sums, *tops;
+  typename Weights<T>::Type* weights;
+
+  GroupRoom(const Heads& heads, int64_t capacity)
+      : apart((capacity + 31) / 16 * 16), width((heads.dim + 31) / 32 * 32) {
+    thread_local Buffer<T> kept;
+    thread_local Buffer<float> floats_kept;
+    const int64_t each = heads.each();
+    queries = kept.room((each + 1) * width), made = queries + each * width;
+    scores = floats_kept.room(each * (2 * apart + width + 16)), sums = scores + each * apart, tops = sums + each * width;
+    weights = reinterpret_cast<typename Weights<T>::Type*>(tops + each * 16);
+    std::memset(static_cast<void*>(queries), 0, each * width * sizeof(T));
+  }
+};
+
+// The scores of `count` columns from `keys` on, of all queries of a group, as those of columns `from` on.
+template <int DIM, typename T>
+void score_all(int64_t each, int64_t from, int64_t count, const T* keys, const T* values, int64_t dim_,
+               const GroupRoom<T>& room) {
+  const int64_t dim = DIM ? DIM : dim_;
+  const float scale = 1.0f / std::sqrt(float(dim));
+  for (int64_t s = 0; s < count; s += 16) {
+    const int64_t some = count - s < 16 ? count - s : 16;
+    if (each > 1) fetch_all(values + s * dim, some * dim);
+    for (int64_t r = 0; r < each; ++r) {
+      float* scores = room.scores + r * room.apart + from + s;
+      const auto run = each == 1 ? some == 16 ? score<DIM, true, true, T> : score<DIM, false, true, T>
+                              : some == 16 ? score<DIM, true, false, T> : score<DIM, false, false, T>;
+      run(room.queries + r * room.width, keys + s * dim, some, dim, scores, values + s * dim);
+      const Floats scaled = first_of(some, load16(scores) * all(scale), all(-FLT_MAX));
+      store16(scores, scaled);
+      store16(room.tops + 16 * r, max(load16(room.tops + 16 * r), scaled));
+    }
+  }
+}
+
+// Scores to weights, and one over their sum in tops[16 query].
+template <typename T>
+void weigh(int64_t each, int64_t count, const GroupRoom<T>& room) {
+  for (int64_t r = 0; r < each; ++r) {
+    const Floats top = all(largest(load16(room.tops + 16 * r)));
+    Floats total = all(0.0f);
+    for (int64_t s = 0; s < count; s += 16) {
+      const int64_t at = r * room.apart + s;
+      const Floats weight = first_of(count - s, exp_of_negatives(load16(room.scores + at) - top), all(0.0f));
+      store_first(room.weights + at, weight, 16);
+      total = total + Weights<T>::rounded(weight);
+    }
+    room.tops[16 * r] = 1.0f / sum(total);
   }
 }
 
@@ -143,79 +314,67 @@ template <typename T, int DIM>
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
 // `places` [rows]: the row of the cache that each row has, where several may have one, whose keys and values are all there
 // (`store_all`); null: its own. `shared` (null: none) comes before a row's own columns; a row's bits are those it has with
-// all columns in one piece. put(row, head, numbers) is called with each row's and head's result [dim]. Here each head has
-// keys and values of its own.
+// all columns in one piece. put(row, head, numbers) is called with each row's and head's result [dim].
 template <typename T, int DIM, typename Put>
-void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k, T* v,
-            int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, const Shared* shared,
-            Put put) {
-  const int64_t dim = DIM ? DIM : heads.dim, count = heads.count;
-  const float scale = 1.0f / std::sqrt(float(dim));
-  const int64_t step = capacity * dim;  // from one head's cache to the next
-  std::vector<float> weights(capacity + (shared ? shared->capacity : 0)), query(dim), sums(dim);
-  std::vector<T> made(dim);
-  share(rows * count, [&](int64_t unit) {
-    const UnitOf of(unit, rows, count, places, shared);
-    const int64_t row = of.row, head = of.head, start = first[row], own = last[row] - start + 1;
-    const int64_t before = count_of(shared, row), seen = before + own;
+void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
+                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+                   const Shared* shared, Put put) {
+  constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
+  const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
+  const GroupRoom<T> room(heads, capacity + (shared ? shared->capacity : 0));
+  share(units, [&](int64_t unit) {
+    const UnitOf of(unit, rows, heads.groups, places, shared);
+    const int64_t row = of.row, group = of.head, start = first[row], count = last[row] - start + 1;
+    const int64_t before = count_of(shared, row);
     T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
+    const T *head_keys = before ? shared->line<T>(shared->k, row, group, dim) : nullptr;
+    const T *head_values = before ? shared->line<T>(shared->v, row, group, dim) : nullptr;
     if (new_k)
-      store_new(heads, row, head, seen - 1, new_k, new_v, row_stride, keys + (own - 1) * dim, values + (own - 1) * dim);
-    const T* from = q + row * row_stride + head * dim;
-    if (heads.turns_queries()) {
-      turn(heads, heads.q_norm, seen - 1, from, made.data());
-      from = made.data();
+      store_new(heads, row, group, before + count - 1, new_k, new_v, row_stride, keys + (count - 1) * dim,
+                values + (count - 1) * dim);
+    for (int64_t r = 0; r < each; ++r) {
+      const T* from = q + row * row_stride + (group * each + r) * dim;
+      if (heads.turns_queries())
+        turn(heads, heads.q_norm, before + count - 1, from, room.queries + r * room.width);
+      else
+        std::memcpy(room.queries + r * room.width, from, dim * sizeof(T));
     }
-    auto run = [&](float* x, float* sum) {
-      Head<T, DIM>::load_scaled(from, scale, dim, x);
-      float top = -FLT_MAX;
-      if (before)
-        score_columns<T, DIM>(before, dim, x, shared->line<T>(shared->k, row, head, dim),
-                              shared->line<T>(shared->v, row, head, dim), weights.data(), &top);
-      score_columns<T, DIM>(own, dim, x, keys, values, weights.data() + before, &top);
-      float total = 0.0f;
-      for (int64_t s = 0; s < seen; ++s) {
-        weights[s] = exp_of_negative(weights[s] - top);
-        total += weights[s];
-      }
-      const UnitOf following(unit + 1 < rows * count ? unit + 1 : unit, rows, count, places, shared);
-      const T* next = k + following.memory * step + start * dim;
-      for (int64_t d = 0; d < dim; ++d) sum[d] = 0.0f;
-      if (before) {
-        const T* line = shared->line<T>(shared->v, row, head, dim);
-        add_columns<T, DIM>(before, dim, weights.data(), line, line, sum);  // and nothing is fetched ahead
-      }
-      add_columns<T, DIM>(own, dim, weights.data() + before, values, next, sum);
-      Head<T, DIM>::store_scaled(sum, 1.0f / total, dim, made.data());
-      put(row, head, made.data());
-    };
-    if constexpr (DIM > 0) {
-      float x[DIM], sum[DIM];  // in registers
-      run(x, sum);
-    } else {
-      run(query.data(), sums.data());
+    for (int64_t r = 0; r < each; ++r) store16(room.tops + 16 * r, all(-FLT_MAX));
+    if (before) score_all<DIM>(each, 0, before, head_keys, head_values, dim, room);
+    score_all<DIM>(each, before, count, keys, values, dim, room);
+    weigh(each, before + count, room);
+    std::memset(room.sums, 0, each * room.width * sizeof(float));
+    const UnitOf following(unit + 1 < units ? unit + 1 : unit, rows, heads.groups, places, shared);
+    const T* next = k + following.memory * step + start * dim;
+    for (int64_t s = 0; s < before; s += AT_ONCE) {
+      const int64_t some = before - s < AT_ONCE ? before - s : AT_ONCE;
+      add_all_values(each, some, room.weights + s, room.apart, head_values + s * dim, dim, room.sums,
+                     room.width, head_values + s * dim);
+    }
+    for (int64_t s = 0; s < count; s += AT_ONCE) {
+      const int64_t some = count - s < AT_ONCE ? count - s : AT_ONCE;
+      add_all_values(each, some, room.weights + before + s, room.apart, values + s * dim, dim, room.sums, room.width,
+                     next + s * dim);
+    }
+    for (int64_t r = 0; r < each; ++r) {
+      for (int64_t d = 0; d < dim; d += 32) Weights<T>::order(room.sums + r * room.width + d);
+      for (int64_t d = 0; d < dim; d += 16)
+        store_first(room.made + d, load16(room.sums + r * room.width + d) * all(room.tops[16 * r]), dim - d);
+      put(row, group * each + r, room.made);
     }
   });
-}
-
-template <typename T, int DIM, typename Put>
-void attend_any(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-                T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
-                const Shared* shared, Put put) {
-  const auto run = heads.count > heads.groups ? attend_groups<T, DIM, Put> : attend<T, DIM, Put>;
-  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
 }
 
 template <typename T, typename Put>
 void attend_of(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
                T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
                const Shared* shared, Put put) {
-  const auto run = heads.dim == 32    ? attend_any<T, 32, Put>    // the demo model
-                   : heads.dim == 64  ? attend_any<T, 64, Put>    // OPT-125m to 1.3B
-                   : heads.dim == 80  ? attend_any<T, 80, Put>    // 2.7B
-                   : heads.dim == 96  ? attend_any<T, 96, Put>
-                   : heads.dim == 128 ? attend_any<T, 128, Put>   // 6.7B and larger
-                                      : attend_any<T, 0, Put>;
+  const auto run = heads.dim == 32    ? attend<T, 32, Put>    // the demo model
+                   : heads.dim == 64  ? attend<T, 64, Put>    // OPT-125m to 1.3B
+                   : heads.dim == 80  ? attend<T, 80, Put>    // 2.7B
+                   : heads.dim == 96  ? attend<T, 96, Put>
+                   : heads.dim == 128 ? attend<T, 128, Put>   // 6.7B and larger
+                                      : attend<T, 0, Put>;
   run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
 }
 

@@ -74,11 +74,21 @@ template <typename T>
   for (int64_t i = 2 * half; i < heads.dim; i += 16) store_first(y + i, part(i, heads.dim - i), heads.dim - i);
 }
 
-// Into the L2 cache: as many lines on their way to the L1 cache as a core can have are half of memory's speed.
+// The line of memory at `number`, on its way: to the L1 cache of AMD's cores. On Intel's, which have as many lines on their
+// way there as are half of memory's speed, to the L2 cache.
 template <typename T>
-inline void prefetch(const T* line, int64_t count) {
-  const char* at = reinterpret_cast<const char*>(line);
-  for (int64_t offset = 0; offset < count * int64_t(sizeof(T)); offset += 64) __builtin_prefetch(at + offset, 0, 2);
+inline void fetch(const T* number) {
+#ifdef FETCHES_NEAR
+  __builtin_prefetch(number, 0, 3);
+#else
+  __builtin_prefetch(number, 0, 2);
+#endif
+}
+
+// The lines of `count` numbers.
+template <typename T>
+inline void fetch_all(const T* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) fetch(numbers + i);
 }
 
 // A row's new key and value of one group into the cache; those of a row lie side by side, `row_stride` from row to row.
