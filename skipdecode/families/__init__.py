@@ -67,5 +67,5 @@ def released(name: str) -> DecoderConfig:
     for family in FAMILIES.values():
         if name in family.released_shapes:
             return family.from_dict({"model_type": family.model_type} | family.released_shapes[name])
-    known = [name for family in FAMILIES.values() for name in family.released_shapes]
+    known = dict.fromkeys(name for family in FAMILIES.values() for name in family.released_shapes)  # some are inherited
     raise ValueError(f"unknown shape {name!r}; known: {', '.join(known)}")

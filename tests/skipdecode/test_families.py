@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
-from skipdecode.families import FAMILIES, config_of, read_config
+from skipdecode.families import FAMILIES, config_of, read_config, released
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import generate
@@ -287,6 +287,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_we_lack_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(BASE | {"model_type": "llama"} | changes)
+
+
+def test_an_unknown_shape_names_each_known_one_once() -> None:
+    with pytest.raises(ValueError, match="unknown shape 'gpt-2'") as caught:
+        released("gpt-2")
+    names = str(caught.value).partition("known: ")[2].split(", ")
+    assert len(names) == len(set(names))
+    assert {"opt-1.3b", "llama-3.1-8b"} <= set(names)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
