@@ -176,7 +176,8 @@ def fit(cpus: float, gpus: float, num_cpus: float, num_gpus: float) -> int:
 
 def _sizes(actors: ActorsConfig, cluster: Cluster, num_gpus: float) -> tuple[int, int]:
     if actors.num_actors == "auto":
-        count = max(1, int(cluster.num_gpus / num_gpus)) if num_gpus else max(1, cluster.num_cores // CPUS_PER_ACTOR)
+        by_node = [int(gpus / num_gpus + 1e-6) for _, gpus in node_shapes(cluster)] if num_gpus else []
+        count = max(1, sum(by_node) if num_gpus else cluster.num_cores // CPUS_PER_ACTOR)
         return count, count
     if isinstance(actors.num_actors, int):
         return actors.num_actors, actors.num_actors

@@ -81,3 +81,14 @@ def test_an_actor_must_fit_into_one_node() -> None:
     with pytest.raises(ConfigError, match="hold 0"):
         plan_pool(ActorsConfig(num_gpus=2), gpu_nodes, free(gpu_nodes))
     assert plan_pool(ActorsConfig(), gpu_nodes, free(gpu_nodes)).min_size == 2
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "node_gpus", "size"),
+    [(2, (3, 3), 2), (2, (3, 1), 1), (2, (4, 3), 3), (0.4, (1, 1), 4), (0.1, (1, 1), 20), (3, (3, 3), 2)],
+)
+def test_auto_counts_the_actors_of_each_node(num_gpus: float, node_gpus: tuple[int, int], size: int) -> None:
+    """GPUs that two nodes have left over make no actor."""
+    nodes = Cluster(128, sum(node_gpus), 128, is_embedded=False, node_cpus=(64, 64), node_gpus=node_gpus)
+    pool = plan_pool(ActorsConfig(num_gpus=num_gpus), nodes, free(nodes))
+    assert (pool.min_size, pool.max_size) == (size, size)
