@@ -6,11 +6,12 @@ against Hugging Face; float32, tokens equal. Real captures are in `test_gpu`.
 
 import itertools
 import random
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -333,6 +334,34 @@ def test_pool_parts_never_overlap_and_come_back(asked: list[tuple[int, int]]) ->
         assert pool.free_bytes == 4096 - 4 * sum(end - start for start, end in spans)
     parts.clear()
     assert pool.free_bytes == 4096
+    assert pool.take(1024).nbytes == 4096
+
+
+@pytest.mark.parametrize("line", range(8))
+def test_a_part_may_be_dropped_within_any_line(line: int) -> None:
+    """The collector of cycles runs where something is allocated, and so does another thread's last reference."""
+    pool = CachePool(4096, torch.float32, torch.device("cpu"))
+    parts = [pool.take(128) for _ in range(8)]
+    del parts[5], parts[1]  # gaps before, between and behind what comes back
+    left = iter(range(line))
+
+    def trace(frame: FrameType, event: str, _argument: object) -> object:
+        is_there = frame.f_code.co_filename == CachePool.take.__code__.co_filename and event == "line"
+        if is_there and next(left, None) is None and len(parts) == 6:
+            sys.settrace(None)
+            del parts[0]
+        return trace
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        parts.append(pool.take(100))
+        parts.append(pool.take(128))
+    finally:
+        sys.settrace(None)
+    spans = sorted((part.start, part.end) for part in parts)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert pool.free_bytes == 4096 - 4 * sum(end - start for start, end in spans)
+    parts.clear()
     assert pool.take(1024).nbytes == 4096
 
 
