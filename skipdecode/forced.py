@@ -117,6 +117,8 @@ class ForcedView:
     """[L] whose K and V a layer attends to, where it has none of its own."""
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By owner, of all columns: [B, G, S, K] each (SwiftKV)."""
+    moved: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    """`positions` and `mask` where `on` has brought them: layers in turns ask for each device many times."""
 
     has_kernels = stores_by_kernel = False
 
@@ -148,8 +150,11 @@ class ForcedView:
         return ForcedView(self.positions[:, :n], mask, self.table, self.owners, self.shared)
 
     def on(self, device: torch.device, table: Tensor | None) -> "ForcedView":
-        mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
-        return ForcedView(self.positions.to(device, non_blocking=True), mask, table, self.owners, self.shared)
+        self.moved.setdefault(self.positions.device, (self.positions, self.mask))
+        if device not in self.moved:
+            mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
+            self.moved[device] = self.positions.to(device, non_blocking=True), mask
+        return ForcedView(*self.moved[device], table, self.owners, self.shared, self.moved)
 
     def last(self, h: Tensor) -> tuple[Tensor, "ForcedView"]:
         raise AssertionError("every column's state is wanted")

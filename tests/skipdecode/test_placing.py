@@ -15,7 +15,7 @@ from actors.trainer import init_weights
 from skipdecode import decoder as module
 from skipdecode.decoder import Decoder
 from skipdecode.families import config_of
-from skipdecode.forced import teacher_batch, teacher_forced_logits
+from skipdecode.forced import ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.generate import generate
 from skipdecode.kv.padded import PaddedView
 from skipdecode.placing import BLOCK, Placement, cut, deal, devices_of, in_phases
@@ -86,6 +86,18 @@ def test_scores_are_those_of_one_device(folder: Path, ours: Callable[[Path], Dec
         wanted = teacher_forced_logits(ours(folder), batch, schedule)
         made = teacher_forced_logits(on(folder, 2), batch, schedule)
     torch.testing.assert_close(made, wanted, atol=1e-4, rtol=0)
+
+
+def test_a_mask_is_copied_to_each_device_once() -> None:
+    """It is as large as the square of a sequence, and layers in turns ask for a device many times."""
+    here, there = torch.zeros(2, 5, dtype=torch.int64), torch.device("meta")
+    view = ForcedView(here, torch.ones(2, 1, 5, 5, dtype=torch.bool), None, range(L))
+    first, back = view.on(there, None), view.on(there, None).on(CPU, None)
+    again = back.on(there, None)
+    assert first.mask is again.mask is not None
+    assert first.positions is again.positions
+    assert back.mask is view.mask
+    assert again.mask.device == there  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("num_layers", [12, 24, 32, 48, 64, 80])
