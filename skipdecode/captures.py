@@ -27,7 +27,7 @@ class Captures(Protocol):
         """All graphs are gone."""
 
     def held_bytes(self) -> int:
-        """Bytes of device memory in use by this process or others; what grows with captures is theirs."""
+        """Bytes of device memory that graphs hold for what they compute. Not what the driver keeps of each."""
 
 
 class CudaCaptures:
@@ -60,9 +60,12 @@ class CudaCaptures:
         self._pool = None
 
     def held_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(total) - int(free) - int(unused)
+        # By torch's own books, of the graphs' pool alone: what is free on the device changes with other processes, and
+        # torch's sums leave out a pool's memory between replays.
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(int(one["total_size"]) for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 
 
 class Repeats:

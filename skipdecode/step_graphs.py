@@ -32,7 +32,7 @@ from skipdecode.sampler import likeliest
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 256  # the least recently used goes first
-MAX_GRAPH_BYTES = 2 << 30  # of device memory for all of them; what would be more runs kernel by kernel
+MAX_GRAPH_BYTES = 2 << 30  # of device memory for what all of them compute; what would be more runs kernel by kernel
 MAX_ROWS = 256
 
 Key = tuple[LayerPlan, int]
@@ -75,9 +75,11 @@ class StepGraphs:
         """Graphs captured since the start, those of them behind `capture_all`, and the device memory they take."""
         self.failure: str | None = None
         """Why steps run kernel by kernel: the first capture that failed."""
+        self.full: str | None = None
+        """Why no more steps are captured, though those that are go on: memory."""
         self._captures = captures or captures_on(model.device)
         self._replays: OrderedDict[Key, Work] = OrderedDict()
-        self._has_midpoints, self._is_full, self._is_loading = True, False, False
+        self._has_midpoints, self._is_loading = True, False
         device, self.pool = model.device, CachePool(cache_bytes, model.dtype, model.device)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
         self._num_pad = torch.zeros_like(self._tokens)
@@ -130,15 +132,14 @@ class StepGraphs:
         if rows is None and len(known.union(plans)) * len(self.rungs) > MAX_GRAPHS and not self._replays:
             self._has_midpoints = False
         wanted = self.rungs if rows is None else [self.rows_for(n) for n in rows if n <= self.max_rows]
-        before = self._captures.held_bytes()
         self._is_loading = True
         for n in sorted(set(wanted), reverse=True):  # the largest first: the others then fit into its memory
             for plan in plans:
                 if (plan, n) not in self._replays and self._may_capture and len(self._replays) < MAX_GRAPHS:
                     self._rehearse(plan, n)
-                    self.graph_bytes = max(0, self._captures.held_bytes() - before)
-                    self._is_full = self.graph_bytes > MAX_GRAPH_BYTES
         self._is_loading = False
+        if self.full is not None:
+            logger.warning("some decode steps run kernel by kernel: %s", self.describe())
 
     def _rehearse(self, plan: LayerPlan, rows: int) -> None:
         """A first step of rows that nobody wants, with one column of memory for all layers."""
@@ -147,8 +148,11 @@ class StepGraphs:
             cache = self.allocate(torch.zeros_like(self._num_pad[:rows]), [1] * layers, [0] * layers, is_masked=True)
         except PoolFull:  # nor will there ever be such a batch
             return
-        self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)
-        self._first_run(plan, rows)
+        try:
+            self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)
+            self._first_run(plan, rows)
+        except torch.OutOfMemoryError as error:  # smaller batches may find what these rows do not
+            self.full = _no_room(error)
         self._serial = -1
 
     def __call__(self, newest: Tensor, cache: KVCache, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
@@ -181,7 +185,7 @@ class StepGraphs:
 
     @property
     def _may_capture(self) -> bool:
-        return self.failure is None and not self._is_full
+        return self.failure is None and self.full is None
 
     def _enter(self, newest: Tensor, cache: GraphedCache, rows: int) -> None:
         """Brings what the step reads into its fixed memory, as far as it is not there."""
@@ -207,6 +211,9 @@ class StepGraphs:
         try:
             replay = self._captures.capture(work)
         except Exception as error:  # of whatever kind: steps run without
+            if self._replays and "out of memory" in str(error):  # torch's, or the driver's, which keeps graphs itself
+                self.full = _no_room(error)
+                return
             self.failure = f"{type(error).__name__}: {error}"[:500]
             self._at.tolist()  # raises where the device itself is lost
             logger.warning("decode steps run kernel by kernel, since capturing one failed: %s", self.failure)
@@ -217,10 +224,14 @@ class StepGraphs:
         self._replays[plan, rows] = replay
         while len(self._replays) > MAX_GRAPHS:
             self._replays.popitem(last=False)
+        self.graph_bytes = self._captures.held_bytes()
+        if self.graph_bytes > MAX_GRAPH_BYTES:
+            self.full = f"all of them may take {MAX_GRAPH_BYTES / 2**30:g} GiB"
 
     def _drop_graphs(self) -> None:
         self._replays.clear()
         self._captures.forget()
+        self.graph_bytes = 0
 
     def _step(self, plan: LayerPlan, rows: int) -> None:
         """What a graph does: the tokens of `rows` rows through `plan`; their logits, likeliest tokens, next column."""
@@ -240,7 +251,12 @@ class StepGraphs:
             return f"no graphs ({self.failure})"
         found = f"{self.num_graphs} graphs in {self.graph_bytes / 2**30:.2f} GiB"
         found += f", {self.num_late} of them after loading" if self.num_late else ""
+        found += f", full ({self.full})" if self.full is not None else ""
         return f"{found}, {self.nbytes / 2**30:.1f} GiB for caches"
+
+
+def _no_room(error: Exception) -> str:
+    return f"the device has no memory for another; {error}".splitlines()[0][:300]
 
 
 def graphs_serve(model: Decoder) -> bool:

@@ -247,6 +247,7 @@ def test_graphs_take_so_much_memory_and_no_more(model: Decoder, monkeypatch: pyt
     graphs.capture_all(plans_of([FullDepth(L), SkipDecode(L, 5, 2, 1, 19)], 20))
     assert graphs.num_graphs == 4
     assert graphs.graph_bytes == 1200
+    assert ", full (all of them may take" in graphs.describe()
     requests = make_requests([5, 2, 9], 20)
     schedule = SkipDecode(L, 5, 2, 1, 19)
     made = generate(model, requests, schedule, graphs=graphs)
@@ -254,7 +255,47 @@ def test_graphs_take_so_much_memory_and_no_more(model: Decoder, monkeypatch: pyt
     assert graphs.num_graphs == 4
 
 
+def test_a_late_graph_counts_too(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MAX_GRAPH_BYTES", 1000)
+    graphs, requests = StepGraphs(model, ROOM, captures=FakeCaptures(graph_bytes=400)), make_requests([5, 2], 40)
+    for schedule in (FullDepth(L), SkipDecode(L, 5, 2, 1, 39)):
+        assert generate(model, requests, schedule, graphs=graphs).completions
+    assert (graphs.num_graphs, graphs.num_late, graphs.graph_bytes) == (3, 3, 1200)
+
+
 # When something goes wrong
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("CUDA error: out of memory")]
+)
+def test_a_device_without_room_for_another_graph_keeps_those_there_are(model: Decoder, error: Exception) -> None:
+    captures, schedule = FakeCaptures(), SkipDecode(L, 5, 2, 1, 19)
+    graphs = StepGraphs(model, ROOM, max_rows=4, captures=captures)
+    graphs.capture_all(plans_of([FullDepth(L)], 20))
+    captures.fails = error
+    graphs.capture_all(plans_of([schedule], 20))
+    assert (graphs.num_graphs, captures.forgotten, captures.captures) == (4, 0, 5)
+    assert "4 graphs in 0.00 GiB, full (the device has no memory for another; CUDA" in graphs.describe()
+    requests = make_requests([5, 2, 9], 20)
+    for each in (schedule, FullDepth(L)):
+        assert generate(model, requests, each, graphs=graphs).completions == generate(model, requests, each).completions
+    assert captures.replays == 19
+
+
+def test_no_room_for_a_rehearsal_does_not_end_loading(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = FakeCaptures()
+    graphs = StepGraphs(model, ROOM, max_rows=4, captures=captures)
+
+    def no_room(_work: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(captures, "warm_up", no_room)
+    graphs.capture_all(plans_of([FullDepth(L)], 20))
+    assert "0 graphs in 0.00 GiB, full (the device has no memory" in graphs.describe()
+    requests = make_requests([5, 2, 9], 20)
+    made = generate(model, requests, FullDepth(L), graphs=graphs)
+    assert made.completions == generate(model, requests, FullDepth(L)).completions
 
 
 def test_a_capture_that_fails_leaves_steps_without_graphs(model: Decoder) -> None:
@@ -390,7 +431,7 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.here: object = "main"
-        self.num_streams, self.pools = 0, iter(range(1, 9))
+        self.num_streams, self.pools = 0, iter((0, number) for number in range(1, 9))
         self.used: list[tuple[object, object]] = []
         for name in ("Stream", "current_stream", "set_stream", "CUDAGraph", "graph", "graph_pool_handle", "device"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name.lower()))
@@ -411,7 +452,7 @@ class FakeCuda:
     def cudagraph(self) -> SimpleNamespace:
         return SimpleNamespace(replay=lambda: None)
 
-    def graph_pool_handle(self) -> int:
+    def graph_pool_handle(self) -> tuple[int, int]:
         return next(self.pools)
 
     def graph(self, _graph: object, *, pool: object, stream: object, capture_error_mode: str) -> FakeGraph:
@@ -428,8 +469,29 @@ def test_one_stream_and_one_pool_until_graphs_are_gone(monkeypatch: pytest.Monke
         captures.capture(lambda: None)
     captures.forget()
     captures.capture(lambda: None)
-    assert cuda.used == [(1, "stream 1")] * 3 + [(2, "stream 1")]
+    assert cuda.used == [((0, 1), "stream 1")] * 3 + [((0, 2), "stream 1")]
     assert cuda.num_streams == 1
+
+
+def test_what_others_hold_is_not_counted_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker on the same device loads its model meanwhile; only the graphs' own pool counts."""
+    FakeCuda(monkeypatch)
+    captures, own, free = CudaCaptures(torch.device("cuda")), 0, iter(range(70 << 30, 0, -(1 << 30)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 8 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 8 << 30)
+
+    def snapshot() -> list[dict[str, object]]:
+        sizes = [((0, 0), 8 << 30), ((0, 1), own), ((0, 2), 5)]
+        return [{"segment_pool_id": pool, "total_size": size} for pool, size in sizes]
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    before = captures.held_bytes()
+    captures.capture(lambda: None)
+    own = 20 << 20
+    assert captures.held_bytes() - before == own
+    captures.forget()
+    assert captures.held_bytes() == 0
 
 
 def test_a_failed_capture_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
