@@ -302,6 +302,13 @@ class Decoder(nn.Module):
         logits: Tensor = F.linear(x, self._head_weight)
         return logits
 
+    def head_into(self, h: Tensor, out: Tensor) -> Tensor:
+        """`head` of [B, D], written to `out` [B, V], which is given back. Not for training."""
+        x = self._head_states(h)
+        if self._packed_head is not None:
+            return self._packed_head.into(x, out)
+        return torch.mm(x, self._head_weight.t(), out=out)
+
     def likeliest(self, h: Tensor) -> Tensor:
         """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
         do without them they are not written."""

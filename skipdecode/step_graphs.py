@@ -240,8 +240,8 @@ class StepGraphs:
         positions = (self._at - num_pad)[:, None].clamp(max=last)
         view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotations)
         h, _ = run_layers(model, model.embed(tokens[:, None], positions), view, Extents.of_plan(plan))
-        logits = model.head(h[:, -1])
-        self._logits[:rows].copy_(logits)
+        # into memory that graphs share: no copy for who wants logits, and nothing more for who does not
+        logits = model.head_into(h[:, -1], self._logits[:rows])
         tokens.copy_(likeliest(logits))
         self._at.add_(1)
 

@@ -61,6 +61,9 @@ class Packed(Protocol):
         self, x: Tensor, bias: Tensor | None, *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor: ...
 
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        """[B, in] -> `out` [B, out], whose memory is there, without a bias; gives it back."""
+
     def likeliest(self, x: Tensor) -> Tensor:
         """The output that is largest, without a bias, the lower of two that are equal: [B, in] -> [B] int64."""
 

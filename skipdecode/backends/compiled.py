@@ -179,6 +179,9 @@ class _Kernel:
     ) -> Tensor:
         return cpu.linear(x, self.weight, self.outputs, bias, activation=activation, residual=residual)
 
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(self(x, None))
+
     def likeliest(self, x: Tensor) -> Tensor:
         return cpu.argmax_linear(x, self.weight, self.outputs)
 
@@ -206,6 +209,9 @@ class _OneDNN:
         name = "relu" if activation == "relu" else "none"
         y = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, name, [], "")
         return activate(y, "swiglu") if activation == "swiglu" else y
+
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(self(x, None))
 
     def likeliest(self, x: Tensor) -> Tensor:
         return CPU.argmax(self(x, None))

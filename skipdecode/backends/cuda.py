@@ -112,6 +112,9 @@ class CudaWeight:
             y = activate(F.linear(x, self.weight, bias), activation)
         return y if residual is None else residual + y
 
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        return torch.mm(x, self.weight.t(), out=out)
+
     def likeliest(self, x: Tensor) -> Tensor:
         return self.kernels.argmax(F.linear(x, self.weight))
 
