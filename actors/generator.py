@@ -39,6 +39,7 @@ from skipdecode.schedule import make_schedule
 from skipdecode.speculative import LosslessStats, generate_lossless
 from skipdecode.step_graphs import StepGraphs, graphs_serve, ladder, plans_of
 from skipdecode.tokenizer import Tokenizer
+from skipdecode.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 from skipdecode.weights import load_model
 
 logger = logging.getLogger(__name__)
@@ -451,16 +452,17 @@ class Generator:
         return record
 
     def _warm_up(self) -> None:
-        """First calls are slow (thread pools, kernel choice); they belong to loading, not to the first batch."""
+        """First calls are slow; they belong to loading, not to the first batch."""
         self._capture()
-        request = Request(
-            "warm-up", [self.model.config.filler_token_id] * 8, Sampling(max_new_tokens=4, ignore_eos=True)
-        )
-        for _ in range(2):
-            schedule = self.schedule(4)
-            generate(self.model, [request] * 4, schedule, graphs=self.graphs)
-            if isinstance(schedule, Lossless):
-                generate_lossless(self.model, [request] * 4, schedule)
+        schedule = self.schedule(NEW_TOKENS)
+        is_cuda = self.device.type == "cuda"
+        most = self.batch_size(PROMPT_TOKENS, NEW_TOKENS) if is_cuda else ROWS  # as many as memory holds
+        warm_up(self.model, schedule, self.graphs, max_rows=most)
+        if isinstance(schedule, Lossless):
+            sampling = Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            request = Request("warm-up", [self.model.config.filler_token_id] * PROMPT_TOKENS, sampling)
+            for _ in range(2):
+                generate_lossless(self.model, [request] * ROWS, schedule)
 
 
 def _moved(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:

@@ -182,6 +182,11 @@ class Backend:
         """Keys and values of several layers from one state as one call; None: by parts."""
         return None
 
+    def rows_to_try(self, most: int) -> list[int]:
+        """Numbers of rows, up to `most`, that meet between them every kernel of a decode step: what is compiled when a
+        model loads, and not while rows wait. None where nothing is compiled."""
+        return []
+
     def column_attention(self, memory: Tensor) -> ColumnAttention | None:
         """Attention over memory of this kind [B, G, S, K], on which fused layers run, too.
 

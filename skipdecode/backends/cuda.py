@@ -246,6 +246,10 @@ class CudaBackend(Backend):
             self.kernels.add_norm(states, pending, bias, None, is_pre=True)
         return h
 
+    def rows_to_try(self, most: int) -> list[int]:
+        """How many programs share a row's columns halves where rows double (`triton_launch.splits_for`)."""
+        return [*(1 << n for n in range((most - 1).bit_length())), most]
+
     def column_attention(self, memory: Tensor) -> ColumnAttention | None:
         """None where a gradient is wanted."""
         return None if torch.is_grad_enabled() else self._attend_by_parts

@@ -46,7 +46,8 @@ def ready(
     return x
 
 
-@triton.jit(do_not_specialize=["last_step", "num_positions"])
+# Rows of a batch begin at any place of FIRST, LAST and UNIFORM: by their alignment, kernels would be compiled twice.
+@triton.jit(do_not_specialize=["last_step", "num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST"])
 def attend_kernel(
     Q, NEW_K, NEW_V, KEYS, VALUES, WHERE, FIRST, LAST, OUT, ROTATIONS, Q_NORM, K_NORM, PARTS, SUMS, ARRIVED,
     q_row, k_row, v_row, memory_row, memory_head, last_step, num_positions, scale, epsilon,
@@ -281,7 +282,7 @@ def kept(ROW, at, V, largest, temperature, key, ties, seen):
     return tl.where(keeps, tl.exp(x), 0.0), seen + tl.sum(is_tie.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["uniform_row"])
+@triton.jit(do_not_specialize=["uniform_row"], do_not_specialize_on_alignment=["UNIFORM"])
 def draw_kernel(
     LOGITS, TEMPERATURE, TOP_K, TOP_P, UNIFORM, OUT, row, uniform_row, V, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip

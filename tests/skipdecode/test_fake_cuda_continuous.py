@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from skipdecode.continuous import ContinuousBatch
+from skipdecode.generate import generate
 from skipdecode.plan import EarlyExit, FullDepth, SkipDecode
 from skipdecode.prefix import share
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 from skipdecode.uploads import uploaded
+from skipdecode.warm_up import warm_up
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 if importlib.util.find_spec("triton") is not None:
@@ -56,6 +58,30 @@ def test_the_host_waits_for_no_step_that_it_has_just_launched(name: str, keys: d
             run(ContinuousBatch(model, SkipDecode(L, L, 2, 1, 6)), **keys)  # type: ignore[arg-type]
         assert fake.left[-1] == 0, "the last tokens of all come with no step behind them"
         assert min(fake.left[:-1]) >= 2 * 2, fake.left  # that of a step, whose layers are two at least
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("opt-125m", 1), ("opt-125m", 2)])
+def test_kernels_are_compiled_at_load(name: str, num_devices: int) -> None:
+    """None in the loop, whatever rows join, leave or end up where: a compiler takes longer than many steps."""
+
+    def requests(count: int, temperature: float) -> list[Request]:
+        return [request(str(i), 3 + i % 5, 2 + i % 3, temperature=temperature) for i in range(count)]
+
+    with fake_cuda() as fake:
+        model, schedule = fake_model(name, layers=2, num_devices=num_devices), SkipDecode(2, 2, 1, 1, 4)
+        warm_up(model, schedule, max_rows=24)
+        known = set(fake.compiled)
+        assert len([kind for kind in known if kind[0] == "attend_kernel"]) > 1, "the case has lost its point"
+        batch = ContinuousBatch(model, schedule) if num_devices == 1 else None
+        for rows, temperature in [(1, 0.8), (9, 0.0), (24, 0.8)]:
+            if batch is None:
+                generate(model, requests(rows, temperature), schedule)
+            else:
+                batch.join(requests(rows - len(batch.rows), temperature))
+                batch.step()
+        while batch is not None and not batch.is_done:
+            batch.step()
+        assert fake.compiled == known, fake.compiled - known
 
 
 def test_torchs_operators_do_as_well() -> None:

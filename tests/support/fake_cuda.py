@@ -151,6 +151,17 @@ class NoWaits(TorchDispatchMode):
         return func(*args, **given)
 
 
+def kind_of(value: object, parameter: Any) -> object:
+    """What Triton compiles an argument's kernel for."""
+    if isinstance(value, Tensor):
+        is_round = value.storage_offset() * value.element_size() % 16 == 0
+        return value.dtype, is_round or parameter.do_not_specialize_on_alignment
+    if not isinstance(value, int) or isinstance(value, bool):
+        return type(value)
+    size = "i32" if -(2**31) <= value < 2**31 else "i64"
+    return size if parameter.do_not_specialize else (size, value == 1, value % 16 == 0)
+
+
 class FakeEvent:
     """`torch.cuda.Event`."""
 
@@ -175,6 +186,8 @@ class FakeCuda:
         self.launched: Counter[str] = Counter()
         self.devices: list[torch.device] = []
         """Of each launch."""
+        self.compiled: set[tuple[Any, ...]] = set()
+        """What Triton would have compiled for the launches: of each kernel, once for each of these."""
         self.now, self.done = 0, -1
         """Events so far, and the last one that was waited for."""
         self.left: list[int] = []
@@ -187,7 +200,7 @@ class FakeCuda:
         assert x.copied_at <= self.done, "read before it was there"  # type: ignore[attr-defined]
         return np.zeros(x.shape, int).tolist()
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **_options: Any) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """In place of `triton_launch.launch`."""
         assert all(0 < size < 2**31 for size in grid), grid
         assert all(size < 2**16 for size in grid[1:]), grid
@@ -198,6 +211,8 @@ class FakeCuda:
             assert argument.device == tensors[0].device, f"{kernel.__name__}: {argument.device}, {tensors[0].device}"
         self.devices.append(tensors[0].device)
         self.launched[kernel.__name__] += 1
+        kinds = [kind_of(value, by) for value, by in zip(arguments, kernel.params, strict=False)]
+        self.compiled.add((kernel.__name__, *kinds, *sorted(options.items())))
 
     @contextmanager
     def counting(self) -> Iterator[Counter[str]]:

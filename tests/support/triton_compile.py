@@ -51,7 +51,7 @@ def compiled(launched: tuple[Any, tuple[Any, ...], dict[str, Any]], capability: 
         signature[name] = kind
         if kind == "constexpr":
             constants[name] = value
-        if is_round:
+        if is_round and not kernel.params[place].do_not_specialize_on_alignment:
             attributes[(place,)] = [["tt.divisibility", 16]]
     signature = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
