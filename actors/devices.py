@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from skipdecode.config import DecoderConfig
+from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.plan import FullDepth
+from skipdecode.step_model import MAX_GPUS, Workload, gpus_needed, num_weights, rows_that_fit
+
 MEMORY_ERRORS = torch.OutOfMemoryError, MemoryError
 
 SPARE = 0.05  # of a GPU's memory, left free whatever its share: others may hold some of it
@@ -32,6 +37,29 @@ class DeviceMemory:
     def for_caches(self, share: float) -> int:
         """Bytes for the caches of all batches, where this process may take `share` of the device."""
         return max(0, min(int(share * self.total) - self.own, self.free - int(SPARE * self.total)))
+
+
+def refuse_too_large(
+    config: DecoderConfig, source: str, devices: Sequence[torch.device], itemsize: int, share: float
+) -> None:
+    """ValueError for a model whose weights leave no room for keys and values in `share` of these devices. It says how
+    many of them would do. To be asked before its weights are loaded."""
+    count, total = len(devices), min(DeviceMemory.of(device).total for device in devices)
+    least = Workload(prompt_tokens=1, new_tokens=1)
+    if rows_that_fit(config, FullDepth(config.num_hidden_layers), total, count, least, share, itemsize) > 0:
+        return
+    enough = gpus_needed(config, total, Workload(), max(share, MEMORY_SHARE), itemsize)
+    if enough is None:
+        remedy = f"not even actors.num_gpus={MAX_GPUS} would do; use a smaller dtype (model.dtype) or larger GPUs"
+    elif enough > count:
+        remedy = f"set actors.num_gpus={enough}, which shares its layers out (an endpoint decodes on one GPU alone)"
+    else:
+        remedy = f"set actors.num_gpus={enough} where workers share a GPU, else raise actors.memory_share"
+    weights, room = itemsize * num_weights(config) / 2**30, share * total * count / 2**30
+    of = "a GPU" if count == 1 else f"{count} GPUs"
+    raise ValueError(
+        f"{source} takes {weights:.1f} GiB, and {room:.1f} GiB of {of} are for it and its caches; {remedy}"
+    )
 
 
 def is_lost(error: Exception, devices: Sequence[torch.device]) -> bool:

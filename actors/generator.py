@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from actors.batching import Batch, cut_batches
-from actors.devices import DeviceMemory, is_lost
+from actors.devices import DeviceMemory, is_lost, refuse_too_large
 from actors.scoring import is_scored_alone, score_alone, with_scores
 from actors.sharing_plan import NOMINAL, PromptPrices, cut_window, share_batch
 from skipdecode.backends.device import backend_on
@@ -25,8 +25,10 @@ from skipdecode.backends.memory import spare_bytes
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.cost import Ceilings, SharedShape, cache_bytes_per_row, measure_ceilings, predict_s
 from skipdecode.draft_length import DraftLength, Prices
+from skipdecode.families import read_config
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.hub import resolve_source
 from skipdecode.kv.pool import ALIGNMENT
 from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
@@ -112,6 +114,9 @@ class Generator:
         self.devices = devices_of(self.device, config.num_devices)
         if config.num_devices > 1:
             self.device = self.devices[0]
+        if self.device.type == "cuda":
+            shape, share = read_config(resolve_source(config.source)), config.memory_share
+            refuse_too_large(shape, config.source, self.devices, self.dtype.itemsize, share)
         model = load_model(
             config.source, adapter=config.adapter, device=self.device, dtype=self.dtype, devices=self.devices
         )

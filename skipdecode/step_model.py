@@ -2,8 +2,8 @@
 
 The roofline of `skipdecode.cost` at the shares of a data sheet's figures that good kernels reach, with launches at
 nothing, since steps are CUDA graphs. A prediction to hold a measurement against, not a result: nothing here has been
-measured. A model that is larger than a GPU is priced as if its layers were split over several, and as many parts of a
-batch kept all of them busy: no run does that yet. No torch.
+measured. A model that is larger than a GPU is priced with its layers over several, and as many parts of a batch that
+keep all of them busy (`skipdecode.placing`). No torch.
 """
 
 from collections.abc import Sequence
@@ -79,23 +79,31 @@ def rows_that_fit(
     num_gpus: int,
     work: Workload,
     share: float = MEMORY_SHARE,
+    itemsize: int = ITEMSIZE,
 ) -> int:
     """Rows of a batch beside the weights, 0 or more, in `num_gpus` GPUs of that memory."""
     per_row = cache_bytes_per_row(
-        config, schedule, prompt_columns=work.prompt_tokens, num_new=work.new_tokens, itemsize=ITEMSIZE
+        config, schedule, prompt_columns=work.prompt_tokens, num_new=work.new_tokens, itemsize=itemsize
     )
-    room = share * memory_bytes * num_gpus - ITEMSIZE * num_weights(config)
+    room = share * memory_bytes * num_gpus - itemsize * num_weights(config)
     return max(0, int(room / per_row))
 
 
-def gpus_needed(config: DecoderConfig, memory_bytes: int, work: Workload, share: float = MEMORY_SHARE) -> int | None:
+def gpus_needed(
+    config: DecoderConfig,
+    memory_bytes: int,
+    work: Workload,
+    share: float = MEMORY_SHARE,
+    itemsize: int = ITEMSIZE,
+) -> int | None:
     """The fewest GPUs of that memory on which the model has room for MIN_ROWS rows at full depth; None: more than
     MAX_GPUS."""
     full = FullDepth(config.num_hidden_layers)
     fitting = (
         n
         for n in range(1, MAX_GPUS + 1)
-        if rows_that_fit(config, full, memory_bytes, n, work, share) >= MIN_ROWS and n <= config.num_hidden_layers
+        if rows_that_fit(config, full, memory_bytes, n, work, share, itemsize) >= MIN_ROWS
+        and n <= config.num_hidden_layers
     )
     return next(fitting, None)
 

@@ -51,7 +51,8 @@ class CachePool:
         size = self.memory.element_size()
         raise PoolFull(
             f"keys and values of the batch take {count * size} bytes, and of {self.nbytes} for all batches no gap is "
-            "as large; use fewer rows (actors.batch_size) or more memory (actors.memory_share)"
+            "as large; use fewer rows (actors.batch_size), more memory (actors.memory_share) or more GPUs "
+            "(actors.num_gpus)"
         )
 
     def give_back(self, start: int, end: int) -> None:

@@ -4,6 +4,7 @@ The CUDA back end runs with torch's operators on the CPU, and says that it is a 
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 
 from actors import devices, generator
 from actors.batches import EngineConfig
-from actors.devices import DeviceMemory, is_lost
+from actors.devices import DeviceMemory, is_lost, refuse_too_large
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig, largest_rung
 from skipdecode.cost import cache_bytes_per_row
@@ -51,6 +52,39 @@ def build(folder: Path, **keys: object) -> Generator:
 
 
 # Memory
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "share", "itemsize", "message"),
+    [
+        ("opt-66b", 1, 0.85, 2, r"opt-66b takes 12\d\.\d GiB, and 63\.3 GiB of a GPU .* set actors\.num_gpus=3, which"),
+        ("opt-66b", 1, 0.85, 4, r"set actors\.num_gpus=5, which"),
+        ("llama-3.1-70b", 2, 0.85, 2, r"of 2 GPUs .* set actors\.num_gpus=3, which"),
+        ("opt-13b", 1, 0.28, 2, r"set actors\.num_gpus=1 where workers share a GPU, else raise actors\.memory_share"),
+        ("opt-13b", 1, 0.85, 2, None),
+        ("llama-3.1-70b", 3, 0.85, 2, None),
+    ],
+)
+def test_a_model_too_large_for_its_gpus_says_how_many_would_do(
+    name: str, count: int, share: float, itemsize: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(80 * GB, 79 * GB, 0))
+    gpus = [torch.device("cuda", number) for number in range(count)]
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        refuse_too_large(released(name), name, gpus, itemsize, share)
+
+
+def test_a_model_that_no_number_of_gpus_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(8 * GB, 8 * GB, 0))
+    with pytest.raises(ValueError, match=r"not even actors\.num_gpus=8 would do"):
+        refuse_too_large(released("opt-66b"), "it", [torch.device("cuda")], 2, 0.85)
+
+
+def test_it_is_said_before_anything_is_loaded(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(1 << 16, 1 << 16, 0))
+    monkeypatch.setattr(generator, "load_model", lambda *_, **__: pytest.fail("loads"))
+    with pytest.raises(ValueError, match=r"actors\.num_gpus"):
+        build(tiny_checkpoint, device="cuda")
 
 
 @pytest.mark.parametrize(("gpu", "rows"), [("h200", 391), ("a100", 200)])
