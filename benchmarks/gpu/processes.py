@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,8 @@ LANE = ("tests/skipdecode/test_gpu.py", "tests/skipdecode/test_gpu_kernels.py")
 LANE_NEEDS = ("pytest", "pytest_timeout", "hypothesis", "transformers", "pyarrow", "pydantic")
 LANE_S, SANITIZER_S, JOB_S = 240, 150, 180
 ERRORS_EXIT = 86
+KEPT = 8000
+"""Characters of what a process said that was stopped."""
 JOB_NEEDS = ("ray", "pyarrow", "pydantic", "yaml")
 JOB_ROWS = 256
 
@@ -30,7 +33,8 @@ def check_lane(bench: Bench) -> Found:
     if why := missing(LANE_NEEDS) or absent(LANE):
         return not_run(why)
     start = time.perf_counter()
-    done = finished([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--maxfail=3", *LANE], LANE_S)
+    # -v names each test before it runs: the last line says which one did not end
+    done = finished([sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--maxfail=3", *LANE], LANE_S)
     counts, failed = parse_lane(done.stdout)
     found: Found = {"counts": counts, "failed": failed, "seconds": time.perf_counter() - start}
     if done.returncode:
@@ -145,7 +149,8 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 def finished(
     command: Sequence[str], timeout_s: float, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A process run to its end, from the root of the project; Wrong where that takes longer, and it is stopped."""
+    """A process run to its end, from the root of the project. Where that takes longer it is stopped, and Wrong has the
+    last line of what it said until then, and the end of all of it."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | (more or {}), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -153,20 +158,24 @@ def finished(
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        _stop(process)
-        raise Wrong(f"{' '.join(command[:4])} ... did not end within {timeout_s:g} s") from None
+        out, err = _stop(process)
+        found: Found = {"timed_out": True, "stdout": out[-KEPT:], "stderr": err[-KEPT:]}
+        last = (out.strip() or err.strip() or "nothing").splitlines()[-1].strip()[:500]
+        what = f"{' '.join(command[:4])} ... did not end within {timeout_s:g} s"
+        raise Wrong(f"{what}; the last that it said: {last}", found) from None
     except BaseException:  # Ctrl-C: what runs in a session of its own does not hear it
         _stop(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _stop(process: "subprocess.Popen[str]") -> None:
-    """With all that it started; a job gets time to take Ray down."""
+def _stop(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """With all that it started; a job gets time to take Ray down. What was said, on stdout and stderr."""
     for sign, wait_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
-            process.communicate(timeout=wait_s)
-            return
-        except (ProcessLookupError, subprocess.TimeoutExpired):
+        try:
+            return process.communicate(timeout=wait_s)
+        except subprocess.TimeoutExpired:
             continue
+    return "", ""

@@ -80,6 +80,8 @@ def test_the_lane_is_every_file_with_the_marker() -> None:
 
 
 def test_counts_and_failures_of_pytest() -> None:
+    verbose = f"tests/x.py::test_a FAILED [ 50%]\n{FAILED.replace('1 failed', '=== 1 failed').strip()} ===\n"
+    assert parse_lane(verbose) == parse_lane(FAILED)
     assert parse_lane(PASSED) == ({"passed": 7, "skipped": 1}, [])
     counts, failed = parse_lane(FAILED)
     assert counts == {"failed": 1, "passed": 1, "warning": 2}
@@ -202,8 +204,11 @@ def test_a_process_that_does_not_end_is_stopped_with_its_own(tmp_path: Path) -> 
     done = finished([sys.executable, "-c", "import os; print(os.environ['MARK'], os.getcwd())"], 60, {"MARK": "here"})
     assert done.stdout.split() == ["here", str(ROOT)]
     pid = tmp_path / "pid"
-    with pytest.raises(Wrong, match="did not end within 2 s"):
-        finished(["sh", "-c", f"sleep 600 & echo $! > '{pid}'; wait"], 2)
+    with pytest.raises(Wrong, match="did not end within 2 s; the last that it said: test_b") as raised:
+        finished(
+            ["sh", "-c", f"sleep 600 & echo $! > '{pid}'; echo test_a; echo test_b; echo oh >&2; exec sleep 600"], 2
+        )
+    assert raised.value.args[1] == {"timed_out": True, "stdout": "test_a\ntest_b\n", "stderr": "oh\n"}
     until = time.monotonic() + 10
     while is_running(pid.read_text().strip()) and time.monotonic() < until:
         time.sleep(0.05)  # what got its signal has not ended at once
