@@ -21,6 +21,7 @@ from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.bench import Bench, Check, Wrong
 from benchmarks.gpu.decoding import check_batches, check_captures, check_larger, check_speed, check_tokens
 from benchmarks.gpu.machine import check_device, check_kernels, nvidia_smi
+from benchmarks.gpu.overlap import check_overlap
 from benchmarks.gpu.processes import check_job, check_lane, check_sanitizer
 from benchmarks.gpu.replays import check_replays
 from skipdecode.families import released
@@ -37,6 +38,7 @@ CHECKS: dict[str, Check] = {
     "replays": check_replays,  # before the speed: it says where the time of a slow step goes
     "speed": check_speed,
     "larger": check_larger,
+    "overlap": check_overlap,
     "sanitizer": check_sanitizer,
     "job": check_job,
 }

@@ -18,7 +18,7 @@ from skipdecode.generate import generate
 from skipdecode.gpus import MEMORY_SHARE
 from skipdecode.plan import FullDepth
 from skipdecode.schedule import make_schedule
-from skipdecode.step_graphs import StepGraphs, plans_of
+from skipdecode.step_graphs import MAX_GRAPHS, StepGraphs, plans_of
 from skipdecode.step_model import num_weights
 
 MIN_FRACTION = 0.5  # of the roofline, below which a kernel does not do what it should
@@ -57,22 +57,31 @@ def check_tokens(bench: Bench) -> Found:
 
 
 def check_captures(bench: Bench) -> Found:
-    """Every graph of the shape is captured ahead of the first batch."""
+    """Every graph of the shape, which is plans x numbers of rows, is captured ahead of the first batch."""
     start = time.perf_counter()
     bench.model = random_model(bench.config, device=str(bench.device), dtype=torch.bfloat16).pack()
     made_s = time.perf_counter() - start
     room = bench.cache_bytes or DeviceMemory.of(bench.device).for_caches(MEMORY_SHARE)
     start = time.perf_counter()
-    bench.graphs = StepGraphs(bench.model, room, max_rows=max(bench.rows))
-    bench.graphs.capture_all(plans_of(bench.schedules().values(), bench.new_tokens))
-    _refuse_failed(bench.graphs)
-    return {
+    bench.graphs = graphs = StepGraphs(bench.model, room, max_rows=max(bench.rows))
+    plans, outside = plans_of(bench.schedules().values(), bench.new_tokens), _outside_torch(bench.device)
+    graphs.capture_all(plans)
+    _refuse_failed(graphs)
+    expected = min(len(plans) * len(graphs.rungs), MAX_GRAPHS)
+    found: Found = {
         "model_s": made_s,
         "capture_s": time.perf_counter() - start,
-        "graphs": bench.graphs.num_graphs,
-        "graph_bytes": bench.graphs.graph_bytes,
-        "cache_bytes": bench.graphs.nbytes,
+        "plans": len(plans),
+        "rungs": len(graphs.rungs),
+        "graphs": graphs.num_graphs,
+        "graph_bytes": graphs.graph_bytes,
+        "driver_bytes": _outside_torch(bench.device) - outside,  # what the driver keeps of graphs, and other processes
+        "cache_bytes": graphs.nbytes,
     }
+    if graphs.num_graphs != expected:
+        of = f"{len(plans)} plans at {len(graphs.rungs)} numbers of rows"
+        raise Wrong(f"{graphs.num_graphs} graphs were captured, and {of} are {expected}: {graphs.describe()}", found)
+    return found
 
 
 def check_batches(bench: Bench) -> Found:
@@ -163,6 +172,14 @@ def _timed(bench: Bench, size: int) -> list[dict[str, Any]]:
         row |= {"predicted_speedup": full_s[1] / predicted, "prefill_s": prefill}
         rows.append(row | {"tokens_per_s": runs[0].output_tokens / (prefill + measured)})
     return rows
+
+
+def _outside_torch(device: torch.device) -> int:
+    """Bytes of the device that are in use, and not torch's in this process."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total) - int(free) - torch.cuda.memory_reserved(device)
 
 
 def _refuse_failed(graphs: StepGraphs) -> None:

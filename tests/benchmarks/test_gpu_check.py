@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import attention, decoding, machine
+from benchmarks.gpu import attention, decoding, machine, overlap
 from benchmarks.gpu.bench import Bench, Wrong, not_run
 from benchmarks.gpu.decoding import SMALL, rows_that_fit
 from benchmarks.gpu_check import CHECKS, main, run_checks
+from skipdecode import step_graphs
 from skipdecode.backends.cuda import CudaBackend
 from skipdecode.cost import Ceilings
+from skipdecode.decoder import Decoder
 from skipdecode.families import config_of, released
 from skipdecode.step_graphs import StepGraphs
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
@@ -54,6 +56,7 @@ def test_nothing_is_wrong() -> None:
     assert [note.partition(":")[0] for note in notes] == list(checks)
     assert document["captures"]["graphs"] == 3 * 4  # type: ignore[index]
     assert [row["schedule"] for row in document["speed"]["rows"]] == ["full", "skipdecode 2x"] * 2  # type: ignore[index]
+    assert "not_run" in document["overlap"]  # type: ignore[operator]
     assert document["larger"]["rows_that_fit"] == (2, 4)  # type: ignore[index]
     assert document["larger"]["captures"]["graphs"] == 3 * 4  # type: ignore[index]
     assert len(document["larger"]["rows"]) == 4  # type: ignore[index]
@@ -64,7 +67,7 @@ def test_what_must_hold_comes_before_what_should_be_fast() -> None:
     names = list(CHECKS)
     assert names[:4] == ["device", "kernels", "tokens", "lane"]
     assert names.index("captures") < min(map(names.index, ("batches", "replays", "speed")))
-    assert names[-3:] == ["larger", "sanitizer", "job"]  # with the device free again
+    assert names[-4:] == ["larger", "overlap", "sanitizer", "job"]  # with the device free again
 
 
 def test_the_first_thing_that_is_wrong_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +98,51 @@ def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("skipdecode.step_graphs.captures_on", lambda _: captures)
     for check in ("tokens", "captures"):
         assert "cannot be captured: RuntimeError: not permitted" in first_wrong(check)
+
+
+def test_fewer_graphs_than_there_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing fails where memory ends the captures, and later checks would time steps without graphs."""
+    monkeypatch.setattr(step_graphs, "MAX_GRAPH_BYTES", 1000)
+    monkeypatch.setattr("skipdecode.step_graphs.captures_on", lambda _: FakeCaptures(graph_bytes=300))
+    sentence = first_wrong("captures")
+    assert "4 graphs were captured, and 3 plans at 4 numbers of rows are 12: 4 graphs in " in sentence
+    assert "full (all of them may take" in sentence
+
+
+def test_more_plans_than_graphs_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 9)
+    monkeypatch.setattr(decoding, "MAX_GRAPHS", 9)
+    assert first_wrong("captures") == "None"
+
+
+def test_two_gpus_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [torch.device("cpu")] * 2  # one after the other, whatever the order
+    monkeypatch.setattr(overlap, "visible", lambda _: devices)
+    monkeypatch.setattr(overlap, "MAX_RATIO", 0.01)
+    document = run_checks(bench(), {"overlap": CHECKS["overlap"]}, lambda _: None)
+    assert "one GPU waits for the other" in str(document["wrong"])
+    assert document["overlap"]["rows_of_a_part"] == 2  # type: ignore[index]
+    monkeypatch.setattr(overlap, "MAX_RATIO", 100.0)
+    document = run_checks(bench(), {"overlap": CHECKS["overlap"]}, lambda _: None)
+    assert document["wrong"] is None
+    json.dumps(document)
+
+
+def test_one_part_is_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That two parts take longer than one where nothing overlaps is not taken for granted: both are timed."""
+    seen: list[tuple[int, int]] = []
+
+    def passes(_bench: Bench, model: Decoder, _plan: object, rows: int, _devices: object) -> tuple[float, float]:
+        assert model.placement is not None
+        seen.append((model.placement.num_parts, rows))
+        return 1.0, 1.0
+
+    monkeypatch.setattr(overlap, "visible", lambda _: [torch.device("cpu")] * 2)
+    monkeypatch.setattr(overlap, "timed_passes", passes)
+    assert run_checks(bench(), {"overlap": CHECKS["overlap"]}, lambda _: None)["wrong"] is None
+    assert seen == [(1, 2), (2, 4)]
+    assert overlap.overlap_problem(1.0, 1.2) is None
+    assert "take 1.90 times as long as one" in str(overlap.overlap_problem(1.0, 1.9))
 
 
 def test_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,128 @@
+"""Layers on two GPUs: while one part of a batch is on a GPU, the other is on the one before (`skipdecode.placing`).
+
+Prompts are timed: their products keep a GPU busy far longer than the host takes to launch them. Two parts should take
+little longer than one, though they are twice the work. Steps are timed too, and not judged: those of small models are
+launched more slowly than they run.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from actors.bench import random_model
+from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
+from skipdecode.decoder import Decoder
+from skipdecode.placing import Placement, deal
+from skipdecode.plan import FullDepth, LayerPlan
+from skipdecode.prompts import allocate_cache
+
+COUNT = 2
+MAX_RATIO = 1.5
+"""Of the time of two parts to that of one: near 1 where they overlap, 2 where one waits for the other."""
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class OnePart(Placement):
+    """The same layers on the same devices, and all rows at once."""
+
+    @property
+    def num_parts(self) -> int:
+        return 1
+
+
+@torch.inference_mode()
+def check_overlap(bench: Bench) -> Found:
+    """Two GPUs work at the same time."""
+    bench.release()
+    devices = visible(bench.device)
+    if len(devices) < COUNT:
+        return not_run(f"{len(devices)} GPU is visible, and layers on several take {COUNT}")
+    model = placed(bench, devices)
+    plan, rows = FullDepth(bench.layers).prefill(), min(bench.rows)
+    found: Found = {"rows_of_a_part": rows, "devices": [str(device) for device in devices]}
+    seconds: dict[str, tuple[float, float]] = {}
+    for name, parts in (("one part", 1), ("two parts", COUNT)):
+        kind = OnePart if parts == 1 else Placement
+        assert model.placement is not None
+        model.placement = kind(model.placement.devices, model.placement.of_layer)
+        seconds[name] = timed_passes(bench, model, plan, parts * rows, devices)
+    prompts, steps = zip(seconds["one part"], seconds["two parts"], strict=True)
+    found |= {
+        "prompts_s": prompts,
+        "step_s": steps,
+        "ratio": prompts[1] / prompts[0],
+        "step_ratio": steps[1] / steps[0],
+    }
+    del model
+    bench.release()
+    if sentence := overlap_problem(*prompts):
+        raise Wrong(sentence, found)
+    return found
+
+
+def overlap_problem(one_s: float, two_s: float) -> str | None:
+    """What is wrong with the time of two parts beside that of one; None: nothing."""
+    if two_s <= MAX_RATIO * one_s:
+        return None
+    return (
+        f"two parts on two GPUs take {two_s / one_s:.2f} times as long as one (more than {MAX_RATIO:g}): one GPU waits "
+        "for the other"
+    )
+
+
+def visible(device: torch.device) -> list[torch.device]:
+    """The first GPUs, at most COUNT."""
+    found = torch.cuda.device_count() if device.type == "cuda" else 0
+    return [torch.device("cuda", number) for number in range(min(found, COUNT))]
+
+
+def placed(bench: Bench, devices: Sequence[torch.device]) -> Decoder:
+    """The shape with random weights, its layers dealt out; made on the first device, which has room for all of it."""
+    model = random_model(bench.config, device=str(devices[0]), dtype=torch.bfloat16)
+    model.placement = deal(bench.layers, devices)
+    for layer, device in zip(model.layers, model.placement.of_layers, strict=True):
+        layer.to(device)
+    return model.pack()
+
+
+def timed_passes(
+    bench: Bench, model: Decoder, plan: LayerPlan, rows: int, devices: Sequence[torch.device]
+) -> tuple[float, float]:
+    """Median seconds of prompts of so many rows, and of a step behind them."""
+    columns, device = bench.prompt_tokens, model.device
+    pads = torch.zeros(rows, dtype=torch.int64, device=device)
+    tokens = torch.full((rows, columns), 4, dtype=torch.int64, device=device)
+    positions = torch.arange(columns, device=device).expand(rows, columns)
+    cache = allocate_cache(model, pads, columns, FullDepth(bench.layers), 2, paddings=[0] * rows)
+
+    def prompts() -> None:
+        cache.length = 0
+        model(tokens, positions, cache, plan, only_likeliest=True)
+
+    def step() -> None:
+        cache.length = columns
+        model(tokens[:, :1], torch.full_like(tokens[:, :1], columns), cache, plan, only_likeliest=True)
+
+    return median_s(prompts, devices), median_s(step, devices)
+
+
+def median_s(work: Callable[[], None], devices: Sequence[torch.device]) -> float:
+    """Of REPEATS, behind one that warms up."""
+    times: list[float] = []
+    for _ in range(REPEATS + 1):
+        _wait(devices)
+        start = time.perf_counter()
+        work()
+        _wait(devices)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def _wait(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
