@@ -96,7 +96,9 @@ class GraphedCache(KVCache):
         cache = cls(k, v, num_pad, owners, is_masked=is_masked, paddings=paddings)
         cache.part, cache.serial = part, next(_serials)
         cache.is_masked = cache.valid is not None  # so that nobody waits to see whether rows that stay are padded
-        cache.where = torch.tensor([places[owner] for owner in owners]).to(num_pad.device)
+        cache.where = uploaded(
+            [places[owner] for owner in owners], num_pad.device
+        )  # other cohorts' steps run meanwhile
         return cache
 
     @property
