@@ -64,7 +64,10 @@ class CudaCaptures:
         # torch's sums leave out a pool's memory between replays.
         if self._pool is None:
             return 0
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        try:
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        except RuntimeError:  # torch's other allocator (cudaMallocAsync) keeps no such books
+            return 0
         return sum(int(one["total_size"]) for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 
 

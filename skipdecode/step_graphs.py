@@ -137,6 +137,11 @@ class StepGraphs:
             for plan in plans:
                 if (plan, n) not in self._replays and self._may_capture and len(self._replays) < MAX_GRAPHS:
                     self._rehearse(plan, n)
+        if (
+            plans and not self._may_capture
+        ):  # steps kernel by kernel want theirs compiled before a batch waits for them, too
+            for n in sorted(set(wanted)):
+                self._rehearse(plans[0], n)
         self._is_loading = False
         if self.full is not None:
             logger.warning("some decode steps run kernel by kernel: %s", self.describe())
@@ -150,7 +155,7 @@ class StepGraphs:
             return
         try:
             self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)
-            self._first_run(plan, rows)
+            self._first_run(plan, rows) if self._may_capture else self._step(plan, rows)
         except torch.OutOfMemoryError as error:  # smaller batches may find what these rows do not
             self.full = _no_room(error)
         self._serial = -1

@@ -283,6 +283,16 @@ def test_a_device_without_room_for_another_graph_keeps_those_there_are(model: De
     assert captures.replays == 19
 
 
+def test_steps_without_graphs_are_rehearsed_at_load(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled for numbers of rows, and a batch must not wait for that."""
+    graphs, seen = StepGraphs(model, ROOM, max_rows=8, captures=FakeCaptures(RuntimeError("no"))), []
+    step = graphs._step
+    monkeypatch.setattr(graphs, "_step", lambda plan, rows: (seen.append(rows), step(plan, rows)))
+    graphs.capture_all(plans_of([SkipDecode(L, 5, 2, 1, 19)], 20))
+    assert graphs.num_graphs == 0
+    assert set(seen) == set(graphs.rungs)
+
+
 def test_no_room_for_a_rehearsal_does_not_end_loading(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = FakeCaptures()
     graphs = StepGraphs(model, ROOM, max_rows=4, captures=captures)
@@ -486,10 +496,16 @@ def test_what_others_hold_is_not_counted_as_graphs(monkeypatch: pytest.MonkeyPat
         return [{"segment_pool_id": pool, "total_size": size} for pool, size in sizes]
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+
+    def cannot() -> list[dict[str, object]]:
+        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
     before = captures.held_bytes()
     captures.capture(lambda: None)
     own = 20 << 20
     assert captures.held_bytes() - before == own
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", cannot)
+    assert captures.held_bytes() == 0
     captures.forget()
     assert captures.held_bytes() == 0
 
