@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from actors.devices import DeviceMemory
-from actors.generator import free_bytes, largest_rung, row_rounding
 from actors.profile import profile_step
+from actors.room import free_bytes, largest_rung, row_rounding
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row, measure_ceilings, predict_s, training_flops
 from skipdecode.decoder import Decoder

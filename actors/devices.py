@@ -1,6 +1,6 @@
 """A worker's GPU: its memory, what of it caches may take, and whether it is still there. No model, no rows.
 
-What hosts give to caches is `actors.generator`'s choice: their memory is shared with Ray.
+What hosts give to caches is `actors.room`'s choice: their memory is shared with Ray.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,6 @@ until the row at fault is alone. It knows nothing of files, tables or clusters.
 
 import copy
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,19 +16,18 @@ from typing import Any
 import torch
 
 from actors.batching import Batch, cut_batches
-from actors.devices import DeviceMemory, is_lost, refuse_too_large
+from actors.devices import is_lost, refuse_too_large
+from actors.room import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, Room
 from actors.scoring import is_scored_alone, score_alone, with_scores
 from actors.sharing_plan import NOMINAL, PromptPrices, cut_window, share_batch
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.memory import spare_bytes
-from skipdecode.config import DecoderConfig, Quantization
-from skipdecode.cost import Ceilings, SharedShape, cache_bytes_per_row, measure_ceilings, predict_s
+from skipdecode.config import Quantization
+from skipdecode.cost import Ceilings, SharedShape, measure_ceilings, predict_s
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.families import read_config
 from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.gpus import MEMORY_SHARE
 from skipdecode.hub import resolve_source
-from skipdecode.kv.pool import ALIGNMENT
 from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
 from skipdecode.placing import choose_dtype as choose_dtype
@@ -39,18 +37,13 @@ from skipdecode.prefix import Sharing, share
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.speculative import LosslessStats, generate_lossless
-from skipdecode.step_graphs import StepGraphs, graphs_serve, ladder, plans_of
+from skipdecode.step_graphs import StepGraphs, graphs_serve, plans_of
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 from skipdecode.weights import load_model
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
-ENGINE_SHARE = 0.5  # of a host's free memory, for the caches of all batches of an endpoint
-CACHE_SHARE = 0.25  # of a host's free memory, for the cache of one batch (it is shared with Ray)
-GROWTH = 2  # without graphs: rows that stay are copied while the old ones are there, and lossless batches grow at once
-DETERMINISTIC_ROWS = 32  # `auto` under `deterministic`: the same on every machine
 FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
 MAX_STEPS = 4096  # decode steps that are looked through for plans to capture: every depth comes within them
 
@@ -130,7 +123,9 @@ class Generator:
         if config.baseline_fraction > 0 or config.decode.get("lossless"):
             dtype = str(self.dtype).removeprefix("torch.")
             self.ceilings = measure_ceilings(str(self.device), dtype)
+        self.room = Room(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
         self.graphs = self._make_graphs()  # takes what is left of the device
+        self.room = replace(self.room, graphs=self.graphs)
         self._num_batches = self._num_turns = self._num_pairs = 0
         self._prices: dict[LayerPlan, PromptPrices] = {}
         self._warm_up()
@@ -282,46 +277,17 @@ class Generator:
             return self.config.batch_size
         if self.config.deterministic:  # free memory must not choose a shape
             return DETERMINISTIC_ROWS
-        is_cuda = self.device.type == "cuda"
         schedules = {self.schedule(max_new_tokens): 1.0}
         if self.config.baseline_fraction > 0:  # the same rows at full depth, which on a host may take twice the share
-            schedules[self.full] = 1.0 if is_cuda else 0.5
-        shape = {"prompt_columns": bucket, "num_new": max_new_tokens, "itemsize": self.dtype.itemsize}
-        per_row = max(
-            weight * cache_bytes_per_row(self.model.config, schedule, **shape) for schedule, weight in schedules.items()
-        )
-        head_bytes = 2 * self.model.config.num_hidden_layers * self.model.config.kv_dim * self.dtype.itemsize
-        per_row += head_bytes * head_columns
-        if is_cuda:  # so that shapes repeat from batch to batch, and graphs serve
-            rounding = row_rounding(self.model.config, self.dtype.itemsize)
-            parts = len(self.devices)  # of a batch, each with as many rows as a device alone would have
-            room = self._cache_bytes() // (parts if self.graphs is not None else parts * GROWTH)
-            return parts * largest_rung(room, int(per_row) + rounding, self.graphs)
-        fits = int(CACHE_SHARE * free_bytes(self.device) / per_row)
-        return max(1, min(MAX_BATCH_ROWS[self.device.type], fits))
-
-    @property
-    def engine_bytes(self) -> int:
-        """For the caches of all batches of an endpoint."""
-        return self._cache_bytes() if self.device.type == "cuda" else int(ENGINE_SHARE * free_bytes(self.device))
-
-    def _cache_bytes(self) -> int:
-        """On a GPU, for the caches of all batches."""
-        if self.graphs is not None:
-            return self.graphs.nbytes
-        return self._cache_share()
-
-    def _cache_share(self) -> int:
-        """Layers are dealt evenly, so the device with the least room decides."""
-        room = [DeviceMemory.of(device).for_caches(self.config.memory_share) for device in set(self.devices)]
-        return len(room) * min(room)
+            schedules[self.full] = 1.0 if self.room.is_cuda else 0.5
+        return self.room.rows(schedules, prompt_columns=bucket, num_new=max_new_tokens, head_columns=head_columns)
 
     def _make_graphs(self) -> StepGraphs | None:
         is_lossless = bool(self.config.decode.get("lossless"))  # its caches lie in torch's own memory
         if not self.config.has_graphs or is_lossless or len(self.devices) > 1 or not graphs_serve(self.model):
             return None
         rows = self.config.batch_size or (DETERMINISTIC_ROWS if self.config.deterministic else MAX_BATCH_ROWS["cuda"])
-        return StepGraphs(self.model, self._cache_share(), max_rows=rows)
+        return StepGraphs(self.model, self.room.on_gpus, max_rows=rows)
 
     def _capture(self) -> None:
         """All graphs that batches under this configuration ask for."""
@@ -483,17 +449,6 @@ def _figures(result: BatchResult) -> dict[str, Any]:
     return stats
 
 
-def row_rounding(config: DecoderConfig, itemsize: int) -> int:
-    """Bytes of a row that rounding up the columns of its layers may add, where graphs are (`kv.graphed`)."""
-    return 2 * config.num_hidden_layers * (ALIGNMENT - 1) * config.kv_dim * itemsize
-
-
-def largest_rung(cache_bytes: int, per_row: int, graphs: StepGraphs | None = None) -> int:
-    """The most rows of a batch on a GPU that fit and that need no padding."""
-    most = max(1, min(MAX_BATCH_ROWS["cuda"], cache_bytes // per_row))
-    return max(rows for rows in (ladder(most) if graphs is None else graphs.rungs) if rows <= most)
-
-
 def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:
     """How far the tokens are those of full depth: equal rows, and equal tokens position by position."""
     exact = matched = compared = 0
@@ -502,15 +457,3 @@ def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:
         matched += sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
         compared += max(len(ours.tokens), len(theirs.tokens))
     return {"exact_rows": exact, "matched_tokens": matched, "compared_tokens": compared}
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free for caches."""
-    if device.type == "cuda":
-        return DeviceMemory.of(device).free
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:  # not free pages: the page cache gives way
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-            return free + spare_bytes()
-    except (OSError, StopIteration):  # no Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

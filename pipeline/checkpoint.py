@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from actors.generator import DETERMINISTIC_ROWS
+from actors.room import DETERMINISTIC_ROWS
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
 from skipdecode.adapter import resolve_adapter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from actors.generator import free_bytes
+from actors.room import free_bytes
 from pipeline.cluster import OBJECT_STORE_BYTES, num_cores
 from pipeline.config import ConfigError
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose, cpu_flags

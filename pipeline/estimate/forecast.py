@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from actors.batching import Batch
-from actors.generator import FIRST_PAIRS, MAX_BATCH_ROWS, Generator
+from actors.generator import FIRST_PAIRS, Generator
+from actors.room import MAX_BATCH_ROWS
 from actors.scoring import is_scored_alone
 from pipeline.config import JobConfig
 from pipeline.estimate.measure import Measured, at_level, predicted_s, rows_by_step

@@ -5,8 +5,8 @@ The CUDA back end runs with torch's operators on the CPU, and says that it is a 
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from actors import devices, generator
 from actors.batches import EngineConfig
 from actors.devices import DeviceMemory, is_lost, refuse_too_large
 from actors.engine import Engine
-from actors.generator import Generator, GeneratorConfig, largest_rung
+from actors.generator import Generator, GeneratorConfig
+from actors.room import Room, largest_rung
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.families import released
 from skipdecode.generate import Request, generate
@@ -41,7 +42,7 @@ def some(count: int, num_new: int = 12, **keys: float) -> list[Request]:
 def _on_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Generators decode by graphs, in a memory of 4 MB."""
     monkeypatch.setattr(generator, "graphs_serve", lambda _model: True)
-    monkeypatch.setattr(Generator, "_cache_share", lambda _self: 1 << 22)
+    monkeypatch.setattr(Room, "on_gpus", 1 << 22)
     with cpu_as_cuda():
         yield
 
@@ -108,47 +109,41 @@ def test_what_others_hold_is_not_taken() -> None:
 def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes more or less from run to run must not make other shapes; full depth has to fit, too."""
     made = build(tiny_checkpoint, batch_size=None, baseline_fraction=0.5)
-    monkeypatch.setattr(made, "device", torch.device("cuda"))
+    monkeypatch.setattr(made, "room", replace(made.room, devices=[torch.device("cuda")]))
     per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=47, num_new=12, itemsize=4)
     sizes = set()
     for rows in (1, 2, 5, 47, 50, 63, 9000):
-        monkeypatch.setattr(made, "_cache_share", lambda rows=rows: per_row * rows)
+        monkeypatch.setattr(Room, "on_gpus", per_row * rows)
         size = made.batch_size(32, 12)
         assert size <= rows
         sizes.add(size)
-    assert sizes == {
-        1,
-        2,
-        16,
-        24,
-        256,
-    }  # of half: without graphs rows that stay are copied while the old ones are there
+    # of half: without graphs rows that stay are copied while the old ones are there
+    assert sizes == {1, 2, 16, 24, 256}
     assert sizes <= set(ladder(256))
 
 
 def test_the_device_with_the_least_room_decides(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are dealt evenly; parts of a batch have the rows of a device alone."""
     made = build(tiny_checkpoint, batch_size=None)
-    devices = tuple(torch.device("cuda", number) for number in range(3))
-    monkeypatch.setattr(made, "devices", devices)
-    monkeypatch.setattr(made, "device", devices[0])
+    devices = [torch.device("cuda", number) for number in range(3)]
+    monkeypatch.setattr(made, "room", replace(made.room, devices=devices))
     room = dict(zip(devices, (50_000_000, 20_000_000, 30_000_000), strict=True))
     monkeypatch.setattr(DeviceMemory, "of", lambda device: DeviceMemory(2 * room[device], 2 * room[device], 0))
-    assert made._cache_share() == 3 * int(2 * 20_000_000 * made.config.memory_share)
-    monkeypatch.setattr(made, "_cache_share", lambda: 3 * 10_000_000)
+    assert made.room.on_gpus == 3 * int(2 * 20_000_000 * made.config.memory_share)
+    monkeypatch.setattr(Room, "on_gpus", 3 * 10_000_000)
     one = largest_rung(10_000_000 // 2, int(1e5))
-    monkeypatch.setattr(generator, "cache_bytes_per_row", lambda *_, **__: 1e5)
-    monkeypatch.setattr(generator, "row_rounding", lambda *_: 0)
+    monkeypatch.setattr("actors.room.cache_bytes_per_row", lambda *_, **__: 1e5)
+    monkeypatch.setattr("actors.room.row_rounding", lambda *_: 0)
     assert made.batch_size(32, 12) == 3 * one > 3
 
 
 @pytest.mark.usefixtures("_on_graphs")
-def test_automatic_rows_fit_the_memory_of_graphs(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automatic_rows_fit_the_memory_of_graphs(tiny_checkpoint: Path) -> None:
     """To the last byte, columns rounded up: else every batch would be tried in vain, and halved."""
     for room in (150_000, 333_333):
         made = build(tiny_checkpoint, batch_size=None, length_buckets=(29,), baseline_fraction=1.0)
-        monkeypatch.setattr(made, "device", SimpleNamespace(type="cuda"))
         made.graphs = StepGraphs(made.model, room)
+        made.room = replace(made.room, devices=[torch.device("cuda")], graphs=made.graphs)
         size = made.batch_size(29, 12)
         for schedule in (made.schedule(12), made.full):
             assert has_room(made.graphs, schedule, size, 29, 12)

@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actors import generator as module
-from actors.generator import DETERMINISTIC_ROWS, Answer, Generator, GeneratorConfig, RowFailure, WindowResult, agreement
+from actors import room
+from actors.generator import Answer, Generator, GeneratorConfig, RowFailure, WindowResult, agreement
+from actors.room import DETERMINISTIC_ROWS
 from pipeline.demo_corpus import make_prompts
 from skipdecode.backends import choice
 from skipdecode.generate import BatchResult, BatchStats, Completion, Request, generate
@@ -229,7 +231,7 @@ def test_deterministic_shapes_do_not_follow_free_memory(
 ) -> None:
     generator = build(deterministic=True, batch_size=None)
     for free in (1, 1 << 20, 1 << 40):
-        monkeypatch.setattr(module, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(room, "free_bytes", lambda device, free=free: free)
         calls.clear()
         generator(random_requests(3))
         assert {keys["batch_rows"] for _, keys in calls} == {DETERMINISTIC_ROWS}
@@ -259,11 +261,11 @@ def test_automatic_batch_size_fits_the_memory(build: Callable[..., Generator], m
     generator = build(batch_size=None)
     per_row = 2 * 48 * 4 * (6 * 32 + generator_steps(12))  # K and V, width, float32, columns of all layers
     for rows in (1, 7, 50):
-        monkeypatch.setattr(module, "free_bytes", lambda device, rows=rows: 4 * per_row * rows + 4)
+        monkeypatch.setattr(room, "free_bytes", lambda device, rows=rows: 4 * per_row * rows + 4)
         assert generator.batch_size(32, 12) == rows
-    monkeypatch.setattr(module, "free_bytes", lambda device: 1 << 50)
+    monkeypatch.setattr(room, "free_bytes", lambda device: 1 << 50)
     assert generator.batch_size(32, 12) == 128
-    monkeypatch.setattr(module, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(room, "free_bytes", lambda device: 0)
     assert generator.batch_size(32, 12) == 1
     requests = random_requests(5)
     assert generator(requests).answers == one_by_one(generator, requests)

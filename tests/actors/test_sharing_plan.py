@@ -192,7 +192,7 @@ def test_more_rows_fit_where_heads_lie_once(source: Path, monkeypatch: pytest.Mo
         pytest.skip("no kernels that read a shared copy")
     prompts = grouped_prompts([(90, [9] * 64)], 1)
     requests = [Request(str(at), prompt, Sampling(max_new_tokens=8)) for at, prompt in enumerate(prompts)]
-    monkeypatch.setattr(actors.generator, "free_bytes", lambda device: 4 << 20)
+    monkeypatch.setattr(actors.room, "free_bytes", lambda device: 4 << 20)
     alone = Generator(config(source, length_buckets=(16, 64, 128)))
     sizes = [max(len(batch.rows) for batch in one.cut(requests)) for one in (alone, generator)]
     assert sizes[1] > 3 * sizes[0]
