@@ -137,9 +137,7 @@ class StepGraphs:
             for plan in plans:
                 if (plan, n) not in self._replays and self._may_capture and len(self._replays) < MAX_GRAPHS:
                     self._rehearse(plan, n)
-        if (
-            plans and not self._may_capture
-        ):  # steps kernel by kernel want theirs compiled before a batch waits for them, too
+        if plans and not self._may_capture:  # what runs without graphs is compiled before a batch waits for it
             for n in sorted(set(wanted)):
                 self._rehearse(plans[0], n)
         self._is_loading = False
