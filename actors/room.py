@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from actors.devices import DeviceMemory
-from skipdecode.backends.memory import spare_bytes
+from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.kv.pool import ALIGNMENT
@@ -96,6 +96,6 @@ def free_bytes(device: torch.device) -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # not free pages: the page cache gives way
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-            return free + spare_bytes()
+            return free + backend_on(device).spare_bytes
     except (OSError, StopIteration):  # no Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

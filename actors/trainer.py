@@ -134,18 +134,7 @@ def train(
     device = model.device
     schedules = [listed_schedule(model.config, entry, config.horizon + 1) for entry in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
-    lora = lora_modules(model)
-    model.train().requires_grad_(config.trainable == "all" and not lora)
-    for added in lora if model.added is None else [*lora, model.added]:
-        added.requires_grad_(True)
-    loss = ResponseLoss(
-        model,
-        distill=config.distill,
-        temperature=config.temperature,
-        hidden=config.hidden,
-        teacher=teacher,
-        recompute=config.recompute,
-    )
+    loss = _loss_to_train(model, config, teacher)
     module = wrap(loss, config.parallel)
     groups = _decay_groups(model, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
@@ -190,6 +179,22 @@ def train(
             hooks.keep_best(full_state(get_model_state_dict, loss), best)
     model.eval().requires_grad_(False)
     return best
+
+
+def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None) -> ResponseLoss:
+    """The loss, of which those weights have gradients that are to be trained."""
+    lora = lora_modules(model)
+    model.train().requires_grad_(config.trainable == "all" and not lora)
+    for added in lora if model.added is None else [*lora, model.added]:
+        added.requires_grad_(True)
+    return ResponseLoss(
+        model,
+        distill=config.distill,
+        temperature=config.temperature,
+        hidden=config.hidden,
+        teacher=teacher,
+        recompute=config.recompute,
+    )
 
 
 def mean_loss(model: Decoder, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:

@@ -10,7 +10,7 @@ from actors.room import DETERMINISTIC_ROWS
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
 from skipdecode.adapter import resolve_adapter
-from skipdecode.backends.cpu import MAX_INT8_INPUTS
+from skipdecode.backends.choice import int8_misfit
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
@@ -227,11 +227,8 @@ def check_quantization(
     widths = {"hidden_size": opt.hidden_size, ffn: opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
     widths["num_attention_heads * head_dim"] = opt.q_dim
     for key, width in widths.items():
-        if width % 32 or width > MAX_INT8_INPUTS:
-            raise ConfigError(
-                "model.quantization",
-                f"{key} {width} of this model is no multiple of 32, or above {MAX_INT8_INPUTS}; null takes it",
-            )
+        if (problem := int8_misfit(width)) is not None:
+            raise ConfigError("model.quantization", f"{key} {width} of this model is {problem}; null takes it")
 
 
 def adapter_path(asked: str | None, model: ResolvedModel) -> str | None:

@@ -8,6 +8,7 @@ models cannot hide. Predictions are bounds to print beside measurements, not res
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -234,13 +235,12 @@ def cache_bytes_per_row(
 def measure_ceilings(device: str, dtype: str) -> Ceilings:
     """A micro-benchmark of about half a second: a product, a read of memory larger than caches, a chain of tiny calls.
 
-    Fixed routines of torch, whatever kernels decode here, so that a slower kernel does not look better beside them. On
-    CPUs the product is the faster of torch's two, with the weight as it is and laid out once for oneDNN; for int8
-    weights it is that of `dtype` too.
+    Fixed routines of torch, whatever kernels decode here, so that a slower kernel does not look better beside them. The
+    product is the fastest of torch's; for int8 weights it is that of `dtype` too.
     """
     import torch
 
-    from skipdecode.linear import onednn_lays_out
+    from skipdecode.backends.device import backend_on
 
     kind = getattr(torch, dtype)
     is_cuda = device.startswith("cuda")
@@ -260,11 +260,7 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
 
     with torch.inference_mode():
         x, weight = (torch.randn(rows, n, device=device).to(kind) for rows in (2 * n, n))
-        matmul_s = timed(lambda: x @ weight.T, 6)
-        if not is_cuda and onednn_lays_out(kind):
-            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight)
-            product = torch.ops.mkldnn._linear_pointwise.default
-            matmul_s = min(matmul_s, timed(lambda: product(x, laid_out, None, "none", [], ""), 6))
+        matmul_s = min(timed(partial(product, x), 6) for product in backend_on(x.device).vendors_products(weight))
         source = torch.ones(1 << 28 if is_cuda else 1 << 26, dtype=torch.float32, device=device)
         read_s = timed(source.sum, 6)
         small = torch.ones(1, 64, device=device, dtype=kind)

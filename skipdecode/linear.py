@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends.backend import TORCH, Activation, Backend, Packed, Product, activate
-from skipdecode.backends.compiled import onednn_lays_out as onednn_lays_out  # for `skipdecode.cost`
 from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
 

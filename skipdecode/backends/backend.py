@@ -9,7 +9,7 @@ B rows, T columns, N tokens of all prompts, D width, H heads of queries, G of ke
 head dim, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.cpu import Activation, Columns, SharedColumns
-from skipdecode.backends.layer import LayerShape
+from skipdecode.backends.cpu import Activation
+from skipdecode.backends.heads import Columns, SharedColumns
+from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 
@@ -212,6 +213,17 @@ class Backend:
     ) -> list[Tensor]:
         """Memory whose numbers are written before they are read, nearly all of them."""
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory held for the next `filled_memory`: free for it, and for nobody else."""
+        return 0
+
+    # --- for `skipdecode.cost`
+
+    def vendors_products(self, weight: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        """x [R, in] -> x W^T [R, out] by the libraries that torch brings, in every way they have; no kernel of ours."""
+        return [lambda x: x @ weight.T]
 
     # --- for `actors.profile`
 

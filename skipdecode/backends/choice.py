@@ -28,6 +28,7 @@ NEEDS: dict[Name, frozenset[str]] = {
     "torch": frozenset(),
 }
 """Flags of /proc/cpuinfo without which a back end cannot run."""
+MAX_INT8_INPUTS = 1 << 16  # whose sums fit into 32 bits
 
 
 class BackendError(ValueError):
@@ -58,6 +59,13 @@ def choose() -> Choice:
     `torch`, and the reason says so.
     """
     return _choose(os.environ.get(VARIABLE, "").strip().lower(), cpu_flags())
+
+
+def int8_misfit(inputs: int) -> str | None:
+    """What is wrong with so many inputs of an int8 weight, on every back end that has these; None: nothing."""
+    if inputs % 32:
+        return "no multiple of 32"
+    return f"above {MAX_INT8_INPUTS}: sums would not fit into 32 bits" if inputs > MAX_INT8_INPUTS else None
 
 
 def possible(flags: Set[str] | None = None) -> tuple[Name, ...]:

@@ -5,7 +5,7 @@ multiply themselves goes through them (`cpu`, `layer`), the rest through oneDNN.
 weights, which is another model in half of the weights' bytes. Where `torch` is chosen, all that is left is oneDNN.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -27,7 +27,7 @@ from skipdecode.backends.backend import (
 )
 from skipdecode.backends.backend import Product as AnyProduct
 from skipdecode.backends.layer import LayerKernel, Product, StoreKernel, step
-from skipdecode.backends.memory import large_pages
+from skipdecode.backends.memory import large_pages, spare_bytes
 from skipdecode.config import Quantization
 
 
@@ -54,7 +54,7 @@ class CompiledBackend(Backend):
         if _fits_kernels(weight, is_gated):
             return _Kernel(cpu.pack(weight, gated=is_gated), len(weight), is_gated)
         if onednn_lays_out(weight.dtype):
-            return _OneDNN(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous()))
+            return _OneDNN.of(weight)
         return None
 
     def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
@@ -115,6 +115,14 @@ class CompiledBackend(Backend):
     ) -> list[Tensor]:
         return large_pages(shapes, dtype)
 
+    @property
+    def spare_bytes(self) -> int:
+        return spare_bytes()
+
+    def vendors_products(self, weight: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        products = super().vendors_products(weight)
+        return [*products, _OneDNN.of(weight).multiply] if onednn_lays_out(weight.dtype) else products
+
     def timed_calls(self) -> list[tuple[Any, str, str]]:
         return [(cpu, "attend", "attention")]
 
@@ -149,10 +157,8 @@ def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:
         raise ValueError(f"quantization: no int8 weights here: {problem}")
     if is_gated and len(weight) % (2 * cpu.GATES):
         raise ValueError(f"quantization: int8 weights need gates in a multiple of 16, and these are {len(weight) // 2}")
-    if not _fits_kernels(weight, is_gated):
-        raise ValueError(f"quantization: int8 weights need inputs in a multiple of 32, and these are {weight.shape[1]}")
-    if weight.shape[1] > cpu.MAX_INT8_INPUTS:
-        raise ValueError(f"quantization: int8 weights have at most {cpu.MAX_INT8_INPUTS} inputs")
+    if (problem := choice.int8_misfit(inputs := weight.shape[1])) is not None:
+        raise ValueError(f"quantization: int8 weights need inputs in a multiple of 32; {inputs} is {problem}")
 
 
 def onednn_lays_out(dtype: torch.dtype) -> bool:
@@ -197,6 +203,14 @@ class _OneDNN:
     """By the operators of `torch.compile`'s frozen graphs."""
 
     weight: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "_OneDNN":
+        """Laid out once."""
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous()))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self(x, None)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, *, activation: Activation = "none", residual: Tensor | None = None

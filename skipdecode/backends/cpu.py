@@ -6,6 +6,7 @@ is `torch` (`skipdecode.backends.choice`), nothing here is called and torch's op
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -14,108 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipdecode.backends import build, choice
+from skipdecode.backends.heads import INT, INT64, POINTER, SharedColumns, heads
 from skipdecode.backends.memory import LargePages
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-MAX_INT8_INPUTS = 1 << 16
 Activation = Literal["none", "relu", "swiglu"]
 """What follows on a product. `swiglu`: of outputs [gate; other], silu(gate) * other."""
 GATES = 16
 """Gates that lie together in a packed weight, before as many of what they let through (`interleave`)."""
 _WEIGHTS = LargePages()
-POINTER, INT, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 
 
 def is_available(tensor: Tensor) -> bool:
     """Whether the kernels take tensors of this kind, on this machine."""
     return tensor.device.type == "cpu" and tensor.dtype in NAMES and choice.choose().name != "torch"
-
-
-class Shared(ctypes.Structure):
-    """Columns that several rows read before their own, as the kernels take them (`cpp/heads.h`)."""
-
-    _fields_ = [("k", POINTER), ("v", POINTER), ("capacity", INT64), ("where", POINTER), ("counts", POINTER)]
-
-
-class SharedColumns(NamedTuple):
-    """Columns before a row's own, of which several rows read one copy: the head of their prompts."""
-
-    k: Tensor
-    """[R, G, S, K], contiguous."""
-    v: Tensor
-    where: Tensor
-    """[B] int64: the row's first one, counted in columns of a group from the start of `k`: r G S + column."""
-    counts: Tensor
-    """[B] int64: how many; even."""
-
-    def struct(self, rows: int, like: Tensor) -> Shared:
-        """As kernels take it that run on memory `like` [.., G, .., K]."""
-        for held in (self.k, self.v):
-            assert held.is_contiguous(), held.stride()
-            assert held.dtype == like.dtype, held.dtype
-            assert held.shape == self.k.shape, (held.shape, self.k.shape)
-            assert (held.shape[1], held.shape[3]) == (like.shape[1], like.shape[3]), (held.shape, like.shape)
-        for numbers in (self.where, self.counts):
-            assert numbers.dtype == torch.int64, numbers.dtype
-            assert numbers.shape == (rows,), (numbers.shape, rows)
-            assert numbers.is_contiguous(), numbers.stride()
-        pointers = self.where.data_ptr(), self.counts.data_ptr()
-        return Shared(self.k.data_ptr(), self.v.data_ptr(), self.k.shape[2], *pointers)
-
-
-class Columns(NamedTuple):
-    """Where one new column per row goes, and what it may attend to: as the arguments of `attend`. Where rows have
-    `places`, k and v are those of all places."""
-
-    k: Tensor
-    v: Tensor
-    first: Tensor
-    last: Tensor
-    places: Tensor | None = None
-    shared: SharedColumns | None = None
-
-
-class Heads(ctypes.Structure):
-    """Heads of attention, as the kernels take them (`cpp/heads.h`)."""
-
-    _fields_ = [
-        ("count", INT64),
-        ("groups", INT64),
-        ("dim", INT64),
-        ("rotations", POINTER),
-        ("positions", INT64),
-        ("rotary", INT64),
-        ("epsilon", DOUBLE),
-        ("q_norm", POINTER),
-        ("k_norm", POINTER),
-    ]
-
-
-def heads(
-    count: int,
-    groups: int,
-    dim: int,
-    *,
-    rotations: Tensor | None = None,
-    epsilon: float = 0.0,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-) -> Heads:
-    """`count` heads of queries over `groups` of keys and values, of `dim` numbers; the rest as in `attend`. The tensors
-    are to live as long as what comes back."""
-    assert 0 < groups <= count, (count, groups)
-    assert count % groups == 0, (count, groups)
-    positions, rotary = (0, 0) if rotations is None else rotations.shape
-    assert rotary <= dim, (rotary, dim)
-    assert rotary % 2 == 0, rotary
-    if rotations is not None:
-        assert rotations.dtype == torch.float32, rotations.dtype
-        assert positions > 0, "no positions"
-    for weight in (q_norm, k_norm):
-        assert weight is None or weight.shape == (dim,), "a norm of other heads"
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (rotations, q_norm, k_norm)]
-    assert all(tensor is None or tensor.is_contiguous() for tensor in (rotations, q_norm, k_norm)), "not contiguous"
-    return Heads(count, groups, dim, pointers[0], positions, rotary, epsilon, *pointers[1:])
 
 
 def attend(
@@ -143,25 +56,15 @@ def attend(
     [B] int64: the row of k and v [R, G, S, K] that each row has; those that have one together are several new columns
     of it, all of which are stored before any of them attends. `shared`: columns before a row's own.
     """
-    B, (R, G, S, K) = len(q), k.shape
-    assert B == R or places is not None, (q.shape, k.shape)
-    new_k, new_v = (None, None) if new is None else new
-    # wrong ones would be read as if they were right
-    for held in (k, v):
-        assert held.is_contiguous(), held.stride()
-        assert held.shape == k.shape, (held.shape, k.shape)
+    B, (_, G, S, K) = len(q), k.shape
     H = q.shape[1] // K
-    assert q.shape == (B, H * K), (q.shape, k.shape)
-    for tensor in new or ():
-        assert tensor.shape == (B, G * K), (tensor.shape, k.shape)
-    for tensor in (q, *(new or ())):
-        assert tensor.stride() == (q.stride(0), 1), (tensor.stride(), q.stride())
-    norms = [weight for weight in (q_norm, k_norm) if weight is not None]
-    assert len({tensor.dtype for tensor in (q, k, v, *(new or ()), *norms)}) == 1, "types differ"
+    _check_attention(q, k, v, new, [weight for weight in (q_norm, k_norm) if weight is not None])
+    assert len(k) == B or places is not None, (q.shape, k.shape)
     for columns in (first, last, *(() if places is None else (places,))):
         assert columns.dtype == torch.int64, columns.dtype
         assert columns.shape == (B,), (columns.shape, B)
         assert columns.is_contiguous(), columns.stride()
+    new_k, new_v = (None, None) if new is None else new
     out = q.new_empty(B, H * K)
     shape = heads(H, G, K, rotations=rotations, epsilon=epsilon, q_norm=q_norm, k_norm=k_norm)
     function("attend", q.dtype)(
@@ -182,6 +85,22 @@ def attend(
         torch.get_num_threads(),
     )
     return out
+
+
+def _check_attention(
+    q: Tensor, k: Tensor, v: Tensor, new: tuple[Tensor, Tensor] | None, norms: Sequence[Tensor]
+) -> None:
+    """Wrong ones would be read as if they were right."""
+    B, (_, G, _, K) = len(q), k.shape
+    for held in (k, v):
+        assert held.is_contiguous(), held.stride()
+        assert held.shape == k.shape, (held.shape, k.shape)
+    assert q.shape == (B, q.shape[1] // K * K), (q.shape, k.shape)
+    for tensor in new or ():
+        assert tensor.shape == (B, G * K), (tensor.shape, k.shape)
+    for tensor in (q, *(new or ())):
+        assert tensor.stride() == (q.stride(0), 1), (tensor.stride(), q.stride())
+    assert len({tensor.dtype for tensor in (q, k, v, *(new or ()), *norms)}) == 1, "types differ"
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -242,8 +161,7 @@ def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
     as in `pack`."""
     weight = interleave(weight.detach()) if gated else weight
     outputs, inputs = weight.shape
-    assert inputs % 32 == 0, inputs
-    assert inputs <= MAX_INT8_INPUTS, "sums would not fit into 32 bits"
+    assert choice.int8_misfit(inputs) is None, choice.int8_misfit(inputs)
     weight = F.pad(weight.detach().float(), (0, -inputs % 64, 0, -outputs % 32))
     scales = weight.abs().amax(dim=1) / 127.0
     whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)

@@ -27,7 +27,7 @@ from skipdecode.backends.backend import (
     TableColumns,
     activate,
 )
-from skipdecode.backends.layer import LayerShape
+from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.config import Quantization
 
 

@@ -7,39 +7,16 @@ B rows, T columns, N tokens of all prompts, D width, H heads of queries, G of ke
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu
-from skipdecode.backends.cpu import INT64, POINTER, Columns, Heads, Shared, SharedColumns, Weight
+from skipdecode.backends.cpu import Weight
+from skipdecode.backends.heads import INT64, POINTER, Columns, Heads, Shared, SharedColumns, heads
+from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
-
-
-@dataclass(frozen=True, eq=False)
-class LayerShape:
-    """What a decoder layer is, beside its weights: how its heads share keys, what its norms and its feed-forward block
-    compute, and where its queries and keys turn."""
-
-    heads: int
-    """Of queries."""
-    kv_heads: int
-    """Divides `heads`; heads / kv_heads neighbours share keys and values, as with Hugging Face's `repeat_kv`."""
-    head_dim: int
-    """heads * head_dim is a multiple of 32, and need not be the width."""
-    epsilon: float
-    """Of all norms."""
-    is_pre_norm: bool = True
-    """Norms before the sublayers, not behind their residuals."""
-    norm: Literal["layer", "rms"] = "layer"
-    """`rms`: x / sqrt(mean(x^2) + epsilon) * weight, no bias."""
-    mlp: Literal["relu", "swiglu"] = "relu"
-    """`swiglu`: fc2(silu(gate) * other), where fc1 makes [gate; other]."""
-    rotations: Tensor | None = None
-    """[positions, r] float32: r / 2 cosines, then r / 2 sines. Number i < r / 2 of a query or key and number i + r / 2
-    are a point that its position turns (`rotate_half`); those from r on stay. Positions past the table are its last.
-    None: nothing turns."""
 
 
 class _Norm(ctypes.Structure):
@@ -313,7 +290,7 @@ def _head_norm(norm: nn.Module | None) -> Tensor | None:
 
 
 def _heads(shape: LayerShape, q_norm: Tensor | None, k_norm: Tensor | None) -> Heads:
-    return cpu.heads(
+    return heads(
         shape.heads,
         shape.kv_heads,
         shape.head_dim,

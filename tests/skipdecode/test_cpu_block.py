@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode.backends import cpu
 from skipdecode.backends.compiled import attend_one
-from skipdecode.backends.layer import LayerKernel, LayerShape, StoreKernel, step
+from skipdecode.backends.heads import Columns
+from skipdecode.backends.layer import LayerKernel, StoreKernel, step
+from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
@@ -71,7 +72,7 @@ class OneLayer:
     has_kernels, turn = True, None
 
     def __init__(self, *columns: torch.Tensor) -> None:
-        self.held = cpu.Columns(*columns)
+        self.held = Columns(*columns)
 
     def attend(self, _: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return attend_one(q, k, v, self.held)

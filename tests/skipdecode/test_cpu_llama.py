@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from skipdecode.backends import cpu
 from skipdecode.backends.compiled import check_int8
-from skipdecode.backends.cpu import Columns
-from skipdecode.backends.layer import LayerKernel, LayerShape, Product, StoreKernel
+from skipdecode.backends.heads import Columns
+from skipdecode.backends.layer import LayerKernel, Product, StoreKernel
+from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 from skipdecode.linear import Linear, pack, product

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.backends import cpu
-from skipdecode.backends.cpu import SharedColumns
+from skipdecode.backends.heads import SharedColumns
 from tests.support.cpu_backends import DTYPES, backend, num_threads
 
 __all__ = ["backend"]  # fixtures

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipdecode.backends import choice, cpu
+from skipdecode.backends import choice
+from skipdecode.backends.heads import Columns
 from skipdecode.backends.layer import LayerKernel, step
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
@@ -89,10 +90,10 @@ def read_last(
         assert kernel.store is not None
         kernel.store(h, prompts, {0: memory})
         last = torch.full_like(prompts.columns, prompts.num_columns - 1)
-        columns = cpu.Columns(*memory, prompts.columns, last)
+        columns = Columns(*memory, prompts.columns, last)
     return step_one(kernel, prompts.last(h), columns, feeds=feeds)
 
 
-def step_one(kernel: LayerKernel, h: Tensor, columns: cpu.Columns | None, *, feeds: bool) -> Tensor:
+def step_one(kernel: LayerKernel, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
     """`step` of one layer."""
     return step([kernel], h, None if columns is None else [columns], feeds=feeds)
