@@ -107,7 +107,7 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             batch_rows=stats.batch_rows,
             itemsize=model.dtype.itemsize,
             weight_itemsize=model.weight_itemsize,
-            ffn_rows=stats.ffn_rows,
+            apart=stats.ffns_apart,
             in_graphs=graphs is not None and graphs.failure is None,
         )
         decode_s, prefill_s = (median(getattr(s, key) for s in runs[name]) for key in ("decode_s", "prefill_s"))

@@ -5,6 +5,7 @@ the state is before and after every block, and how far each candidate moves the 
 equal to decoding). No Ray, no files.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from skipdecode.decoder import Decoder
-from skipdecode.ffn_rows import SimilarityRecorder, row_ffns
+from skipdecode.ffn_rows import SimilarityRecorder
 from skipdecode.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.forced import IGNORE, TeacherBatch, teacher_batch, teacher_forced_logits
 from skipdecode.plan import Schedule
@@ -68,11 +69,10 @@ class Sample:
     @torch.inference_mode()
     def _record(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """[N, L] cosines of every token fed in decoding, NaN where the layer does not run; [N] its decode step."""
-        everything = SkipSaturated(self.base, 0, 0, 0, 1.0)
         rows, steps = [], []
         for batch in self.batches:
-            recorder = SimilarityRecorder(len(batch.tokens), self.model.device)
-            teacher_forced_logits(self.model, batch, everything, ffns=recorder)
+            recorder = SimilarityRecorder()
+            teacher_forced_logits(self.model, batch, self.base, ffns=recorder)
             fed = self._fed(batch).cpu()  # [B, T - 1]
             found = torch.full((*fed.shape, self.base.num_layers), torch.nan)
             for layer, values in recorder.similarity.items():
@@ -105,16 +105,16 @@ class Sample:
         plans = [schedule.step(k) for k in range(int(self.step.max(initial=-1)) + 1)]
         for batch, (wanted, tokens) in zip(self.batches, self.predictions, strict=True):
             B, T = batch.targets.shape
-            rows = row_ffns(schedule, [str(row) for row in range(B)], T - 1, self.model.device, gather=False)
-            logits = teacher_forced_logits(self.model, batch, schedule, ffns=rows)[:, 1:]
+            ffns = schedule.ffns([str(row) for row in range(B)], T - 1, self.model.device, gather=False)
+            logits = teacher_forced_logits(self.model, batch, schedule, ffns=ffns)[:, 1:]
             fed = self._fed(batch)
             flat, targets = logits[fed], batch.targets[:, 1:][fed]
             divergence += float(F.kl_div(coarse(flat, tokens), wanted, reduction="sum", log_target=True))
             matched += int((flat.argmax(-1) == targets).sum())
-            for k in range(T - 1):
-                all_run = sum(self.base.step(k).ffn) - sum(plans[k].ffn) + sum(plans[k].by_row)
-                ran = 0 if rows is None or not plans[k].by_row else rows.ran[fed[:, k], batch.prompt_columns + k].sum()
-                skipped += all_run * int(fed[:, k].sum()) - int(ran)
+            for k, tokens_fed in enumerate(fed.sum(dim=0).tolist()):
+                skipped += tokens_fed * (sum(self.base.step(k).ffn) - plans[k].num_settled_ffns)
+            for is_fed, ran in zip(fed.tolist(), ffns.history(), strict=False):
+                skipped -= sum(itertools.compress(ran[batch.prompt_columns :], is_fed))
         return skipped / max(int(self.ffns().sum()), 1), divergence / self.num_tokens, matched / self.num_tokens
 
     def candidate(self, schedule: FFNSkip) -> Candidate:

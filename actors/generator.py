@@ -413,7 +413,7 @@ class Generator:
                 batch_rows=[-(-rows // parts) for rows in result.stats.batch_rows],
                 itemsize=self.dtype.itemsize,
                 weight_itemsize=self.model.weight_itemsize,
-                ffn_rows=result.stats.ffn_rows if chosen is schedule else None,
+                apart=result.stats.ffns_apart if chosen is schedule else None,
                 sharing=sharing,
                 in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
@@ -444,7 +444,7 @@ def _moved(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:
 def _figures(result: BatchResult) -> dict[str, Any]:
     """The numbers of a batch that go into its record."""
     stats = dict(vars(result.stats))
-    for name in ("batch_rows", "ffn_rows", "model_decode_s"):
+    for name in ("batch_rows", "ffns_apart", "model_decode_s"):
         stats.pop(name, None)
     return stats
 

@@ -16,7 +16,7 @@ from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.lossless import Lossless
-from skipdecode.plan import FullDepth, Schedule, leaves_to_rows
+from skipdecode.plan import FullDepth, Schedule
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import adapted, check_folder
@@ -146,7 +146,7 @@ def check_placement(config: JobConfig, schedule: Schedule) -> None:
     elif config.sampling.deterministic and deterministic_rows(config) % gpus:
         rows = deterministic_rows(config)
         cause = "sampling.deterministic", f"batches of {rows} rows have no {gpus} equal parts; set actors.batch_size"
-    elif leaves_to_rows(schedule):
+    elif not schedule.is_settled:
         cause = "decode.ffn_skip.mode", "rows decide on one device; use mode calibrated or fixed"
     if cause is not None:
         key, reason = cause

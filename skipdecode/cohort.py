@@ -7,7 +7,6 @@ several take turns. Who is in a cohort is the caller's choice.
 B rows, P prompt columns, N new tokens, V vocabulary.
 """
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from skipdecode.decoder import Decoder
-from skipdecode.ffn_rows import RowFFNs, row_ffns
 from skipdecode.kv.padded import KVCache
 from skipdecode.logprobs import LogprobRecorder, give
 from skipdecode.looks import Looks
@@ -58,8 +56,8 @@ class BatchStats:
     decode_s: float = 0.0
     batch_rows: list[int] = field(default_factory=list)
     """Rows in the batch at each decode step."""
-    ffn_rows: list[list[int]] = field(default_factory=list)
-    """At each decode step, the rows that each block in the plan's `by_row` ran on."""
+    ffns_apart: list[Sequence[int]] = field(default_factory=list)
+    """At each decode step, the rows that each feed-forward block apart ran on (`skipdecode.ffns`)."""
 
 
 class Cohort:
@@ -102,8 +100,12 @@ class Cohort:
             self._shared = shared_prompts(model, requests, schedule, sharing, self._allocate, copies=graphs is not None)
             self._cache = self._shared.cache
         columns, num_rows = max(len(r.prompt_tokens) for r in requests), len(self._cache.num_pad)
-        self._sampler = _sampler(requests, num_rows, self.num_new, model.device)
-        self._ffns = _row_ffns(schedule, requests, num_rows, self.num_new, model.device, has_fixed_shape)
+        empty = num_rows - len(requests)
+        ids = [r.id for r in requests] + [""] * empty
+        samplings = [r.sampling for r in requests] + [Sampling()] * empty
+        self._sampler = Sampler(ids, samplings, self.num_new, model.device)
+        gather = model.device.type == "cpu" and not has_fixed_shape  # elsewhere finding rows would wait for the device
+        self._ffns = schedule.ffns(ids, self.num_new - 1, model.device, gather=gather)
         self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
         self._made: list[Tensor] = []  # [B] each, not yet seen by the host
         self._logprobs = LogprobRecorder(self.rows, model.device)
@@ -164,16 +166,15 @@ class Cohort:
         stats.row_steps += len(newest)
         stats.layer_row_steps += len(newest) * plan.num_layers_run
         stats.batch_rows.append(len(newest))
-        if ffns is not None:
-            ffns.start(k) if plan.by_row else ffns.rest()
-        if self._graphs is not None and not plan.by_row:
-            made = self._graphs(newest, cache, plan, only_likeliest=self._is_plain)
+        ffns.start(plan, k)
+        if self._graphs is not None:
+            made = self._graphs(newest, cache, plan, ffns, only_likeliest=self._is_plain)
         else:
             last = self.model.config.max_position_embeddings - 1
             positions = cache.next_positions[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
             made = self.model(newest[:, None], positions, cache, plan, ffns, only_likeliest=self._is_plain)
         self._choose(made)
-        stats.ffn_rows.append([] if ffns is None else ffns.rows_run)
+        stats.ffns_apart.append(ffns.rows_run)
         self._look_if_due()
 
     @property
@@ -196,14 +197,13 @@ class Cohort:
             self._looks.send([torch.stack(self._made, dim=1), *seen], (self._live, asking))
             self._made = []
         # Nobody waits for the first tokens longer than need be; counts are not copied ahead.
-        is_eager = is_last or self._num_made == 1 or self._ffns is not None
+        is_eager = is_last or self._num_made == 1 or self._ffns.has_counts
         while self._looks.num_sent > (0 if is_eager else self._looks_behind):
             self._look()
 
     def _look(self) -> None:
         """Looks at the tokens sent first; drops ended rows when enough have ended."""
-        rows = self.rows
-        counts = itertools.repeat([]) if self._ffns is None else self._ffns.history()
+        rows, counts = self.rows, self._ffns.history()
         (tokens, *seen), (live, asking) = self._looks.take()  # [B, n]
         give(asking, seen)
         for index, new, ran in zip(live, tokens.tolist(), counts, strict=False):
@@ -222,8 +222,7 @@ class Cohort:
         """Drops all batch rows but `running`."""
         keep = uploaded(running, self.model.device)
         self._sampler.keep(keep)
-        if self._ffns is not None:
-            self._ffns.keep(keep)
+        self._ffns.keep(keep)
         self._live = [self._live[at] for at in running]
         runs = self.schedule.step(self._num_made - 1).attn  # no later step runs a layer that this one does not
         self._newest, self._cache = self._newest[keep], self._cache.keep(running, runs)
@@ -247,25 +246,6 @@ def carried_rows(lengths: Sequence[int], compact_at: float = COMPACT_AT, check_e
             size = kept_rows(size, sum(length > made for length in lengths), compact_at, None)
         carried.append(size)
     return carried
-
-
-def _sampler(requests: Sequence[Request], batch_rows: int, num_new: int, device: torch.device) -> Sampler:
-    empty = batch_rows - len(requests)
-    ids = [r.id for r in requests] + [""] * empty
-    return Sampler(ids, [r.sampling for r in requests] + [Sampling()] * empty, num_new, device)
-
-
-def _row_ffns(
-    schedule: Schedule,
-    requests: Sequence[Request],
-    batch_rows: int,
-    num_new: int,
-    device: torch.device,
-    has_fixed_shape: bool,
-) -> RowFFNs | None:
-    ids = [r.id for r in requests] + [""] * (batch_rows - len(requests))
-    gather = device.type == "cpu" and not has_fixed_shape  # elsewhere finding the rows would wait for the device
-    return row_ffns(schedule, ids, num_new - 1, device, gather=gather)
 
 
 def now(device: torch.device) -> float:

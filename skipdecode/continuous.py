@@ -242,7 +242,7 @@ def extents_of(
 
 def check_continuous(schedule: Schedule) -> None:
     """ValueError when rows of that schedule cannot share a step at different ages."""
-    if schedule.row_rule is not None:
+    if not schedule.is_settled:
         raise ValueError(
             "decode.ffn_skip.mode: the continuous scheduler runs modes calibrated and fixed, where the blocks left out "
             "are known in advance; use one of them, or scheduler cohort"

@@ -18,7 +18,7 @@ from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_pe
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
 # fused into them, attention. A model that is not packed makes up to three times as many.
 ATTN_CALLS, FFN_CALLS, STEP_CALLS = 7, 3, 10
-# Beside a block that each row decides on: finding its rows; and if there are any, moving them and their likeness.
+# Beside a block apart (`skipdecode.ffns`): finding its rows; and if there are any, moving them and their likeness.
 FIND_CALLS, ROW_CALLS = 7, 8
 
 
@@ -129,16 +129,16 @@ def plan_parts(
     context: int,
     itemsize: int,
     weight_itemsize: int | None = None,
-    ffn_rows: Sequence[int] | None = None,
+    apart: Sequence[int] | None = None,
     columns_read_once: float = 0.0,
 ) -> list[Cost]:
     """The costs of one forward call, one entry per sublayer that runs, the head last.
 
-    `ffn_rows`: on how many rows each block in `plan.by_row` ran; None: on all. `columns_read_once`: see
-    `attention_cost`.
+    `apart`: on how many rows each feed-forward block ran that `plan` does not settle; None: on all.
+    `columns_read_once`: see `attention_cost`.
     """
     first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
-    top = max(plan.layers, default=0) if not plan.by_row else first
+    top, settled = max(plan.layers, default=0), plan.settled_ffns
     sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
     parts = []
     for layer in plan.layers:
@@ -147,11 +147,11 @@ def plan_parts(
             kv_columns = new_columns if layer < first else 0
             shape = {"rows": rows, "new_columns": columns, "kv_columns": kv_columns, "context": context}
             parts.append(attention_cost(config, **shape, **sizes, columns_read_once=columns_read_once))
-        if plan.ffn[layer] and not (plan.by_row and plan.by_row[layer]):
+        if settled[layer]:
             parts.append(ffn_cost(config, tokens=rows * columns, **sizes))
     if any(plan.attn[first:]):
         parts.append(shared_kv_cost(config, plan, tokens=rows * new_columns, **sizes))
-    for n in [rows] * sum(plan.by_row) if ffn_rows is None else ffn_rows:
+    for n in [rows] * (sum(plan.ffn) - sum(settled)) if apart is None else apart:
         parts.append(Cost(calls=FIND_CALLS))
         if n:
             parts += [Cost(calls=ROW_CALLS), ffn_cost(config, tokens=n, **sizes)]
@@ -168,16 +168,16 @@ def predict_s(
     itemsize: int,
     weight_itemsize: int | None = None,
     rows: int | None = None,
-    ffn_rows: Sequence[Sequence[int]] | None = None,
+    apart: Sequence[Sequence[int]] | None = None,
     sharing: SharedShape | None = None,
     in_graphs: bool = False,
 ) -> tuple[float, float]:
     """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
 
     Padding of prompts is paid for, though not every kernel runs it. `rows` None: as many prompts as rows at step 0,
-    which is wrong where rows ended with y_0. `ffn_rows`: for schedules by row, what each step came to
-    (`BatchStats.ffn_rows`), since nothing can know it before. `sharing`: what the prompts share. `in_graphs`: decode
-    steps are one launch each, and the calls within cost next to nothing.
+    which is wrong where rows ended with y_0. `apart`: rows of the blocks that plans leave open, as it was at each step
+    (`BatchStats.ffns_apart`). `sharing`: what the prompts share. `in_graphs`: decode steps are one launch each, and the
+    calls within cost next to nothing.
     """
     if rows is None:
         rows = batch_rows[0] if batch_rows else 1
@@ -196,14 +196,12 @@ def predict_s(
         once: float = 0.0,
     ) -> float:
         shape = {"rows": rows, "new_columns": new, "context": context, "itemsize": itemsize}
-        parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, ffn_rows=ran, columns_read_once=once)
+        parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, apart=ran, columns_read_once=once)
         return sum(map(by.seconds, parts))
 
     prefill = sum(seconds(ceilings, schedule.prefill(), *each) for each in passes)
     decode = sum(
-        seconds(
-            in_step, schedule.step(k), n, 1, prompt_columns + k + 1, ffn_rows[k] if ffn_rows else None, n * read_once
-        )
+        seconds(in_step, schedule.step(k), n, 1, prompt_columns + k + 1, apart[k] if apart else None, n * read_once)
         for k, n in enumerate(batch_rows)
     )
     return prefill, decode

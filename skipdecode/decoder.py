@@ -23,7 +23,7 @@ from skipdecode.backends.device import backend_on
 from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.extents import ALL, Extents
 from skipdecode.families.opt import POSITION_OFFSET
-from skipdecode.ffn_rows import RowFFNs
+from skipdecode.ffns import ALL_ROWS, FFNs
 from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
 from skipdecode.kv.view import KVView, MovableView
 from skipdecode.layers import Layer, make_norm
@@ -39,22 +39,15 @@ ADDED_PARTS: dict[str, Callable[[str, DecoderConfig], list[tuple[str, int]]]] = 
 
 
 def run_layers(
-    model: "Decoder",
-    h: Tensor,
-    kv: KVView,
-    extents: Extents,
-    *,
-    ffns: RowFFNs | None = None,
-    recompute: bool = False,
+    model: "Decoder", h: Tensor, kv: KVView, extents: Extents, *, ffns: FFNs = ALL_ROWS, recompute: bool = False
 ) -> tuple[Tensor, KVView]:
     """h [B, T, D] (as `kv` has it) through the layers: the states before the head, and the view of those that are left.
 
-    `ffns` decides on the blocks in `extents.by_row`. `recompute`: only the inputs of layers are kept for a backward
-    pass. Where kernels work in place, h is overwritten.
+    `ffns` runs the feed-forward blocks that are in no call with attention. `recompute`: only the inputs of layers are
+    kept for a backward pass. Where kernels work in place, h is overwritten.
     """
     if model.placement is None:
         return _run(model, extents.groups, h, kv, extents, ffns=ffns, recompute=recompute)
-    assert ffns is None, "rows that decide on blocks are on one device"
     return finish(_run_placed(model, model.placement, h, cast(MovableView, kv), extents, recompute=recompute))
 
 
@@ -63,6 +56,7 @@ def _run_placed(
 ) -> Generator[None, None, tuple[Tensor, KVView]]:
     """`run_layers` over several devices, with the pauses that `in_phases` wants. States come back to the first device;
     the view is that of the last layer."""
+    assert not extents.apart, "rows that decide on blocks are on one device"
     assert extents.kv_layers is None, "SwiftKV writes the keys of many layers at once, which are on one device"
     at = 0
     groups = groupby(cut(extents.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
@@ -79,15 +73,9 @@ def _run_placed(
 
 
 def _run(
-    model: "Decoder",
-    groups: Sequence[Sequence[int]],
-    h: Tensor,
-    kv: KVView,
-    extents: Extents,
-    *,
-    ffns: RowFFNs | None = None,
-    recompute: bool = False,
-) -> tuple[Tensor, KVView]:
+    model: "Decoder", groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, extents: Extents, *,
+    ffns: FFNs = ALL_ROWS, recompute: bool = False,
+) -> tuple[Tensor, KVView]:  # fmt: skip
     """`run_layers` of some groups of layers, on one device."""
     entered: slice | None = None  # tokens whose K and V of the upper layers are written
     layers = model.layers
@@ -105,18 +93,14 @@ def _run(
                 layers[i].store(h, kv, i)
             h, kv = kv.last(h)
         call = partial(checkpoint, use_reentrant=False) if recompute else _call
-        is_by_row = bool(extents.by_row) and extents.by_row[i]
-        feeds_too = ffn is not None and ffn == attn and not is_by_row
+        feeds_too = ffn is not None and ffn == attn and not (extents.apart and extents.apart[i])
         if attn is not None:
             swift = model.swift if is_upper else None
             run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, swift=swift, call=call)
             h = _on(h, attn, extents.axis, run)
-        if ffn is not None and is_by_row:
-            assert ffns is not None, "the plan leaves blocks to the rows, and nothing decides for them"
-            h = _on(h, ffn, extents.axis, partial(ffns.feed, i, layers[i]))
-        elif ffn is not None and not feeds_too:
-            run = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
-            h = _on(h, ffn, extents.axis, run)
+        if ffn is not None and not feeds_too:
+            alone = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
+            h = _on(h, ffn, extents.axis, partial(ffns.run, i, layers[i], alone))
     return h, kv
 
 
@@ -126,15 +110,9 @@ def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:
 
 
 def _run_group(
-    layers: Sequence[Layer],
-    group: Sequence[int],
-    kv: KVView,
-    h: Tensor,
-    *,
-    feeds: bool,
-    swift: SwiftKV | None,
-    call: Callable[..., Tensor],
-) -> Tensor:
+    layers: Sequence[Layer], group: Sequence[int], kv: KVView, h: Tensor, *,
+    feeds: bool, swift: SwiftKV | None, call: Callable[..., Tensor],
+) -> Tensor:  # fmt: skip
     """Attention of the layers of a group, and their feed-forward where it `feeds`; `swift`: with its queries."""
     if kv.has_kernels:
         fused = [layers[i].kernel if swift is None else layers[i].query_kernel for i in group]
@@ -330,29 +308,29 @@ class Decoder(nn.Module):
         positions: Tensor,
         cache: KVCache,
         plan: LayerPlan,
-        rows: RowFFNs | None = None,
+        ffns: FFNs = ALL_ROWS,
         *,
         only_likeliest: bool = False,
         before: Tensor | None = None,
     ) -> Tensor:
         """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V].
 
-        `rows` decides on the blocks in `plan.by_row`. `only_likeliest`: the likeliest token instead, [B] int64.
+        `ffns`: who runs the batch's feed-forward blocks. `only_likeliest`: the likeliest token instead, [B] int64.
         `before` [B] int64: the columns are the ends of prompts, of which so many tokens are in `cache` or shared.
         """
         T = tokens.shape[1]
         is_prompt = before is not None or (T > 1 and cache.length == 0)
+        extents = Extents.of_plan(plan, ffns.apart(plan), is_prompt=is_prompt)
         if self.placement is not None:
             assert before is None, "heads of prompts are shared on one device"
-            last = self._in_parts(self.placement, tokens, positions, cache, Extents.of_plan(plan, is_prompt=is_prompt))
+            last = self._in_parts(self.placement, tokens, positions, cache, extents)
             cache.length += T
             return self.likeliest(last) if only_likeliest else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotations)
-        if is_prompt and not plan.by_row and self.is_fused and PromptsView.serves(cache):
+        if extents.narrows_at is not None and self.is_fused and PromptsView.serves(cache):
             kv = prompts = PromptsView(cache, positions, self.rotations, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
-        extents = Extents.of_plan(plan, is_prompt=is_prompt)
-        h, kv = run_layers(self, self.embed(tokens, positions), kv, extents, ffns=rows)
+        h, kv = run_layers(self, self.embed(tokens, positions), kv, extents, ffns=ffns)
         last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
         cache.length += T
         return self.likeliest(last) if only_likeliest else self.head(last)

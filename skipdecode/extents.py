@@ -20,9 +20,8 @@ class Extents:
 
     attn: tuple[Run, ...]
     ffn: tuple[Run, ...]
-    """With the blocks of `by_row`."""
-    by_row: tuple[bool, ...] = ()
-    """Blocks that the rows decide on (`skipdecode.ffn_rows`); empty: none."""
+    apart: tuple[bool, ...] = ()
+    """Blocks of `ffn` that are never in one call with attention (`skipdecode.ffns`); empty: none."""
     kv_layers: int | None = None
     """K/V of the layers from here on come from the state that enters the first of them that runs (SwiftKV)."""
     axis: int = 0
@@ -32,14 +31,14 @@ class Extents:
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def of_plan(cls, plan: LayerPlan, *, is_prompt: bool = False) -> "Extents":
-        """The same for all rows. `is_prompt`: nobody wants more than the last column's state."""
+    def of_plan(cls, plan: LayerPlan, apart: tuple[bool, ...] = (), *, is_prompt: bool = False) -> "Extents":
+        """The same for all rows. `is_prompt`: nobody wants more than the last column's state; blocks apart see all."""
         attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
         narrows_at = None
-        if is_prompt and not plan.by_row:
+        if is_prompt and not apart:
             upper = [] if plan.kv_layers is None else [i for i in plan.layers if i >= plan.kv_layers and plan.attn[i]]
             narrows_at = min(upper) if upper else max(plan.layers, default=None)
-        return cls(attn, ffn, plan.by_row, plan.kv_layers, narrows_at=narrows_at)
+        return cls(attn, ffn, apart, plan.kv_layers, narrows_at=narrows_at)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -59,9 +58,9 @@ class Extents:
         part = self.attn[first]
         if part is None or not part == self.ffn[first] == self.attn[layer] == self.ffn[layer]:
             return False
-        has_choice = bool(self.by_row) and (self.by_row[first] or self.by_row[layer])
+        is_apart = bool(self.apart) and (self.apart[first] or self.apart[layer])
         is_entered = self.kv_layers is not None and first < self.kv_layers <= layer
-        return not has_choice and not is_entered and layer != self.narrows_at
+        return not is_apart and not is_entered and layer != self.narrows_at
 
     def entering(self, layer: int, entered: slice | None) -> Run:
         """The tokens whose first upper layer `layer` is: their K and V of all upper layers are to be written.

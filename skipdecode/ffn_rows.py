@@ -7,55 +7,60 @@ the device. Teacher-forced passes and fixed batch shapes take the second.
 B rows, T columns, L layers, D width.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.plan import RandomRule, SaturationRule, Schedule
+from skipdecode.ffns import FeedForward, FFNs
+from skipdecode.plan import LayerPlan
 from skipdecode.sampling import row_uniforms
 
 
-class FeedForward(Protocol):
-    """What this module needs to know of a decoder layer (`skipdecode.layers.Layer`)."""
-
-    def add_feed(self, h: Tensor) -> Tensor: ...
-    def post_norm(self, h: Tensor) -> Tensor: ...
-
-
-class RowFFNs:
+class RowFFNs(FFNs):
     """The state of one batch: which tokens still run the blocks in question, and how many each has run."""
+
+    has_counts = True
 
     def __init__(self, num_rows: int, device: torch.device, *, gather: bool) -> None:
         self.gather = gather
         self.device = device
         self._rows = torch.arange(num_rows, device=device)
         self.rows_run: list[int] = []
-        """Rows that each block of the current step ran on, in order of the layers."""
+        self._asked: tuple[bool, ...] = ()
         self._history: list[Tensor] = []
 
-    def start(self, k: int, num_columns: int = 1, first: int = 0) -> None:
-        """Before decode step `k`, or before a pass over `num_columns` of which those from `first` on may skip."""
+    def apart(self, plan: LayerPlan) -> tuple[bool, ...]:
+        return plan.by_row
+
+    def start(self, plan: LayerPlan, k: int) -> None:
+        self._begin(plan.by_row, k, 1, 0)
+
+    def start_pass(self, plans: Sequence[LayerPlan], prompt_columns: int) -> None:
+        asking = next((k for k, plan in enumerate(plans) if plan.by_row), None)
+        if asking is not None:
+            columns = prompt_columns + len(plans)
+            self._begin(plans[asking].by_row, asking, columns, prompt_columns + asking)
+
+    def _begin(self, asked: tuple[bool, ...], k: int, num_columns: int, first: int) -> None:
+        """`asked` [L]: the blocks in question, from step `k` on, whose column is `first` of `num_columns`."""
         B = len(self._rows)
-        self.k, self.first = k, first
+        self._asked, self.k, self.first = asked, k, first
         self.rows_run = []
-        self.active = torch.ones(B, num_columns, dtype=torch.bool, device=self.device)
+        if asked:
+            self.active = torch.ones(B, num_columns, dtype=torch.bool, device=self.device)
         self.ran = torch.zeros(B, num_columns, dtype=torch.int32, device=self.device)
         self._history.append(self.ran)
 
-    def rest(self) -> None:
-        """Instead of `start` for a step in which no block is in question."""
-        self.rows_run = []
-        self._history.append(torch.zeros(len(self._rows), 1, dtype=torch.int32, device=self.device))
-
-    def feed(self, layer: int, block: FeedForward, h: Tensor) -> Tensor:
-        """The block of `layer` for the tokens that need it, identity for the others: [B, T, D] -> [B, T, D]."""
+    def run(self, layer: int, block: FeedForward, alone: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        """The block for the tokens that need it, identity for the others: [B, T, D] -> [B, T, D]."""
+        if not (self._asked and self._asked[layer]):
+            return alone(h)
         T = h.shape[1]
         needed = self._needed(layer, T)
-        self.ran[:, :T] += needed
+        self.ran[:, self.first : T] += needed[:, self.first :]
         rows = needed[:, 0].nonzero()[:, 0] if self.gather else self._rows
         self.rows_run.append(len(rows))
         if len(rows) == 0:
@@ -80,13 +85,11 @@ class RowFFNs:
         """Sees the state before and after the residual, [R, T, D] of `rows` (None: all), and may end their blocks."""
 
     def history(self) -> list[list[int]]:
-        """[B][steps since the last call]: blocks that each row ran, of those in question. Waits for the device."""
         steps = torch.cat(self._history, dim=1).tolist() if self._history else [[] for _ in range(len(self._rows))]
         self._history = []
         return steps
 
     def keep(self, rows: Tensor) -> None:
-        """Drops all rows but `rows` [R] int64."""
         assert not self._history, "rows dropped before their history was read"
         self._rows = self._rows[: len(rows)]
 
@@ -129,31 +132,22 @@ class RandomRows(RowFFNs):
         self._chosen = self._chosen[rows]
 
 
-class SimilarityRecorder(RowFFNs):
+class SimilarityRecorder(FFNs):
     """Skips nothing and keeps cos(h, h + FFN(h)) of every token: what calibration looks at."""
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        super().__init__(num_rows, device, gather=False)
+    def __init__(self) -> None:
         self.similarity: dict[int, Tensor] = {}
         """Layer -> [B, T] float32."""
 
-    def _look(self, layer: int, before: Tensor, added: Tensor, rows: Tensor | None = None) -> None:
-        self.similarity[layer] = similarity(before, added)
+    def apart(self, plan: LayerPlan) -> tuple[bool, ...]:
+        return plan.ffn
+
+    def run(self, layer: int, block: FeedForward, alone: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        added = block.add_feed(h)
+        self.similarity[layer] = similarity(h, added)
+        return block.post_norm(added)
 
 
 def similarity(before: Tensor, added: Tensor) -> Tensor:
     """Cosine of [..., D] states in float32: [...]. Of h and h + FFN(h), not of h and FFN(h), which never saturates."""
     return F.cosine_similarity(before.float(), added.float(), dim=-1)
-
-
-def row_ffns(
-    schedule: Schedule, ids: Sequence[str], num_steps: int, device: torch.device, *, gather: bool
-) -> RowFFNs | None:
-    """What decides for the rows `ids` over `num_steps` decode steps of `schedule`; None when its plans say it all."""
-    match schedule.row_rule:
-        case SaturationRule(threshold):
-            return SaturatedRows(len(ids), device, threshold, gather=gather)
-        case RandomRule(share, seed):
-            return RandomRows(ids, max(num_steps, 1), schedule.num_layers, share, seed, device, gather=gather)
-        case None:
-            return None

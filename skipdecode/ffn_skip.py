@@ -2,13 +2,19 @@
 
 `SkipSaturated` is the paper's rule, which each row decides for itself on the device (`skipdecode.ffn_rows`); `SkipBand`
 leaves the same blocks out for every row, so its plans are static. `SkipAtRandom` is the paper's baseline. The prompt
-and the first `warmup_tokens` decode steps skip nothing. No torch.
+and the first `warmup_tokens` decode steps skip nothing. No torch at import.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from skipdecode.plan import LayerPlan, RandomRule, RowRule, SaturationRule, Schedule
+from skipdecode.ffns import FFNs
+from skipdecode.plan import LayerPlan, Schedule
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,11 @@ class FFNSkip:
         return self.base.num_layers
 
     @property
-    def row_rule(self) -> RowRule | None:
-        return self.base.row_rule
+    def is_settled(self) -> bool:
+        return self.base.is_settled
+
+    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
+        return self.base.ffns(ids, num_steps, device, gather=gather)
 
     def prefill(self) -> LayerPlan:
         return self.base.prefill()
@@ -77,6 +86,10 @@ class SkipByRow(FFNSkip):
                 f"cold_end={self.cold_end} are more than the model's {self.num_layers} layers"
             )
 
+    @property
+    def is_settled(self) -> bool:
+        return False
+
     def _thinned(self, plan: LayerPlan) -> LayerPlan:
         return _by_row(plan, self.cold_start, self.num_layers - self.cold_end)
 
@@ -92,9 +105,10 @@ class SkipSaturated(SkipByRow):
         if not -1 <= self.threshold <= 1:
             raise ValueError(f"decode.ffn_skip.threshold: a cosine lies between -1 and 1, got {self.threshold}")
 
-    @property
-    def row_rule(self) -> RowRule:
-        return SaturationRule(self.threshold)
+    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
+        from skipdecode.ffn_rows import SaturatedRows
+
+        return SaturatedRows(len(ids), device, self.threshold, gather=gather)
 
 
 @dataclass(frozen=True)
@@ -109,9 +123,19 @@ class SkipAtRandom(SkipByRow):
         if not 0 <= self.share <= 1:
             raise ValueError(f"decode.ffn_skip.share: must lie between 0 and 1, got {self.share}")
 
-    @property
-    def row_rule(self) -> RowRule:
-        return RandomRule(self.share, self.seed)
+    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
+        from skipdecode.ffn_rows import RandomRows
+
+        return RandomRows(ids, max(num_steps, 1), self.num_layers, self.share, self.seed, device, gather=gather)
+
+
+KINDS: dict[str, type[FFNSkip]] = {
+    "row": SkipSaturated,
+    "random": SkipAtRandom,
+    "fixed": SkipBand,
+    "calibrated": SkipBand,
+}
+"""By `decode.ffn_skip.mode`."""
 
 
 @lru_cache(maxsize=4096)

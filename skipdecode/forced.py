@@ -20,7 +20,7 @@ from torch import Tensor
 from skipdecode.backends.backend import FusedLayer, FusedStore
 from skipdecode.decoder import Decoder, run_layers
 from skipdecode.extents import Extents
-from skipdecode.ffn_rows import RowFFNs, row_ffns
+from skipdecode.ffns import FFNs
 from skipdecode.kv.padded import causal_mask, diagonal
 from skipdecode.kv.view import attention
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
@@ -57,18 +57,18 @@ def teacher_batch(
 
 
 def teacher_forced_logits(
-    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: RowFFNs | None = None
+    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNs | None = None
 ) -> Tensor:
     """[B, T, V] float32: the logits that decoding under `schedule` has for each response token, in one pass.
 
-    `recompute` keeps only the input of each layer for the backward pass (activation checkpointing). `ffns` decides on
-    feed-forward blocks in the place of what `schedule` brings (FFN-SkipLLM, which is not trained).
+    `recompute` keeps only the input of each layer for the backward pass (activation checkpointing). `ffns` runs
+    feed-forward blocks in the place of what `schedule` brings.
     """
     return model.head(teacher_forced_states(model, batch, schedule, recompute=recompute, ffns=ffns)).float()
 
 
 def teacher_forced_states(
-    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: RowFFNs | None = None
+    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNs | None = None
 ) -> Tensor:
     """[B, T, D]: what enters the head for each response token."""
     B, columns = batch.tokens.shape
@@ -80,19 +80,15 @@ def teacher_forced_states(
     if bool(batch.num_pad.any()):
         valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
         mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
-    deciding = next((k for k, plan in enumerate(plans) if plan.by_row), None)
-    if deciding is not None:
-        ids = [str(row) for row in range(B)]
-        ffns = ffns or row_ffns(schedule, ids, columns - P, device, gather=False)
-        assert ffns is not None, schedule
-        ffns.start(deciding, columns, P + deciding)
-    extents = _extents(schedule.prefill(), plans, P, () if deciding is None else plans[deciding].by_row)
+    ffns = ffns or schedule.ffns([str(row) for row in range(B)], columns - P, device, gather=False)
+    ffns.start_pass(plans, P)
+    extents = _extents(schedule.prefill(), plans, P, ffns)
     kv = ForcedView(positions, mask, model.rotations, kv_owners(schedule, model.config.kv_group_size))
     h, _ = run_layers(model, model.embed(batch.tokens, positions), kv, extents, ffns=ffns, recompute=recompute)
     return h[:, P - 1 :]
 
 
-def _extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, by_row: tuple[bool, ...]) -> Extents:
+def _extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, ffns: FFNs) -> Extents:
     """The first columns that run each sublayer: the prompt's, and those of the steps that run it."""
 
     def runs(layer: int, sublayer: str) -> slice:
@@ -100,7 +96,8 @@ def _extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int,
         return slice(prompt_columns + steps)
 
     attn, ffn = (tuple(runs(layer, name) for layer in range(len(prompt.attn))) for name in ("attn", "ffn"))
-    return Extents(attn, ffn, by_row, prompt.kv_layers, axis=1)
+    apart = next(filter(None, map(ffns.apart, plans)), ())  # layers of later steps are among those of earlier ones
+    return Extents(attn, ffn, apart, prompt.kv_layers, axis=1)
 
 
 @dataclass

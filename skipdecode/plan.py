@@ -10,7 +10,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from skipdecode.ffns import ALL_ROWS, FFNs
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +55,15 @@ class LayerPlan:
         return not self.by_row
 
     @property
+    def settled_ffns(self) -> tuple[bool, ...]:
+        """[L] the feed-forward block runs, and for all rows."""
+        if not self.by_row:
+            return self.ffn
+        return tuple(runs and not left for runs, left in zip(self.ffn, self.by_row, strict=True))
+
+    @property
     def num_settled_ffns(self) -> int:
-        """Feed-forward blocks that run for all rows."""
-        return sum(self.ffn) - sum(self.by_row)
-
-
-@dataclass(frozen=True)
-class SaturationRule:
-    """A token whose state a block leaves as it was, cos(h, h + FFN(h)) >= threshold, skips the blocks after it."""
-
-    threshold: float
-
-
-@dataclass(frozen=True)
-class RandomRule:
-    """Each block of each token is skipped with probability `share`, whatever the hidden state."""
-
-    share: float
-    seed: int
-
-
-RowRule = SaturationRule | RandomRule
+        return sum(self.settled_ffns)
 
 
 class Schedule(Protocol):
@@ -87,8 +80,12 @@ class Schedule(Protocol):
         """The plan of decode step `k` (0-based), which feeds y_k and yields y_(k+1)."""
 
     @property
-    def row_rule(self) -> "RowRule | None":
-        """How rows decide on the blocks that plans leave to them (`by_row`); None: plans say it all."""
+    def is_settled(self) -> bool:
+        """All plans are: they say what runs, for every row."""
+
+    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
+        """Who runs the feed-forward blocks of a batch with the rows `ids` over so many decode steps. `gather`: those of
+        some rows may be run alone, which waits for the device."""
 
     def __hash__(self) -> int:
         """Schedules are values: rows with equal ones share batches."""
@@ -106,8 +103,11 @@ class FullDepth:
     num_layers: int
 
     @property
-    def row_rule(self) -> RowRule | None:
-        return None
+    def is_settled(self) -> bool:
+        return True
+
+    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
+        return ALL_ROWS
 
     def prefill(self) -> LayerPlan:
         return _plan(tuple(range(self.num_layers)), self.num_layers)
@@ -185,8 +185,11 @@ class SwiftPrefill:
         return self.base.num_layers
 
     @property
-    def row_rule(self) -> RowRule | None:
-        return self.base.row_rule
+    def is_settled(self) -> bool:
+        return self.base.is_settled
+
+    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
+        return self.base.ffns(ids, num_steps, device, gather=gather)
 
     def prefill(self) -> LayerPlan:
         return _with_swiftkv(self.base.prefill(), self.kv_layers)
@@ -198,11 +201,6 @@ class SwiftPrefill:
 @lru_cache(maxsize=4096)
 def _with_swiftkv(plan: LayerPlan, kv_layers: int) -> LayerPlan:
     return replace(plan, kv_layers=kv_layers)
-
-
-def leaves_to_rows(schedule: Schedule) -> bool:
-    """Whether rows decide on blocks themselves, which nothing can know before."""
-    return schedule.row_rule is not None
 
 
 def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:

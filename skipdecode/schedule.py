@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from skipdecode.config import DecoderConfig
-from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.ffn_skip import KINDS as FFN_SKIPS
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.lossless import lossless_schedule
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified, leaves_to_rows
+from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 
 # Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
 PRESETS = {
@@ -56,7 +56,7 @@ def make_schedule(
 
 def _check_drafts(drafts: Schedule) -> None:
     """ValueError for a schedule that cannot draft for full depth."""
-    if leaves_to_rows(drafts):
+    if not drafts.is_settled:
         raise ValueError(
             "decode.ffn_skip.mode: with decode.lossless rows are at different steps, and cannot decide on blocks "
             "themselves; use modes calibrated or fixed, or decode.lossless=false"
@@ -198,8 +198,7 @@ def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
         if not isinstance(given["layers"], list | tuple) or not all(map(_is_whole, given["layers"])):
             raise ValueError(f"decode.ffn_skip.layers: expected a list of layer numbers, got {given['layers']!r}")
         given["layers"] = tuple(sorted(set(given["layers"])))
-    kinds: dict[str, type[FFNSkip]] = {"row": SkipSaturated, "random": SkipAtRandom}
-    return kinds.get(mode, SkipBand)(base=base, **given)
+    return FFN_SKIPS[mode](base=base, **given)
 
 
 def _is_whole(value: Any) -> bool:

@@ -4,10 +4,10 @@ A graph is a plan at a number of rows: its kernels read on the device where keys
 (`skipdecode.kv.graphed`), so it serves every batch, whatever its length. Rows are padded to a ladder of few numbers, so
 plans x rungs is all there is, and all of it is captured when a model loads (`capture_all`). The choice of the likeliest
 token and the next column are part of a graph. What is not captured runs the same kernels one by one: plans that a
-capture failed for, more rows than the ladder has, graphs beyond their share of memory.
+capture failed for, more rows than the ladder has, graphs beyond their share of memory. So do steps in which rows decide
+on their own blocks (FFN-SkipLLM `row`, `random`).
 
-Without a device the same code runs without a capture, which is how its logic is tested. Steps in which rows decide on
-their own blocks (FFN-SkipLLM `row`, `random`) are not captured.
+Without a device the same code runs without a capture, which is how its logic is tested.
 
 B rows, L layers, V vocabulary.
 """
@@ -23,6 +23,7 @@ from skipdecode.backends.device import backend_on
 from skipdecode.captures import Captures, Work, captures_on
 from skipdecode.decoder import Decoder, run_layers
 from skipdecode.extents import Extents
+from skipdecode.ffns import ALL_ROWS, FFNs
 from skipdecode.kv.graphed import GraphedCache, Layout, TableView
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import CachePool, PoolFull
@@ -158,17 +159,18 @@ class StepGraphs:
             self.full = _no_room(error)
         self._serial = -1
 
-    def __call__(self, newest: Tensor, cache: KVCache, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
+    def __call__(
+        self, newest: Tensor, cache: KVCache, plan: LayerPlan, ffns: FFNs = ALL_ROWS, *, only_likeliest: bool = False
+    ) -> Tensor:
         """Feeds `newest` [B] behind what is in `cache`: logits [B, V], good until the next call, or with
         `only_likeliest` the likeliest token of each row [B]."""
         assert isinstance(cache, GraphedCache), "a cache from elsewhere"
-        assert plan.is_settled, "which rows run a block is not known before"
         num_rows = len(newest)
         rows = self.rows_for(num_rows)
-        if rows > self.max_rows:
+        if rows > self.max_rows or not plan.is_settled:
             last = self.model.config.max_position_embeddings - 1
             positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)
-            return self.model.forward(newest[:, None], positions, cache, plan, only_likeliest=only_likeliest)
+            return self.model.forward(newest[:, None], positions, cache, plan, ffns, only_likeliest=only_likeliest)
         self._enter(newest, cache, rows)
         replay = self._replays.get((plan, rows))
         if replay is not None:

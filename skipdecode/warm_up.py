@@ -8,7 +8,7 @@ on several devices or of rows that decide on their blocks, meet theirs here.
 from skipdecode.backends.device import backend_on
 from skipdecode.decoder import Decoder
 from skipdecode.generate import generate
-from skipdecode.plan import Schedule, leaves_to_rows
+from skipdecode.plan import Schedule
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs
@@ -24,7 +24,7 @@ def warm_up(model: Decoder, schedule: Schedule, graphs: StepGraphs | None = None
     if not (sizes := backend_on(model.device).rows_to_try(-(-max_rows // parts))):
         return
     _decode(model, schedule, graphs, ROWS, temperature=1.0)
-    if graphs is None or leaves_to_rows(schedule):
+    if graphs is None or not schedule.is_settled:
         for rows in sizes:
             _decode(model, schedule, None, rows * parts)
 

@@ -380,7 +380,7 @@ def test_long_messages_are_cut(build: Callable[..., Generator], monkeypatch: pyt
 
 # Measuring against full depth
 
-FIGURES = {field for field in BatchStats.__dataclass_fields__ if field not in ("batch_rows", "ffn_rows")}
+FIGURES = {field for field in BatchStats.__dataclass_fields__ if field not in ("batch_rows", "ffns_apart")}
 PREDICTED = {"predicted_prefill_s", "predicted_decode_s", "full_predicted_prefill_s", "full_predicted_decode_s"}
 
 

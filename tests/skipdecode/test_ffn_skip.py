@@ -18,12 +18,13 @@ from skipdecode.cost import Ceilings, predict_s
 from skipdecode.decoder import Decoder
 from skipdecode.families import released
 from skipdecode.ffn_rows import SimilarityRecorder, similarity
-from skipdecode.ffn_skip import FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.ffn_skip import KINDS, FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.ffns import ALL_ROWS
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import Request, generate
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified, has_no_kv_holes
 from skipdecode.sampling import row_uniforms
-from skipdecode.schedule import make_schedule
+from skipdecode.schedule import FFN_MODES, make_schedule
 from skipdecode.weights import load_model
 from tests.support.naive import FFNRule, greedy, naive_row, random_prompts, requests_for, tokens_of
 
@@ -169,9 +170,9 @@ def thresholds_of(model: Decoder, prompts: list[list[int]]) -> list[float]:
 
 
 def recorded(model: Decoder, pairs: list[tuple[list[int], list[int]]], base: Schedule) -> dict[int, Tensor]:
-    recorder = SimilarityRecorder(len(pairs), torch.device("cpu"))
+    recorder = SimilarityRecorder()
     with torch.inference_mode():
-        teacher_forced_logits(model, teacher_batch(pairs, 1), SkipSaturated(base, 0, 0, 0, 1.0), ffns=recorder)
+        teacher_forced_logits(model, teacher_batch(pairs, 1), base, ffns=recorder)
     return recorder.similarity
 
 
@@ -193,7 +194,7 @@ def test_fixed_shapes_and_gathered_rows_give_the_same(loaded: Decoder) -> None:
     alone = [generate(loaded, [r], schedule).completions[0] for r in requests]
     assert alone == free.completions
     assert 0 < free.stats.ffns_run < free.stats.layers_run
-    assert {n for step in fixed.stats.ffn_rows for n in step} == {8}
+    assert {n for step in fixed.stats.ffns_apart for n in step} == {8}
 
 
 def test_a_block_runs_on_the_rows_that_need_it_and_on_no_other(loaded: Decoder) -> None:
@@ -207,7 +208,7 @@ def test_a_block_runs_on_the_rows_that_need_it_and_on_no_other(loaded: Decoder) 
         for hook in hooks:
             hook.remove()
     assert sum(rows[L:]) == result.stats.ffns_run  # the first L calls are the prompt's
-    assert sum(map(sum, result.stats.ffn_rows)) == sum(rows[L:]) - 6 * (2 * L + 13 * 2)  # warm-up steps, cold borders
+    assert sum(map(sum, result.stats.ffns_apart)) == sum(rows[L:]) - 6 * (2 * L + 13 * 2)  # warm-up steps, cold borders
     assert len(set(rows[L:])) > 3
 
 
@@ -256,6 +257,18 @@ def test_attention_is_that_of_the_schedule_beneath(
                     assert plan.ffn[i] == runs
                     in_question = runs and k >= warmup and borders[0] <= i < L - borders[1]
                     assert bool(plan.by_row and plan.by_row[i]) == in_question
+
+
+def test_blocks_that_nobody_decides_on_are_not_run_for_all_rows() -> None:
+    plan = SkipSaturated(FULL, 1, 1, 1, 0.9).step(1)
+    with pytest.raises(AssertionError, match="nothing decides"):
+        ALL_ROWS.apart(plan)
+    assert plan.settled_ffns == (True, False, False, False, False, True)
+    assert ALL_ROWS.apart(FULL.step(1)) == ()
+
+
+def test_every_mode_has_its_schedule() -> None:
+    assert set(KINDS) == set(FFN_MODES)
 
 
 GOOD: list[tuple[dict[str, Any], FFNSkip]] = [
@@ -317,8 +330,8 @@ def test_cost_follows_the_blocks_that_run() -> None:
     base = FullDepth(24)
     shape: dict[str, Any] = {"prompt_columns": 8, "batch_rows": [16] * 4, "itemsize": 2}
 
-    def decode_s(schedule: Schedule, ffn_rows: list[list[int]] | None = None) -> float:
-        return predict_s(config, schedule, ceilings, **shape, ffn_rows=ffn_rows)[1]
+    def decode_s(schedule: Schedule, apart: list[list[int]] | None = None) -> float:
+        return predict_s(config, schedule, ceilings, **shape, apart=apart)[1]
 
     full, band = decode_s(base), decode_s(SkipBand(base, 0, tuple(range(12))))
     ffn_bytes = 2 * (8 * 2048**2 + 16 * 12 * 2048)

@@ -286,8 +286,8 @@ def test_layers_with_nothing_between_them_are_a_group() -> None:
     assert Extents.of_plan(FullDepth(4).step(1), is_prompt=True).groups == ((0, 1, 2), (3,))  # then the last column
     swift = SwiftPrefill(FullDepth(6), 3)
     assert Extents.of_plan(swift.step(1)).groups == ((0, 1, 2), (3, 4, 5))  # K and V of the upper ones come between
-    by_row = LayerPlan((True,) * 4, (True,) * 4, (False, True, False, False))
-    assert Extents.of_plan(by_row).groups == ((0,), (1,), (2, 3))
+    apart = (False, True, False, False)  # a block of its own
+    assert Extents.of_plan(FullDepth(4).step(1), apart).groups == ((0,), (1,), (2, 3))
     rows = Extents((ALL, slice(2, None), slice(2, None), None), (ALL, slice(2, None), None, None))
     assert rows.groups == ((0,), (1,), (2,))
 
