@@ -72,12 +72,21 @@ NOTICE_COUNT = 4  # requests that may fail beside those inside; none was seen, a
 
 @pytest.mark.slow
 def test_a_replica_whose_engine_is_dead_is_replaced(tmp_path: Path) -> None:
-    """A step that takes longer than `limits.stall_s`: whoever is inside gets 503, and Ray starts another replica."""
-    wide = ["engine.batch_size=64", "engine.max_prefill_tokens=100000", "limits.max_prompts=64"]  # all in one step
-    with served(tmp_path, "limits.stall_s=1.5", *wide) as server, ThreadPoolExecutor(1) as pool:
+    """A step that takes longer than `limits.stall_s`, since its process stands still meanwhile: whoever is inside gets
+    503, and Ray starts another replica."""
+    wide = ["engine.batch_size=64", "engine.max_prefill_tokens=256", "limits.max_prompts=64"]
+    with served(tmp_path, "limits.stall_s=1.5", *wide) as server, ThreadPoolExecutor(2) as pool:
         (pid,) = replica_pids(server.process.pid)
-        inside = pool.submit(server.post, {"prompt": [[7] * 1000] * 64, "max_tokens": 4})
-        wait_for(lambda: server.get("/health").json()["status"] == "dead", server.process, timeout_s=30)
+        inside = pool.submit(server.post, {"prompt": [[7] * 100] * 64, "max_tokens": 900, "ignore_eos": True})
+        time.sleep(0.5)
+        for _ in range(20):  # now and then it stands still between two steps, or a step ends before anybody looks
+            os.kill(pid, signal.SIGSTOP)
+            looks = pool.submit(server.get, "/health")
+            time.sleep(2)
+            os.kill(pid, signal.SIGCONT)
+            if looks.result().json()["status"] == "dead":
+                break
+            assert not inside.done()
         assert (inside.result().status_code, inside.result().json()["error"]["code"]) == (503, "engine_dead")
         # until the dead one is gone, requests may still be sent to it, which answers 503
         wait_for(lambda: (found := replica_pids(server.process.pid)) and pid not in found, server.process, timeout_s=90)
