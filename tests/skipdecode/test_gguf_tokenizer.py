@@ -24,7 +24,6 @@ from tests.support.family_tokenizers import (
 )
 from tests.support.gguf_models import Writer, add_byte_level, add_sentencepiece, random_model, write_model
 
-ROOT = Path(__file__).parents[2]
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 400}
 
 
@@ -169,13 +168,25 @@ def test_what_we_lack_is_named(tmp_path: Path, pre: str | None, change: Any, nam
         tokenizer(path)
 
 
-def smollm2_texts() -> list[str]:
-    """200 texts: rows of this repository's own data and documents, and what is nasty."""
-    with (ROOT / "CHANGELOG.md").open(encoding="utf-8") as file:
-        lines = [line for line in file if line.strip()]
-    pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))]
-    lines += [line for page in pages for line in page.splitlines() if len(line) > 60]
-    return [*NASTY, *lines][:200]
+SMOLLM2_TEXTS = (
+    *NASTY,
+    "# Changes\n\n## 1.10.3 (2026-11-25)\n\n- fix: rows of 4096 tokens, 12.5 % faster; see #1234 and `a_b[0:17]`.",
+    "def f(x: int) -> int:\n    return 2 * x + 40  # 3 spaces\n\n\nclass A:\n\tb = 0x1F\n",
+    "| layers | tokens/s |\n|---|---|\n| 24 | 1,234.5 |\n| 12 | 2,468.0 |",
+    '{"prompt": "2 + 2 =", "max_new_tokens": 64, "ids": [1, 22, 333, 4444]}',
+    "https://example.org/a/b?page=2&n=100#3 costs $5.99 (5,99 €), or 11¢.",
+    "A farmer has 17 sheep; all but 9 run away.\r\nHow many are left?\r\n",
+)
+# Digits behind two spaces (½ behind one): its tokenizer.json cuts them apart, and transformers from the file does not.
+SMOLLM2_DIGITS = (
+    "x  3",
+    "  7\n",
+    "12  345.6",
+    "| 1 |  22 |",
+    "steps:\n  1. read\n  2. write",
+    "in   2024, or  1999",
+    "it is ½",
+)
 
 
 @pytest.mark.slow
@@ -184,15 +195,12 @@ def test_smollm2() -> None:
     """As transformers has it, with digits cut apart as this model's own tokenizer.json does."""
     path = Path(os.environ["SKIPDECODE_SMOLLM2"])
     ours, reference = tokenizer(path), theirs(path)
-    plain, texts = theirs(path), smollm2_texts()
+    plain = theirs(path)
     backend = reference.backend_tokenizer
     digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
-    assert len(texts) == 200
-    num_plain = 0
-    for text in texts:
+    for text in (*SMOLLM2_TEXTS, *SMOLLM2_DIGITS):
         tokens = ours.encode(text).ids
         assert tokens == reference(text)["input_ids"], text
         assert ours.decode(tokens) == reference.decode(tokens, skip_special_tokens=True), text
-        num_plain += tokens == plain(text)["input_ids"]
-    assert 150 < num_plain < 200
+        assert (tokens != plain(text)["input_ids"]) == (text in SMOLLM2_DIGITS), text
