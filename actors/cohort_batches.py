@@ -61,8 +61,8 @@ class CohortBatches(Admission):
 
     def start(self, tickets: list[Ticket]) -> None:
         generator, is_fixed, bucket = self.generator, self.generator.config.deterministic, tickets[0].bucket
-        if isinstance(schedule := tickets[0].schedule, Lossless):
-            return self._start_lossless(tickets, schedule)
+        if (lossless := tickets[0].schedule.lossless) is not None:
+            return self._start_lossless(tickets, lossless)
         longest = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
         requests = [ticket.request for ticket in tickets]
         columns = min(bucket, rounded_columns(max(len(ticket.request.prompt_tokens) for ticket in tickets)))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from actors.batches import Admission, EngineConfig, Ticket
 from actors.generator import Generator
 from skipdecode.continuous import ContinuousBatch, check_continuous
-from skipdecode.lossless import Lossless
 from skipdecode.request import Request
 from skipdecode.speculative import SpeculativeBatch
 
@@ -106,9 +105,9 @@ class ContinuousBatches(Admission):
 
     def _new_pool(self, ticket: Ticket) -> PoolBatch:
         model, decode, schedule = self.generator.model, self.generator.tokenizer.decode, ticket.schedule
-        if isinstance(schedule, Lossless):
-            length = self.generator.draft_length(schedule)
-            batch: ContinuousBatch = SpeculativeBatch(model, schedule, decode_text=decode, length=length)
+        if (lossless := schedule.lossless) is not None:
+            length = self.generator.draft_length(lossless)
+            batch: ContinuousBatch = SpeculativeBatch(model, lossless, decode_text=decode, length=length)
         else:
             batch = ContinuousBatch(model, schedule, decode_text=decode)
         return PoolBatch(batch, ticket.max_company is not None)

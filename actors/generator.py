@@ -266,7 +266,7 @@ class Generator:
 
     def _copies(self, schedule: Schedule) -> bool:
         """Whether heads that rows share are copied to each of them."""
-        return not self.model.is_fused or self.graphs is not None or isinstance(schedule, Lossless)
+        return not self.model.is_fused or self.graphs is not None or schedule.lossless is not None
 
     def _sharing(self, batch: Batch, chosen: Sequence[Request]) -> Sharing | None:
         return share([request.prompt_tokens for request in chosen], batch.marks) if batch.marks else None
@@ -383,10 +383,10 @@ class Generator:
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
         if is_scored_alone(chosen[0]):
             return score_alone(self.model, chosen, not self.config.deterministic)
-        if isinstance(schedule, Lossless):
-            length, decode = self.draft_length(schedule), self.tokenizer.decode
+        if (lossless := schedule.lossless) is not None:
+            length, decode = self.draft_length(lossless), self.tokenizer.decode
             sharing = self._sharing(batch, chosen)
-            return generate_lossless(self.model, chosen, schedule, decode_text=decode, length=length, sharing=sharing)
+            return generate_lossless(self.model, chosen, lossless, decode_text=decode, length=length, sharing=sharing)
         fixed: dict[str, Any] = {}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
@@ -417,7 +417,7 @@ class Generator:
                 sharing=sharing,
                 in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
-            if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):
+            if chosen.lossless is not None and isinstance(result.stats, LosslessStats):
                 decode = result.stats.model_decode_s  # how many rounds there were nobody knew before
             record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
         return record
@@ -429,11 +429,11 @@ class Generator:
         is_cuda = self.device.type == "cuda"
         most = self.batch_size(PROMPT_TOKENS, NEW_TOKENS) if is_cuda else ROWS  # as many as memory holds
         warm_up(self.model, schedule, self.graphs, max_rows=most)
-        if isinstance(schedule, Lossless):
+        if (lossless := schedule.lossless) is not None:
             sampling = Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
             request = Request("warm-up", [self.model.config.filler_token_id] * PROMPT_TOKENS, sampling)
             for _ in range(2):
-                generate_lossless(self.model, [request] * ROWS, schedule)
+                generate_lossless(self.model, [request] * ROWS, lossless)
 
 
 def _moved(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:

@@ -101,8 +101,8 @@ def compare(
     results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in WAYS}}
     lengths: dict[str, tuple[Lossless, DraftLength]] = {}
     for way, keys in WAYS.items():
-        schedule = make_schedule(draft | keys, num_layers=layers, max_new_tokens=NEW_TOKENS)
-        assert isinstance(schedule, Lossless)
+        schedule = make_schedule(draft | keys, num_layers=layers, max_new_tokens=NEW_TOKENS).lossless
+        assert schedule is not None
         lengths[way] = schedule, DraftLength(schedule, Prices(model.config, *sizes, ceilings))
     wanted: dict[str, list[int]] = {}
     for repeat in range(repeats + 1):  # the first warms up

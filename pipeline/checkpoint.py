@@ -15,7 +15,6 @@ from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
-from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
@@ -141,7 +140,7 @@ def check_placement(config: JobConfig, schedule: Schedule) -> None:
     cause = None
     if config.prefill.method == "swiftkv":
         cause = "prefill.method", "SwiftKV writes the keys of many layers at once; use prefill.method=full"
-    elif isinstance(schedule, Lossless):
+    elif schedule.lossless is not None:
         cause = "decode.lossless", "rows that get several tokens at a time go through one device; use lossless=false"
     elif config.sampling.deterministic and deterministic_rows(config) % gpus:
         rows = deterministic_rows(config)

@@ -6,11 +6,12 @@ and the first `warmup_tokens` decode steps skip nothing. No torch at import.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.ffns import FFNs
+from skipdecode.lossless import Lossless
 from skipdecode.plan import LayerPlan, Schedule
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FFNSkip:
     """What the three have in common: a schedule beneath, and decode steps that are left alone."""
+
+    mode: ClassVar[str]
+    """`decode.ffn_skip.mode` that makes it."""
 
     base: Schedule
     warmup_tokens: int
@@ -39,6 +43,16 @@ class FFNSkip:
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
         return self.base.ffns(ids, num_steps, device, gather=gather)
 
+    @property
+    def lossless(self) -> Lossless | None:
+        return None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The `decode.ffn_skip` mapping that makes it."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "base"}
+        return {"mode": self.mode} | {key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}
+
     def prefill(self) -> LayerPlan:
         return self.base.prefill()
 
@@ -53,6 +67,8 @@ class FFNSkip:
 @dataclass(frozen=True)
 class SkipBand(FFNSkip):
     """The feed-forward blocks of `layers` are left out for every row."""
+
+    mode: ClassVar[str] = "fixed"
 
     layers: tuple[int, ...]
 
@@ -98,6 +114,8 @@ class SkipByRow(FFNSkip):
 class SkipSaturated(SkipByRow):
     """A token whose state a block leaves as it was, cos(h, h + FFN(h)) >= threshold, skips the blocks after it."""
 
+    mode: ClassVar[str] = "row"
+
     threshold: float
 
     def __post_init__(self) -> None:
@@ -114,6 +132,8 @@ class SkipSaturated(SkipByRow):
 @dataclass(frozen=True)
 class SkipAtRandom(SkipByRow):
     """Each block of each token is skipped with probability `share`, whatever the hidden state."""
+
+    mode: ClassVar[str] = "random"
 
     share: float
     seed: int

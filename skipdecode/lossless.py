@@ -25,9 +25,13 @@ class Lossless(FullDepth):
     """Drafts nothing where nothing is gained by it; else one token at least."""
 
     @property
+    def lossless(self) -> "Lossless":
+        return self
+
+    @property
     def drafts_by_skipping(self) -> bool:
         """Whether the schedule leaves anything out; else rows draft what they repeat, and nothing else."""
-        return not isinstance(self.drafts, FullDepth) or type(self.drafts) is not FullDepth
+        return self.drafts != FullDepth(self.num_layers)
 
 
 def lossless_schedule(drafts: Schedule, lossless: Any, draft_tokens: Any) -> Schedule:

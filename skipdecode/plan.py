@@ -17,6 +17,8 @@ from skipdecode.ffns import ALL_ROWS, FFNs
 if TYPE_CHECKING:
     import torch
 
+    from skipdecode.lossless import Lossless
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
@@ -87,6 +89,10 @@ class Schedule(Protocol):
         """Who runs the feed-forward blocks of a batch with the rows `ids` over so many decode steps. `gather`: those of
         some rows may be run alone, which waits for the device."""
 
+    @property
+    def lossless(self) -> "Lossless | None":
+        """The schedule itself, where full depth verifies what it only drafts; None: rows are decoded by it."""
+
     def __hash__(self) -> int:
         """Schedules are values: rows with equal ones share batches."""
 
@@ -108,6 +114,10 @@ class FullDepth:
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
         return ALL_ROWS
+
+    @property
+    def lossless(self) -> "Lossless | None":
+        return None
 
     def prefill(self) -> LayerPlan:
         return _plan(tuple(range(self.num_layers)), self.num_layers)
@@ -190,6 +200,10 @@ class SwiftPrefill:
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
         return self.base.ffns(ids, num_steps, device, gather=gather)
+
+    @property
+    def lossless(self) -> "Lossless | None":
+        return None
 
     def prefill(self) -> LayerPlan:
         return _with_swiftkv(self.base.prefill(), self.kv_layers)

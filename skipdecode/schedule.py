@@ -61,7 +61,7 @@ def _check_drafts(drafts: Schedule) -> None:
             "decode.ffn_skip.mode: with decode.lossless rows are at different steps, and cannot decide on blocks "
             "themselves; use modes calibrated or fixed, or decode.lossless=false"
         )
-    if isinstance(drafts, SwiftPrefill):
+    if drafts.prefill().kv_layers is not None:
         raise ValueError(
             "decode.lossless: full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
         )

@@ -106,6 +106,59 @@ def test_only_a_back_end_knows_its_kernels() -> None:
     assert {name(path): modules for path, modules in inside.items() if modules} == {}
 
 
+SCHEDULES = ("plan", "lossless", "ffn_skip")  # modules of skipdecode/ that define schedules
+
+
+def schedule_classes() -> set[str]:
+    trees = [parsed(ROOT / "skipdecode" / f"{module}.py") for module in SCHEDULES]
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = {name for name, node in classes.items() if any(getattr(one, "name", "") == "step" for one in node.body)}
+    while more := {name for name, node in classes.items() if names_in(*node.bases) & found} - found:
+        found |= more
+    return found
+
+
+def names_in(*nodes: ast.AST) -> set[str]:
+    walked = [found for node in nodes for found in ast.walk(node)]
+    return {found.id for found in walked if isinstance(found, ast.Name)} | {
+        found.attr for found in walked if isinstance(found, ast.Attribute)
+    }
+
+
+def asked_for_types(tree: ast.Module) -> set[str]:
+    """Names in questions after a type: isinstance, issubclass, a pattern of `match`, and comparisons with `type(x)` or
+    `x.__class__`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and names_in(node.func) & {"isinstance", "issubclass"}:
+            found |= names_in(*node.args[1:])
+        elif isinstance(node, ast.Compare) and names_in(node) & {"type", "__class__"}:
+            found |= names_in(node)
+        elif isinstance(node, ast.MatchClass):
+            found |= names_in(node.cls)
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "isinstance(x, int | Lossless)",
+        "type(x) is not plan.Lossless",
+        "match x:\n    case Lossless(drafts=y):\n        y",
+    ],
+)
+def test_questions_after_a_type_are_seen(code: str) -> None:
+    assert "Lossless" in asked_for_types(ast.parse(code))
+
+
+def test_nobody_asks_which_schedule_it_has() -> None:
+    """`Schedule` says what there is to know: a wrapper around one would hide its type."""
+    classes = schedule_classes()
+    assert classes >= {"Schedule", "FullDepth", "Unified", "SwiftPrefill", "Lossless", "SkipBand", "SkipSaturated"}
+    paths = [*MODULES, *sorted((ROOT / "benchmarks").rglob("*.py"))]
+    assert {name(path): wrong for path in paths if (wrong := asked_for_types(parsed(path)) & classes)} == {}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.py")), ids=name)
 def test_jobs_hold_no_classes(path: Path) -> None:
     assert not [

@@ -37,7 +37,6 @@ from pipeline.machine import device_facts, version_of
 from pipeline.plots import new_figure, save_figure
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.units import Note
-from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_model, save_model
@@ -117,7 +116,7 @@ def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument:
         "elapsed_s": time.monotonic() - started,
     }
     with written_whole(target) as staging:
-        write_checkpoint(staging, model, layers, sample, document)
+        write_checkpoint(staging, model, sample, document)
     return document
 
 
@@ -157,9 +156,7 @@ def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[st
     return Sample(generator.model, base, pairs, config.batch_size)
 
 
-def write_checkpoint(
-    staging: Path, model: ResolvedModel, layers: Candidate, sample: Sample, document: CalibrationDocument
-) -> None:
+def write_checkpoint(staging: Path, model: ResolvedModel, sample: Sample, document: CalibrationDocument) -> None:
     """The model's files, its `config.json` with `ffn_skip`, and `calibration/`; of a model with an adapter, the two
     merged."""
     (staging / "calibration").mkdir()
@@ -174,12 +171,12 @@ def write_checkpoint(
             place(path.resolve(), staging / path.name)
     source = staging if is_made else model.folder
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    assert isinstance(layers.schedule, SkipBand)
+    found = document["calibrated"]
     raw["ffn_skip"] = {
         "num_layers": model.config.num_hidden_layers,
-        "layers": list(layers.schedule.layers),
-        "warmup_tokens": layers.schedule.warmup_tokens,
-        "skip_share": layers.skip_share,
+        "layers": found["ffn_skip"]["layers"],
+        "warmup_tokens": found["ffn_skip"]["warmup_tokens"],
+        "skip_share": found["skip_share"],
         "decode": model.decode,
         "prefill": document["prefill"],
     }
@@ -188,7 +185,7 @@ def write_checkpoint(
     (folder / "calibration.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     table = cast("list[SimilarityLine]", sample.table())
     pq.write_table(pa.Table.from_pylist(table), folder / "similarity.parquet")
-    save_figure(heat_map(table, document["calibrated"]["ffn_skip"]), folder, "similarity")
+    save_figure(heat_map(table, found["ffn_skip"]), folder, "similarity")
 
 
 def heat_map(table: Sequence[SimilarityLine], skipped: FFNSkip) -> "Figure":
@@ -214,15 +211,8 @@ def heat_map(table: Sequence[SimilarityLine], skipped: FFNSkip) -> "Figure":
 
 def _figures(candidate: Candidate) -> Proposal:
     """A proposal as `decode.ffn_skip` takes it, and what it did to the sample."""
-    schedule = candidate.schedule
-    keys: FFNSkip = {"warmup_tokens": schedule.warmup_tokens}
-    if isinstance(schedule, SkipSaturated):
-        keys |= {"mode": "row", "threshold": schedule.threshold}
-        keys |= {"cold_start": schedule.cold_start, "cold_end": schedule.cold_end}
-    elif isinstance(schedule, SkipBand):
-        keys |= {"mode": "fixed", "layers": list(schedule.layers)}
     return {
-        "ffn_skip": keys,
+        "ffn_skip": cast("FFNSkip", candidate.schedule.keys),
         "skip_share": candidate.skip_share,
         "divergence": candidate.divergence,
         "token_match": candidate.token_match,
