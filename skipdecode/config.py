@@ -248,6 +248,11 @@ class DecoderConfig:
         if raw.get("quantization_config"):
             raise ValueError("quantization_config is set, and this version cannot run it")
         known = {name: raw[name] for name in (one.name for one in fields(cls)) if raw.get(name) is not None}
+        for one in fields(cls):
+            if one.type is bool and one.name in known:
+                check_flag(one.name, known[one.name])
+            if one.type is float and one.name in known:
+                check_number(one.name, known[one.name])
         if (dtype := raw.get("dtype") or raw.get("torch_dtype")) is not None:
             known["torch_dtype"] = dtype
         if not isinstance(known.get("skip_decode"), dict | None):
@@ -276,6 +281,19 @@ def read_eos(key: str, value: Any) -> int | tuple[int, ...]:
     if not ids or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         raise ValueError(f"{key} is {value!r}, expected one integer or a list of them")
     return ids[0] if len(ids) == 1 else tuple(ids)
+
+
+def check_flag(key: str, value: Any) -> bool:
+    """`value`; ValueError where it is not true or false: "false" would be true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, expected true or false")
+    return value
+
+
+def check_number(key: str, value: Any) -> None:
+    """ValueError where it is no number from 0 on."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        raise ValueError(f"{key} is {value!r}, expected a number from 0 on")
 
 
 def refuse(raw: Mapping[str, Any], key: str, only: Any) -> None:

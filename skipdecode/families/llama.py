@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import DecoderConfig, Parts, Rope, refuse
+from skipdecode.config import DecoderConfig, Parts, Rope, check_flag, refuse
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class LlamaConfig(DecoderConfig):
         for key in ("num_key_value_heads", "head_dim"):
             if raw.get(key) == 0:
                 raise ValueError(f"{key} is 0, expected a positive integer")
-        known["has_mlp_bias"] = bool(raw.get("mlp_bias", False))
+        known["has_mlp_bias"] = check_flag("mlp_bias", raw.get("mlp_bias") or False)
         rope = known["rope"] = read_rope(raw, known.get("max_position_embeddings", cls.max_position_embeddings))
         if cls.rotary_share not in (None, rope.share):
             raise ValueError(f"partial_rotary_factor is {rope.share}; only {cls.rotary_share} is supported")
@@ -204,6 +204,22 @@ class LlamaConfig(DecoderConfig):
     @classmethod
     def refuse_windows(cls, raw: dict[str, Any]) -> None:
         """ValueError where a layer would not see the whole context."""
+
+    @classmethod
+    def refuse_short_window(cls, raw: dict[str, Any]) -> None:
+        """ValueError where `sliding_window` is shorter than the context; an absent key is 4096, as in transformers."""
+        window, context = raw.get("sliding_window", 4096), raw.get("max_position_embeddings")
+        context = cls.max_position_embeddings if context is None else context
+        if window is None:
+            return
+        for key, value in (("sliding_window", window), ("max_position_embeddings", context)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{key} is {value!r}, expected a positive integer")
+        if window < context:
+            raise ValueError(
+                f"sliding_window is {window}, shorter than max_position_embeddings {context}, and this version attends "
+                "to the whole context; set max_position_embeddings to the window for prompts that fit it"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         raw = super().to_dict() | {"hidden_act": "silu"}
@@ -225,13 +241,7 @@ class MistralConfig(LlamaConfig):
 
     @classmethod
     def refuse_windows(cls, raw: dict[str, Any]) -> None:
-        context = raw.get("max_position_embeddings", cls.max_position_embeddings)
-        window = raw.get("sliding_window", 4096)  # as transformers, where the key is absent
-        if window is not None and window < context:
-            raise ValueError(
-                f"sliding_window is {window}, shorter than max_position_embeddings {context}, and this version attends "
-                "to the whole context; set max_position_embeddings to the window for prompts that fit it"
-            )
+        cls.refuse_short_window(raw)
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"sliding_window": None}
@@ -261,9 +271,11 @@ class Qwen2Config(LlamaConfig):
 
     @classmethod
     def refuse_windows(cls, raw: dict[str, Any]) -> None:
-        refuse(raw, "use_sliding_window", False)
+        has_windows = check_flag("use_sliding_window", raw.get("use_sliding_window") or False)
+        if has_windows:
+            cls.refuse_short_window(raw)
         for kind in raw.get("layer_types") or ():
-            if kind != "full_attention":
+            if kind != "full_attention" and not (has_windows and kind == "sliding_attention"):
                 raise ValueError(f"layer_types has {kind!r}; only 'full_attention' is supported")
 
     def to_dict(self) -> dict[str, Any]:
@@ -292,7 +304,7 @@ class Qwen3Config(Qwen2Config):
 
     @classmethod
     def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        return super().read_fields(raw) | {"attention_bias": bool(raw.get("attention_bias", False))}
+        return super().read_fields(raw) | {"attention_bias": raw.get("attention_bias") or False}
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"attention_bias": self.attention_bias}

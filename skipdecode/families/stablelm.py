@@ -41,6 +41,6 @@ class StableLMConfig(LlamaConfig):
     def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
         refuse(raw, "qk_layernorm", False)
         refuse(raw, "use_parallel_residual", False)
-        rope = raw.get("rope_parameters") or {}
-        share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))  # as transformers
+        rope, share = raw.get("rope_parameters"), raw.get("partial_rotary_factor", 0.25)  # as transformers
+        share = rope.get("partial_rotary_factor", share) if isinstance(rope, dict) else share
         return super().read_fields(raw | {"partial_rotary_factor": share})

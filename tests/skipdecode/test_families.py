@@ -269,7 +269,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is None"),
     ({"rope_scaling": {"type": "linear", "factor": -1}}, r"rope_scaling\.factor is -1"),
     ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is 64, shorter than max_position_embeddings 128"),
-    ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True"),
+    ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window is 'x'"),
+    ({"model_type": "mistral", "max_position_embeddings": "x"}, "max_position_embeddings is 'x'"),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 127}, "sliding_window is 127, shorter than"),
+    ({"model_type": "qwen2", "use_sliding_window": "false"}, "use_sliding_window is 'false'"),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
+    ({"model_type": "stablelm", "layer_norm_eps": True}, "layer_norm_eps is True"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+    ({"mlp_bias": "false"}, "mlp_bias is 'false'"),
+    ({"model_type": "qwen3", "attention_bias": "false"}, "attention_bias is 'false'"),
+    ({"model_type": "opt", "enable_bias": 1}, "enable_bias is 1"),
+    ({"model_type": "stablelm", "rope_parameters": "x"}, "rope_parameters is 'x'"),
     ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding"),
     ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
@@ -287,6 +297,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_we_lack_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(BASE | {"model_type": "llama"} | changes)
+
+
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 128}, {"sliding_window": None}])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_windows_that_cover_the_context_are_taken(model_type: str, window: dict[str, Any]) -> None:
+    raw = BASE | {"model_type": model_type, "use_sliding_window": True, "layer_types": ["sliding_attention"] * L}
+    assert config_of(raw | window) == config_of(BASE | {"model_type": model_type})
 
 
 def test_an_unknown_shape_names_each_known_one_once() -> None:
