@@ -1,8 +1,8 @@
 """A released chat model at full depth against Hugging Face `generate`, on real questions.
 
-It is not part of the project: SKIPDECODE_REAL_MODEL names its folder (SmolLM2-135M-Instruct), and SKIPDECODE_QUESTIONS
-a JSONL file with a column `question` (GSM8K). In float32 tokens are equal; where they are not, the two likeliest logits
-lie within 1e-4.
+It is not part of the project: SKIPDECODE_REAL_MODEL names its folder or its GGUF file (SmolLM2-135M-Instruct), and
+SKIPDECODE_QUESTIONS a JSONL file with a column `question` (GSM8K). In float32 tokens are equal; where they are not, the
+two likeliest logits lie within 1e-4.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from skipdecode.generate import generate
 from skipdecode.plan import FullDepth
@@ -22,16 +22,20 @@ ROWS, NEW, AT_ONCE = 200, 64, 20
 MODEL, QUESTIONS = os.environ.get("SKIPDECODE_REAL_MODEL"), os.environ.get("SKIPDECODE_QUESTIONS")
 
 
+def reference(source: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """As transformers opens a folder, or makes weights in float32 of a GGUF file."""
+    folder, file = (source.parent, source.name) if source.is_file() else (source, None)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not (MODEL and QUESTIONS), reason="SKIPDECODE_REAL_MODEL and SKIPDECODE_QUESTIONS name no files")
+@pytest.mark.skipif(not (MODEL and QUESTIONS), reason="SKIPDECODE_REAL_MODEL, SKIPDECODE_QUESTIONS name no files")
 def test_a_chat_model_answers_as_in_hugging_face() -> None:
     assert MODEL is not None
     assert QUESTIONS is not None
-    theirs, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(MODEL),
-    )
+    theirs, tokenizer = reference(Path(MODEL))
     model = load_model(MODEL).pack()
     ends = theirs.generation_config.eos_token_id
     assert set(model.config.eos_token_ids) == set(ends if isinstance(ends, list) else [ends])
