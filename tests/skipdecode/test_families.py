@@ -1,10 +1,11 @@
-"""Llama, Mistral, Qwen2 and Qwen3 against Hugging Face (full depth) and against a naive decoder (every method).
+"""Llama and its relatives against Hugging Face (all layers, and some) and against a naive decoder (every method).
 
 Random narrow models in float32: tokens are equal, logits within 1e-4. Kernels of every back end that this machine has.
 """
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
 from skipdecode.families import FAMILIES, config_of, read_config, released
-from skipdecode.ffn_skip import SkipBand, SkipSaturated
+from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import generate
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.rope import frequencies
+from skipdecode.sampling import row_uniforms
 from skipdecode.weights import load_model, save_model
+from tests.support.forward import feed, left_pad
 from tests.support.naive import FFNRule, greedy, requests_for, tokens_of
 from tests.support.naive_llama import naive_llama
 
@@ -80,9 +83,9 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "stablelm": (StableLmConfig, {"use_qkv_bias": True}),
     "stablelm, whole heads turn": (StableLmConfig, {"partial_rotary_factor": 1.0}),
 }
-NAIVE = [kind for kind in KINDS if not kind.startswith("stablelm")]  # the naive decoder knows no LayerNorm
+QUICK = ["llama, one head of keys for 8, llama3 scaling", "qwen3", "stablelm"]  # what differs most
 SCHEDULES = [SkipDecode(L, 5, 2, 1, 12), EarlyExit(L, 5, 2, 1, 9), Unified(L, 3)]
-LENGTHS = [5, 17, 1, 9]
+LENGTHS, NEW = [5, 17, 1, 9], 20
 Make = Callable[..., Path]
 
 
@@ -109,6 +112,7 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def make_swift(make_folder: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """The same with SwiftKV's weights, which differ from the model's own."""
 
+    @cache
     def make(kind: str, group_size: int) -> Path:
         model = load_model(make_folder(kind)).with_swiftkv(2, group_size)
         torch.manual_seed(3)
@@ -127,17 +131,12 @@ def any_folder(request: pytest.FixtureRequest, make_folder: Make) -> Path:
     return make_folder(request.param)
 
 
-@pytest.fixture(params=NAIVE)
-def folder(request: pytest.FixtureRequest, make_folder: Make) -> Path:
-    return make_folder(request.param)
-
-
 def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(40, 320, (n,), generator=generator).tolist() for n in lengths]
 
 
-def decoded(model: Decoder, prompts: list[list[int]], schedule: Schedule, num_new: int = 20) -> list[list[int]]:
+def decoded(model: Decoder, prompts: list[list[int]], schedule: Schedule, num_new: int = NEW) -> list[list[int]]:
     return tokens_of(generate(model, requests_for(prompts, greedy(num_new)), schedule))
 
 
@@ -177,36 +176,97 @@ def test_what_we_save_opens_in_hugging_face(any_folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_every_schedule_is_the_naive_decoder(folder: Path, schedule: Schedule) -> None:
+def test_every_schedule_is_the_naive_decoder(any_folder: Path, schedule: Schedule) -> None:
     prompts = prompts_of(LENGTHS)
-    eos = set(read_config(folder).eos_token_ids)
-    wanted = [naive_llama(folder, prompt, schedule, 20, eos)[0] for prompt in prompts]
-    assert decoded(load_model(folder), prompts, schedule) == wanted
-    assert decoded(load_model(folder).pack(), prompts, schedule) == wanted
+    eos = set(read_config(any_folder).eos_token_ids)
+    wanted = [naive_llama(any_folder, prompt, schedule, NEW, eos)[0] for prompt in prompts]
+    assert decoded(load_model(any_folder), prompts, schedule) == wanted
+    assert decoded(load_model(any_folder).pack(), prompts, schedule) == wanted
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_rows_that_decide_on_their_blocks_are_the_naive_decoder(make_folder: Make, kind: str) -> None:
-    folder, prompts = make_folder(kind), prompts_of(LENGTHS)
-    cosines = sorted(naive_llama(folder, prompts[0], FullDepth(L), 20, skip=FFNRule(2.0, 1, 1, 0))[2])
-    threshold = (cosines[len(cosines) // 2] + cosines[len(cosines) // 2 + 1]) / 2
-    for base in (FullDepth(L), SCHEDULES[0]):
-        rule, schedule = FFNRule(threshold, 1, 1, 2), SkipSaturated(base, 2, 1, 1, threshold)
-        wanted = [naive_llama(folder, prompt, base, 20, {2}, skip=rule) for prompt in prompts]
-        for model in (load_model(folder), load_model(folder).pack()):
-            result = generate(model, requests_for(prompts, greedy(20)), schedule)
-            assert tokens_of(result) == [tokens for tokens, _, _ in wanted]
-            assert [c.ffns_run for c in result.completions] == [ran for _, ran, _ in wanted]
-    band = SkipBand(SCHEDULES[0], 3, (2, 4))
-    wanted_band = [
-        naive_llama(folder, prompt, SCHEDULES[0], 20, {2}, skipped=lambda k: {2, 4} if k >= 3 else set())[0]
-        for prompt in prompts
+@pytest.mark.parametrize("layers", [(0, 2, 3), (1, 5), (4,)], ids=str)
+def test_a_plan_is_the_shortened_model(any_folder: Path, layers: tuple[int, ...]) -> None:
+    """Prompt and decode steps under one plan: Hugging Face's model of just those layers."""
+    short = AutoModelForCausalLM.from_pretrained(any_folder)
+    short.model.layers = torch.nn.ModuleList(short.model.layers[layer] for layer in layers)
+    for at, layer in enumerate(short.model.layers):
+        layer.self_attn.layer_idx = at
+    short.config.num_hidden_layers = len(layers)
+    prompts, answers = prompts_of(LENGTHS), prompts_of([4] * len(LENGTHS), 1)
+    model, plan = load_model(any_folder), LayerPlan.of_layers(layers, L)
+    tokens, _, num_pad = left_pad(prompts)
+    logits, cache = feed(model, tokens, num_pad, plan)
+    made = [logits]  # [B, V] behind the prompt, and behind each token of the answer
+    with torch.inference_mode():
+        for column in torch.tensor(answers).T:
+            made.append(model(column[:, None], (cache.length - num_pad)[:, None], cache, plan))
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            wanted = short(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :]
+            assert (torch.stack([logits[row] for logits in made]) - wanted).abs().max() <= TOLERANCE
+
+
+def some_threshold(folder: Path) -> float:
+    """Half of the blocks that are looked at leave the state that much alike."""
+    cosines = sorted(naive_llama(folder, prompts_of(LENGTHS)[0], FullDepth(L), 20, skip=FFNRule(2.0, 1, 1, 0))[2])
+    return (cosines[len(cosines) // 2] + cosines[len(cosines) // 2 + 1]) / 2
+
+
+Skipping = tuple[Callable[[Schedule], Schedule], Callable[[int], dict[str, Any]]]
+"""What is put on a schedule, and what the naive decoder is told for row `i`."""
+
+
+def skipping(mode: str, folder: Path) -> Skipping:
+    """FFN-SkipLLM by its definition; of `random` the numbers are drawn by (seed, id)."""
+    if mode == "row":
+        threshold = some_threshold(folder)
+        return lambda base: SkipSaturated(base, 2, 1, 1, threshold), lambda i: {"skip": FFNRule(threshold, 1, 1, 2)}
+    if mode == "band":
+        return lambda base: SkipBand(base, 3, (2, 4)), lambda i: {"skipped": lambda k: {2, 4} if k >= 3 else set()}
+
+    def naive(i: int) -> dict[str, Any]:
+        drawn = row_uniforms(9, f"row-{i}\0ffn", (NEW - 1) * L).reshape(NEW - 1, L)
+        return {"skipped": lambda k: {layer for layer in range(1, L - 1) if k >= 2 and drawn[k, layer] < 0.6}}
+
+    return lambda base: SkipAtRandom(base, 2, 1, 1, share=0.6, seed=9), naive
+
+
+@pytest.mark.parametrize("mode", ["row", "band", "random"])
+def test_skipped_blocks_are_those_of_the_naive_decoder(any_folder: Path, mode: str) -> None:
+    make, naive = skipping(mode, any_folder)
+    assert_skips(any_folder, make(SCHEDULES[0]), naive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["row", "band", "random"])
+@pytest.mark.parametrize("base", [FullDepth(L), *SCHEDULES[1:]], ids=str)
+def test_skipped_blocks_on_every_schedule(make_folder: Make, mode: str, base: Schedule) -> None:
+    make, naive = skipping(mode, make_folder("qwen3"))
+    assert_skips(make_folder("qwen3"), make(base), naive)
+
+
+@pytest.mark.parametrize("mode", ["row", "band", "random"])
+def test_skipped_blocks_above_swiftkv(make_swift: Callable[[str, int], Path], mode: str) -> None:
+    folder = make_swift("qwen3", 2)
+    make, naive = skipping(mode, folder)
+    assert_skips(folder, make(SwiftPrefill(SCHEDULES[0], 2)), naive, has_swiftkv=True)
+
+
+def assert_skips(
+    folder: Path, schedule: Schedule, naive: Callable[[int], dict[str, Any]], has_swiftkv: bool = False
+) -> None:
+    prompts, eos = prompts_of(LENGTHS), set(read_config(folder).eos_token_ids)
+    wanted = [
+        naive_llama(folder, prompt, schedule, NEW, eos, has_swiftkv=has_swiftkv, **naive(i))
+        for i, prompt in enumerate(prompts)
     ]
-    assert decoded(load_model(folder), prompts, band) == wanted_band
+    for model in (load_model(folder), load_model(folder).pack()):
+        result = generate(model, requests_for(prompts, greedy(NEW)), schedule)
+        assert tokens_of(result) == [tokens for tokens, _, _ in wanted]
+        assert [c.ffns_run for c in result.completions] == [ran for _, ran, _ in wanted]
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "stablelm"])
 def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], kind: str, group_size: int) -> None:
     folder, prompts = make_swift(kind, group_size), prompts_of(LENGTHS)
     for base in (FullDepth(L), SCHEDULES[0]):
@@ -216,13 +276,14 @@ def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], ki
 
 
 @pytest.mark.parametrize("schedule", [FullDepth(L), *SCHEDULES, SwiftPrefill(SCHEDULES[0], 2)], ids=str)
+@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in QUICK)])
 def test_rows_of_different_ages_and_one_forced_pass_are_decoding(
-    make_swift: Callable[[str, int], Path], schedule: Schedule
+    make_swift: Callable[[str, int], Path], kind: str, schedule: Schedule
 ) -> None:
-    folder, prompts = make_swift("qwen3", 2), prompts_of([5, 17, 1, 9, 3, 12])
+    folder, prompts = make_swift(kind, 2), prompts_of([5, 17, 1, 9, 3, 12])
     wanted = decoded(load_model(folder), prompts, schedule)
     for model in (load_model(folder), load_model(folder).pack()):
-        rows, _ = generate_continuous(model, requests_for(prompts, greedy(20)), schedule, max_rows=3)
+        rows, _ = generate_continuous(model, requests_for(prompts, greedy(NEW)), schedule, max_rows=3)
         assert [row.tokens for row in rows] == wanted
     with torch.inference_mode():
         batch = teacher_batch(list(zip(prompts, wanted, strict=True)), 0)

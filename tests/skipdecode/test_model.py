@@ -19,6 +19,7 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.padded import KVCache
 from skipdecode.plan import FullDepth, LayerPlan
 from skipdecode.weights import load_model
+from tests.support.forward import feed, left_pad
 
 TOLERANCE = 1e-4
 STYLES = ["125m", "350m", "1.3b"]
@@ -31,25 +32,6 @@ def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = 320) -> l
     """One prompt per length: BOS, then random ids without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [[2, *torch.randint(4, vocab, (n - 1,), generator=generator).tolist()] for n in lengths]
-
-
-def left_pad(prompts: Sequence[Sequence[int]], columns: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens [B, P], attention mask [B, P], padding [B])."""
-    width = columns or max(len(p) for p in prompts)
-    tokens = torch.tensor([[1] * (width - len(p)) + list(p) for p in prompts])
-    num_pad = torch.tensor([width - len(p) for p in prompts])
-    return tokens, (torch.arange(width) >= num_pad[:, None]).long(), num_pad
-
-
-def feed(
-    model: Decoder, tokens: Tensor, num_pad: Tensor, plan: LayerPlan, capacity: int = 64
-) -> tuple[Tensor, KVCache]:
-    """Logits [B, V] of the last column, and the filled cache."""
-    capacities = [capacity] * model.config.num_hidden_layers
-    cache = KVCache.allocate(model.config, num_pad=num_pad, capacities=capacities, dtype=model.dtype)
-    positions = (torch.arange(tokens.shape[1]) - num_pad[:, None]).clamp(min=-1)
-    with torch.inference_mode():
-        return model(tokens, positions, cache, plan), cache
 
 
 def shortened(reference: OPTForCausalLM, layers: Sequence[int]) -> OPTForCausalLM:

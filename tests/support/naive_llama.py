@@ -21,10 +21,12 @@ class NaiveLlama:
     def __init__(self, folder: Path, *, has_swiftkv: bool = False) -> None:
         self.tensors = load_file(folder / "model.safetensors")
         raw = json.loads((folder / "config.json").read_text())
-        self.num_layers, self.epsilon = raw["num_hidden_layers"], raw["rms_norm_eps"]
+        self.num_layers, self.is_stablelm = raw["num_hidden_layers"], raw["model_type"] == "stablelm"
+        self.epsilon = raw["layer_norm_eps" if self.is_stablelm else "rms_norm_eps"]
         self.heads, self.groups = raw["num_attention_heads"], raw["num_key_value_heads"]
         self.dim = raw.get("head_dim") or raw["hidden_size"] // self.heads
-        self.frequencies = frequencies(raw, self.dim)
+        self.turning = int(self.dim * turning_share(raw))
+        self.frequencies = frequencies(raw, self.turning)
         swift = raw["swiftkv"] if has_swiftkv else {"kv_layers": self.num_layers, "group_size": 1}
         self.first, self.size = swift["kv_layers"], swift["group_size"]
         self.keys: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
@@ -37,17 +39,19 @@ class NaiveLlama:
         return self.tensors[f"{name}.weight"] @ x + (0 if bias is None else bias)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt() * self.tensors[f"{name}.weight"]
+        x = x - x.mean(-1, keepdim=True) if self.is_stablelm else x
+        x = x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt() * self.tensors[f"{name}.weight"]
+        return x + self.tensors[f"{name}.bias"] if self.is_stablelm else x
 
     def heads_of(self, layer: int, kind: str, flat: Tensor) -> Tensor:
-        """[heads, K], normed where the model does, turned to this position."""
+        """[heads, K], normed where the model does, the first numbers of each turned to this position."""
         x, name = flat.view(-1, self.dim), f"model.layers.{layer}.self_attn.{kind}_norm"
         x = self.norm(name, x) if f"{name}.weight" in self.tensors else x
-        half = self.dim // 2
-        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(
+        half, rest = self.turning // 2, x[:, self.turning :]
+        turned = torch.complex(x[:, :half], x[:, half : self.turning]) * torch.polar(
             torch.ones(half), self.position * self.frequencies
         )
-        return torch.cat([turned.real, turned.imag], dim=1)
+        return torch.cat([turned.real, turned.imag, rest], dim=1)
 
     def feed(
         self,
@@ -105,6 +109,12 @@ class NaiveLlama:
             v = torch.stack([one[group] for one in self.values[i]])
             made.append((k @ q[head] / math.sqrt(self.dim)).softmax(0) @ v)
         return self.product(f"{name}.o_proj", torch.cat(made))
+
+
+def turning_share(raw: dict) -> float:
+    """Of the numbers of a head."""
+    places = [raw.get("rope_parameters") or {}, raw]
+    return next((found["partial_rotary_factor"] for found in places if "partial_rotary_factor" in found), 1.0)
 
 
 def frequencies(raw: dict, dim: int) -> Tensor:
