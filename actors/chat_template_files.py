@@ -8,9 +8,10 @@ from typing import Any
 
 from actors.chat_template import ChatTemplate
 from actors.jinja_sandbox import Template, TemplateError
+from skipdecode.families import FAMILIES
 from skipdecode.gguf_header import read_header
 from skipdecode.hub import resolve_source
-from skipdecode.tokenizer_files import FILE_ALONE, LLAMA_TOKENS, NAMED_TOKENS, content_of, read_json
+from skipdecode.tokenizer_files import LLAMA_TOKENS, NAMED_TOKENS, content_of, read_json
 
 TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 DEFAULT = "default"  # the name of the template that is meant where there are several
@@ -23,7 +24,6 @@ CLASS_TOKENS: dict[str, Mapping[str, str]] = {
     "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
 }
 """What transformers takes for granted of a tokenizer's class, where the files do not say."""
-FAMILY_CLASSES = {"opt": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 
 
 def load_chat_template(source: str | Path, model_type: str, file: str | Path | None = None) -> ChatTemplate | None:
@@ -89,10 +89,9 @@ def _special_tokens(folder: Path, model_type: str) -> dict[str, str]:
     """`special_tokens_map` of the tokenizer that transformers makes of the folder."""
     settings = read_json(folder / "tokenizer_config.json")
     kind = settings.get("tokenizer_class") or read_json(folder / "config.json").get("tokenizer_class")
-    name = str(kind or FAMILY_CLASSES.get(model_type, "")).removesuffix("Fast")
-    if model_type == "qwen2":
-        name = FAMILY_CLASSES[model_type]  # whatever the file says
-    if model_type in FILE_ALONE or (name == "LlamaTokenizer" and _is_byte_level(folder)):
+    rules = FAMILIES[model_type].tokenizer
+    name = rules.class_name if rules.is_class_fixed else str(kind or rules.class_name).removesuffix("Fast")
+    if rules.is_file_alone or (name == "LlamaTokenizer" and _is_byte_level(folder)):
         name = ""
     if "added_tokens_decoder" not in settings:
         settings = settings | read_json(folder / "special_tokens_map.json")

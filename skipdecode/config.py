@@ -78,6 +78,21 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class TokenizerRules:
+    """What holds for the tokenizer of a family, beside what the files of a folder say."""
+
+    class_name: str = ""
+    """Of transformers, where the files name none."""
+    is_class_fixed: bool = False
+    """Also where they name another."""
+    is_file_alone: bool = False
+    """tokenizer.json as it is, whatever class the files name."""
+    is_opt: bool = False
+    """BOS of config.json stands before every text, the vocabulary's first four tokens are special, and vocab.json with
+    merges.txt will do."""
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a model. Widths are numbers, not bytes."""
 
@@ -97,6 +112,9 @@ class DecoderConfig:
     """Keys of config.json by the name of a released model: what benchmarks give random weights to."""
     ignored_tensors: ClassVar[tuple[str, ...]] = ()
     """Ends of names that nobody reads."""
+    position_offset: ClassVar[int] = 0
+    """Rows of the table of learned positions before that of position 0."""
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules()
 
     vocab_size: int = 0
     hidden_size: int = 0

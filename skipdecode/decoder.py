@@ -22,7 +22,6 @@ from skipdecode.backends.backend import FusedLayer, Packed
 from skipdecode.backends.device import backend_on
 from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.extents import ALL, Extents
-from skipdecode.families.opt import POSITION_OFFSET
 from skipdecode.ffns import ALL_ROWS, FFNs
 from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
 from skipdecode.kv.view import KVView, MovableView
@@ -148,7 +147,9 @@ class Decoder(nn.Module):
         width, embed = config.hidden_size, config.embed_dim
         self.embed_tokens = nn.Embedding(config.vocab_size, embed)
         self.embed_positions = (
-            nn.Embedding(config.max_position_embeddings + POSITION_OFFSET, width) if config.rope is None else None
+            nn.Embedding(config.max_position_embeddings + config.position_offset, width)
+            if config.rope is None
+            else None
         )
         self.project_in = nn.Linear(embed, width, bias=False) if embed != width else None
         self.project_out = nn.Linear(width, embed, bias=False) if embed != width else None
@@ -269,7 +270,7 @@ class Decoder(nn.Module):
         if self.project_in is not None:
             h = self.project_in(h)
         if self.embed_positions is not None:
-            h = h + self.embed_positions(positions + POSITION_OFFSET)
+            h = h + self.embed_positions(positions + self.config.position_offset)
         return h
 
     def head(self, h: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
+from skipdecode.families import FAMILIES
 from skipdecode.hub import resolve_source
 from skipdecode.sampling import TextDecoder
 from skipdecode.tokenizer_files import load_folder, load_opt_folder
@@ -43,7 +44,7 @@ class Tokenizer:
 
     def __init__(self, source: str | Path, config: TokenizerConfig) -> None:
         folder = resolve_source(str(source))
-        self._is_opt = config.model_type == "opt"
+        self._rules = FAMILIES[config.model_type].tokenizer
         try:
             self._tokenizer = self._load(folder, config)
         except ValueError:
@@ -71,19 +72,21 @@ class Tokenizer:
             from skipdecode import gguf_tokenizer  # only a GGUF file needs it
 
             return gguf_tokenizer.tokenizer(folder)
-        return load_opt_folder(folder) if self._is_opt else load_folder(folder, config.model_type, config.vocab_size)
+        if self._rules.is_opt:
+            return load_opt_folder(folder)
+        return load_folder(folder, config.vocab_size, is_file_alone=self._rules.is_file_alone)
 
     def _special_ids(self, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> set[int]:
         special = {number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         special |= set(config.eos_token_ids)
-        if self._is_opt:
+        if self._rules.is_opt:
             special |= {number for number in (config.bos_token_id, config.pad_token_id) if number is not None}
             # vocab.json does not say which of its tokens are special; OPT's four are, whatever file they come from
             special |= {vocabulary[token] for token in SPECIAL_TOKENS if token in vocabulary}
         return special
 
     def _front(self, config: TokenizerConfig) -> tuple[int, ...]:
-        if self._is_opt:
+        if self._rules.is_opt:
             return () if config.bos_token_id is None else (config.bos_token_id,)
         (bare,), (dressed,) = (self._ids(["a"], add_special_tokens=add) for add in (False, True))
         at = next((n for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), 0)
@@ -91,7 +94,7 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """One token list per text, with the special tokens of the model around it; empty where there are none."""
-        if self._is_opt:
+        if self._rules.is_opt:
             return [[*self.front, *ids] for ids in self.encode_rendered(texts)]
         return self._ids(texts, add_special_tokens=True)
 

@@ -15,15 +15,15 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
-FILE_ALONE = ("mistral", "stablelm")  # families of which transformers takes tokenizer.json as it is
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # what LlamaTokenizer takes for granted
 
 
-def load_folder(folder: Path, model_type: str, vocab_size: int) -> Tokenizer:
+def load_folder(folder: Path, vocab_size: int, *, is_file_alone: bool) -> Tokenizer:
     """Of a folder with tokenizer.json; ValueError names what is wrong, or what to do where there is none.
 
     Tokens that only tokenizer_config.json has, and that a model with `vocab_size` cannot take, are left out.
+    `is_file_alone`: of the family (`TokenizerRules`).
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -31,8 +31,8 @@ def load_folder(folder: Path, model_type: str, vocab_size: int) -> Tokenizer:
     settings = read_json(folder / "tokenizer_config.json")
     text = path.read_text(encoding="utf-8")
     kind = settings.get("tokenizer_class") or read_json(folder / "config.json").get("tokenizer_class") or ""
-    # transformers takes the file of a Mistral as it is; what is byte-level is no LlamaTokenizer, whatever it says
-    is_llama = str(kind).removesuffix("Fast") == "LlamaTokenizer" and model_type not in FILE_ALONE
+    # what is byte-level is no LlamaTokenizer, whatever it says
+    is_llama = str(kind).removesuffix("Fast") == "LlamaTokenizer" and not is_file_alone
     raw = json.loads(text) if is_llama and '"ByteLevel"' not in text else {}
     if raw.get("model", {}).get("type") == "BPE":
         tokenizer = Tokenizer.from_str(json.dumps(_as_llama(raw, settings)))

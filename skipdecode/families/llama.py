@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import DecoderConfig, Parts, Rope, check_flag, refuse
+from skipdecode.config import DecoderConfig, Parts, Rope, TokenizerRules, check_flag, refuse
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,7 @@ class LlamaConfig(DecoderConfig):
 class MistralConfig(LlamaConfig):
     model_type: ClassVar[str] = "mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules(is_file_alone=True)
 
     num_key_value_heads: int = 8
     intermediate_size: int = 14336
@@ -253,6 +254,7 @@ class Qwen2Config(LlamaConfig):
 
     model_type: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules("Qwen2Tokenizer", is_class_fixed=True)
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -290,6 +292,7 @@ class Qwen3Config(Qwen2Config):
 
     model_type: ClassVar[str] = "qwen3"
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules("Qwen2Tokenizer")
 
     head_dim: int = 128
     attention_bias: bool = False

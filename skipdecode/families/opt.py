@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import DecoderConfig, Parts, refuse
-
-POSITION_OFFSET = 2  # Hugging Face OPTLearnedPositionalEmbedding: the table has two rows more than positions
+from skipdecode.config import DecoderConfig, Parts, TokenizerRules, refuse
 
 # Released shapes (metaseq opt_job_constants.py): layers, hidden, heads; ffn = 4 x hidden.
 RELEASED = {
@@ -47,6 +45,8 @@ class OPTConfig(DecoderConfig):
         "final_norm": ("final_layer_norm",),
     }
     ignored_tensors: ClassVar[tuple[str, ...]] = ("decoder.version",)
+    position_offset: ClassVar[int] = 2  # as OPTLearnedPositionalEmbedding of transformers
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules("GPT2Tokenizer", is_opt=True)
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {
         name: {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "ffn_dim": 4 * hidden}
         | ({"word_embed_proj_dim": 512, "do_layer_norm_before": False} if name == "opt-350m" else {})

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import refuse
+from skipdecode.config import TokenizerRules, refuse
 from skipdecode.families.llama import LlamaConfig
 
 
@@ -14,6 +14,7 @@ class StableLMConfig(LlamaConfig):
 
     model_type: ClassVar[str] = "stablelm"
     architecture: ClassVar[str] = "StableLmForCausalLM"
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules(is_file_alone=True)
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {}
     rotary_share: ClassVar[float | None] = None
 
