@@ -9,31 +9,35 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from actors.batching import Batch, cut_batches
+from actors.batching import Batch
+from actors.cutting import Cutting, sharing_in
 from actors.devices import is_lost, refuse_too_large
+from actors.generator_config import GeneratorConfig as GeneratorConfig
+from actors.records import Answer as Answer
+from actors.records import RowFailure as RowFailure
+from actors.records import WindowResult as WindowResult
+from actors.records import agreement, figures
 from actors.room import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, Room
 from actors.scoring import is_scored_alone, score_alone, with_scores
-from actors.sharing_plan import NOMINAL, PromptPrices, cut_window, share_batch
+from actors.sharing_plan import NOMINAL, PromptPrices
 from skipdecode.backends.device import backend_on
-from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings, SharedShape, measure_ceilings, predict_s
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.families import read_config
 from skipdecode.generate import BatchResult, Completion, Request, generate
-from skipdecode.gpus import MEMORY_SHARE
 from skipdecode.hub import resolve_source
 from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
 from skipdecode.placing import choose_dtype as choose_dtype
 from skipdecode.placing import devices_of
 from skipdecode.plan import FullDepth, LayerPlan, Schedule
-from skipdecode.prefix import Sharing, share
+from skipdecode.prefix import Sharing
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
 from skipdecode.speculative import LosslessStats, generate_lossless
@@ -46,54 +50,6 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
 MAX_STEPS = 4096  # decode steps that are looked through for plans to capture: every depth comes within them
-
-
-@dataclass(frozen=True)
-class GeneratorConfig:
-    source: str
-    decode: dict[str, Any]
-    """The `decode:` mapping, already resolved (never empty)."""
-    prefill: str = "full"
-    """`swiftkv`: the prompt stops where the checkpoint's SwiftKV says."""
-    tokenizer: str | None = None
-    adapter: str | None = None
-    """The folder of a LoRA adapter for `source`."""
-    dtype: str = "auto"
-    quantization: Quantization | None = None
-    device: str = "auto"
-    num_devices: int = 1
-    """That the layers lie on, in turns (`skipdecode.placing`): of a model that does not fit one of them."""
-    num_threads: int | None = None
-    batch_size: int | None = None
-    """None: as many rows as fit, at most MAX_BATCH_ROWS."""
-    length_buckets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
-    deterministic: bool = False
-    baseline_fraction: float = 0.0
-    shares_prefixes: bool = False
-    """What prompts of a window begin with alike is run once; not where `deterministic`, since whom a row shares with
-    must not choose a shape."""
-    memory_share: float = MEMORY_SHARE
-    """Of a GPU's memory, for weights and caches."""
-    has_graphs: bool = True
-    """Whether decode steps are captured, on a GPU; their caches then take all of the share."""
-
-
-@dataclass(frozen=True)
-class RowFailure:
-    """What comes back for a row that could not be decoded."""
-
-    error_code: str
-    error_message: str
-
-
-Answer = Completion | RowFailure
-
-
-@dataclass
-class WindowResult:
-    answers: list[Answer]
-    batches: list[dict[str, Any]] = field(default_factory=list)
-    """One record per decoded batch: shape, tokens, layers, times, and the full-depth pass where there was one."""
 
 
 class Generator:
@@ -199,77 +155,33 @@ class Generator:
             found.append((batch, result))
         return found
 
-    def cut(self, requests: Sequence[Request]) -> list[Batch]:
-        """The batches that a window is decoded in; a batch by itself is cut no further, unless less is shared in it."""
-        alone = [row for row, request in enumerate(requests) if is_scored_alone(request)]
-        if not alone:
-            return self._cut(requests)
-        lengths = [len(requests[row].prompt_tokens) for row in alone]
-        size = partial(self.batch_size, max_new_tokens=1)
-        scored = cut_batches(lengths, [self.full] * len(alone), self.config.length_buckets, size)
-        others = [row for row, request in enumerate(requests) if not is_scored_alone(request)]
-        return [*_moved(scored, alone), *_moved(self._cut([requests[row] for row in others]), others)]
-
-    def _cut(self, requests: Sequence[Request]) -> list[Batch]:
-        """Of rows that get tokens."""
-        schedules = [self.schedule(request.sampling.max_new_tokens) for request in requests]
-        lengths = [len(request.prompt_tokens) for request in requests]
-        longest = max((r.sampling.max_new_tokens for r in requests), default=1)
-        size, buckets = partial(self.batch_size, max_new_tokens=longest), self.config.length_buckets
-        if not self.shares_prefixes:
-            return cut_batches(lengths, schedules, buckets, size)
-        members: dict[Schedule, list[int]] = {}
-        for row, schedule in enumerate(schedules):
-            members.setdefault(schedule, []).append(row)
-        batches = []
-        for schedule, rows in members.items():
-            own = [requests[row] for row in rows]
-            for batch in self._cut_sharing(own, schedule, longest) or cut_batches(
-                [lengths[row] for row in rows], [schedule] * len(rows), buckets, size
-            ):
-                batches += _moved([batch], rows)
-        return batches
-
     @property
-    def shares_prefixes(self) -> bool:
-        return self.config.shares_prefixes and not self.config.deterministic and len(self.devices) == 1
-
-    def _cut_sharing(self, requests: Sequence[Request], schedule: Schedule, max_new_tokens: int) -> list[Batch] | None:
-        """Batches in which rows with one schedule share what they begin with; None where it does not pay."""
-        prompts, steps = [request.prompt_tokens for request in requests], max_new_tokens - 1
-        size = partial(self.batch_size, max_new_tokens=max_new_tokens)
-        return cut_window(
-            prompts, self.prices(schedule), steps, self.config.length_buckets, size, copies=self._copies(schedule)
+    def cutting(self) -> Cutting:
+        """How windows are cut into batches; made anew, for graphs and room may change."""
+        return Cutting(
+            full=self.full,
+            schedule=self.schedule,
+            batch_size=self.batch_size,
+            buckets=self.config.length_buckets,
+            shares=self.config.shares_prefixes and not self.config.deterministic and len(self.devices) == 1,
+            copies_heads=not self.model.is_fused or self.graphs is not None,
+            price=partial(
+                PromptPrices.of,
+                self.model.config,
+                ceilings=self.ceilings or NOMINAL[self.device.type],
+                itemsize=self.dtype.itemsize,
+                weight_itemsize=self.model.weight_itemsize,
+            ),
+            known_prices=self._prices,
         )
+
+    def cut(self, requests: Sequence[Request]) -> list[Batch]:
+        """The batches that a window is decoded in."""
+        return self.cutting.cut(requests)
 
     def sharing_of(self, requests: Sequence[Request], schedule: Schedule) -> Sharing | None:
         """What a batch of whoever waits together shares; None: nothing that pays."""
-        if not self.shares_prefixes:
-            return None
-        steps = max(request.sampling.max_new_tokens for request in requests) - 1
-        return share_batch([request.prompt_tokens for request in requests], self.prices(schedule), steps)
-
-    def prices(self, schedule: Schedule) -> PromptPrices:
-        """What prompts cost under that schedule."""
-        plan = schedule.prefill()
-        if plan not in self._prices:
-            sizes = {"itemsize": self.dtype.itemsize, "weight_itemsize": self.model.weight_itemsize}
-            ceilings = self.ceilings or NOMINAL[self.device.type]
-            self._prices[plan] = PromptPrices.of(self.model.config, schedule, ceilings, **sizes)
-        return self._prices[plan]
-
-    def shared_shape(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> SharedShape | None:
-        """What the rows of a batch share, for the cost model."""
-        sharing = self._sharing(batch, chosen)
-        prompts = [request.prompt_tokens for request in chosen]
-        return None if sharing is None else sharing.shape(prompts, copies=self._copies(schedule))
-
-    def _copies(self, schedule: Schedule) -> bool:
-        """Whether heads that rows share are copied to each of them."""
-        return not self.model.is_fused or self.graphs is not None or schedule.lossless is not None
-
-    def _sharing(self, batch: Batch, chosen: Sequence[Request]) -> Sharing | None:
-        return share([request.prompt_tokens for request in chosen], batch.marks) if batch.marks else None
+        return self.cutting.sharing_of(requests, schedule)
 
     def batch_size(self, bucket: int, max_new_tokens: int, *, head_columns: int = 0) -> int:
         """Rows per batch for prompts of up to `bucket` tokens. `head_columns`: of heads beside these, per row."""
@@ -346,17 +258,17 @@ class Generator:
         if is_paired and is_first:
             full, full_error = self._baseline(batch, chosen)
         result = self._run(batch, chosen, schedule)
-        shape = self.shared_shape(batch, chosen, schedule)
+        shape = self.cutting.shared_shape(batch, chosen, schedule)
         if is_paired and not is_first:
             full, full_error = self._baseline(batch, chosen)
-        record = {"started_at": started_at, "batch": self._num_batches} | _figures(result)
+        record = {"started_at": started_at, "batch": self._num_batches} | figures(result)
         record["layers"] = self.model.config.num_hidden_layers
         completions, record["score_s"] = self._scored(chosen, result)  # first: a batch that fails leaves no record
         if full_error is not None:
             record["full_error"] = full_error
         if full is not None:
             self._num_pairs += 1
-            record |= {f"full_{key}": value for key, value in _figures(full).items()} | agreement(result, full)
+            record |= {f"full_{key}": value for key, value in figures(full).items()} | agreement(result, full)
             record |= self._predicted(result, schedule, shape)
         records.append(record)
         self._num_batches += 1
@@ -385,13 +297,13 @@ class Generator:
             return score_alone(self.model, chosen, not self.config.deterministic)
         if (lossless := schedule.lossless) is not None:
             length, decode = self.draft_length(lossless), self.tokenizer.decode
-            sharing = self._sharing(batch, chosen)
+            sharing = sharing_in(batch, chosen)
             return generate_lossless(self.model, chosen, lossless, decode_text=decode, length=length, sharing=sharing)
         fixed: dict[str, Any] = {}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
             fixed = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
-        if (sharing := self._sharing(batch, chosen)) is not None:
+        if (sharing := sharing_in(batch, chosen)) is not None:
             fixed = {"sharing": sharing}
         return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, graphs=self.graphs, **fixed)
 
@@ -434,26 +346,3 @@ class Generator:
             request = Request("warm-up", [self.model.config.filler_token_id] * PROMPT_TOKENS, sampling)
             for _ in range(2):
                 generate_lossless(self.model, [request] * ROWS, lossless)
-
-
-def _moved(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:
-    """Batches of some rows of a window as those of the window."""
-    return [replace(batch, rows=tuple(rows[at] for at in batch.rows)) for batch in batches]
-
-
-def _figures(result: BatchResult) -> dict[str, Any]:
-    """The numbers of a batch that go into its record."""
-    stats = dict(vars(result.stats))
-    for name in ("batch_rows", "ffns_apart", "model_decode_s"):
-        stats.pop(name, None)
-    return stats
-
-
-def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:
-    """How far the tokens are those of full depth: equal rows, and equal tokens position by position."""
-    exact = matched = compared = 0
-    for ours, theirs in zip(result.completions, full.completions, strict=True):
-        exact += ours.tokens == theirs.tokens
-        matched += sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
-        compared += max(len(ours.tokens), len(theirs.tokens))
-    return {"exact_rows": exact, "matched_tokens": matched, "compared_tokens": compared}

@@ -25,6 +25,7 @@ from actors.generator import choose_dtype
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
+from skipdecode.chain import Chain
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import DraftLength, Prices
@@ -35,7 +36,7 @@ from skipdecode.plan import FullDepth
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.speculative import Chain, SpeculativeBatch, run_to_the_end
+from skipdecode.speculative import SpeculativeBatch, run_to_the_end
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 

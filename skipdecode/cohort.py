@@ -10,6 +10,7 @@ B rows, P prompt columns, N new tokens, V vocabulary.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,9 @@ class BatchStats:
     """Rows in the batch at each decode step."""
     ffns_apart: list[Sequence[int]] = field(default_factory=list)
     """At each decode step, the rows that each feed-forward block apart ran on (`skipdecode.ffns`)."""
+
+    unrecorded: ClassVar[tuple[str, ...]] = ("batch_rows", "ffns_apart")
+    """What the cost model reads and no record keeps."""
 
 
 class Cohort:

@@ -11,21 +11,23 @@ Verification writes keys and values of every column that it feeds, those of draf
 accepted one are rubbish until the next round writes them. Rows that have ended cost nothing where kernels take places
 (`skipdecode.kv.tokens`), and little elsewhere, until enough of them are dropped.
 
-Not here: how many tokens to draft (`draft_length`), where repeats are found (`repeats`).
+Not here: how many tokens to draft (`draft_length`), where repeats are found (`repeats`), a row's drafts (`chain`).
 
 B rows, N tokens of all rows in a pass, V vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from skipdecode.chain import Chain
 from skipdecode.cohort import BatchStats, now
 from skipdecode.continuous import ContinuousBatch, extents_of, layer_ends
 from skipdecode.decoder import Decoder, run_layers
-from skipdecode.draft_length import HOLDS, SKIPPED, Decision, DraftLength, Prices, Source
+from skipdecode.draft_length import HOLDS, SKIPPED, Decision, DraftLength, Prices
 from skipdecode.extents import Extents
 from skipdecode.generate import BatchResult
 from skipdecode.kv.tokens import TokensView
@@ -55,6 +57,8 @@ class LosslessStats(BatchStats):
     accepted_at: list[int] = field(default_factory=list)
     """Those of them that full depth made too, and all before them."""
 
+    unrecorded: ClassVar[tuple[str, ...]] = (*BatchStats.unrecorded, "model_decode_s")
+
     def count(self, drafted: int, accepted: int) -> None:
         more = drafted - len(self.drafted_at)
         self.drafted_at += [0] * more
@@ -62,39 +66,6 @@ class LosslessStats(BatchStats):
         for place in range(drafted):
             self.drafted_at[place] += 1
             self.accepted_at[place] += place < accepted
-
-
-@dataclass
-class Chain:
-    """A row in a round: its newest token, and what is drafted behind it."""
-
-    at: int
-    """The row of the batch."""
-    k: int
-    """Of its newest token."""
-    tokens: list[int]
-    """That token, and the drafts."""
-    room: int
-    """Drafts at most: the last new token of a row is not fed."""
-    sources: list[Source] = field(default_factory=list)
-    wanted: int = 0
-    """Drafts by skipped passes."""
-    layers: int = 0
-    """Run for it in this round."""
-    ffns: int = 0
-
-    @property
-    def num_drafts(self) -> int:
-        return len(self.tokens) - 1
-
-    def add(self, tokens: Sequence[int], kind: int, eos: Sequence[int]) -> None:
-        """Drafts, up to one that would end the row."""
-        for place, token in enumerate(tokens[: self.room - self.num_drafts], start=len(self.sources)):
-            self.tokens.append(token)
-            self.sources.append((kind, place))
-            if token in eos:
-                self.room = self.num_drafts
-                break
 
 
 class SpeculativeBatch(ContinuousBatch):

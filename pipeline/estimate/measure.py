@@ -103,7 +103,7 @@ def predicted_s(
         batch_rows=carried,
         itemsize=generator.dtype.itemsize,
         weight_itemsize=generator.model.weight_itemsize,
-        sharing=generator.shared_shape(batch, chosen, own),
+        sharing=generator.cutting.shared_shape(batch, chosen, own),
     )
 
 

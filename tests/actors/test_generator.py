@@ -5,7 +5,7 @@ Where batches must fail, `generate` inside `actors.generator` is wrapped: it rai
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from actors import generator as module
 from actors import room
-from actors.generator import Answer, Generator, GeneratorConfig, RowFailure, WindowResult, agreement
+from actors.generator import Answer, Generator, GeneratorConfig, RowFailure, WindowResult
+from actors.records import agreement
 from actors.room import DETERMINISTIC_ROWS
 from pipeline.demo_corpus import make_prompts
 from skipdecode.backends import choice
@@ -132,7 +133,7 @@ def test_layers_on_several_devices(
     requests = [replace(request, score_prompt=i % 3 == 0) for i, request in enumerate(random_requests(14))]
     generator = build(num_devices=2, deterministic=deterministic, baseline_fraction=1.0, shares_prefixes=True)
     assert generator.model.placement is not None
-    assert not generator.shares_prefixes
+    assert not generator.cutting.shares
     seen: list[int] = []
     monkeypatch.setattr(module, "predict_s", lambda *_, rows, **__: seen.append(rows) or (1.0, 1.0))
     result = generator(requests)
@@ -380,7 +381,7 @@ def test_long_messages_are_cut(build: Callable[..., Generator], monkeypatch: pyt
 
 # Measuring against full depth
 
-FIGURES = {field for field in BatchStats.__dataclass_fields__ if field not in ("batch_rows", "ffns_apart")}
+FIGURES = {one.name for one in fields(BatchStats)} - {"batch_rows", "ffns_apart"}
 PREDICTED = {"predicted_prefill_s", "predicted_decode_s", "full_predicted_prefill_s", "full_predicted_decode_s"}
 
 

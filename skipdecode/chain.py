@@ -1,0 +1,39 @@
+"""The drafts of a row in a round of lossless decoding (`skipdecode.speculative`). No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from skipdecode.draft_length import Source
+
+
+@dataclass
+class Chain:
+    """A row in a round: its newest token, and what is drafted behind it."""
+
+    at: int
+    """The row of the batch."""
+    k: int
+    """Of its newest token."""
+    tokens: list[int]
+    """That token, and the drafts."""
+    room: int
+    """Drafts at most: the last new token of a row is not fed."""
+    sources: list[Source] = field(default_factory=list)
+    wanted: int = 0
+    """Drafts by skipped passes."""
+    layers: int = 0
+    """Run for it in this round."""
+    ffns: int = 0
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.tokens) - 1
+
+    def add(self, tokens: Sequence[int], kind: int, eos: Sequence[int]) -> None:
+        """Drafts, up to one that would end the row."""
+        for place, token in enumerate(tokens[: self.room - self.num_drafts], start=len(self.sources)):
+            self.tokens.append(token)
+            self.sources.append((kind, place))
+            if token in eos:
+                self.room = self.num_drafts
+                break
