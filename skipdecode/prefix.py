@@ -11,7 +11,7 @@ of tokens: kernels add up bfloat16 values of two columns at a time, and so in th
 B rows, R heads, P columns of whole prompts, T of those fed, S of heads, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -132,11 +132,12 @@ class SharedPrompts:
         sharing: Sharing,
         allocate: Allocate,
         *,
-        tokens_at_once: int,
+        rows_at_once: Callable[[int, int], int],
         copies: bool = False,
     ) -> None:
-        """`allocate`: the rows' own memory. `copies`: of heads to all rows, whatever kernels there are."""
-        self.model, self.sharing, self.tokens_at_once = model, sharing, tokens_at_once
+        """`allocate`: the rows' own memory. `rows_at_once`: how many rows are fed together, of so many columns fed and
+        so many seen. `copies`: of heads to all rows, whatever kernels there are."""
+        self.model, self.sharing, self._rows_at_once = model, sharing, rows_at_once
         self._heads = _cache_of_heads(model, sharing, schedule)
         self._head_tokens = _padded(model, sharing.heads)
         self._before = sharing.lengths(sharing.of_row)
@@ -179,7 +180,7 @@ class SharedPrompts:
         has_all = cache.shared is None  # what is shared is in no column
         in_place = had if has_all else [0] * whole
         lengths = [columns - pad - n for pad, n in zip(_known(cache), in_place, strict=True)]  # [B] tokens to feed
-        rows = max(1, self.tokens_at_once // max(lengths))
+        rows = self._rows_at_once(max(lengths), columns)
         made = []
         for at in range(0, whole, rows):
             part = slice(at, min(at + rows, whole))

@@ -6,12 +6,14 @@ B rows, P prompt columns, V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from skipdecode.decoder import Decoder
 from skipdecode.kv.padded import KVCache
+from skipdecode.kv.view import wants_all_heads
 from skipdecode.plan import LayerPlan, Schedule, kv_columns, kv_owners
 from skipdecode.prefix import Allocate, SharedPrompts, Sharing
 from skipdecode.request import Request
@@ -23,7 +25,7 @@ from skipdecode.uploads import uploaded
 # a layer is one kernel, enough that threads seldom wait for each other at its end (2,048: 6 % slower). On a GPU
 # thousands keep it busy, and their states come out of what caches leave.
 PREFILL_TOKENS = {"cpu": 2048, "fused": 8192, "cuda": 1 << 16}
-PREFILL_BYTES = 1 << 30  # of these states at most, on a GPU
+PREFILL_BYTES = 1 << 30  # of these states, masks and copies of keys at most, on a GPU
 PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
 
 
@@ -64,14 +66,17 @@ def feed_prompts(
     """
     positions = (torch.arange(tokens.shape[1], device=model.device) - cache.num_pad[:, None]).clamp(min=-1)
     whole = len(tokens)
-    rows = max(1, prefill_tokens(model) // tokens.shape[1])
+    rows = rows_at_once(model, tokens.shape[1], tokens.shape[1], has_mask=cache.valid is not None)
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
-    parts = [slice(at, min(at + rows, whole)) for at in range(0, whole, rows)]
-    made = [
-        model(tokens[part], positions[part], cache.view(part.start, part.stop), plan, only_likeliest=only_likeliest)
-        for part in parts
-    ]
+    # a mask over a long prompt is larger than all else, and a row that goes alone needs none
+    are_alone = rows == 1 and model.device.type == "cuda" and not in_equal_parts and cache.paddings is not None
+    made = []
+    for at in range(0, whole, rows):
+        part = slice(at, min(at + rows, whole))
+        view = cache.alone(at) if are_alone else cache.view(part.start, part.stop)
+        fed = slice(cache.paddings[at] if are_alone and cache.paddings is not None else 0, None)
+        made.append(model(tokens[part, fed], positions[part, fed], view, plan, only_likeliest=only_likeliest))
     cache.length += tokens.shape[1]
     return torch.cat(made)
 
@@ -86,19 +91,34 @@ def shared_prompts(
     copies: bool,
 ) -> SharedPrompts:
     """The prompts of a batch of which heads are shared, not fed yet."""
-    prompts, at_once = [r.prompt_tokens for r in requests], prefill_tokens(model)
+    prompts, at_once = [r.prompt_tokens for r in requests], partial(rows_at_once, model, has_mask=True)
     assert len(prompts) == len(sharing.of_row), "the sharing of another batch"
-    return SharedPrompts(model, prompts, schedule, sharing, allocate, tokens_at_once=at_once, copies=copies)
+    return SharedPrompts(model, prompts, schedule, sharing, allocate, rows_at_once=at_once, copies=copies)
 
 
-def prefill_tokens(model: Decoder) -> int:
-    """Tokens of prompts that go through the model at once."""
+def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) -> int:
+    """Rows of prompts that go through the model together, one at least: `num_new` columns of each, which see `columns`.
+
+    `has_mask`: attention is behind one.
+    """
     if model.device.type != "cuda":
-        return PREFILL_TOKENS["fused" if model.is_fused else model.device.type]
-    c, gates = model.config, 2 if model.config.mlp == "swiglu" else 1
-    # what lives at the same time: states, their norm, queries, keys and values, or the wide ones twice (activation)
-    numbers = 2 * c.hidden_size + max(2 * c.q_dim + 2 * c.kv_dim, 2 * gates * c.ffn_dim)
-    return max(1, min(PREFILL_TOKENS["cuda"], PREFILL_BYTES // (numbers * model.dtype.itemsize)))
+        return max(1, PREFILL_TOKENS["fused" if model.is_fused else model.device.type] // num_new)
+    return max(
+        1, min(PREFILL_TOKENS["cuda"] // num_new, PREFILL_BYTES // _bytes_of_row(model, num_new, columns, has_mask))
+    )
+
+
+def _bytes_of_row(model: Decoder, num_new: int, columns: int, has_mask: bool) -> int:
+    """What lives at the same time of a row's prompt, on a GPU."""
+    c, itemsize, gates = model.config, model.dtype.itemsize, 2 if model.config.mlp == "swiglu" else 1
+    attends, feeds = num_new * (2 * c.q_dim + 2 * c.kv_dim), num_new * 2 * gates * c.ffn_dim  # with its activation
+    if c.q_dim != c.kv_dim and wants_all_heads(model.dtype, has_mask=has_mask):
+        attends += 2 * columns * c.q_dim
+    scores = num_new * columns if has_mask else 0
+    # a mask is bytes; torch turns it over, makes numbers of it, and copies these into lines of 16
+    attending, feeding = attends * itemsize + scores * (1 + 2 * itemsize), feeds * itemsize
+    states = 4 * num_new * c.hidden_size * itemsize  # embedded, before and behind attention, and their norm
+    return states + scores + max(attending, feeding)
 
 
 def allocate_cache(

@@ -167,6 +167,19 @@ class KVCache:
             view.length = self.length
         return self._parts
 
+    def alone(self, row: int) -> "KVCache":
+        """That row of an empty cache without its padding, which becomes zeros: its first token is in column 0."""
+        assert self.length == 0, "columns would be others than they were"
+        assert self.paddings is not None, "nobody knows where the row begins"
+        pad, rows, own = self.paddings[row], slice(row, row + 1), {}
+        for owner in set(self.owners):
+            memory = self.k[owner][rows], self.v[owner][rows]
+            for one in memory:
+                one[:, :, :pad] = 0
+            own[owner] = [one[:, :, pad:] for one in memory]
+        k, v = ([own[owner][which] for owner in self.owners] for which in range(2))
+        return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.owners, paddings=[0])
+
     def at(self, length: int) -> Self:
         """The same memory, of which `length` columns count as filled."""
         cache = self.view(0, len(self.num_pad))

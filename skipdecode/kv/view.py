@@ -61,9 +61,21 @@ class MovableView(KVView, Protocol):
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """[B, H, T, K] queries over [B, G, S, K] keys and values -> [B, H, T, K]; mask None: causal, no padding."""
     is_causal, has_groups = mask is None and q.shape[2] > 1, q.shape[1] != keys.shape[1]
-    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, enable_gqa=has_groups)
     device = q.device.type
+    if device == "cuda" and has_groups and wants_all_heads(q.dtype, has_mask=mask is not None):
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values))
+        has_groups = False
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, enable_gqa=has_groups)
     if device == "cpu" and torch.is_autocast_enabled(device):  # its bfloat16 backward pass doubles a training step
         with torch.autocast(device, enabled=False):
             return attend(q.float(), keys.float(), values.float())
     return attend(q, keys, values)
+
+
+def wants_all_heads(dtype: torch.dtype, *, has_mask: bool) -> bool:
+    """Whether queries in groups get a copy of keys and values each, on a GPU.
+
+    torch's flash attention takes groups, and neither masks nor float32. Its memory-efficient one takes both, and no
+    groups. What is left where neither serves keeps all scores, [B, H, T, S] in float32: gigabytes.
+    """
+    return has_mask or dtype == torch.float32

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from benchmarks.gpu import attention
-from benchmarks.gpu.attention import CHOICE, OURS, Case, check_attention, judged, prompt, query
+from benchmarks.gpu.attention import (
+    CHOICE,
+    OURS,
+    Case,
+    check_attention,
+    judged,
+    kept_scores,
+    prompt,
+    prompt_of_groups,
+    query,
+)
 from benchmarks.gpu.bench import Bench, Found, Wrong
 from benchmarks.gpu.decoding import SMALL
 from skipdecode.cost import Ceilings
@@ -48,6 +58,16 @@ def test_a_shape_that_torch_refuses() -> None:
     )
 
 
+def test_attention_that_keeps_all_scores() -> None:
+    found = times() | {"prompt of groups behind a mask": {CHOICE: row(1e11), "efficient": {"refused": "groups"}}}
+    assert judged(found) is None
+    assert kept_scores(times()) is None
+    assert kept_scores(found) == (
+        "prompt of groups behind a mask: what takes little memory refuses it (groups), "
+        "and what is left keeps all scores"
+    )
+
+
 def test_all_ways_compute_the_same() -> None:
     case = query(BENCH, 24)
     assert case.nbytes == 2 * (2 * 4 * 64 * 2) + 2 * (2 * 4 * 24 * 64 * 2) + 2 * 24
@@ -56,6 +76,9 @@ def test_all_ways_compute_the_same() -> None:
     masked = prompt(BENCH, 24, is_masked=True)
     plain = Case(masked.q, masked.k, masked.v, None)
     assert (masked.by_torch().float() - plain.by_torch().float()).abs().max() < 0.02
+    groups = prompt_of_groups(BENCH, 24)
+    assert (groups.q.shape[1], groups.k.shape[1]) == (4, 1)
+    assert groups.by_torch().shape == groups.q.shape
 
 
 def test_the_check_on_a_device_that_lacks_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:

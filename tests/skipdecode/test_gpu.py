@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import OPTForCausalLM
 
 from actors.bench import random_model
@@ -21,6 +22,7 @@ from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate
 from skipdecode.kv.padded import KVCache
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs, plans_of
 from skipdecode.weights import load_model
@@ -216,6 +218,24 @@ def test_production_shapes_in_bfloat16(name: str) -> None:
                 wanted = reference(whole[:, :end], positions, cache, plan.prefill())[0]
             made = logits[k][row]
             assert float((made - wanted).norm() / wanted.norm()) < BF16_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("longest", [203, 1901])
+@pytest.mark.parametrize("name", ["llama, 8 heads of keys", "qwen3"])
+def test_prompts_of_groups_need_no_scores_in_memory(name: str, longest: int, dtype: torch.dtype) -> None:
+    """Behind a mask, with more than 128 columns of padding: torch's fused attention serves, and computes the same."""
+    model, plan = production_model(name).to(dtype), FullDepth(4)
+    prompts = [[2, *range(10, 10 + n)] for n in (3, longest - 140, longest)]
+    requests = [Request(str(i), p, Sampling(max_new_tokens=2)) for i, p in enumerate(prompts)]
+    made = []
+    fused, plain = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], [SDPBackend.MATH]
+    for backends in (fused, plain):
+        tokens, num_pad, paddings = pad_prompts(model, requests, None, None)
+        cache = allocate_cache(model, num_pad, tokens.shape[1], plan, 2, paddings=paddings)
+        with torch.inference_mode(), sdpa_kernel(backends):
+            made.append(feed_prompts(model, tokens, cache, plan.prefill()).float())
+    assert float((made[0] - made[1]).norm() / made[1].norm()) < BF16_RELATIVE_ERROR
 
 
 @pytest.mark.parametrize("name", PRODUCTION)

@@ -19,7 +19,9 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.padded import KVCache
 from skipdecode.plan import FullDepth, LayerPlan
 from skipdecode.weights import load_model
+from tests.support.cpu_backends import forced
 from tests.support.forward import feed, left_pad
+from tests.support.graphs import cpu_as_cuda
 
 TOLERANCE = 1e-4
 STYLES = ["125m", "350m", "1.3b"]
@@ -184,6 +186,31 @@ def test_padding_never_reaches_a_row(loaded: Decoder, lengths: list[int], extra:
     for row, prompt in enumerate(prompts):
         alone, _ = feed(loaded, torch.tensor([prompt]), torch.tensor([0]), plan)
         torch.testing.assert_close(together[row : row + 1], alone, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["torch", "as a GPU"])
+def test_a_row_may_be_fed_without_its_padding(loaded: Decoder, way: str) -> None:
+    """Into the same columns, and nothing that was never fed matters to later steps."""
+    with forced("torch") if way == "torch" else cpu_as_cuda():
+        check_rows_alone(copy.deepcopy(loaded).pack())
+
+
+def check_rows_alone(model: Decoder) -> None:
+    plan, (tokens, _, num_pad) = FullDepth(6).prefill(), left_pad(random_prompts([5, 9, 2]))
+    wanted, filled = feed(model, tokens, num_pad, plan)
+    cache = KVCache.allocate(
+        model.config, num_pad=num_pad, capacities=[64] * 6, dtype=torch.float32, paddings=num_pad.tolist()
+    )
+    for tensor in (*cache.k, *cache.v):
+        tensor.fill_(torch.nan)
+    with torch.inference_mode():
+        for row, pad in enumerate(num_pad.tolist()):
+            made = model(tokens[row : row + 1, pad:], torch.arange(9 - pad)[None], cache.alone(row), plan)
+            torch.testing.assert_close(made, wanted[row : row + 1], atol=2e-5, rtol=0)
+        cache.length = 9
+        newest, positions = wanted.argmax(-1)[:, None], (9 - num_pad)[:, None]
+        steps = [model(newest, positions, each, plan) for each in (cache, filled)]
+    torch.testing.assert_close(*steps, atol=2e-5, rtol=0)
 
 
 def test_garbage_in_unwritten_cache_is_never_read(loaded: Decoder) -> None:
