@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ import torch
 from benchmarks import gpu_check
 from benchmarks.gpu import attention, decoding, machine, overlap
 from benchmarks.gpu.bench import Bench, Wrong, not_run
-from benchmarks.gpu.decoding import SMALL, rows_that_fit
+from benchmarks.gpu.decoding import SMALL, check_batches, rows_that_fit
 from benchmarks.gpu_check import CHECKS, main, run_checks
 from skipdecode import step_graphs
 from skipdecode.backends.cuda import CudaBackend
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
 from skipdecode.families import config_of, released
+from skipdecode.prompts import rows_at_once
+from skipdecode.request import Request
 from skipdecode.step_graphs import StepGraphs
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
@@ -159,6 +162,32 @@ def test_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_graphs_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "plans_of", lambda *_: [])
     assert "graphs were captured within ten batches" in first_wrong("batches")
+
+
+@pytest.mark.parametrize("kept", [0, 100 << 20])
+def test_memory_of_the_largest_batch_is_not_kept(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    """The shape that `make gpu` has: torch reserves what the largest part of any prompts took, and keeps it."""
+    fake, batches = SimpleNamespace(most=0, kept=0), []
+
+    def generate(_model: object, requests: list[Request], *_: object, **__: object) -> None:
+        columns = max(len(request.prompt_tokens) for request in requests)
+        rows = min(len(requests), rows_at_once(model, columns, columns, has_mask=True))
+        fake.most, fake.kept = max(fake.most, rows * columns * 40 << 10), fake.kept + kept
+        batches.append((len(requests), columns))
+
+    model = SimpleNamespace(config=released("opt-1.3b"), device=torch.device("cuda"), dtype=torch.bfloat16)
+    monkeypatch.setattr(decoding, "generate", generate)
+    monkeypatch.setattr(decoding, "reserved_bytes", lambda _: fake.most + fake.kept)
+    shape = Bench(torch.device("cpu"), released("opt-1.3b"))
+    pool = SimpleNamespace(free_bytes=1)
+    shape.model, shape.graphs = model, SimpleNamespace(num_captured=0, nbytes=1, pool=pool)  # type: ignore[assignment]
+    if kept:
+        with pytest.raises(Wrong, match="bytes more over ten batches; something is kept"):
+            check_batches(shape)
+    else:
+        assert len(check_batches(shape)["seconds"]) == 10  # type: ignore[arg-type]
+    assert batches[0] == (256, 128) == max(batches)
+    assert len(set(batches)) == 10
 
 
 def test_rows_of_a_larger_model_fit_beside_its_weights() -> None:

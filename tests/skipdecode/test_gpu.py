@@ -262,16 +262,19 @@ def test_memory_is_flat_over_batches_of_mixed_lengths() -> None:
     graphs.capture_all(plans_of([schedule, FullDepth(4)], 64))
     held, seen = graphs.num_captured, []
     for number in range(50):
+        lengths = [rng.randint(1, 300) for _ in range(rng.randint(1, 64))]
+        if number == 0:  # the largest of all first: what torch reserves for it serves the others
+            lengths = [1, *[300] * 63]
         requests = [
-            Request(f"{number}-{i}", [2] * rng.randint(1, 300), Sampling(max_new_tokens=rng.randint(2, 64)))
-            for i in range(rng.randint(1, 64))
+            Request(f"{number}-{i}", [2] * n, Sampling(max_new_tokens=rng.randint(2, 64)))
+            for i, n in enumerate(lengths)
         ]
         for each in (schedule, FullDepth(4)):
             generate(model, requests, each, graphs=graphs)
         seen.append(torch.cuda.memory_reserved())
     assert graphs.num_captured == held
     assert graphs.pool.free_bytes == graphs.nbytes
-    assert max(seen[10:]) - seen[9] < 256 << 20  # longer prompts than before may come once or twice
+    assert max(seen) - max(seen[:3]) < 256 << 20
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
