@@ -13,8 +13,10 @@ from skipdecode.plan import EarlyExit, FullDepth, SkipDecode
 from skipdecode.prefix import share
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
+from skipdecode.step_graphs import StepGraphs, plans_of
 from skipdecode.uploads import uploaded
 from skipdecode.warm_up import warm_up
+from tests.support.graphs import FakeCaptures
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 if importlib.util.find_spec("triton") is not None:
@@ -82,6 +84,22 @@ def test_kernels_are_compiled_at_load(name: str, num_devices: int) -> None:
         while batch is not None and not batch.is_done:
             batch.step()
         assert fake.compiled == known, fake.compiled - known
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "llama-3.2-1b"])
+def test_nor_are_any_beside_graphs(name: str) -> None:
+    """The last column of prompts is no captured step, and its kernels depend on the rows that are fed together."""
+    with fake_cuda() as fake:
+        model, schedule = fake_model(name, layers=2), SkipDecode(2, 2, 1, 1, 4)
+        graphs = StepGraphs(model, 1 << 30, max_rows=48, captures=FakeCaptures())
+        graphs.capture_all(plans_of([schedule], 4))
+        warm_up(model, schedule, graphs, max_rows=48)
+        known = set(fake.compiled)
+        for rows, temperature in [(1, 0.8), (9, 0.0), (48, 0.0)]:
+            requests = [request(str(i), 3 + i % 5, 2 + i % 2, temperature=temperature) for i in range(rows)]
+            generate(model, requests, schedule, graphs=graphs)
+        assert fake.compiled == known, fake.compiled - known
+        assert graphs.num_late == 0
 
 
 def test_torchs_operators_do_as_well() -> None:
