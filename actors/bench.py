@@ -12,7 +12,8 @@ import torch
 
 from actors.devices import DeviceMemory
 from actors.profile import profile_step
-from actors.room import free_bytes, largest_rung, row_rounding
+from actors.room import free_bytes
+from skipdecode.batch_rows import row_rounding, rows_within
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row, measure_ceilings, predict_s, training_flops
 from skipdecode.decoder import Decoder
@@ -53,7 +54,7 @@ def largest_batch(model: Decoder, prompt_tokens: int, new_tokens: int) -> int:
     if model.device.type == "cuda":
         room = DeviceMemory.of(model.device).for_caches(MEMORY_SHARE)
         per_row = cache_bytes_per_row(model.config, full, **shape) + row_rounding(model.config, model.dtype.itemsize)
-        return largest_rung(room, per_row)
+        return max(1, rows_within(room, per_row, has_graphs=True))
     rows = int(0.8 * free_bytes(model.device) / (cache_bytes_per_row(model.config, full, **shape) + logits))
     return max(1, rows - rows % 8)
 

@@ -11,16 +11,15 @@ import torch
 
 from actors.devices import DeviceMemory
 from skipdecode.backends.device import backend_on
+from skipdecode.batch_rows import MAX_ROWS, row_rounding, rows_within
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row
-from skipdecode.kv.pool import ALIGNMENT
 from skipdecode.plan import Schedule
-from skipdecode.step_graphs import StepGraphs, ladder
+from skipdecode.step_graphs import StepGraphs
 
-MAX_BATCH_ROWS = {"cpu": 128, "cuda": 256}  # `auto`: more rows than this bring little on either kind
+MAX_BATCH_ROWS = {"cpu": 128, "cuda": MAX_ROWS}  # `auto`: more rows than this bring little on either kind
 ENGINE_SHARE = 0.5  # of a host's free memory, for the caches of all batches of an endpoint
 CACHE_SHARE = 0.25  # of a host's free memory, for the cache of one batch (it is shared with Ray)
-GROWTH = 2  # without graphs: rows that stay are copied while the old ones are there, and lossless batches grow at once
 DETERMINISTIC_ROWS = 32  # `auto` under `deterministic`: the same on every machine
 
 
@@ -54,10 +53,11 @@ class Room:
         )
         per_row += 2 * self.config.num_hidden_layers * self.config.kv_dim * self.itemsize * head_columns
         if self.is_cuda:  # so that shapes repeat from batch to batch, and graphs serve
-            rounding = row_rounding(self.config, self.itemsize)
-            parts = len(self.devices)  # of a batch, each with as many rows as a device alone would have
-            room = self._cache_bytes // (parts if self.graphs is not None else parts * GROWTH)
-            return parts * largest_rung(room, int(per_row) + rounding, self.graphs)
+            parts, price = len(self.devices), int(per_row) + row_rounding(self.config, self.itemsize)
+            rungs = None if self.graphs is None else self.graphs.rungs
+            has_graphs = self.graphs is not None
+            rows = rows_within(self._cache_bytes, price, num_gpus=parts, has_graphs=has_graphs, rungs=rungs)
+            return max(parts, rows)
         fits = int(CACHE_SHARE * free_bytes(self.devices[0]) / per_row)
         return max(1, min(MAX_BATCH_ROWS["cpu"], fits))
 
@@ -76,17 +76,6 @@ class Room:
     def _cache_bytes(self) -> int:
         """On a GPU, for the caches of all batches."""
         return self.on_gpus if self.graphs is None else self.graphs.nbytes
-
-
-def row_rounding(config: DecoderConfig, itemsize: int) -> int:
-    """Bytes of a row that rounding up the columns of its layers may add, where graphs are (`kv.graphed`)."""
-    return 2 * config.num_hidden_layers * (ALIGNMENT - 1) * config.kv_dim * itemsize
-
-
-def largest_rung(cache_bytes: int, per_row: int, graphs: StepGraphs | None = None) -> int:
-    """The most rows of a batch on a GPU that fit and that need no padding."""
-    most = max(1, min(MAX_BATCH_ROWS["cuda"], cache_bytes // per_row))
-    return max(rows for rows in (ladder(most) if graphs is None else graphs.rungs) if rows <= most)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.device import backend_on
+from skipdecode.batch_rows import MAX_ROWS, ladder
 from skipdecode.captures import Captures, Work, captures_on
 from skipdecode.decoder import Decoder, run_layers
 from skipdecode.extents import Extents
@@ -34,22 +35,9 @@ logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 256  # the least recently used goes first
 MAX_GRAPH_BYTES = 2 << 30  # of device memory for what all of them compute; what would be more runs kernel by kernel
-MAX_ROWS = 256
 
 Key = tuple[LayerPlan, int]
 """Plan and padded rows."""
-
-
-def ladder(max_rows: int, *, has_midpoints: bool = True) -> tuple[int, ...]:
-    """Numbers of rows that batches are padded to: powers of two, and what lies between; the last is >= `max_rows`."""
-    rungs = [1]
-    while rungs[-1] < max_rows:
-        power = 1 << (rungs[-1].bit_length())
-        if has_midpoints and rungs[-1] >= 2 and rungs[-1] == power // 2 and power * 3 // 4 > rungs[-1]:
-            rungs.append(power * 3 // 4)
-        else:
-            rungs.append(power)
-    return tuple(rungs)
 
 
 def plans_of(schedules: Iterable[Schedule], num_steps: int) -> list[LayerPlan]:
@@ -71,7 +59,7 @@ class StepGraphs:
         captures: Captures | None = None,
     ) -> None:
         """`cache_bytes`: for keys and values of all batches that live at the same time."""
-        self.model, self.max_rows = model, ladder(max_rows)[-1]
+        self.model, self.max_rows = model, max_rows
         self.num_captured = self.num_late = self.graph_bytes = 0
         """Graphs captured since the start, those of them behind `capture_all`, and the device memory they take."""
         self.failure: str | None = None

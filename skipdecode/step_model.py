@@ -9,6 +9,7 @@ keep all of them busy (`skipdecode.placing`). No torch.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from skipdecode.batch_rows import row_rounding, rows_within
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import Ceilings, cache_bytes_per_row, plan_parts, predict_s
 from skipdecode.gpus import GPU, MEMORY_SHARE
@@ -26,7 +27,6 @@ MODELS = (
     "llama-3.1-8b", "llama-3.1-70b",
 )  # fmt: skip
 MAX_GPUS = 8
-MAX_ROWS = 256
 MIN_ROWS = 16  # a model that leaves room for fewer takes another GPU
 ITEMSIZE = 2
 
@@ -81,12 +81,14 @@ def rows_that_fit(
     share: float = MEMORY_SHARE,
     itemsize: int = ITEMSIZE,
 ) -> int:
-    """Rows of a batch beside the weights, 0 or more, in `num_gpus` GPUs of that memory."""
+    """Rows of a batch that a worker takes beside the weights, 0 or more, on `num_gpus` GPUs of that memory. One alone
+    decodes by graphs."""
     per_row = cache_bytes_per_row(
         config, schedule, prompt_columns=work.prompt_tokens, num_new=work.new_tokens, itemsize=itemsize
     )
-    room = share * memory_bytes * num_gpus - itemsize * num_weights(config)
-    return max(0, int(room / per_row))
+    room = int(share * memory_bytes) * num_gpus - itemsize * num_weights(config)
+    price = per_row + row_rounding(config, itemsize)
+    return rows_within(max(0, room), price, num_gpus=num_gpus, has_graphs=num_gpus == 1)
 
 
 def gpus_needed(
@@ -111,7 +113,7 @@ def gpus_needed(
 def predict(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, num_gpus: int) -> Prediction:
     """Without `model`, `schedule` and `speedup`, which the caller knows."""
     most = rows_that_fit(config, schedule, gpu.memory_bytes, num_gpus, work)
-    part = min(_rung(most // num_gpus), MAX_ROWS)  # a GPU works on one part while the others work on theirs
+    part = max(1, most // num_gpus)  # a GPU works on one part while the others work on theirs
     ceilings, steps = ceilings_of(gpu), work.new_tokens - 1
     prefill, decode = predict_s(
         config,
@@ -127,12 +129,6 @@ def predict(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload,
     tokens_per_s = num_gpus * part * work.new_tokens / (prefill + decode)
     cost = gpu.price_per_hour * num_gpus / 3600 / tokens_per_s * 1e6
     return Prediction("", "", num_gpus, part * num_gpus, 1e3 * decode / steps, prefill, tokens_per_s, cost, 1.0)
-
-
-def _rung(rows: int) -> int:
-    """The most rows up to `rows` that steps are captured at: powers of two, and what lies between."""
-    power = 1 << (max(rows, 1).bit_length() - 1)
-    return power * 3 // 2 if power >= 2 and power * 3 // 2 <= rows else power
 
 
 def predict_all(

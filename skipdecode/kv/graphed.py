@@ -18,9 +18,10 @@ from torch import Tensor
 
 from skipdecode.backends.backend import FusedLayer, FusedStore, TableColumns
 from skipdecode.backends.device import backend_on
+from skipdecode.batch_rows import ALIGNMENT
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.padded import KVCache
-from skipdecode.kv.pool import ALIGNMENT, CachePool, PoolPart
+from skipdecode.kv.pool import CachePool, PoolPart
 from skipdecode.rope import Turn, turn_of
 from skipdecode.uploads import uploaded
 

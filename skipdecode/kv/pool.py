@@ -11,8 +11,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Numbers; of every address and stride, so that kernels load 16 bytes at a time."""
+from skipdecode.batch_rows import ALIGNMENT
 
 
 class PoolFull(RuntimeError):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from actors.batches import EngineConfig
 from actors.devices import DeviceMemory, is_lost, refuse_too_large
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
-from actors.room import Room, largest_rung
+from actors.room import Room
+from skipdecode.batch_rows import ladder, rung_within
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.families import released
 from skipdecode.generate import Request, generate
@@ -25,7 +27,8 @@ from skipdecode.plan import FullDepth
 from skipdecode.prompts import has_room
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.step_graphs import StepGraphs, ladder
+from skipdecode.step_graphs import StepGraphs
+from skipdecode.step_model import MODELS, Workload, gpus_needed, num_weights, predict
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 from tests.support.naive import random_prompts
 
@@ -59,7 +62,7 @@ def build(folder: Path, **keys: object) -> Generator:
     ("name", "count", "share", "itemsize", "message"),
     [
         ("opt-66b", 1, 0.85, 2, r"opt-66b takes 12\d\.\d GiB, and 63\.3 GiB of a GPU .* set actors\.num_gpus=3, which"),
-        ("opt-66b", 1, 0.85, 4, r"set actors\.num_gpus=5, which"),
+        ("opt-66b", 1, 0.85, 4, r"set actors\.num_gpus=6, which"),
         ("llama-3.1-70b", 2, 0.85, 2, r"of 2 GPUs .* set actors\.num_gpus=3, which"),
         ("opt-13b", 1, 0.28, 2, r"set actors\.num_gpus=1 where workers share a GPU, else raise actors\.memory_share"),
         ("opt-13b", 1, 0.85, 2, None),
@@ -131,10 +134,41 @@ def test_the_device_with_the_least_room_decides(tiny_checkpoint: Path, monkeypat
     monkeypatch.setattr(DeviceMemory, "of", lambda device: DeviceMemory(2 * room[device], 2 * room[device], 0))
     assert made.room.on_gpus == 3 * int(2 * 20_000_000 * made.config.memory_share)
     monkeypatch.setattr(Room, "on_gpus", 3 * 10_000_000)
-    one = largest_rung(10_000_000 // 2, int(1e5))
+    one = rung_within(10_000_000 // 2 // int(1e5))
     monkeypatch.setattr("actors.room.cache_bytes_per_row", lambda *_, **__: 1e5)
     monkeypatch.setattr("actors.room.row_rounding", lambda *_: 0)
     assert made.batch_size(32, 12) == 3 * one > 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_predicted_rows_are_those_of_a_worker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one GPU by graphs, on several without: `doctor --gpu` promises no more rows than `batch_size: auto` takes."""
+    config, gpu, work = released(name), GPUS["h100"], Workload()
+    count = gpus_needed(config, gpu.memory_bytes, work)
+    assert count is not None
+    own = 2 * num_weights(config) // count
+    memory = DeviceMemory(gpu.memory_bytes, gpu.memory_bytes - own, own)
+    monkeypatch.setattr(DeviceMemory, "of", lambda _device: memory)
+    room = Room(config, 2, [torch.device("cuda", number) for number in range(count)], MEMORY_SHARE)
+    if count == 1:
+        graphs = SimpleNamespace(nbytes=room.on_gpus, rungs=ladder(256))
+        room = replace(room, graphs=graphs)  # type: ignore[arg-type]
+    fast = make_schedule(
+        {"method": "skipdecode", "speedup": 2}, num_layers=config.num_hidden_layers, max_new_tokens=work.new_tokens
+    )
+    for schedule in (FullDepth(config.num_hidden_layers), fast):
+        rows = room.rows({schedule: 1.0}, prompt_columns=work.prompt_tokens, num_new=work.new_tokens)
+        assert predict(config, schedule, gpu, work, count).rows == rows
+
+
+@pytest.mark.usefixtures("_on_graphs")
+def test_a_fixed_number_of_rows_has_a_graph(tiny_checkpoint: Path) -> None:
+    """And takes no memory for more rows than that."""
+    made = build(tiny_checkpoint, batch_size=5)
+    assert made.graphs is not None
+    assert made.graphs.rungs == (1, 2, 3, 4, 5)
+    assert made.graphs.num_captured == 4 * 5, "depths 5 to 2"
+    assert made.graphs.rows_for(5) == 5
 
 
 @pytest.mark.usefixtures("_on_graphs")

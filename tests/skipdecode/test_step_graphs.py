@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode import step_graphs
+from skipdecode.batch_rows import ladder, rung_within
 from skipdecode.captures import CudaCaptures
 from skipdecode.cohort import COMPACT_AT, Cohort, kept_rows
 from skipdecode.decoder import Decoder
@@ -30,7 +31,7 @@ from skipdecode.kv.pool import CachePool, PoolFull
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.step_graphs import MAX_GRAPHS, StepGraphs, graphs_serve, ladder, plans_of
+from skipdecode.step_graphs import MAX_GRAPHS, StepGraphs, graphs_serve, plans_of
 from skipdecode.weights import load_model
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 from tests.support.naive import random_prompts
@@ -67,7 +68,11 @@ def model(ending_checkpoint: Ending) -> Decoder:
 
 def test_rungs() -> None:
     assert ladder(256) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-    assert ladder(20) == (1, 2, 3, 4, 6, 8, 12, 16, 24)
+    assert ladder(20) == (1, 2, 3, 4, 6, 8, 12, 16, 20), "whoever says 20 rows gets a graph for 20"
+    assert ladder(200)[-3:] == (128, 192, 200)
+    assert ladder(200, has_midpoints=False)[-3:] == (64, 128, 200)
+    assert [ladder(n) for n in (1, 2, 3)] == [(1,), (1, 2), (1, 2, 3)]
+    assert all(rung_within(n) == max(rung for rung in ladder(256) if rung <= n) for n in range(1, 257))
     assert ladder(256, has_midpoints=False) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from skipdecode.batch_rows import ladder
 from skipdecode.cost import Ceilings, predict_s
 from skipdecode.families import released
 from skipdecode.gpus import GPUS, gpu_named
 from skipdecode.plan import FullDepth
 from skipdecode.schedule import make_schedule
-from skipdecode.step_graphs import ladder
 from skipdecode.step_model import (
     BANDWIDTH_REACHED,
     MIN_ROWS,
@@ -55,7 +55,7 @@ def test_what_holds_for_every_gpu(gpu) -> None:  # type: ignore[no-untyped-def]
         config = released(full.model)
         assert full.model == ours.model
         assert full.num_gpus == ours.num_gpus == gpus_needed(config, gpu.memory_bytes, WORK)
-        assert 1.5 < ours.speedup < 3.0
+        assert 1.5 < ours.speedup < 4.0  # most where rows that skip leave room for four times as many
         for row in (full, ours):
             assert row.rows // row.num_gpus in ladder(256)
             assert row.cost_per_million == pytest.approx(
