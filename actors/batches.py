@@ -110,11 +110,11 @@ class Admission:
         return _row_bytes(self.generator.model.config, ticket.schedule, ticket.bucket, num_new, itemsize)
 
     def together(
-        self, waiting: deque[Ticket], company: Sequence[Ticket], price: Callable[[int, int, int], int], must_fit: bool
+        self, waiting: deque[Ticket], company: Sequence[Ticket], fits: Callable[[int, int, int], bool], must_fit: bool
     ) -> list[Ticket]:
         """Those in line with the first one (schedule, bucket, and whether company is limited) that may start now.
 
-        `company`: whom they join. `price`: bytes of all caches with so many of them, with the longest prompt and the
+        `company`: whom they join. `fits`: whether there is memory for so many of them, with the longest prompt and the
         most new tokens among them. `must_fit`: the first one too; else it may start at any price.
         """
         chosen: list[Ticket] = []
@@ -128,7 +128,7 @@ class Admission:
                 break
             prompt = max(prompt, len(ticket.request.prompt_tokens))
             num_new = max(num_new, ticket.request.sampling.max_new_tokens)
-            if (chosen or must_fit) and price(rows, prompt, num_new) > self.cache_budget:
+            if (chosen or must_fit) and not fits(rows, prompt, num_new):
                 break
             chosen.append(ticket)
         return chosen

@@ -54,33 +54,45 @@ class CohortBatches(Admission):
             return []
         used, first = sum(batch.cache_bytes for batch in self._running), waiting[0]
 
-        def price(num_rows: int, _: int, num_new: int) -> int:
-            return used + num_rows * self.row_bytes(first, num_new)
+        def fits(num_rows: int, prompt: int, num_new: int) -> bool:
+            if self.generator.graphs is None:
+                return used + num_rows * self.row_bytes(first, num_new) <= self.cache_budget
+            return self._has_room(first, num_rows, prompt, num_new)
 
-        return self.together(waiting, [], price, must_fit=num_running > 0)
+        return self.together(waiting, [], fits, must_fit=num_running > 0)
+
+    def _shape(self, first: Ticket, prompt: int, num_new: int) -> tuple[int | None, int]:
+        """Rows of a cohort (None: as many as there are), and columns of its prompts, the longest of `prompt` tokens."""
+        if self.generator.config.deterministic:
+            return self.generator.batch_size(first.bucket, num_new), first.bucket
+        return None, min(first.bucket, rounded_columns(prompt))
+
+    def _has_room(self, first: Ticket, num_rows: int, prompt: int, num_new: int) -> bool:
+        """Whether the memory of graphs has a gap for that cohort now, rows padded as they will be."""
+        graphs, (rows, columns) = self.generator.graphs, self._shape(first, prompt, num_new)
+        return graphs is not None and has_room(graphs, first.schedule, rows or num_rows, columns, num_new)
 
     def start(self, tickets: list[Ticket]) -> None:
-        generator, is_fixed, bucket = self.generator, self.generator.config.deterministic, tickets[0].bucket
-        if (lossless := tickets[0].schedule.lossless) is not None:
+        generator, is_fixed, first = self.generator, self.generator.config.deterministic, tickets[0]
+        if (lossless := first.schedule.lossless) is not None:
             return self._start_lossless(tickets, lossless)
-        longest = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
+        num_new = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
         requests = [ticket.request for ticket in tickets]
-        columns = min(bucket, rounded_columns(max(len(ticket.request.prompt_tokens) for ticket in tickets)))
-        rows, width = generator.batch_size(bucket, longest) if is_fixed else None, bucket if is_fixed else columns
-        graphs = generator.graphs
-        if graphs is not None and not has_room(graphs, tickets[0].schedule, rows or len(tickets), width, longest):
-            graphs = None  # beside the cohorts that run; these rows decode in torch's own memory, kernel by kernel
+        prompt = max(len(request.prompt_tokens) for request in requests)
+        rows, width = self._shape(first, prompt, num_new)
+        # a row too large for the memory of graphs, which nobody shares now, decodes beside it, kernel by kernel
+        graphs = generator.graphs if self._has_room(first, len(tickets), prompt, num_new) else None
         cohort = Cohort(
             generator.model,
             requests,
-            tickets[0].schedule,
+            schedule,
             decode_text=generator.tokenizer.decode,
             prompt_columns=width,
             batch_rows=rows,
             compact_at=0.0 if is_fixed else 1.0,
             check_every=1,
             graphs=graphs,
-            sharing=generator.sharing_of(requests, tickets[0].schedule),
+            sharing=generator.sharing_of(requests, schedule),
         )
         for ticket, row in zip(tickets, cohort.rows, strict=True):
             ticket.row = row

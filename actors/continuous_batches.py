@@ -71,10 +71,10 @@ class ContinuousBatches(Admission):
         pool = pool or self._new_pool(waiting[0])
         batch, others = pool.batch, sum(other.cache_bytes for other in self._pools if other is not pool)
 
-        def price(num_rows: int, prompt: int, num_new: int) -> int:
-            return others + batch.bytes_with(num_rows, prompt, num_new)
+        def fits(num_rows: int, prompt: int, num_new: int) -> bool:
+            return others + batch.bytes_with(num_rows, prompt, num_new) <= self.cache_budget
 
-        return self.together(waiting, pool.tickets, price, must_fit=len(self._pools) > 0)
+        return self.together(waiting, pool.tickets, fits, must_fit=len(self._pools) > 0)
 
     def start(self, tickets: list[Ticket]) -> None:
         """Prompts that fail leave the batch they were to join as it was."""

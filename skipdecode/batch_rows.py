@@ -1,6 +1,6 @@
 """How many rows a batch on GPUs has: one truth for workers (`actors.room`) and predictions (`skipdecode.step_model`).
 
-Few numbers of rows, so that shapes repeat from batch to batch and CUDA graphs serve (`skipdecode.step_graphs`). No torch.
+Few numbers of rows, so that shapes repeat and CUDA graphs serve (`skipdecode.step_graphs`). No torch.
 """
 
 from collections.abc import Sequence

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors import devices, generator
+from actors import cohort_batches, devices, generator
 from actors.batches import EngineConfig
 from actors.devices import DeviceMemory, is_lost, refuse_too_large
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
 from actors.room import Room
 from skipdecode.batch_rows import ladder, rung_within
+from skipdecode.cohort import Cohort
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.families import released
 from skipdecode.generate import Request, generate
@@ -282,15 +283,26 @@ def test_deterministic_runs_on_graphs_offline_and_online(tiny_checkpoint: Path) 
 
 
 @pytest.mark.usefixtures("_on_graphs")
-def test_cohorts_beyond_the_memory_of_graphs_run_beside_it(tiny_checkpoint: Path) -> None:
-    made = build(tiny_checkpoint)
+@pytest.mark.parametrize(("room", "batch_size", "beside"), [(300_000, 1, 0), (500_000, 5, 0), (20_000, 1, 6)])
+def test_cohorts_wait_for_the_memory_of_graphs(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, room: int, batch_size: int, beside: int
+) -> None:
+    """Five rows take what six do. Only what is too large for all of it decodes beside it, one cohort at a time."""
+    made, seen = build(tiny_checkpoint), []
     wanted = made(some(6, 40)).answers
-    made.graphs = StepGraphs(made.model, 300_000, max_rows=8)  # room for one cohort or two
-    engine = Engine(made, EngineConfig(batch_size=1))
-    tickets = [engine.add(request) for request in some(6, 40)]
+    made.graphs = StepGraphs(made.model, room, max_rows=8)  # room for a cohort or two, or for none
+    monkeypatch.setattr(
+        cohort_batches, "Cohort", lambda *args, **keys: (seen.append(keys["graphs"]), Cohort(*args, **keys))[1]
+    )
+    engine = Engine(made, EngineConfig(batch_size=batch_size))
+    tickets, most = [engine.add(request) for request in some(6, 40)], 0
     while not engine.is_idle:
         engine.turn()
+        most = max(most, len(engine._batches.running))
     assert [ticket.row.tokens for ticket in tickets if ticket.row] == [answer.tokens for answer in wanted]  # type: ignore[union-attr]
+    assert len(seen) > 1
+    assert seen.count(None) == beside
+    assert most == 1 or not beside
 
 
 @pytest.mark.usefixtures("_on_graphs")
