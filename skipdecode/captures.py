@@ -39,9 +39,11 @@ class CudaCaptures:
     def warm_up(self, work: Work) -> None:
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            work()
-        here.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+        finally:  # where it fails in the middle, it is done again here
+            here.wait_stream(self._stream)
 
     def capture(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()

@@ -33,7 +33,8 @@ from skipdecode.sampler import likeliest
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 256  # the least recently used goes first
+MAX_GRAPHS = 256  # steps beyond them run kernel by kernel
+TOO_MANY = f"{MAX_GRAPHS} are the most that are kept"
 MAX_GRAPH_BYTES = 2 << 30  # of device memory for what all of them compute; what would be more runs kernel by kernel
 
 Key = tuple[LayerPlan, int]
@@ -115,23 +116,34 @@ class StepGraphs:
     def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:
         """Captures every plan at every number of rows (None: all rungs) ahead of the first batch.
 
-        Where that would be more than MAX_GRAPHS the ladder loses its midpoints.
+        Where that would be more than MAX_GRAPHS the ladder loses its midpoints. Graphs of other plans give way, those
+        first that were not used for longest.
         """
         known = {plan for plan, _ in self._replays}
         if rows is None and len(known.union(plans)) * len(self.rungs) > MAX_GRAPHS and not self._replays:
             self._has_midpoints = False
         wanted = self.rungs if rows is None else [self.rows_for(n) for n in rows if n <= self.max_rows]
         self._is_loading = True
+        self._make_way({(plan, n) for plan in plans for n in wanted})
         for n in sorted(set(wanted), reverse=True):  # the largest first: the others then fit into its memory
             for plan in plans:
-                if (plan, n) not in self._replays and self._may_capture and len(self._replays) < MAX_GRAPHS:
+                if (plan, n) not in self._replays and self._may_capture():
                     self._rehearse(plan, n)
-        if plans and not self._may_capture:  # what runs without graphs is compiled before a batch waits for it
+        has_ended = self.failure is not None or self.full is not None
+        if plans and has_ended:  # what runs without graphs is compiled before a batch waits for it
             for n in sorted(set(wanted)):
                 self._rehearse(plans[0], n)
         self._is_loading = False
         if self.full is not None:
             logger.warning("some decode steps run kernel by kernel: %s", self.describe())
+
+    def _make_way(self, wanted: set[Key]) -> None:
+        """For graphs of these keys, as far as MAX_GRAPHS allows it."""
+        others = [key for key in self._replays if key not in wanted]
+        for key in others[: max(0, len(wanted) + len(others) - MAX_GRAPHS)]:
+            del self._replays[key]
+        if self.full == TOO_MANY:
+            self.full = None
 
     def _rehearse(self, plan: LayerPlan, rows: int) -> None:
         """A first step of rows that nobody wants, with one column of memory for all layers."""
@@ -142,9 +154,12 @@ class StepGraphs:
             return
         try:
             self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)
-            self._first_run(plan, rows) if self._may_capture else self._step(plan, rows)
+            self._first_run(plan, rows) if self._may_capture() else self._step(plan, rows)
         except torch.OutOfMemoryError as error:  # smaller batches may find what these rows do not
             self.full = _no_room(error)
+        except Exception as error:  # graphs are not at fault; a batch that meets it, too, fails of it
+            self._at.tolist()  # raises where the device itself is lost
+            logger.warning("a decode step of %d rows fails: %s: %s", rows, type(error).__name__, error)
         self._serial = -1
 
     def __call__(
@@ -164,7 +179,7 @@ class StepGraphs:
         if replay is not None:
             self._replays.move_to_end((plan, rows))
             replay()
-        elif self._may_capture:
+        elif self._may_capture():
             self._first_run(plan, rows)
         else:
             self._step(plan, rows)
@@ -176,8 +191,10 @@ class StepGraphs:
         self._newest = self._tokens[:num_rows].clone()
         return self._newest
 
-    @property
     def _may_capture(self) -> bool:
+        """Another step."""
+        if self.failure is None and self.full is None and self.num_graphs >= MAX_GRAPHS:
+            self.full = TOO_MANY
         return self.failure is None and self.full is None
 
     def _enter(self, newest: Tensor, cache: GraphedCache, rows: int) -> None:
@@ -200,28 +217,35 @@ class StepGraphs:
         def work() -> None:
             self._step(plan, rows)
 
-        self._captures.warm_up(work)
+        try:
+            self._captures.warm_up(work)
+        except torch.OutOfMemoryError:  # the batch's own: it is halved
+            raise
+        except Exception as error:
+            self._fail(error)
+            work()  # what is wrong now is the batch's own
+            return
         try:
             replay = self._captures.capture(work)
         except Exception as error:  # of whatever kind: steps run without
             if self._replays and "out of memory" in str(error):  # torch's, or the driver's, which keeps graphs itself
                 self.full = _no_room(error)
                 return
-            self.failure = f"{type(error).__name__}: {error}"[:500]
-            self._at.tolist()  # raises where the device itself is lost
-            logger.warning("decode steps run kernel by kernel, since capturing one failed: %s", self.failure)
-            self._drop_graphs()
+            self._fail(error)
             return
         self.num_captured += 1
         self.num_late += not self._is_loading
         self._replays[plan, rows] = replay
-        while len(self._replays) > MAX_GRAPHS:
-            self._replays.popitem(last=False)
         self.graph_bytes = self._captures.held_bytes()
         if self.graph_bytes > MAX_GRAPH_BYTES:
             self.full = f"all of them may take {MAX_GRAPH_BYTES / 2**30:g} GiB"
 
-    def _drop_graphs(self) -> None:
+    def _fail(self, error: Exception) -> None:
+        """Steps run without graphs from now on; those there are, are given up."""
+        if self.failure is None:
+            self.failure = f"{type(error).__name__}: {error}"[:500]
+        self._at.tolist()  # raises where the device itself is lost
+        logger.warning("decode steps run kernel by kernel, since capturing one failed: %s", self.failure)
         self._replays.clear()
         self._captures.forget()
         self.graph_bytes = 0
