@@ -1,8 +1,8 @@
 """Whose kernels decode on a CUDA device in this process, and why: Triton's, or torch's operators.
 
 As `choice` for CPUs, and by the same variable: `torch` (`off`, `0`) takes torch's operators, `triton` must have its
-kernels. Names of CPU back ends say nothing here. The kernels run once before they are chosen, since Triton needs a C
-compiler on the machine, and a driver that fits.
+kernels. Names of CPU back ends say nothing here. All kernels run once before they are chosen (`first_kernels`): Triton
+needs a C compiler on the machine, a driver that fits, and a device that it compiles each of them for.
 """
 
 import os
@@ -13,6 +13,7 @@ import torch
 from skipdecode.backends.backend import TORCH, Backend
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice
 from skipdecode.backends.cuda import CudaBackend
+from skipdecode.backends.first_kernels import first_problem
 
 MIN_CAPABILITY = (8, 0)
 """bfloat16 products begin here (A100, L4); nothing older is tested."""
@@ -21,7 +22,7 @@ ONLY_PLAIN = "quantized weights are for CPUs"
 
 @cache
 def choose_cuda() -> Choice:
-    """The kernels of this process. Compiles one of them on the first call.
+    """The kernels of this process. Compiles each of them on the first call.
 
     BackendError where `SKIPDECODE_KERNELS` is `triton`, and they do not run.
     """
@@ -76,7 +77,7 @@ def _problem() -> str | None:
     except ImportError as error:
         return f"Triton cannot be imported ({error}); CUDA builds of torch bring it"
     try:
-        found = TritonKernels().argmax(torch.tensor([[0.0, 1.0, 1.0]], device="cuda")).tolist()
-    except Exception as error:  # no compiler, no driver, no room: whatever it is, torch's operators do not need it
-        return f"Triton's first kernel failed ({type(error).__name__}: {error})".splitlines()[0][:300]
-    return None if found == [1] else f"Triton's first kernel is wrong: argmax {found}, not [1]"
+        with torch.inference_mode():
+            return first_problem(TritonKernels(), torch.device("cuda"))
+    except Exception as error:  # the device itself
+        return f"the first kernels failed ({type(error).__name__}: {error})".splitlines()[0][:300]

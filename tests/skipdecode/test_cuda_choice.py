@@ -3,14 +3,18 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from skipdecode.backends import choice, cuda_choice, device
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.choice import BackendError, choose
 from skipdecode.backends.cuda_choice import choose_cuda, cuda_backend
+from skipdecode.backends.cuda_reference import TorchKernels
+from skipdecode.backends.first_kernels import first_problem
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +54,55 @@ def test_kernels_that_do_not_run_are_said_and_left(h100: None, monkeypatch: pyte
     """Here none can: no such device is there, whatever torch says."""
     chosen = choose_cuda()
     assert chosen.name == "torch"
-    assert "first kernel failed" in chosen.reason or "cannot be imported" in chosen.reason
+    assert "first kernels failed" in chosen.reason or "cannot be imported" in chosen.reason
     choose_cuda.cache_clear()
     monkeypatch.setenv(choice.VARIABLE, "triton")
     with pytest.raises(BackendError, match=r"SKIPDECODE_KERNELS: triton cannot run here: .*; torch can"):
         choose_cuda()
+
+
+class Refused(TorchKernels):
+    """A compiler that does not take one kernel."""
+
+    def gate(self, y: Tensor) -> Tensor:
+        raise RuntimeError("PassManager::run failed\nat 12:3")
+
+
+class Other(TorchKernels):
+    """A kernel that chooses the second best."""
+
+    def draw(self, logits: Tensor, *given: Tensor) -> Tensor:
+        return super().draw(logits, *given) + 1
+
+
+class Nothing(TorchKernels):
+    def add_norm(self, h: Tensor, y: Tensor | None, *rest: Any, is_pre: bool) -> Tensor:
+        return super().add_norm(h, y, *rest, is_pre=is_pre) * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("kernels", "problem"),
+    [
+        (TorchKernels(), None),
+        (Refused(), "the kernel of gates failed (RuntimeError: PassManager::run failed"),
+        (Other(), "the kernel of draws is wrong"),
+        (Nothing(), "the kernel of layer norms is wrong"),
+    ],
+)
+def test_each_kernel_runs_before_it_is_chosen(kernels: TorchKernels, problem: str | None) -> None:
+    assert first_problem(kernels, torch.device("cpu")) == problem
+
+
+def test_a_kernel_that_does_not_compile_is_named(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("skipdecode.backends.triton_launch.TritonKernels", Refused)
+    monkeypatch.setattr(
+        cuda_choice, "first_problem", lambda kernels, _device: first_problem(kernels, torch.device("cpu"))
+    )
+    assert str(choose_cuda()) == (
+        "torch (NVIDIA H100, sm_90; the kernel of gates failed (RuntimeError: PassManager::run failed)"
+    )
+    assert cuda_backend() is TORCH
 
 
 def test_old_devices(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from skipdecode.backends import triton_launch
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
 from skipdecode.backends.cuda import CudaBackend, Heads, Norm
 from skipdecode.backends.cuda_reference import TorchKernels, normed_by
+from skipdecode.backends.first_kernels import first_problem
 from skipdecode.backends.triton_launch import TritonKernels
 from skipdecode.generate import generate
 from skipdecode.plan import SkipDecode, SwiftPrefill
@@ -178,6 +179,12 @@ def draw_ties(ks: Sequence[int], ps: Sequence[float], uniforms: Sequence[float])
         assert not wrong, (uniform, wrong[:4])
 
 
+def first_kernels() -> None:
+    """What a process tries before it takes the kernels."""
+    problem = first_problem(TRITON, torch.device(DEVICE))
+    assert problem is None, problem
+
+
 def decoder(name: str, *, num_new: int = 3, swift: bool = False, **keys: float) -> None:
     """Whole models: tokens are those of torch, in float32."""
     requests = some_requests(num_new, (1, 7), **keys)
@@ -225,6 +232,7 @@ CASES: dict[str, Callable[[], None]] = {
     "draw": lambda: draw(FP32, 400, 3.0),
     "draw, bfloat16": lambda: draw(BF16, 300, 2.0),
     "draw, ties": lambda: draw_ties((0, 3, 7), (0.25, 0.875), (0.55,)),
+    "first kernels": first_kernels,
     "decoder, OPT": lambda: decoder("opt"),
     "decoder, OPT-350m": lambda: decoder("opt, norms behind"),
 }

@@ -1,0 +1,81 @@
+"""Every kernel of a device run once before a process takes them, at a small shape, against torch's operators.
+
+One that the compiler refuses, or that computes something else, is found here and not in a batch.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.cuda import Heads, Kernels, Norm
+from skipdecode.backends.cuda_reference import TorchKernels
+
+B, H, G, K, COLUMNS = 3, 8, 2, 64, 32
+WIDTH = H * K
+TOLERANCE = 0.05
+"""Of the largest number: bfloat16 rounds to a 256th, some times over. What is wrong is farther off."""
+
+Run = Callable[[Kernels], Sequence[Tensor]]
+"""What comes out, and what was written in place."""
+
+
+def first_problem(kernels: Kernels, device: torch.device) -> str | None:
+    """Which of them fails there or is wrong, and how; None: none. Takes the seconds that compiling takes."""
+    for name, run in _cases(device).items():
+        try:
+            pairs = zip(run(kernels), run(TorchKernels()), strict=True)
+            apart = max(_apart(made, wanted) for made, wanted in pairs)
+        except Exception as error:  # no compiler, no driver, no room: whatever it is, torch's operators do not need it
+            return f"the kernel of {name} failed ({type(error).__name__}: {error})".splitlines()[0][:300]
+        if apart > TOLERANCE:
+            return f"the kernel of {name} is wrong"
+    return None
+
+
+def _apart(made: Tensor, wanted: Tensor) -> float:
+    """As a share of the largest number; tokens are equal or not."""
+    if not wanted.is_floating_point():
+        return 0.0 if torch.equal(made, wanted) else 1.0
+    apart = (made.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+    return float(apart.nan_to_num(nan=torch.inf))
+
+
+def _cases(device: torch.device) -> dict[str, Run]:
+    """Each on memory of its own, as kernels write in place."""
+    rng = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(device, torch.bfloat16)
+
+    memory, qkv, wide = numbers(2 * B * G * COLUMNS * K), numbers(B, WIDTH + 2 * G * K), numbers(B, 4 * WIDTH)
+    states, added, weight, bias = numbers(B, WIDTH), numbers(B, WIDTH), numbers(WIDTH), numbers(WIDTH)
+    rotations = torch.randn(COLUMNS, K, generator=rng).to(device)
+    first, last = torch.zeros(B, dtype=torch.int64, device=device), torch.tensor([20], device=device).expand(B)
+    where = torch.tensor([0, len(memory) // 2, G * COLUMNS * K, COLUMNS * K], device=device)
+    one = torch.ones(B, 1, device=device)
+    logits = numbers(B, 3000)
+    logits[:, 70] = 40.0  # which is drawn whatever the number
+
+    def attend(kernels: Kernels, *, has_table: bool) -> Sequence[Tensor]:
+        own = memory.clone()
+        k, v = own.view(2, B, G, COLUMNS, K)
+        columns = TableColumns(own, where, first, last) if has_table else Columns(k, v, first, last)
+        q, new_k, new_v = torch.split(qkv, [WIDTH, G * K, G * K], dim=1)
+        out = kernels.attend(Heads(H, G, K, rotations), q, new_k, new_v, columns)
+        return out, own
+
+    def norm(kernels: Kernels, kind: Norm) -> Sequence[Tensor]:
+        own = states.clone()
+        return kernels.add_norm(own, added, kind.bias, kind, is_pre=True), own
+
+    return {
+        "attention": lambda kernels: attend(kernels, has_table=False),
+        "attention of graphs": lambda kernels: attend(kernels, has_table=True),
+        "layer norms": lambda kernels: norm(kernels, Norm("layer", 1e-5, weight, bias)),
+        "RMS norms": lambda kernels: norm(kernels, Norm("rms", 1e-5, weight, None)),
+        "gates": lambda kernels: [kernels.gate(wide)],
+        "the likeliest token": lambda kernels: [kernels.argmax(logits)],
+        "draws": lambda kernels: [kernels.draw(logits, one, one.long() * 40, 0.9 * one, 0.5 * one)],
+    }
