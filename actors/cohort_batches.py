@@ -85,14 +85,14 @@ class CohortBatches(Admission):
         cohort = Cohort(
             generator.model,
             requests,
-            schedule,
+            first.schedule,
             decode_text=generator.tokenizer.decode,
             prompt_columns=width,
             batch_rows=rows,
             compact_at=0.0 if is_fixed else 1.0,
             check_every=1,
             graphs=graphs,
-            sharing=generator.sharing_of(requests, schedule),
+            sharing=generator.sharing_of(requests, first.schedule),
         )
         for ticket, row in zip(tickets, cohort.rows, strict=True):
             ticket.row = row
