@@ -29,7 +29,9 @@ class Call:
         document = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}  # Ray prints to stdout too
         if "report" in document:  # its key figures; the whole is report.json
             root, _, name = str(document["report"]).rpartition("/")
-            report = json.loads(RunFolder.open(root).read_text(name) or "")  # of an object store too
+            stores = [one for one in map(str, arguments) if "://" in one]  # of which the document names the path alone
+            root = next((one for one in stores if root in one), root)
+            report = json.loads(RunFolder.open(root).read_text(name) or "")
             for name in document.keys() & report.keys():  # a figure may be shown in part, and never otherwise
                 shown, whole = document[name], report[name]
                 assert shown == ({key: whole[key] for key in shown} if isinstance(shown, dict) else whole), name
