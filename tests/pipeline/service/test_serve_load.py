@@ -85,9 +85,9 @@ def test_three_times_too_much(tmp_path: Path) -> None:
     """Nothing but 429 beside answers, each right; a 429 within 50 ms (p90; p99 within 100, on two cores that send the
     load too). One that comes when the queue has just begun to empty is let in, and waits for that queue alone.
 
-    Of 64 tokens, as answers come to in `configs/bench-serve.yaml`: with shorter ones three times the load is so many
-    requests per second that Ray Serve alone takes both cores."""
-    max_waiting, batch_size, length = 32, 16, 64
+    Of 128 tokens: with shorter ones three times the load is so many requests per second that Ray Serve alone takes both
+    cores."""
+    max_waiting, batch_size, length = 32, 16, 128
     with served(tmp_path, f"limits.max_waiting={max_waiting}", f"engine.batch_size={batch_size}") as server:
         body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         most = capacity(server, length, body, count=max_waiting)
