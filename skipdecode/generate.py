@@ -1,6 +1,6 @@
 """Decoding one batch from prompts to completions: a `Cohort` run to its end.
 
-Splitting rows into batches is the caller's work (`actors.generator`).
+Splitting rows into batches is the caller's work (`actors.cutting`).
 """
 
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ class StepGraphs:
         self.failure: str | None = None
         """Why steps run kernel by kernel: the first capture that failed."""
         self.full: str | None = None
-        """Why no more steps are captured, though those that are go on: memory."""
+        """Why no more steps are captured, though those that are go on: memory, or their number."""
         self._captures = captures or captures_on(model.device)
         self._replays: OrderedDict[Key, Work] = OrderedDict()
         self._has_midpoints, self._is_loading = True, False
