@@ -127,11 +127,9 @@ def train(
     """Trains in place and gives back the record of the best validation. `resume`: from `load_state`. Of a model with an
     adapter (`skipdecode.lora`) that alone is trained, and hooks get no other weights.
 
-    `teacher`: frozen, whole on each worker; None: the model's own full depth.
-
-    FloatingPointError when the loss is no number any more.
+    `teacher`: frozen, whole on each worker; None: the model's own full depth. FloatingPointError when the loss is
+    no number any more.
     """
-    device = model.device
     schedules = [listed_schedule(model.config, entry, config.horizon + 1) for entry in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
     loss = _loss_to_train(model, config, teacher)
@@ -154,18 +152,18 @@ def train(
         index = random.Random(f"{config.seed} step {step}").randrange(len(schedules))
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(step, total, config)
-        value = _step(module, optimizer, batches[step % per_epoch], schedules[index], config, device)
+        value = _step(module, optimizer, batches[step % per_epoch], schedules[index], config, model.device)
         step += 1
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value} at step {step}; lower train.learning_rate")
         is_last, is_best = step == total, False
         since.add(value, len(batches[(step - 1) % per_epoch]))
-        record: dict[str, Any] = {"step": step, "steps": total, "epoch": step / per_epoch}
-        record["elapsed_s"] = round(time.monotonic() - started, 1)
+        elapsed_s = round(time.monotonic() - started, 1)
+        record: dict[str, Any] = {"step": step, "steps": total, "epoch": step / per_epoch, "elapsed_s": elapsed_s}
         if step % config.log_every == 0 or is_last:
             hooks.log(record | since.record())
         if step % config.validate_every == 0 or is_last:
-            losses = _validate(module, validation, config, schedules, device)
+            losses = _validate(module, validation, config, schedules, model.device)
             record |= {"validation_loss": losses, "mean": sum(losses.values()) / len(losses)}
             if not math.isfinite(record["mean"]):
                 raise FloatingPointError(f"the validation loss is {losses} at step {step}; lower train.learning_rate")

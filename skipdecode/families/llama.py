@@ -1,8 +1,7 @@
 """Llama and its near relatives: rotary positions, RMSNorm, SwiGLU, grouped heads of keys and values.
 
 Field names are those of `transformers.LlamaConfig`, `MistralConfig`, `Qwen2Config` and `Qwen3Config`; defaults, where a
-config.json leaves a key out, are theirs too. Sliding windows shorter than the context, unknown rope scalings and other
-activations are refused by name.
+config.json leaves a key out, are theirs too. What is not here (short windows, rope scalings) is refused by name.
 """
 
 from collections.abc import Mapping
