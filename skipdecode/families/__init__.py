@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.config import DecoderConfig, read_eos
-from skipdecode.families.llama import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from skipdecode.families.llama import LlamaConfig
+from skipdecode.families.mistral import MistralConfig
 from skipdecode.families.opt import OPTConfig
+from skipdecode.families.qwen import Qwen2Config, Qwen3Config
 from skipdecode.families.stablelm import StableLMConfig
 
 __all__ = ["FAMILIES", "OPTConfig", "config_of", "read_config", "released"]

@@ -1,14 +1,14 @@
-"""Llama and its near relatives: rotary positions, RMSNorm, SwiGLU, grouped heads of keys and values.
+"""Llama, and what its relatives have of it: rotary positions, RMSNorm, SwiGLU, grouped heads of keys and values.
 
-Field names are those of `transformers.LlamaConfig`, `MistralConfig`, `Qwen2Config` and `Qwen3Config`; defaults, where a
-config.json leaves a key out, are theirs too. What is not here (short windows, rope scalings) is refused by name.
+Field names are those of `transformers.LlamaConfig`; defaults, where a config.json leaves a key out, are its too. What
+is not here (short windows, rope scalings) is refused by name. Relatives are subclasses, in files of their own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import DecoderConfig, Parts, Rope, TokenizerRules, check_flag, refuse
+from skipdecode.config import DecoderConfig, Parts, Rope, check_flag, refuse
 
 
 @dataclass(frozen=True)
@@ -227,89 +227,6 @@ class LlamaConfig(DecoderConfig):
         if self.rotary_share is None:  # where it may be any, an absent key is not 1
             raw["partial_rotary_factor"] = self.rope.share
         return raw | write_rope(self.rope)
-
-
-@dataclass(frozen=True)
-class MistralConfig(LlamaConfig):
-    model_type: ClassVar[str] = "mistral"
-    architecture: ClassVar[str] = "MistralForCausalLM"
-    tokenizer: ClassVar[TokenizerRules] = TokenizerRules(is_file_alone=True)
-
-    num_key_value_heads: int = 8
-    intermediate_size: int = 14336
-    max_position_embeddings: int = 4096 * 32
-
-    @classmethod
-    def refuse_windows(cls, raw: dict[str, Any]) -> None:
-        cls.refuse_short_window(raw)
-
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"sliding_window": None}
-
-
-@dataclass(frozen=True)
-class Qwen2Config(LlamaConfig):
-    """Biases on queries, keys and values only."""
-
-    model_type: ClassVar[str] = "qwen2"
-    architecture: ClassVar[str] = "Qwen2ForCausalLM"
-    tokenizer: ClassVar[TokenizerRules] = TokenizerRules("Qwen2Tokenizer", is_class_fixed=True)
-
-    vocab_size: int = 151936
-    intermediate_size: int = 22016
-    num_key_value_heads: int = 32
-    max_position_embeddings: int = 32768
-    attention_bias: bool = True
-    bos_token_id: int | None = None
-
-    @property
-    def out_bias(self) -> bool:
-        return False
-
-    @classmethod
-    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        return super().read_fields(raw) | {"attention_bias": True}
-
-    @classmethod
-    def refuse_windows(cls, raw: dict[str, Any]) -> None:
-        has_windows = check_flag("use_sliding_window", raw.get("use_sliding_window") or False)
-        if has_windows:
-            cls.refuse_short_window(raw)
-        for kind in raw.get("layer_types") or ():
-            if kind != "full_attention" and not (has_windows and kind == "sliding_attention"):
-                raise ValueError(f"layer_types has {kind!r}; only 'full_attention' is supported")
-
-    def to_dict(self) -> dict[str, Any]:
-        raw = super().to_dict() | {"use_sliding_window": False}
-        del raw["attention_bias"]
-        return raw
-
-
-@dataclass(frozen=True)
-class Qwen3Config(Qwen2Config):
-    """Norms on each head's queries and keys; no biases unless `attention_bias` asks for them."""
-
-    model_type: ClassVar[str] = "qwen3"
-    architecture: ClassVar[str] = "Qwen3ForCausalLM"
-    tokenizer: ClassVar[TokenizerRules] = TokenizerRules("Qwen2Tokenizer")
-
-    head_dim: int = 128
-    attention_bias: bool = False
-
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def has_qk_norm(self) -> bool:
-        return True
-
-    @classmethod
-    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        return super().read_fields(raw) | {"attention_bias": raw.get("attention_bias") or False}
-
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"attention_bias": self.attention_bias}
 
 
 ROPE_KEYS = {

@@ -15,8 +15,8 @@ from actors.train_state import load_state, model_of, save_state
 from actors.train_workers import Pair
 from actors.trainer import Hooks, TrainConfig, init_weights, train
 from skipdecode.decoder import Decoder
-from skipdecode.families.llama import Qwen3Config
 from skipdecode.families.opt import OPTConfig
+from skipdecode.families.qwen import Qwen3Config
 
 pytestmark = pytest.mark.process
 

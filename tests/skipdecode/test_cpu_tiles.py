@@ -15,8 +15,9 @@ from skipdecode.backends import cpu
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
-from skipdecode.families.llama import LlamaConfig, Qwen3Config
+from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
+from skipdecode.families.qwen import Qwen3Config
 from skipdecode.generate import Request, generate
 from skipdecode.kv.padded import KVCache
 from skipdecode.linear import Linear
