@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from skipdecode.cohort import LOOKS_BEHIND
-from skipdecode.decoder import Decoder, run_layers
+from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents, Run
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.ragged import Arena
+from skipdecode.layer_loop import run_layers
 from skipdecode.logprobs import LogprobRecorder, give
 from skipdecode.looks import Looks
 from skipdecode.plan import Schedule, has_no_kv_holes, kv_owners

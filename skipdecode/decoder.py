@@ -1,33 +1,30 @@
-"""The decoder: embedding, one layer loop, head. Which sublayers run, and on what, is data (`Extents`).
+"""The decoder: the weights of a model of any family, and a forward call: embedding, the layer loop, head.
 
-The loop serves cohorts (all rows or none), continuous batches (the rows from one on) and teacher-forced passes (the
-columns up to one): in each the tokens that run a layer lie together. At full depth it is numerically the Hugging Face
-model of the family, in eval mode.
+At full depth it is numerically the Hugging Face model of the family, in eval mode. Not here: the loop (`layer_loop`),
+what a layer computes (`layers`), and how weights are read and saved (`weights`).
 
 B rows, T new columns, D width, E embedding width, V vocabulary.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import groupby
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from skipdecode.backends.backend import FusedLayer, Packed
+from skipdecode.backends.backend import Packed
 from skipdecode.backends.device import backend_on
 from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
-from skipdecode.extents import ALL, Extents
+from skipdecode.extents import Extents
 from skipdecode.ffns import ALL_ROWS, FFNs
 from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
-from skipdecode.kv.view import KVView, MovableView
+from skipdecode.kv.view import KVView
+from skipdecode.layer_loop import run_layers, run_placed
 from skipdecode.layers import Layer, make_norm
 from skipdecode.linear import Linear, pack
-from skipdecode.placing import Placement, cut, finish, in_phases, launching_on
+from skipdecode.placing import Placement, in_phases
 from skipdecode.plan import LayerPlan
 from skipdecode.rope import rotations
 from skipdecode.sampler import likeliest
@@ -35,107 +32,6 @@ from skipdecode.swiftkv import SwiftKV, hf_parts
 
 ADDED_PARTS: dict[str, Callable[[str, DecoderConfig], list[tuple[str, int]]]] = {"swift": hf_parts}
 """Modules that a method adds to a model, and how folders call their weights (as `weights.hf_parts`)."""
-
-
-def run_layers(
-    model: "Decoder", h: Tensor, kv: KVView, extents: Extents, *, ffns: FFNs = ALL_ROWS, recompute: bool = False
-) -> tuple[Tensor, KVView]:
-    """h [B, T, D] (as `kv` has it) through the layers: the states before the head, and the view of those that are left.
-
-    `ffns` runs the feed-forward blocks that are in no call with attention. `recompute`: only the inputs of layers are
-    kept for a backward pass. Where kernels work in place, h is overwritten.
-    """
-    if model.placement is None:
-        return _run(model, extents.groups, h, kv, extents, ffns=ffns, recompute=recompute)
-    return finish(_run_placed(model, model.placement, h, cast(MovableView, kv), extents, recompute=recompute))
-
-
-def _run_placed(
-    model: "Decoder", placement: Placement, h: Tensor, kv: MovableView, extents: Extents, *, recompute: bool = False
-) -> Generator[None, None, tuple[Tensor, KVView]]:
-    """`run_layers` over several devices, with the pauses that `in_phases` wants. States come back to the first device;
-    the view is that of the last layer."""
-    assert not extents.apart, "rows that decide on blocks are on one device"
-    assert extents.kv_layers is None, "SwiftKV writes the keys of many layers at once, which are on one device"
-    at = 0
-    groups = groupby(cut(extents.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
-    for number, here in groups:
-        device = placement.devices[number]
-        if number != at:
-            h, kv, at = h.to(device, non_blocking=True), kv.on(device, model.rotations_on(device)), number
-        yield
-        with launching_on(device):
-            h, left = _run(model, tuple(here), h, kv, extents, recompute=recompute)
-        kv = cast(MovableView, left)
-        yield
-    return h.to(placement.devices[0], non_blocking=True), kv
-
-
-def _run(
-    model: "Decoder", groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, extents: Extents, *,
-    ffns: FFNs = ALL_ROWS, recompute: bool = False,
-) -> tuple[Tensor, KVView]:  # fmt: skip
-    """`run_layers` of some groups of layers, on one device."""
-    entered: slice | None = None  # tokens whose K and V of the upper layers are written
-    layers = model.layers
-    for group in groups:
-        i = group[0]
-        attn, ffn = extents.attn[i], extents.ffn[i]
-        is_upper = attn is not None and extents.kv_layers is not None and i >= extents.kv_layers
-        if is_upper and (new := extents.entering(i, entered)) is not None:
-            assert model.swift is not None, "a plan for SwiftKV, and a model without"
-            part = h if new == ALL else h[new]
-            model.swift.write(part, kv.part(new), extents.layers_of(new), layers)
-            entered = attn
-        if i == extents.narrows_at:
-            if attn is not None and not is_upper:
-                layers[i].store(h, kv, i)
-            h, kv = kv.last(h)
-        call = partial(checkpoint, use_reentrant=False) if recompute else _call
-        feeds_too = ffn is not None and ffn == attn and not (extents.apart and extents.apart[i])
-        if attn is not None:
-            swift = model.swift if is_upper else None
-            run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, swift=swift, call=call)
-            h = _on(h, attn, extents.axis, run)
-        if ffn is not None and not feeds_too:
-            alone = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
-            h = _on(h, ffn, extents.axis, partial(ffns.run, i, layers[i], alone))
-    return h, kv
-
-
-def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:
-    made: Tensor = layer(h, **how)
-    return made
-
-
-def _run_group(
-    layers: Sequence[Layer], group: Sequence[int], kv: KVView, h: Tensor, *,
-    feeds: bool, swift: SwiftKV | None, call: Callable[..., Tensor],
-) -> Tensor:  # fmt: skip
-    """Attention of the layers of a group, and their feed-forward where it `feeds`; `swift`: with its queries."""
-    if kv.has_kernels:
-        fused = [layers[i].kernel if swift is None else layers[i].query_kernel for i in group]
-        if None not in fused:
-            return kv.run(cast(list[FusedLayer], fused), h, group, attends=True, feeds=feeds)
-    for i in group:
-        query = None if swift is None else swift.query(i)
-        h = call(layers[i], h, kv=kv, number=i, attends=True, feeds=feeds, query=query)
-    return h
-
-
-def _on(h: Tensor, part: slice, axis: int, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """h with `run` of a part of it in its place."""
-    if part == ALL:
-        return run(h)
-    if axis == 1:
-        new, end = run(h[:, part]), part.stop
-        return new if end == h.shape[1] else torch.cat([new, h[:, end:]], dim=1)  # a backward pass needs the old ones
-    if not part.start:
-        return run(h)
-    new = run(h[part])
-    if new.data_ptr() != h[part].data_ptr():  # not by a kernel that works in place
-        h[part] = new
-    return h
 
 
 class Decoder(nn.Module):
@@ -343,5 +239,5 @@ class Decoder(nn.Module):
         runs = []
         for rows, part in cache.parts(placement.num_parts):
             kv = PaddedView(part, positions[rows], self.rotations)
-            runs.append(_run_placed(self, placement, self.embed(tokens[rows], positions[rows]), kv, extents))
+            runs.append(run_placed(self, placement, self.embed(tokens[rows], positions[rows]), kv, extents))
         return torch.cat([h[:, -1] for h, _ in in_phases(runs)])

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.backend import FusedLayer, FusedStore
-from skipdecode.decoder import Decoder, run_layers
+from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
 from skipdecode.ffns import FFNs
 from skipdecode.kv.padded import causal_mask, diagonal
 from skipdecode.kv.view import attention
+from skipdecode.layer_loop import run_layers
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
 from skipdecode.rope import Turn, turn_of
 

@@ -1,7 +1,7 @@
 """One decoder layer of any family: norms, attention, feed-forward, by parts or as one kernel of the back end.
 
-A layer knows its weights and nothing of plans, caches or positions: the loop (`skipdecode.decoder`) says what runs, the
-view (`skipdecode.kv.view`) holds keys and values and knows where columns stand.
+A layer knows its weights and nothing of plans, caches or positions: the loop (`skipdecode.layer_loop`) says what runs,
+the view (`skipdecode.kv.view`) holds keys and values and knows where columns stand.
 
 B rows, T columns, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width.
 """

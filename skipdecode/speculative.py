@@ -26,11 +26,12 @@ from torch import Tensor
 from skipdecode.chain import Chain
 from skipdecode.cohort import BatchStats, now
 from skipdecode.continuous import ContinuousBatch, extents_of, layer_ends
-from skipdecode.decoder import Decoder, run_layers
+from skipdecode.decoder import Decoder
 from skipdecode.draft_length import HOLDS, SKIPPED, Decision, DraftLength, Prices
 from skipdecode.extents import Extents
 from skipdecode.generate import BatchResult
 from skipdecode.kv.tokens import TokensView
+from skipdecode.layer_loop import run_layers
 from skipdecode.logprobs import listed, top_logprobs
 from skipdecode.lossless import Lossless
 from skipdecode.plan import LayerPlan

@@ -22,12 +22,13 @@ from torch import Tensor
 from skipdecode.backends.device import backend_on
 from skipdecode.batch_rows import MAX_ROWS, ladder
 from skipdecode.captures import Captures, Work, captures_on
-from skipdecode.decoder import Decoder, run_layers
+from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
 from skipdecode.ffns import ALL_ROWS, FFNs
 from skipdecode.kv.graphed import GraphedCache, Layout, TableView
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import CachePool, PoolFull
+from skipdecode.layer_loop import run_layers
 from skipdecode.plan import LayerPlan, Schedule
 from skipdecode.sampler import likeliest
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from skipdecode import decoder
+from skipdecode import layer_loop
 from skipdecode.cohort import Cohort
 from skipdecode.config import SwiftKVConfig
 from skipdecode.decoder import Decoder
@@ -162,7 +162,7 @@ def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pyt
         current.append(device)
         return nullcontext()
 
-    monkeypatch.setattr(decoder, "launching_on", launching_on)
+    monkeypatch.setattr(layer_loop, "launching_on", launching_on)
     with fake_cuda() as fake:
         model = fake_model(name, layers=8, num_devices=num_devices)
         schedule = SkipDecode(8, 8, 4, 1, 3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from actors.trainer import init_weights
-from skipdecode import decoder as module
+from skipdecode import layer_loop
 from skipdecode.decoder import Decoder
 from skipdecode.families import config_of
 from skipdecode.forced import ForcedView, teacher_batch, teacher_forced_logits
@@ -161,7 +161,7 @@ def test_all_devices_work_at_the_same_time(
     devices = [torch.device("cpu", number) for number in range(count)]
     model = load_model(checkpoint_factory("125m", layers=num_layers), devices=devices)
     full, line, where = FullDepth(num_layers), Timeline([0] * count), dict[PaddedView, int]()
-    plain, move = module._run, PaddedView.on
+    plain, move = layer_loop._run, PaddedView.on
 
     def run(own: Decoder, groups: list[tuple[int, ...]], h: torch.Tensor, *args: object, **keys: object) -> object:
         line.work(own.device_of(groups[0][0]).index, sum(map(len, groups)))
@@ -178,7 +178,7 @@ def test_all_devices_work_at_the_same_time(
         cache = allocate_cache(model, torch.zeros(rows, dtype=torch.int64, device=devices[0]), 4, full, 3)
         positions = torch.arange(4, device=devices[0]).expand(rows, 4)
         model(torch.tensor(random_prompts([4] * rows), device=devices[0]), positions, cache, full.prefill())
-        monkeypatch.setattr(module, "_run", run)
+        monkeypatch.setattr(layer_loop, "_run", run)
         monkeypatch.setattr(PaddedView, "on", on_device)
         newest = torch.zeros(rows, 1, dtype=torch.int64, device=devices[0])
         model(newest, torch.full_like(newest, 4), cache, full.step(0))
