@@ -19,7 +19,8 @@ from skipdecode.backends.device import backend_on
 from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.extents import Extents
 from skipdecode.ffns import ALL_ROWS, FFNs
-from skipdecode.kv.padded import KVCache, PaddedView, PromptsView
+from skipdecode.kv.padded import KVCache, PaddedView
+from skipdecode.kv.unpadded import PromptsView
 from skipdecode.kv.view import KVView
 from skipdecode.layer_loop import run_layers, run_placed
 from skipdecode.layers import Layer, make_norm

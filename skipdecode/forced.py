@@ -21,8 +21,7 @@ from skipdecode.backends.backend import FusedLayer, FusedStore
 from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
 from skipdecode.ffns import FFNs
-from skipdecode.kv.padded import causal_mask, diagonal
-from skipdecode.kv.view import attention
+from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.layer_loop import run_layers
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
 from skipdecode.rope import Turn, turn_of

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from skipdecode.cost import SharedShape
 from skipdecode.decoder import Decoder
-from skipdecode.kv.padded import KVCache, PromptsView
+from skipdecode.kv.padded import KVCache
 from skipdecode.kv.shared import SharedHeads
+from skipdecode.kv.unpadded import PromptsView
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
 from skipdecode.uploads import uploaded
 

@@ -113,10 +113,11 @@ class GraphedCache(KVCache):
             filled = slice(min(self.length, self.k[owner].shape[2]))
             for memory in (self.k[owner], self.v[owner]):
                 memory[: len(rows), :, filled] = memory[:, :, filled][chosen]  # indexing copies first
-        return self._rows(slice(len(rows)), rows)  # leading rows: the same addresses and strides, however many
+        first = slice(len(rows))  # leading rows: the same addresses and strides, however many
+        return self._with({owner: (self.k[owner][first], self.v[owner][first]) for owner in set(self.owners)}, rows)
 
-    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Sequence[int] | slice) -> Self:
-        cache = super()._with(own, pads)
+    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], rows: Sequence[int] | slice) -> Self:
+        cache = super()._with(own, rows)
         cache.part, cache.where, cache.serial = self.part, self.where, next(_serials)
         return cache
 

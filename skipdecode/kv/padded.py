@@ -2,7 +2,8 @@
 
 The positions that run a layer are a prefix of the sequence, so layer `l` needs room for its first n_l columns only: a
 deep schedule step costs no memory in the layers it skips. Rows are left-padded, so all rows write the same column.
-Nothing here decides what runs; the layer loop asks, the cache stores.
+Nothing here decides what runs; the layer loop asks, the cache stores. Prompts that are fed without their padding have a
+view of their own (`unpadded`).
 
 B rows, T new columns, S columns, H heads of queries, G of keys and values, K head dim, D width.
 """
@@ -14,11 +15,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore, Prompts, SharedColumns
+from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore
 from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.shared import SharedHeads
-from skipdecode.kv.view import attention
+from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.rope import Turn, turn_of
 from skipdecode.uploads import uploaded
 
@@ -137,21 +138,17 @@ class KVCache:
 
     def view(self, start: int, end: int) -> Self:
         """The rows start..end-1, in the same memory, with a `length` of its own."""
-        return self._rows(slice(start, end), slice(start, end))
+        rows = slice(start, end)
+        return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}, rows)
 
     def on(self, device: torch.device) -> Self:
         """The same memory, for the layers on that device, with what they ask for there; made once."""
         if device == self.num_pad.device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = type(self)(
-                self.k,
-                self.v,
-                self.num_pad.to(device, non_blocking=True),
-                self.owners,
-                is_masked=self.is_masked,
-                paddings=self.paddings,
-            )
+            num_pad = self.num_pad.to(device, non_blocking=True)
+            made = type(self)(self.k, self.v, num_pad, self.owners, is_masked=self.is_masked, paddings=self.paddings)
+            self._elsewhere[device] = made
         other = self._elsewhere[device]
         other.length = self.length
         return other
@@ -207,17 +204,13 @@ class KVCache:
         """Whose memory the layers that run read."""
         return sorted({owner for owner, is_run in zip(self.owners, runs, strict=True) if is_run})
 
-    def _rows(self, rows: slice, pads: Sequence[int] | slice) -> Self:
-        """Of `rows` of the memory, with the padding of the rows `pads`."""
-        return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}, pads)
-
-    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], pads: Sequence[int] | slice) -> Self:
-        """This cache in other memory, by owner, of the rows `pads`."""
+    def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], rows: Sequence[int] | slice) -> Self:
+        """These rows of the cache in other memory, which is given by owner."""
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
-        chosen = pads if isinstance(pads, slice) else uploaded(pads, self.num_pad.device)
+        chosen = rows if isinstance(rows, slice) else uploaded(rows, self.num_pad.device)
         known = None
         if self.paddings is not None:
-            known = self.paddings[pads] if isinstance(pads, slice) else [self.paddings[row] for row in pads]
+            known = self.paddings[rows] if isinstance(rows, slice) else [self.paddings[row] for row in rows]
         cache = type(self)(k, v, self.num_pad[chosen], self.owners, is_masked=self.is_masked, paddings=known)
         cache.length = self.length
         cache.shared = None if self.shared is None else self.shared.of(chosen)
@@ -287,62 +280,3 @@ class PaddedView:
     def last(self, h: Tensor) -> tuple[Tensor, "PaddedView"]:
         cache = self._cache.at(self._cache.length + self._num_new - 1)
         return h[:, -1:].contiguous(), PaddedView(cache, self._positions[:, -1:], self._table)
-
-
-class PromptsView:
-    """Prompts into `cache`, where every layer is one kernel; states are [N, D], without the padding."""
-
-    has_kernels = stores_by_kernel = True
-    turn = None
-
-    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, before: Tensor | None = None) -> None:
-        """`before` [B] int64: tokens of each prompt that are in `cache`, or shared; None: none."""
-        self._cache, self._positions, self._table = cache, positions, table
-        self.prompts = Prompts(positions, before, cache.length)
-        self.pack = self.prompts.pack
-
-    @staticmethod
-    def serves(cache: KVCache) -> bool:
-        """Whether fused layers run on such a cache."""
-        return cache.attend_one is not None
-
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        raise AssertionError("a layer by parts, and prompts without their padding")
-
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("a layer by parts, and prompts without their padding")
-
-    def run(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
-    ) -> Tensor:
-        for kernel, layer in zip(kernels, layers, strict=True):
-            memory = self._memory(layer) if attends else None
-            h = kernel.read(h, self.prompts, memory, feeds=feeds, shared=self._shared(layer))
-        return h
-
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
-        kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
-
-    def part(self, where: slice) -> "PromptsView":
-        assert where == slice(None), "all rows of a cohort are at the same step"
-        return self
-
-    def last(self, h: Tensor) -> tuple[Tensor, PaddedView]:
-        cache = self._cache.at(self.prompts.num_columns - 1)
-        return self.prompts.last(h), PaddedView(cache, self._positions[:, -1:], self._table)
-
-    def _memory(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._cache.k[layer], self._cache.v[layer]
-
-    def _shared(self, layer: int) -> SharedColumns | None:
-        return None if self._cache.shared is None else self._cache.shared.columns(layer)
-
-
-def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:
-    """[T, S] bool: the last `num_new` of `total` columns attend to themselves and to what came before."""
-    return torch.ones(num_new, total, dtype=torch.bool, device=device).tril(total - num_new)
-
-
-def diagonal(num_new: int, total: int, device: torch.device) -> Tensor:
-    """[T, S] bool: every column attends to itself, so that a padding column's softmax is not empty (NaN)."""
-    return torch.eye(total, dtype=torch.bool, device=device)[total - num_new :]

@@ -79,3 +79,13 @@ def wants_all_heads(dtype: torch.dtype, *, has_mask: bool) -> bool:
     groups. What is left where neither serves keeps all scores, [B, H, T, S] in float32: gigabytes.
     """
     return has_mask or dtype == torch.float32
+
+
+def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:
+    """[T, S] bool: the last `num_new` of `total` columns attend to themselves and to what came before."""
+    return torch.ones(num_new, total, dtype=torch.bool, device=device).tril(total - num_new)
+
+
+def diagonal(num_new: int, total: int, device: torch.device) -> Tensor:
+    """[T, S] bool: every column attends to itself, so that a padding column's softmax is not empty (NaN)."""
+    return torch.eye(total, dtype=torch.bool, device=device)[total - num_new :]

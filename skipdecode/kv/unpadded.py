@@ -1,0 +1,63 @@
+"""Prompts into a padded cache, fed without their padding: their tokens lie one behind the other.
+
+For layers that the back end runs as one call each; prompts may be whole, or ends behind columns that several rows
+share. Elsewhere prompts are fed with their padding (`padded.PaddedView`).
+
+B rows, T new columns, N tokens of all prompts, S columns, G heads of keys and values, K head dim, D width.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from skipdecode.backends.backend import FusedLayer, FusedStore, Prompts, SharedColumns
+from skipdecode.kv.padded import KVCache, PaddedView
+
+
+class PromptsView:
+    """Prompts into `cache`, where every layer is one kernel; states are [N, D], without the padding."""
+
+    has_kernels = stores_by_kernel = True
+    turn = None
+
+    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, before: Tensor | None = None) -> None:
+        """`before` [B] int64: tokens of each prompt that are in `cache`, or shared; None: none."""
+        self._cache, self._positions, self._table = cache, positions, table
+        self.prompts = Prompts(positions, before, cache.length)
+        self.pack = self.prompts.pack
+
+    @staticmethod
+    def serves(cache: KVCache) -> bool:
+        """Whether fused layers run on such a cache."""
+        return cache.attend_one is not None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        raise AssertionError("a layer by parts, and prompts without their padding")
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("a layer by parts, and prompts without their padding")
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        for kernel, layer in zip(kernels, layers, strict=True):
+            memory = self._memory(layer) if attends else None
+            h = kernel.read(h, self.prompts, memory, feeds=feeds, shared=self._shared(layer))
+        return h
+
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+        kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
+
+    def part(self, where: slice) -> "PromptsView":
+        assert where == slice(None), "all rows of a cohort are at the same step"
+        return self
+
+    def last(self, h: Tensor) -> tuple[Tensor, PaddedView]:
+        cache = self._cache.at(self.prompts.num_columns - 1)
+        return self.prompts.last(h), PaddedView(cache, self._positions[:, -1:], self._table)
+
+    def _memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._cache.k[layer], self._cache.v[layer]
+
+    def _shared(self, layer: int) -> SharedColumns | None:
+        return None if self._cache.shared is None else self._cache.shared.columns(layer)
