@@ -26,7 +26,8 @@ from skipdecode.backends.backend import (
     activate,
 )
 from skipdecode.backends.backend import Product as AnyProduct
-from skipdecode.backends.layer import LayerKernel, Product, StoreKernel, step
+from skipdecode.backends.layer import LayerKernel, StoreKernel, step
+from skipdecode.backends.layer_parts import Product
 from skipdecode.backends.memory import large_pages, spare_bytes
 from skipdecode.config import Quantization
 

@@ -1,89 +1,31 @@
 """A decoder layer as one call of a CPU kernel: for one new column per row (`cpp/step.cpp`), and for prompts
-(`cpp/prompt.cpp`).
+(`cpp/prompt.cpp`). What it is made of is in `layer_parts`.
 
 B rows, T columns, N tokens of all prompts, D width, H heads of queries, G of keys and values, K head dim.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu
-from skipdecode.backends.cpu import Weight
-from skipdecode.backends.heads import INT64, POINTER, Columns, Heads, Shared, SharedColumns, heads
+from skipdecode.backends.heads import INT64, POINTER, Columns, Shared, SharedColumns
+from skipdecode.backends.layer_parts import (
+    Block,
+    Product,
+    ProductStruct,
+    check_types,
+    head_norm,
+    heads_of,
+    norm_struct,
+    parameters_of,
+    pointer,
+)
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = [("weight", POINTER), ("bias", POINTER), ("is_rms", INT64)]
-
-
-class _Product(ctypes.Structure):
-    _fields_ = [
-        ("outputs", INT64),
-        ("inputs", INT64),
-        ("weight", POINTER),
-        ("scales", POINTER),
-        ("totals", POINTER),
-        ("bias", POINTER),
-    ]
-
-
-class _Block(ctypes.Structure):
-    _fields_ = [
-        ("heads", Heads),
-        ("is_pre_norm", INT64),
-        ("is_gated", INT64),
-        ("attn_norm", _Norm),
-        ("qkv", _Product),
-        ("out", _Product),
-        ("ffn_norm", _Norm),
-        ("fc1", _Product),
-        ("fc2", _Product),
-    ]
-
-
-@dataclass(frozen=True)
-class Product:
-    """A linear layer: its weight as the back end packs it, its bias [outputs] or None."""
-
-    packed: Weight
-    outputs: int
-    bias: Tensor | None
-    is_gated: bool = False
-    """Packed for `swiglu`, and the bias interleaved like the weight."""
-
-    def struct(self) -> _Product:
-        bias = _pointer(self.bias)
-        if isinstance(self.packed, Tensor):
-            return _Product(self.outputs, self.inputs, _pointer(self.packed), None, None, bias)
-        tiles, scales, totals, inputs = self.packed
-        return _Product(self.outputs, inputs, _pointer(tiles), _pointer(scales), _pointer(totals), bias)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the numbers that are multiplied."""
-        return self.packed.dtype if isinstance(self.packed, Tensor) else torch.bfloat16
-
-    @property
-    def inputs(self) -> int:
-        return self.packed.shape[1] * 32 if isinstance(self.packed, Tensor) else self.packed.inputs
-
-    def tail(self, start: int) -> "Product":
-        """That of the outputs from `start` on, a multiple of 32."""
-        assert start % 32 == 0, start
-        packed = self.packed
-        if isinstance(packed, Tensor):
-            packed = packed[start // 32 :]
-        else:
-            tiles, scales, totals, _ = packed
-            packed = packed._replace(tiles=tiles[start // 32 :], scales=scales[start:], totals=totals[start:])
-        return Product(packed, self.outputs - start, None if self.bias is None else self.bias[start:])
 
 
 class StoreKernel:
@@ -98,14 +40,14 @@ class StoreKernel:
     ) -> None:
         """`products`: of each layer, D -> 2 G K, K above V; `k_norms`: of each, what its keys go through
         (`LayerKernel`). Keys turn by their token's place in its prompt."""
-        self._weights = [_head_norm(norm) for norm in k_norms or [None] * len(products)]
+        self._weights = [head_norm(norm) for norm in k_norms or [None] * len(products)]
         assert len(self._weights) == len(products), (len(self._weights), len(products))
         self._held = (shape, norm, products)  # what the pointers point to
         self._shape, self.dtype = shape, products[0].dtype
         biases = [product.bias for product in products]
-        _check_types(self.dtype, *_parameters(norm), *biases, *self._weights)
-        self._heads = _heads(shape, None, None)
-        self._norm = None if norm is None else ctypes.byref(_norm(shape, norm))
+        check_types(self.dtype, *parameters_of(norm), *biases, *self._weights)
+        self._heads = heads_of(shape, None, None)
+        self._norm = None if norm is None else ctypes.byref(norm_struct(shape, norm))
         self._products = [product.struct() for product in products]
         self.width = products[0].inputs
         for product in products:
@@ -127,8 +69,8 @@ class StoreKernel:
             ctypes.byref(self._heads),
             self._norm,
             count,
-            (_Product * count)(*(self._products[layer] for layer in memory)),
-            (POINTER * count)(*(_pointer(self._weights[layer]) for layer in memory)),
+            (ProductStruct * count)(*(self._products[layer] for layer in memory)),
+            (POINTER * count)(*(pointer(self._weights[layer]) for layer in memory)),
             *prompts.pointers(),
             h.data_ptr(),
             (POINTER * count)(*(k.data_ptr() for k, _ in memory.values())),
@@ -168,8 +110,8 @@ class LayerKernel:
         self._held = (shape, attn_norm, qkv, out, ffn_norm, fc1, fc2, q_norm, k_norm)  # what the pointers point to
         self._shape, self.dtype = shape, out.dtype
         biases = [product.bias for product in (qkv, out, fc1, fc2)]
-        norms = [_head_norm(q_norm), _head_norm(k_norm)]
-        _check_types(self.dtype, *_parameters(attn_norm), *_parameters(ffn_norm), *biases, *norms)
+        norms = [head_norm(q_norm), head_norm(k_norm)]
+        check_types(self.dtype, *parameters_of(attn_norm), *parameters_of(ffn_norm), *biases, *norms)
         width, queries, kv = out.outputs, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.width = width
         _check_products(width, queries, kv, qkv, out)
@@ -177,14 +119,14 @@ class LayerKernel:
         assert fc1.is_gated == is_gated, "a feed-forward block that is packed for another activation"
         assert (fc1.inputs, fc1.outputs) == (width, fc2.inputs * (2 if is_gated else 1)), (fc1.outputs, fc2.inputs)
         assert fc2.outputs == width, (fc2.outputs, width)
-        self._block = _Block(
-            _heads(shape, *norms),
+        self._block = Block(
+            heads_of(shape, *norms),
             shape.is_pre_norm,
             is_gated,
-            _norm(shape, attn_norm),
+            norm_struct(shape, attn_norm),
             qkv.struct(),
             out.struct(),
-            _norm(shape, ffn_norm),
+            norm_struct(shape, ffn_norm),
             fc1.struct(),
             fc2.struct(),
         )
@@ -263,50 +205,15 @@ def step(layers: Sequence[LayerKernel], h: Tensor, columns: Sequence[Columns] | 
         (INT64 * count)(*capacities),
         pointers(*first),
         pointers(*last),
-        _pointer(places),
+        pointer(places),
         shared,
-        _pointer(LayerKernel.seconds),
+        pointer(LayerKernel.seconds),
         torch.get_num_threads(),
     )
     return h
 
 
-def _parameters(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of a norm, which may have neither."""
-    return getattr(norm, "weight", None), getattr(norm, "bias", None)
-
-
-def _norm(shape: LayerShape, norm: nn.Module) -> _Norm:
-    weight, bias = _parameters(norm)
-    assert bias is None or (weight is not None and shape.norm == "layer"), "a bias that would not be added"
-    return _Norm(_pointer(weight), _pointer(bias), shape.norm == "rms")
-
-
-def _head_norm(norm: nn.Module | None) -> Tensor | None:
-    weight, bias = _parameters(norm)
-    assert (norm is None) == (weight is None), "a norm of heads without a weight"
-    assert bias is None, "a bias that would not be added"
-    return weight
-
-
-def _heads(shape: LayerShape, q_norm: Tensor | None, k_norm: Tensor | None) -> Heads:
-    return heads(
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        rotations=shape.rotations,
-        epsilon=shape.epsilon,
-        q_norm=q_norm,
-        k_norm=k_norm,
-    )
-
-
 # wrong ones would be read as if they were right
-
-
-def _check_types(dtype: torch.dtype, *tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        assert tensor is None or tensor.dtype == dtype, tensor.dtype
 
 
 def _check_states(dtype: torch.dtype, h: Tensor, shape: tuple[int, ...]) -> None:
@@ -332,10 +239,3 @@ def _check_indices(count: int, indices: Tensor) -> None:
     assert indices.dtype == torch.int64, indices.dtype
     assert indices.shape == (count,), (indices.shape, count)
     assert indices.is_contiguous(), indices.stride()
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
-    assert tensor.is_contiguous(), tensor.stride()
-    return tensor.data_ptr()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from skipdecode.backends import cpu
 from skipdecode.backends.compiled import check_int8
 from skipdecode.backends.heads import Columns
-from skipdecode.backends.layer import LayerKernel, Product, StoreKernel
+from skipdecode.backends.layer import LayerKernel, StoreKernel
+from skipdecode.backends.layer_parts import Product
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
