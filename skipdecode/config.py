@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
+from skipdecode.config_json import check_flag, check_number, check_size, read_eos
+from skipdecode.rope_config import Rope
+
 MAX_LOGPROBS = 20  # likeliest tokens beside each
 Quantization = Literal["int8"]
 WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
@@ -32,10 +35,7 @@ class SwiftKVConfig:
     def from_dict(cls, raw: Any) -> "SwiftKVConfig":
         if not isinstance(raw, dict) or not raw.keys() <= {"kv_layers", "group_size"} or "kv_layers" not in raw:
             raise ValueError(f"swiftkv is {raw!r}, expected kv_layers and group_size")
-        for key, value in raw.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"swiftkv.{key} is {value!r}, expected a positive integer")
-        return cls(**raw)
+        return cls(**{key: check_size(f"swiftkv.{key}", value) for key, value in raw.items()})
 
     def check(self, config: "DecoderConfig") -> None:
         """ValueError when a model of that shape cannot have it."""
@@ -60,21 +60,6 @@ class SwiftKVConfig:
 
     def num_groups(self, config: "DecoderConfig") -> int:
         return self.num_shared(config) // self.group_size
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions: which numbers of a head turn, and how fast."""
-
-    theta: float = 10_000.0
-    scaling: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    """With those below: of `llama3`."""
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    share: float = 1.0
-    """Of a head's numbers, the first ones (`partial_rotary_factor`)."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +121,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in self.sizes:
-            value = getattr(self, name)
-            if not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-                raise ValueError(f"{name} is {value!r}, expected a positive integer")
+            check_size(name, getattr(self, name))
         if self.swiftkv is not None:
             self.swiftkv.check(self)
         if self.num_attention_heads % self.num_kv_heads:
@@ -291,30 +274,3 @@ class DecoderConfig:
             if raw[key] is None:
                 del raw[key]
         return raw
-
-
-def read_eos(key: str, value: Any) -> int | tuple[int, ...]:
-    """One token id or a list of them; ValueError otherwise."""
-    ids = value if isinstance(value, list | tuple) else [value]
-    if not ids or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise ValueError(f"{key} is {value!r}, expected one integer or a list of them")
-    return ids[0] if len(ids) == 1 else tuple(ids)
-
-
-def check_flag(key: str, value: Any) -> bool:
-    """`value`; ValueError where it is not true or false: "false" would be true."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}, expected true or false")
-    return value
-
-
-def check_number(key: str, value: Any) -> None:
-    """ValueError where it is no number from 0 on."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-        raise ValueError(f"{key} is {value!r}, expected a number from 0 on")
-
-
-def refuse(raw: Mapping[str, Any], key: str, only: Any) -> None:
-    """ValueError where a config.json asks for something else than `only`."""
-    if raw.get(key, only) != only:
-        raise ValueError(f"{key} is {raw[key]!r}; only {only!r} is supported")

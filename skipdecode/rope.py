@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from skipdecode.config import DecoderConfig, Rope
+from skipdecode.config import DecoderConfig
+from skipdecode.rope_config import Rope
 
 Turn = Tensor
 """[B, 1, T, r] float32: cosines, then sines, of each position."""

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from skipdecode.config import DecoderConfig, read_eos
+from skipdecode.config import DecoderConfig
+from skipdecode.config_json import read_eos
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.mistral import MistralConfig
 from skipdecode.families.opt import OPTConfig

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import DecoderConfig, Parts, Rope, check_flag, refuse
+from skipdecode.config import DecoderConfig, Parts
+from skipdecode.config_json import check_flag, check_size, refuse
+from skipdecode.rope_config import Rope, read_rope, write_rope
 
 
 @dataclass(frozen=True)
@@ -211,10 +213,7 @@ class LlamaConfig(DecoderConfig):
         context = cls.max_position_embeddings if context is None else context
         if window is None:
             return
-        for key, value in (("sliding_window", window), ("max_position_embeddings", context)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{key} is {value!r}, expected a positive integer")
-        if window < context:
+        if check_size("sliding_window", window) < check_size("max_position_embeddings", context):
             raise ValueError(
                 f"sliding_window is {window}, shorter than max_position_embeddings {context}, and this version attends "
                 "to the whole context; set max_position_embeddings to the window for prompts that fit it"
@@ -227,41 +226,3 @@ class LlamaConfig(DecoderConfig):
         if self.rotary_share is None:  # where it may be any, an absent key is not 1
             raw["partial_rotary_factor"] = self.rope.share
         return raw | write_rope(self.rope)
-
-
-ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-def read_rope(raw: dict[str, Any], context: int) -> Rope:
-    """From `rope_theta` and `rope_scaling` (with `type` or `rope_type`), or `rope_parameters`, which has all of it."""
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    given = raw.get(key) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{key} is {given!r}, expected a mapping")
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_KEYS:
-        raise ValueError(f"{key}.rope_type is {kind!r}; supported are {', '.join(ROPE_KEYS)}")
-    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    values: dict[str, Any] = {"theta": given.get("rope_theta", raw.get("rope_theta", 10_000.0)), "share": share}
-    for name in ROPE_KEYS[kind]:
-        fallback = context if name == "original_max_position_embeddings" else None
-        values[name] = given.get(name, fallback)
-    for name, value in values.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise ValueError(f"{key}.{name} is {value!r}, expected a positive number")
-    return Rope(scaling=kind, **values)
-
-
-def write_rope(rope: Rope) -> dict[str, Any]:
-    """As older and newer `transformers` read it."""
-    scaling = {name: getattr(rope, name) for name in ROPE_KEYS[rope.scaling]}
-    raw: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
-    if rope.scaling != "default":
-        raw["rope_scaling"] = {"rope_type": rope.scaling, **scaling}
-    if rope.share != 1.0:
-        raw["partial_rotary_factor"] = rope.share
-    return raw

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import DecoderConfig, Parts, TokenizerRules, refuse
+from skipdecode.config import DecoderConfig, Parts, TokenizerRules
+from skipdecode.config_json import refuse
 
 # Released shapes (metaseq opt_job_constants.py): layers, hidden, heads; ffn = 4 x hidden.
 RELEASED = {

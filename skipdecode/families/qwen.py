@@ -7,7 +7,8 @@ refused (`LlamaConfig`).
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from skipdecode.config import TokenizerRules, check_flag
+from skipdecode.config import TokenizerRules
+from skipdecode.config_json import check_flag
 from skipdecode.families.llama import LlamaConfig
 
 

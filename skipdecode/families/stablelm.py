@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import TokenizerRules, refuse
+from skipdecode.config import TokenizerRules
+from skipdecode.config_json import refuse
 from skipdecode.families.llama import LlamaConfig
 
 

@@ -1,0 +1,41 @@
+"""Keys of a model's config.json, each checked by itself: it may come from anywhere. No torch.
+
+ValueError names the key at fault. What the keys mean is `config` and `families`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def read_eos(key: str, value: Any) -> int | tuple[int, ...]:
+    """One token id or a list of them; ValueError otherwise."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not ids or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise ValueError(f"{key} is {value!r}, expected one integer or a list of them")
+    return ids[0] if len(ids) == 1 else tuple(ids)
+
+
+def check_flag(key: str, value: Any) -> bool:
+    """`value`; ValueError where it is not true or false: "false" would be true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, expected true or false")
+    return value
+
+
+def check_size(key: str, value: Any) -> int:
+    """`value`; ValueError where it is not a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {value!r}, expected a positive integer")
+    return value
+
+
+def check_number(key: str, value: Any) -> None:
+    """ValueError where it is no number from 0 on."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        raise ValueError(f"{key} is {value!r}, expected a number from 0 on")
+
+
+def refuse(raw: Mapping[str, Any], key: str, only: Any) -> None:
+    """ValueError where a config.json asks for something else than `only`."""
+    if raw.get(key, only) != only:
+        raise ValueError(f"{key} is {raw[key]!r}; only {only!r} is supported")

@@ -1,0 +1,60 @@
+"""Rotary positions as a config.json says them, read and written. No torch: how numbers turn is `rope`."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""By kind of scaling, the keys that it has."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: which numbers of a head turn, and how fast."""
+
+    theta: float = 10_000.0
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    """With those below: of `llama3`."""
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    share: float = 1.0
+    """Of a head's numbers, the first ones (`partial_rotary_factor`)."""
+
+
+def read_rope(raw: dict[str, Any], context: int) -> Rope:
+    """From `rope_theta` and `rope_scaling` (with `type` or `rope_type`), or `rope_parameters`, which has all of it.
+
+    `context`: positions of the model. ValueError names the key at fault, and a scaling that we do not have.
+    """
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    given = raw.get(key) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{key} is {given!r}, expected a mapping")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_KEYS:
+        raise ValueError(f"{key}.rope_type is {kind!r}; supported are {', '.join(ROPE_KEYS)}")
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    values: dict[str, Any] = {"theta": given.get("rope_theta", raw.get("rope_theta", 10_000.0)), "share": share}
+    for name in ROPE_KEYS[kind]:
+        fallback = context if name == "original_max_position_embeddings" else None
+        values[name] = given.get(name, fallback)
+    for name, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{key}.{name} is {value!r}, expected a positive number")
+    return Rope(scaling=kind, **values)
+
+
+def write_rope(rope: Rope) -> dict[str, Any]:
+    """The keys of config.json, as older and newer `transformers` read them."""
+    scaling = {name: getattr(rope, name) for name in ROPE_KEYS[rope.scaling]}
+    raw: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    if rope.scaling != "default":
+        raw["rope_scaling"] = {"rope_type": rope.scaling, **scaling}
+    if rope.share != 1.0:
+        raw["partial_rotary_factor"] = rope.share
+    return raw
