@@ -27,10 +27,11 @@ from actors.room import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, Room
 from actors.scoring import is_scored_alone, score_alone, with_scores
 from actors.sharing_plan import NOMINAL, PromptPrices
 from skipdecode.backends.device import backend_on
+from skipdecode.batch_stats import LosslessStats
 from skipdecode.cost import Ceilings, SharedShape, measure_ceilings, predict_s
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.families import read_config
-from skipdecode.generate import BatchResult, Completion, Request, generate
+from skipdecode.generate import BatchResult, Completion, Request, generate, generate_lossless
 from skipdecode.hub import resolve_source
 from skipdecode.lossless import Lossless
 from skipdecode.placing import choose_device as choose_device
@@ -40,7 +41,6 @@ from skipdecode.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.prefix import Sharing
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.speculative import LosslessStats, generate_lossless
 from skipdecode.step_graphs import StepGraphs, graphs_serve, plans_of
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skipdecode.cohort import BatchStats
+from skipdecode.batch_stats import BatchStats
 from skipdecode.decoder import Decoder
 from skipdecode.generate import BatchResult
 from skipdecode.logprobs import score_prompts

@@ -24,11 +24,10 @@ from actors.bench import random_model
 from actors.generator import choose_dtype
 from pipeline.cluster import num_cores
 from pipeline.machine import provenance
-from skipdecode.continuous import generate_continuous
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.decoder import Decoder
 from skipdecode.families import released
-from skipdecode.generate import Request, generate
+from skipdecode.generate import Request, generate, generate_continuous
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule

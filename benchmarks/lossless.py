@@ -30,13 +30,13 @@ from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.families import config_of, released
-from skipdecode.generate import BatchResult, generate
+from skipdecode.generate import BatchResult, generate, run_to_the_end
 from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.speculative import SpeculativeBatch, run_to_the_end
+from skipdecode.speculative import SpeculativeBatch
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 

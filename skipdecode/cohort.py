@@ -9,12 +9,11 @@ B rows, P prompt columns, N new tokens, V vocabulary.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from skipdecode.batch_stats import BatchStats
 from skipdecode.decoder import Decoder
 from skipdecode.kv.padded import KVCache
 from skipdecode.logprobs import LogprobRecorder, give
@@ -31,37 +30,6 @@ from skipdecode.uploads import uploaded
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps between looks at the tokens
 LOOKS_BEHIND = {"cpu": 0, "cuda": 1}  # a look waits for the steps before the newest ones, which run meanwhile
-
-
-@dataclass
-class BatchStats:
-    """What one batch cost. Token counts are real tokens; `row_steps` also count ended rows that were carried along."""
-
-    rows: int = 0
-    prompt_columns: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    decode_steps: int = 0
-    row_steps: int = 0
-    """Decode steps times rows in the batch at that time."""
-    layers_run: int = 0
-    """Layers of the steps that rows needed: the sum of the rows' `layers_run`."""
-    ffns_run: int = 0
-    """Feed-forward blocks, likewise."""
-    layer_row_steps: int = 0
-    """Layers of all `row_steps`, wasted ones included."""
-    prefix_tokens_saved: int = 0
-    """Of `input_tokens`, those that were not run, since another row's run served."""
-    cache_bytes: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    batch_rows: list[int] = field(default_factory=list)
-    """Rows in the batch at each decode step."""
-    ffns_apart: list[Sequence[int]] = field(default_factory=list)
-    """At each decode step, the rows that each feed-forward block apart ran on (`skipdecode.ffns`)."""
-
-    unrecorded: ClassVar[tuple[str, ...]] = ("batch_rows", "ffns_apart")
-    """What the cost model reads and no record keeps."""
 
 
 class Cohort:

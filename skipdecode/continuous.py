@@ -15,24 +15,21 @@ make is known beforehand, so none is fed more, and none writes a column that it 
 B rows, R rows with memory, C columns of a layer, S columns visible, H heads, K head dim, D width.
 """
 
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from itertools import groupby
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from skipdecode.cohort import LOOKS_BEHIND
 from skipdecode.decoder import Decoder
-from skipdecode.extents import Extents, Run
+from skipdecode.extents import NEVER, extents_of, layer_ends
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.ragged import Arena
 from skipdecode.layer_loop import run_layers
 from skipdecode.logprobs import LogprobRecorder, give
 from skipdecode.looks import Looks
-from skipdecode.plan import Schedule, has_no_kv_holes, kv_owners
+from skipdecode.plan import Schedule, kv_owners
 from skipdecode.prefix import Sharing
 from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
 from skipdecode.request import DecodeText, Request, Row, refuse_too_long
@@ -41,7 +38,6 @@ from skipdecode.sampling import row_uniforms
 from skipdecode.uploads import uploaded
 
 CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
-NEVER = 1 << 30
 
 
 class _Member:
@@ -228,19 +224,6 @@ class ContinuousBatch:
         self._logprobs.keep([member.row for member in self._members])
 
 
-def extents_of(
-    ages: Sequence[int], attn_ends: Sequence[int], ffn_ends: Sequence[int], *, kv_layers: int | None = None
-) -> Extents:
-    """Rows that run each sublayer: the youngest ones, of k < end (`layer_ends`). `ages`: k of each row, falling."""
-    minus_ages = [-k for k in ages]
-
-    def runs(ends: Sequence[int]) -> tuple[Run, ...]:
-        starts = {end: bisect_left(minus_ages, 1 - end) for end in set(ends)}
-        return tuple(slice(starts[end], None) if starts[end] < len(ages) else None for end in ends)
-
-    return Extents(runs(attn_ends), runs(ffn_ends), kv_layers=kv_layers)
-
-
 def check_continuous(schedule: Schedule) -> None:
     """ValueError when rows of that schedule cannot share a step at different ages."""
     if not schedule.is_settled:
@@ -248,49 +231,6 @@ def check_continuous(schedule: Schedule) -> None:
             "decode.ffn_skip.mode: the continuous scheduler runs modes calibrated and fixed, where the blocks left out "
             "are known in advance; use one of them, or scheduler cohort"
         )
-
-
-@torch.inference_mode()
-def generate_continuous(
-    model: Decoder,
-    requests: Sequence[Request],
-    schedule: Schedule,
-    *,
-    max_rows: int,
-    decode_text: DecodeText | None = None,
-) -> tuple[list[Row], ContinuousBatch]:
-    """Continues every request, at most `max_rows` at a time, a newcomer for every row that ends."""
-    batch = ContinuousBatch(model, schedule, decode_text=decode_text)
-    waiting, rows = deque(requests), []
-    while waiting or not batch.is_done:
-        room = max_rows - len(batch.rows)
-        # a prompt alone costs nearly as much as several: wait until a few places are free
-        if waiting and (room >= max(1, max_rows // 8) or batch.is_done):
-            rows += batch.join([waiting.popleft() for _ in range(min(room, len(waiting)))])
-        batch.step()
-    return rows, batch
-
-
-@lru_cache(maxsize=256)
-def layer_ends(schedule: Schedule, num_steps: int) -> tuple[list[int], list[int]]:
-    """`_ends` of attention and of feed-forward. Kept: thousands of steps, for every batch of a schedule the same."""
-    plans, counts = [], []  # a plan, and for how many steps: few, where steps are as many as a context has positions
-    for plan, steps in groupby(map(schedule.step, range(num_steps))):
-        plans.append(plan)
-        counts.append(sum(1 for _ in steps))
-    assert has_no_kv_holes(plans), f"{schedule} is not nested over its steps"
-    return _ends([plan.attn for plan in plans], counts), _ends([plan.ffn for plan in plans], counts)
-
-
-def _ends(runs: Sequence[Sequence[bool]], counts: Sequence[int]) -> list[int]:
-    """[L] the decode step from which on a sublayer is left out; NEVER for one that always runs. `runs`: what runs for
-    `counts` steps each."""
-    ends = []
-    for layer in range(len(runs[0])):
-        last = sum(step[layer] for step in runs)
-        assert all(step[layer] == (k < last) for k, step in enumerate(runs)), f"layer {layer} is skipped and run again"
-        ends.append(NEVER if last == len(runs) else sum(counts[:last]))
-    return ends
 
 
 def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -4,14 +4,19 @@ Made of a plan (all rows alike), of the ages of rows (continuous batches), or of
 passes). No torch.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 
-from skipdecode.plan import LayerPlan
+from skipdecode.plan import LayerPlan, Schedule, has_no_kv_holes
 
 Run = slice | None
 """The rows or columns that run a sublayer; None: it does not run."""
 ALL = slice(None)
+NEVER = 1 << 30
+"""As an end: of a sublayer that every step runs."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +83,41 @@ class Extents:
         if self.axis == 1 or part.stop is None:
             return [run is not None for run in self.attn]
         return [run is not None and (run.start or 0) < part.stop for run in self.attn]
+
+
+def extents_of(
+    ages: Sequence[int], attn_ends: Sequence[int], ffn_ends: Sequence[int], *, kv_layers: int | None = None
+) -> Extents:
+    """Of a continuous batch: each sublayer runs on the youngest rows, of k < end (`layer_ends`). `ages`: k of each row,
+    falling."""
+    minus_ages = [-k for k in ages]
+
+    def runs(ends: Sequence[int]) -> tuple[Run, ...]:
+        starts = {end: bisect_left(minus_ages, 1 - end) for end in set(ends)}
+        return tuple(slice(starts[end], None) if starts[end] < len(ages) else None for end in ends)
+
+    return Extents(runs(attn_ends), runs(ffn_ends), kv_layers=kv_layers)
+
+
+@lru_cache(maxsize=256)
+def layer_ends(schedule: Schedule, num_steps: int) -> tuple[list[int], list[int]]:
+    """[L] of attention, and of feed-forward: the decode step from which on it is left out, or NEVER.
+
+    `num_steps`: as many as there are at most. Kept: thousands of steps, for every batch of a schedule the same.
+    """
+    plans, counts = [], []  # a plan, and for how many steps: few, where steps are as many as a context has positions
+    for plan, steps in groupby(map(schedule.step, range(num_steps))):
+        plans.append(plan)
+        counts.append(sum(1 for _ in steps))
+    assert has_no_kv_holes(plans), f"{schedule} is not nested over its steps"
+    return _ends([plan.attn for plan in plans], counts), _ends([plan.ffn for plan in plans], counts)
+
+
+def _ends(runs: Sequence[Sequence[bool]], counts: Sequence[int]) -> list[int]:
+    """[L] the end of each sublayer, of which `runs` says what runs for `counts` steps each."""
+    ends = []
+    for layer in range(len(runs[0])):
+        last = sum(step[layer] for step in runs)
+        assert all(step[layer] == (k < last) for k, step in enumerate(runs)), f"layer {layer} is skipped and run again"
+        ends.append(NEVER if last == len(runs) else sum(counts[:last]))
+    return ends

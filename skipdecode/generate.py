@@ -1,30 +1,39 @@
-"""Decoding one batch from prompts to completions: a `Cohort` run to its end.
+"""Decoding from prompts to completions: a `Cohort`, a `SpeculativeBatch` or a `ContinuousBatch` run to its end.
 
-Splitting rows into batches is the caller's work (`actors.cutting`).
+Splitting rows into batches is the caller's work (`actors.cutting`), and so are rows that come and go as they please
+(`actors.engine`).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from skipdecode.cohort import CHECK_EVERY, COMPACT_AT, BatchStats, Cohort, now
+from skipdecode.batch_stats import BatchStats
+from skipdecode.cohort import CHECK_EVERY, COMPACT_AT, Cohort, now
+from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
+from skipdecode.draft_length import DraftLength
+from skipdecode.lossless import Lossless
 from skipdecode.plan import Schedule
 from skipdecode.prefix import Sharing
-from skipdecode.prompts import allocate_cache, pad_prompts
-from skipdecode.request import Completion, DecodeText, Request, complete
+from skipdecode.prompts import allocate_cache, pad_prompts, rounded_columns
+from skipdecode.request import Completion, DecodeText, Request, Row, complete
+from skipdecode.speculative import SpeculativeBatch
 from skipdecode.step_graphs import StepGraphs
 
 __all__ = [
     "CHECK_EVERY",
     "BatchResult",
-    "BatchStats",
     "Completion",
     "Request",
     "allocate_cache",
     "generate",
+    "generate_continuous",
+    "generate_lossless",
     "pad_prompts",
+    "run_to_the_end",
 ]
 
 
@@ -32,6 +41,14 @@ __all__ = [
 class BatchResult:
     completions: list[Completion]
     stats: BatchStats
+
+    @classmethod
+    def of(cls, completions: list[Completion], stats: BatchStats) -> "BatchResult":
+        """Counts what the completions have in `stats`."""
+        stats.output_tokens = sum(len(c.tokens) for c in completions)
+        stats.layers_run = sum(c.layers_run for c in completions)
+        stats.ffns_run = sum(c.ffns_run for c in completions)
+        return cls(completions, stats)
 
 
 @torch.inference_mode()
@@ -70,8 +87,58 @@ def generate(
         cohort.step()
     stats = cohort.stats
     stats.decode_s = now(model.device) - start - stats.prefill_s
-    completions = complete(cohort.rows, schedule)
-    stats.output_tokens = sum(len(c.tokens) for c in completions)
-    stats.layers_run = sum(c.layers_run for c in completions)
-    stats.ffns_run = sum(c.ffns_run for c in completions)
-    return BatchResult(completions, stats)
+    return BatchResult.of(complete(cohort.rows, schedule), stats)
+
+
+@torch.inference_mode()
+def generate_continuous(
+    model: Decoder,
+    requests: Sequence[Request],
+    schedule: Schedule,
+    *,
+    max_rows: int,
+    decode_text: DecodeText | None = None,
+) -> tuple[list[Row], ContinuousBatch]:
+    """Continues every request, at most `max_rows` at a time, a newcomer for every row that ends."""
+    batch = ContinuousBatch(model, schedule, decode_text=decode_text)
+    waiting, rows = deque(requests), []
+    while waiting or not batch.is_done:
+        room = max_rows - len(batch.rows)
+        # a prompt alone costs nearly as much as several: wait until a few places are free
+        if waiting and (room >= max(1, max_rows // 8) or batch.is_done):
+            rows += batch.join([waiting.popleft() for _ in range(min(room, len(waiting)))])
+        batch.step()
+    return rows, batch
+
+
+@torch.inference_mode()
+def generate_lossless(
+    model: Decoder,
+    requests: Sequence[Request],
+    schedule: Lossless,
+    *,
+    decode_text: DecodeText | None = None,
+    length: DraftLength | None = None,
+    sharing: Sharing | None = None,
+) -> BatchResult:
+    """Continues every request with the tokens of full depth; completions in the order of the requests."""
+    return run_to_the_end(SpeculativeBatch(model, schedule, decode_text=decode_text, length=length), requests, sharing)
+
+
+@torch.inference_mode()
+def run_to_the_end(batch: SpeculativeBatch, requests: Sequence[Request], sharing: Sharing | None = None) -> BatchResult:
+    """The same by an empty batch."""
+    model, stats = batch.model, batch.stats
+    start = now(model.device)
+    rows = batch.join(requests, sharing)
+    stats.prefix_tokens_saved = 0 if sharing is None else sharing.tokens_saved
+    stats.rows, stats.input_tokens = len(rows), sum(len(r.prompt_tokens) for r in requests)
+    stats.prompt_columns = rounded_columns(max(len(r.prompt_tokens) for r in requests))
+    stats.cache_bytes, stats.prefill_s = batch.cache_bytes, now(model.device) - start
+    while not batch.is_done:
+        batch.step()
+    stats.decode_s = now(model.device) - start - stats.prefill_s
+    completions = complete(rows, batch.schedule)
+    lengths = [len(c.tokens) for c in completions]
+    stats.batch_rows = [sum(n > k + 1 for n in lengths) for k in range(max(lengths) - 1)]  # as full depth has them
+    return BatchResult.of(completions, stats)

@@ -11,62 +11,35 @@ Verification writes keys and values of every column that it feeds, those of draf
 accepted one are rubbish until the next round writes them. Rows that have ended cost nothing where kernels take places
 (`skipdecode.kv.tokens`), and little elsewhere, until enough of them are dropped.
 
-Not here: how many tokens to draft (`draft_length`), where repeats are found (`repeats`), a row's drafts (`chain`).
+Not here: how many tokens to draft (`draft_length`), where repeats are found (`repeats`), a row's drafts (`chain`), a
+batch run to its end (`generate`).
 
 B rows, N tokens of all rows in a pass, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from skipdecode.batch_stats import LosslessStats
 from skipdecode.chain import Chain
-from skipdecode.cohort import BatchStats, now
-from skipdecode.continuous import ContinuousBatch, extents_of, layer_ends
+from skipdecode.cohort import now
+from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import HOLDS, SKIPPED, Decision, DraftLength, Prices
-from skipdecode.extents import Extents
-from skipdecode.generate import BatchResult
+from skipdecode.extents import Extents, extents_of, layer_ends
 from skipdecode.kv.tokens import TokensView
 from skipdecode.layer_loop import run_layers
 from skipdecode.logprobs import listed, top_logprobs
 from skipdecode.lossless import Lossless
 from skipdecode.plan import LayerPlan
-from skipdecode.prefix import Sharing
-from skipdecode.prompts import rounded_columns
 from skipdecode.repeats import Repeats
-from skipdecode.request import DecodeText, Request, Row, TokenLogprobs, complete
+from skipdecode.request import DecodeText, Row, TokenLogprobs
 from skipdecode.sampler import cuts, likeliest, pick
 
 CARRY_ENDED = 1 / 2  # ended rows keep their memory up to this share of the batch, since nothing is computed for them
 SURE = 3  # tokens that repeat from which on a repeat comes before a skipped pass, where nobody decides
-
-
-@dataclass
-class LosslessStats(BatchStats):
-    """Of a batch at full depth with drafts. `decode_steps` are verifications, `row_steps` rows in them."""
-
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    model_decode_s: float = 0.0
-    """By the cost model alone (`Prices.model_s`)."""
-    drafted_at: list[int] = field(default_factory=list)
-    """Drafted tokens by their place in a draft."""
-    accepted_at: list[int] = field(default_factory=list)
-    """Those of them that full depth made too, and all before them."""
-
-    unrecorded: ClassVar[tuple[str, ...]] = (*BatchStats.unrecorded, "model_decode_s")
-
-    def count(self, drafted: int, accepted: int) -> None:
-        more = drafted - len(self.drafted_at)
-        self.drafted_at += [0] * more
-        self.accepted_at += [0] * more
-        for place in range(drafted):
-            self.drafted_at[place] += 1
-            self.accepted_at[place] += place < accepted
 
 
 class SpeculativeBatch(ContinuousBatch):
@@ -293,39 +266,3 @@ def _num_equal(drafts: Sequence[int], made: Sequence[int]) -> int:
 def _spread(total: int, count: int) -> list[int]:
     """`total` over `count` tokens, the first ones getting what is left over."""
     return [total // count + (i < total % count) for i in range(count)]
-
-
-@torch.inference_mode()
-def generate_lossless(
-    model: Decoder,
-    requests: Sequence[Request],
-    schedule: Lossless,
-    *,
-    decode_text: DecodeText | None = None,
-    length: DraftLength | None = None,
-    sharing: Sharing | None = None,
-) -> BatchResult:
-    """Continues every request with the tokens of full depth; completions in the order of the requests."""
-    return run_to_the_end(SpeculativeBatch(model, schedule, decode_text=decode_text, length=length), requests, sharing)
-
-
-@torch.inference_mode()
-def run_to_the_end(batch: SpeculativeBatch, requests: Sequence[Request], sharing: Sharing | None = None) -> BatchResult:
-    """The same by an empty batch."""
-    model, stats = batch.model, batch.stats
-    start = now(model.device)
-    rows = batch.join(requests, sharing)
-    stats.prefix_tokens_saved = 0 if sharing is None else sharing.tokens_saved
-    stats.rows, stats.input_tokens = len(rows), sum(len(r.prompt_tokens) for r in requests)
-    stats.prompt_columns = rounded_columns(max(len(r.prompt_tokens) for r in requests))
-    stats.cache_bytes, stats.prefill_s = batch.cache_bytes, now(model.device) - start
-    while not batch.is_done:
-        batch.step()
-    stats.decode_s = now(model.device) - start - stats.prefill_s
-    completions = complete(rows, batch.schedule)
-    lengths = [len(c.tokens) for c in completions]
-    stats.batch_rows = [sum(n > k + 1 for n in lengths) for k in range(max(lengths) - 1)]  # as full depth has them
-    stats.output_tokens = sum(lengths)
-    stats.layers_run = sum(c.layers_run for c in completions)
-    stats.ffns_run = sum(c.ffns_run for c in completions)
-    return BatchResult(completions, stats)

@@ -22,7 +22,8 @@ from actors.records import agreement
 from actors.room import DETERMINISTIC_ROWS
 from pipeline.demo_corpus import make_prompts
 from skipdecode.backends import choice
-from skipdecode.generate import BatchResult, BatchStats, Completion, Request, generate
+from skipdecode.batch_stats import BatchStats
+from skipdecode.generate import BatchResult, Completion, Request, generate
 from skipdecode.plan import EarlyExit, FullDepth, SkipDecode
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.continuous import ContinuousBatch, check_continuous, generate_continuous, layer_ends
+from skipdecode.continuous import ContinuousBatch, check_continuous
 from skipdecode.decoder import Decoder
+from skipdecode.extents import layer_ends
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.generate import Request, generate
+from skipdecode.generate import Request, generate, generate_continuous
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prompts import rounded_columns
 from skipdecode.request import Row

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import skipdecode
 from skipdecode.backends import cpu
 from skipdecode.config import Quantization
-from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
-from skipdecode.generate import Request, generate
+from skipdecode.generate import Request, generate, generate_continuous
 from skipdecode.linear import Linear
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prompts import PREFILL_TOKENS

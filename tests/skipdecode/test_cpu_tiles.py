@@ -13,12 +13,11 @@ from actors.bench import random_model
 from skipdecode import continuous, sampler
 from skipdecode.backends import cpu
 from skipdecode.config import DecoderConfig, Quantization
-from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.families.qwen import Qwen3Config
-from skipdecode.generate import Request, generate
+from skipdecode.generate import Request, generate, generate_continuous
 from skipdecode.kv.padded import KVCache
 from skipdecode.linear import Linear
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, kv_owners

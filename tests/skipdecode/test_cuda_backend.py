@@ -10,9 +10,8 @@ from actors.bench import BenchCase, profile_case
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
 from skipdecode.backends.cuda import CudaBackend, CudaLayer, Heads
 from skipdecode.backends.cuda_reference import TorchKernels
-from skipdecode.continuous import generate_continuous
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.generate import generate
+from skipdecode.generate import generate, generate_continuous
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.rope import rotations
 from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model, some_requests

@@ -23,12 +23,11 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
 from skipdecode.families import FAMILIES, config_of, read_config, released
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.forced import teacher_batch, teacher_forced_logits
-from skipdecode.generate import generate
+from skipdecode.generate import generate, generate_continuous
 from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.rope import frequencies
 from skipdecode.sampling import row_uniforms

@@ -15,11 +15,10 @@ from transformers import OPTForCausalLM
 from actors.bench import random_model
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.cohort import Cohort
-from skipdecode.continuous import generate_continuous
 from skipdecode.decoder import Decoder
 from skipdecode.families import config_of
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.generate import Request, generate
+from skipdecode.generate import Request, generate, generate_continuous
 from skipdecode.kv.padded import KVCache
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts

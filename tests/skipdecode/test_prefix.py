@@ -14,12 +14,11 @@ from skipdecode.config import Quantization
 from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.generate import generate
+from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prefix import Sharing, share
 from skipdecode.prompts import allocate_cache, pad_prompts
-from skipdecode.speculative import generate_lossless
 from skipdecode.step_graphs import StepGraphs
 from tests.support.cpu_backends import KINDS, NAMES, forced
 from tests.support.graphs import cpu_as_cuda

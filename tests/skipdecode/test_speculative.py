@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from skipdecode.backends import choice
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipBand
-from skipdecode.generate import generate
+from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.request import Request, Row
 from skipdecode.sampling import Sampling
-from skipdecode.speculative import SpeculativeBatch, generate_lossless
+from skipdecode.speculative import SpeculativeBatch
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 from tests.support.cpu_backends import forced, product_dtype
