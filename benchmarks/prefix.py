@@ -86,7 +86,8 @@ class Worker:
         prompts = [request.prompt_tokens for request in requests]
         if shares:
             prices = PromptPrices.of(self.model.config, self.full, self.ceilings, **self.sizes)
-            found = cut_window(prompts, prices, self.num_new - 1, BUCKETS, self._size, copies=not self.model.is_fused)
+            copies = not self.model.reads_shared
+            found = cut_window(prompts, prices, self.num_new - 1, BUCKETS, self._size, copies=copies)
             if found is not None:
                 return found
         return cut_batches([len(p) for p in prompts], [None] * len(prompts), BUCKETS, self._size)
@@ -111,7 +112,7 @@ class Worker:
         return made | {"seconds": time.perf_counter() - start}
 
     def _predicted(self, prompts: list[list[int]], sharing: Sharing | None, batch_rows: list[int]) -> float:
-        shape = None if sharing is None else sharing.shape(prompts, copies=not self.model.is_fused)
+        shape = None if sharing is None else sharing.shape(prompts, copies=not self.model.reads_shared)
         predict = partial(predict_s, self.model.config, self.full, self.ceilings, rows=len(prompts), **self.sizes)
         return sum(predict(prompt_columns=max(map(len, prompts)), batch_rows=batch_rows, sharing=shape))
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.backend import Packed
+from skipdecode.backends.backend import FusedLayer, Packed
 from skipdecode.backends.device import backend_on
 from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.extents import Extents
@@ -120,9 +120,23 @@ class Decoder(nn.Module):
         return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
 
     @property
-    def is_fused(self) -> bool:
-        """Whether every layer is one kernel (`Backend.fuse`) that reads prompts, too."""
-        return all(layer.kernel is not None and layer.kernel.reads_prompts for layer in self.layers)
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that go through the model at once, as the back end wants it (`Backend.prompt_tokens`)."""
+        return backend_on(self.device).prompt_tokens(self._fused, self.device)
+
+    @property
+    def reads_shared(self) -> bool:
+        """Whether rows read one copy of the columns that they share, where they lie (`Backend.reads_shared`)."""
+        return backend_on(self.device).reads_shared(self._fused)
+
+    def takes_unpadded(self, cache: KVCache) -> bool:
+        """Whether prompts are fed into `cache` without their padding (`Backend.takes_unpadded`)."""
+        return backend_on(self.device).takes_unpadded(self._fused, cache.k[0])
+
+    @property
+    def _fused(self) -> list[FusedLayer | None]:
+        """[L] what the back end runs each layer by; None: by parts."""
+        return [layer.kernel for layer in self.layers]
 
     @property
     def weight_itemsize(self) -> int:
@@ -225,7 +239,7 @@ class Decoder(nn.Module):
             cache.length += T
             return self.likeliest(last) if only_likeliest else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotations)
-        if extents.narrows_at is not None and self.is_fused and PromptsView.serves(cache):
+        if extents.narrows_at is not None and self.takes_unpadded(cache):
             kv = prompts = PromptsView(cache, positions, self.rotations, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, extents, ffns=ffns)

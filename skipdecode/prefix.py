@@ -1,7 +1,7 @@
 """Heads that prompts of a batch share, run once: which they are, where their keys and values lie, how prompts are fed.
 
-A head is the beginning of two or more prompts of the batch, or of other heads. Where the kernels of all layers read it,
-its keys and values lie once, beside the rows' own columns (`skipdecode.kv.shared`); elsewhere (torch's operators, CUDA
+A head is the beginning of two or more prompts of the batch, or of other heads. Where attention reads it in place, its
+keys and values lie once, beside the rows' own columns (`skipdecode.kv.shared`); elsewhere (torch's operators, CUDA
 graphs, continuous batches) they are copied into every row's columns, and decode steps are those of any cache. Which
 prompts are to share what is the caller's choice (`actors.sharing_plan`); here is only what follows from it.
 
@@ -22,7 +22,6 @@ from skipdecode.cost import SharedShape
 from skipdecode.decoder import Decoder
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.shared import SharedHeads
-from skipdecode.kv.unpadded import PromptsView
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
 from skipdecode.uploads import uploaded
 
@@ -142,7 +141,7 @@ class SharedPrompts:
         self._heads = _cache_of_heads(model, sharing, schedule)
         self._head_tokens = _padded(model, sharing.heads)
         self._before = sharing.lengths(sharing.of_row)
-        self.copies = copies or not (model.is_fused and PromptsView.serves(self._heads))
+        self.copies = copies or not (model.reads_shared and model.takes_unpadded(self._heads))
         own = prompts if self.copies else [p[n:] for p, n in zip(prompts, self._before, strict=True)]
         self.tokens = _padded(model, own)  # [B, P], or the rows' own ends
         paddings = _paddings(own)
@@ -154,7 +153,7 @@ class SharedPrompts:
 
     def feed(self, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
         """As `cohort.feed_prompts`, heads first."""
-        if not self.model.is_fused:
+        if not self.model.takes_unpadded(self._heads):
             _clear_padding(self._heads)
         self._feed_heads(plan)
         if self.copies:
@@ -177,7 +176,7 @@ class SharedPrompts:
         """What `cache` lacks of prompts [B, P] of which it has `had` [B] tokens each, or shares them; some rows at a
         time."""
         (whole, columns), before = tokens.shape, uploaded(had, self.model.device)
-        is_fused = self.model.is_fused and PromptsView.serves(cache)
+        is_unpadded = self.model.takes_unpadded(cache)
         has_all = cache.shared is None  # what is shared is in no column
         in_place = had if has_all else [0] * whole
         lengths = [columns - pad - n for pad, n in zip(_known(cache), in_place, strict=True)]  # [B] tokens to feed
@@ -191,7 +190,7 @@ class SharedPrompts:
             positions = torch.arange(columns - T, columns, device=self.model.device) - view.num_pad[:, None]
             if not has_all:
                 positions = torch.where(positions >= 0, positions + before[part, None], -1)
-            elif is_fused:  # others run them again: a few tokens, and all rows are fed as many
+            elif is_unpadded:  # others run them again: a few tokens, and all rows are fed as many
                 positions = torch.where(positions >= before[part, None], positions, -1)
             fed, ends = tokens[part, columns - T :], before[part].contiguous()
             made.append(

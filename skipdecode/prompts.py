@@ -20,12 +20,7 @@ from skipdecode.request import Request
 from skipdecode.step_graphs import StepGraphs
 from skipdecode.uploads import uploaded
 
-# Tokens of the prompts that go through the model at once. On a CPU few enough that their states are small beside the
-# cache, and enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's width); where
-# a layer is one kernel, enough that threads seldom wait for each other at its end (2,048: 6 % slower). On a GPU
-# thousands keep it busy, and their states come out of what caches leave.
-PREFILL_TOKENS = {"cpu": 2048, "fused": 8192, "cuda": 1 << 16}
-PREFILL_BYTES = 1 << 30  # of these states, masks and copies of keys at most, on a GPU
+PREFILL_BYTES = 1 << 30  # of states, masks and copies of keys of what goes through at once, on a GPU
 PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
 
 
@@ -62,7 +57,7 @@ def feed_prompts(
 ) -> Tensor:
     """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V], or its likeliest token, [B].
 
-    Several rows at a time (PREFILL_TOKENS). `in_equal_parts`: a row's bits do not depend on its place in the batch.
+    Several rows at a time (`rows_at_once`). `in_equal_parts`: a row's bits do not depend on its place in the batch.
     """
     positions = (torch.arange(tokens.shape[1], device=model.device) - cache.num_pad[:, None]).clamp(min=-1)
     whole = len(tokens)
@@ -101,11 +96,10 @@ def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) 
 
     `has_mask`: attention is behind one.
     """
-    if model.device.type != "cuda":
-        return max(1, PREFILL_TOKENS["fused" if model.is_fused else model.device.type] // num_new)
-    return max(
-        1, min(PREFILL_TOKENS["cuda"] // num_new, PREFILL_BYTES // _bytes_of_row(model, num_new, columns, has_mask))
-    )
+    rows = model.prompt_tokens // num_new
+    if model.device.type == "cuda":
+        rows = min(rows, PREFILL_BYTES // _bytes_of_row(model, num_new, columns, has_mask))
+    return max(1, rows)
 
 
 def _bytes_of_row(model: Decoder, num_new: int, columns: int, has_mask: bool) -> int:

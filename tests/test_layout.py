@@ -1,6 +1,7 @@
 """The architecture as a test: import arrows, who may import what, headers, and what a job ships to a cluster."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -104,6 +105,37 @@ def test_only_a_back_end_knows_its_kernels() -> None:
     doors = {path: {"backend", "device"} | ({"compiled"} if path.name == "linear.py" else set()) for path in others}
     inside = {path: imported_from(path, "skipdecode.backends") - doors[path] for path in others}
     assert {name(path): modules for path, modules in inside.items() if modules} == {}
+
+
+RUN_LAYERS = {
+    "decoder", "forced", "graphed", "layer_loop", "layers", "padded", "ragged", "swiftkv", "tokens", "unpadded", "view",
+}  # fmt: skip
+"""Modules of skipdecode/ and its kv/ that hold what a back end made of a layer, to give it work."""
+
+
+def kernels_named_in(tree: ast.Module) -> set[str]:
+    """Names of kernels, or of a question after them (`is_fused`), as part of a name or by themselves."""
+    names = names_in(tree) | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {name for name in names if re.search(r"kernel|(?<![a-z])fused", name.lower())}
+
+
+@pytest.mark.parametrize("code", ["model.is_fused", "def is_fused(self): ...", "layer.kernel is None", "has_kernels"])
+def test_questions_after_kernels_are_seen(code: str) -> None:
+    assert kernels_named_in(ast.parse(code))
+
+
+def test_nobody_asks_what_kernels_there_are() -> None:
+    """Outside a back end they ask it for what they want (`Backend.prompt_tokens`, `reads_shared`), whoever computes."""
+    asked = {path: kernels_named_in(parsed(path)) for path in MODULES if path.parent.name != "backends"}
+    found = {name(path): names for path, names in asked.items() if names and path.stem not in RUN_LAYERS}
+    assert found == {}
+
+
+def test_whoever_runs_layers_asks_for_no_kernel_by_name() -> None:
+    """They hold a `FusedLayer` or None, and no property that says which."""
+    paths = [path for path in modules_of("skipdecode") if path.stem in RUN_LAYERS]
+    assert len(paths) == len(RUN_LAYERS)
+    assert {name(path) for path in paths if re.search(r"is_fused|reads_prompts", path.read_text("utf-8"))} == set()
 
 
 SCHEDULES = ("plan", "lossless", "ffn_skip")  # modules of skipdecode/ that define schedules

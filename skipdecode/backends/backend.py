@@ -92,9 +92,6 @@ class FusedStore(Protocol):
 class FusedLayer(Protocol):
     """A decoder layer as one call; in place."""
 
-    reads_prompts: bool
-    """`read` serves: prompts without their padding. Else they run by parts."""
-
     @property
     def store(self) -> FusedStore | None:
         """Its keys and values alone; None where it makes none (SwiftKV's queries)."""
@@ -109,7 +106,7 @@ class FusedLayer(Protocol):
         shared: SharedColumns | None = None,
     ) -> Tensor:
         """h [N, D], prompts, through the layer; `memory`: k, v [B, G, S, K], filled up to the prompts' ends. `shared`:
-        of the tokens `before` those given, where they are not in `memory`."""
+        of the tokens `before` those given, where they are not in `memory`. Where the back end `takes_unpadded`."""
 
 
 class Backend:
@@ -195,6 +192,24 @@ class Backend:
         a gradient is wanted.
         """
         return None
+
+    # --- how prompts are fed; `layers` [L]: what `fuse` gave for each
+
+    def prompt_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
+        """Tokens of prompts that go through `layers` on `device` at once. On a CPU few enough that their states are
+        small beside the cache, and enough that oneDNN does not split the products badly (at 512 to 1024 it does, for
+        OPT-125m's width). On a GPU thousands keep it busy, and their states come out of what caches leave."""
+        return 1 << 16 if device.type == "cuda" else 2048
+
+    def takes_unpadded(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
+        """Whether prompts go through `layers` without their padding, into memory of this kind [B, G, S, K]. Else with
+        it, and masked columns are read: their numbers must be finite."""
+        return False
+
+    def reads_shared(self, layers: Sequence[FusedLayer | None]) -> bool:
+        """Whether attention of `layers` reads columns that several rows share where they lie (`SharedColumns`), for
+        prompts that it `takes_unpadded` and for steps. Else every row needs a copy."""
+        return False
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[B, V] -> [B] int64; the lower index where two are equal."""

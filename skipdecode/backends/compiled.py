@@ -102,6 +102,16 @@ class CompiledBackend(Backend):
         has_kernels = cpu.is_available(memory) and not torch.is_grad_enabled()  # which have no gradient
         return attend_one if has_kernels else None
 
+    def prompt_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
+        """Kernels: enough that threads seldom wait for each other at the end of a layer (2,048: 6 % slower)."""
+        return 8192 if _are_kernels(layers) else super().prompt_tokens(layers, device)
+
+    def takes_unpadded(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
+        return _are_kernels(layers) and self.column_attention(memory) is not None
+
+    def reads_shared(self, layers: Sequence[FusedLayer | None]) -> bool:
+        return _are_kernels(layers)
+
     def argmax(self, logits: Tensor) -> Tensor:
         return cpu.argmax(logits) if cpu.is_available(logits) else super().argmax(logits)
 
@@ -139,6 +149,10 @@ class CompiledBackend(Backend):
 
 
 CPU = CompiledBackend()
+
+
+def _are_kernels(layers: Sequence[FusedLayer | None]) -> bool:
+    return all(isinstance(layer, LayerKernel) for layer in layers)
 
 
 def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns) -> Tensor:

@@ -87,7 +87,6 @@ class LayerKernel:
     between them.
     """
 
-    reads_prompts = True
     STAGES = ("norms", "query, key, value", "attention", "attention output", "feed-forward")
     seconds: Tensor | None = None
     """[5] float64 by stage: what steps add their times to, while it is set (`actors.profile`)."""

@@ -1,6 +1,6 @@
 """Prompts into a padded cache, fed without their padding: their tokens lie one behind the other.
 
-For layers that the back end runs as one call each; prompts may be whole, or ends behind columns that several rows
+Where the back end takes them (`Backend.takes_unpadded`). They may be whole, or ends behind columns that several rows
 share. Elsewhere prompts are fed with their padding (`padded.PaddedView`).
 
 B rows, T new columns, N tokens of all prompts, S columns, G heads of keys and values, K head dim, D width.
@@ -25,11 +25,6 @@ class PromptsView:
         self._cache, self._positions, self._table = cache, positions, table
         self.prompts = Prompts(positions, before, cache.length)
         self.pack = self.prompts.pack
-
-    @staticmethod
-    def serves(cache: KVCache) -> bool:
-        """Whether fused layers run on such a cache."""
-        return cache.attend_one is not None
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         raise AssertionError("a layer by parts, and prompts without their padding")

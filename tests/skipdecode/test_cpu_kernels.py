@@ -20,7 +20,6 @@ from skipdecode.decoder import Decoder
 from skipdecode.generate import Request, generate, generate_continuous
 from skipdecode.linear import Linear
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
-from skipdecode.prompts import PREFILL_TOKENS
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_model, save_model
 from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, kind, num_threads, product_dtype
@@ -351,7 +350,7 @@ def test_every_fast_path_gives_the_tokens_of_the_plain_one(
         wanted = tokens_of(model, lengths, num_new, schedule)
         assert not model.is_packed
         packed = copy.deepcopy(model).pack()
-        patch.setattr("skipdecode.prompts.PREFILL_TOKENS", dict.fromkeys(PREFILL_TOKENS, at_once))  # in several parts
+        patch.setattr(Decoder, "prompt_tokens", at_once)  # in several parts
         assert tokens_of(packed, lengths, num_new, schedule) == wanted
     assert tokens_of(packed, lengths, num_new, schedule) == wanted
 
@@ -361,7 +360,7 @@ def test_a_fixed_shape_gives_the_same_bits_at_every_place(
     plain: Callable[[str], Decoder], place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 rows of 128 columns go through the model in parts, which must be of one size."""
-    monkeypatch.setattr("skipdecode.prompts.PREFILL_TOKENS", dict.fromkeys(PREFILL_TOKENS, 2048))
+    monkeypatch.setattr(Decoder, "prompt_tokens", 2048)
     model = copy.deepcopy(plain("125m")).to(torch.bfloat16).pack()
     prompt, other = [2, *range(4, 100)], [2, 9, 8, 7]
     seen: list[torch.Tensor] = []

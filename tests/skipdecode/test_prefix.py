@@ -135,7 +135,7 @@ def test_where_layers_are_kernels_no_bit_changes(
     """Logits are equal to the last bit, so bfloat16 draws the same tokens, too."""
     with forced(name):
         model, (prompts, marks) = random_decoder(CONFIGS[family](), dtype).pack(quantization), nested()
-        assert model.is_fused
+        assert model.reads_shared
         requests = [replace(request, top_logprobs=3) for request in requests_of(prompts, [7], temperature=1.0)]
         whole, parts = (Cohort(model, requests, FullDepth(L), sharing=s) for s in (None, share(prompts, marks)))
         for cohort in (whole, parts):
@@ -161,7 +161,7 @@ def test_one_copy_of_a_head_is_all_that_is_held(name: str, family: str) -> None:
     steps = [sum(schedule.step(k).attn[layer] for k in range(num_new - 1)) for layer in range(L)]
     with forced(name):
         model = decoder(name, family, None, torch.float32)
-        assert model.is_fused
+        assert model.reads_shared
         sharing = share(prompts, marks_of(mix))
         cohort = Cohort(model, requests_of(prompts, [num_new]), schedule, sharing=sharing)
         heads = L * bytes_of(40, 2, family)
