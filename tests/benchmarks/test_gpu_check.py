@@ -17,6 +17,7 @@ from benchmarks.gpu.bench import Bench, Wrong, not_run
 from benchmarks.gpu.decoding import SMALL, check_batches, rows_that_fit
 from benchmarks.gpu_check import CHECKS, main, run_checks
 from skipdecode import step_graphs
+from skipdecode.backends.backend import TORCH
 from skipdecode.backends.cuda import CudaBackend
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
@@ -175,7 +176,9 @@ def test_memory_of_the_largest_batch_is_not_kept(monkeypatch: pytest.MonkeyPatch
         fake.most, fake.kept = max(fake.most, rows * columns * 40 << 10), fake.kept + kept
         batches.append((len(requests), columns))
 
-    model = SimpleNamespace(config=released("opt-1.3b"), device=torch.device("cuda"), dtype=torch.bfloat16)
+    device = torch.device("cuda")
+    model = SimpleNamespace(config=released("opt-1.3b"), device=device, dtype=torch.bfloat16)
+    model.prompt_tokens = TORCH.prompt_tokens([], device)
     monkeypatch.setattr(decoding, "generate", generate)
     monkeypatch.setattr(decoding, "reserved_bytes", lambda _: fake.most + fake.kept)
     shape = Bench(torch.device("cpu"), released("opt-1.3b"))
