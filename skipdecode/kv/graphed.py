@@ -16,12 +16,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import FusedLayer, FusedStore, TableColumns
+from skipdecode.backends.backend import TableColumns
 from skipdecode.backends.device import backend_on
 from skipdecode.batch_rows import ALIGNMENT
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import CachePool, PoolPart
+from skipdecode.kv.view import StepView
 from skipdecode.rope import Turn, turn_of
 from skipdecode.uploads import uploaded
 
@@ -122,10 +123,10 @@ class GraphedCache(KVCache):
         return cache
 
 
-class TableView:
-    """What a captured step sees: one new column per row, whose place is a number on the device (`KVView`)."""
+class TableView(StepView):
+    """What a captured step sees: one new column per row, whose place is a number on the device."""
 
-    has_kernels, stores_by_kernel = True, False
+    has_kernels = True
 
     def __init__(
         self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, table: Tensor | None
@@ -160,15 +161,6 @@ class TableView:
         own = own + self._last * dim
         for at, new in ((places[0], k), (places[1], v)):
             self._memory.index_put_((own + at,), new[:, :, 0])
-
-    def run(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
-    ) -> Tensor:
-        columns = [self.columns(layer) for layer in layers] if attends else None
-        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
-
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
-        raise AssertionError("a kernel for prompts, and one column")
 
     def part(self, where: slice) -> "TableView":
         assert where == slice(None), "all rows of a cohort are at the same step"

@@ -15,11 +15,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore
+from skipdecode.backends.backend import ColumnAttention, Columns
 from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.shared import SharedHeads
-from skipdecode.kv.view import attention, causal_mask, diagonal
+from skipdecode.kv.view import StepView, attention, causal_mask, diagonal
 from skipdecode.rope import Turn, turn_of
 from skipdecode.uploads import uploaded
 
@@ -229,10 +229,8 @@ def _memory(
     return own
 
 
-class PaddedView:
-    """T columns behind those in `cache` (`skipdecode.kv.view.KVView`)."""
-
-    stores_by_kernel = False
+class PaddedView(StepView):
+    """T columns behind those in `cache`."""
 
     def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, *, home: KVCache | None = None) -> None:
         """`positions` [B, T] int64, -1 for padding; `table`: of `rope.rotations`; `home`: whose `on` the cache is."""
@@ -246,28 +244,22 @@ class PaddedView:
     def turn(self) -> Turn | None:
         return turn_of(self._table, self._positions)
 
+    def columns(self, layer: int) -> Columns:
+        return self._cache.columns(layer)
+
     @cached_property
     def _mask(self) -> Tensor | None:
         return self._cache.mask(self._num_new)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self._attend_one is not None:
-            return self._attend_one(q, k, v, self._cache.columns(layer))
+            return self._attend_one(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
         return attention(q, *self._cache.read(layer, self._num_new), self._mask)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._cache.append(layer, k, v)
-
-    def run(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
-    ) -> Tensor:
-        columns = [self._cache.columns(layer) for layer in layers] if attends else None
-        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
-
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
-        raise AssertionError("a kernel for prompts, and one column")
 
     def part(self, where: slice) -> "PaddedView":
         assert where == slice(None), "all rows of a cohort are at the same step"

@@ -8,17 +8,17 @@ B rows, R rows with memory, S columns visible, H heads of queries, G of keys and
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore
+from skipdecode.backends.backend import ColumnAttention, Columns
 from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.padded import KVCache
-from skipdecode.kv.view import attention
+from skipdecode.kv.view import StepView, attention
 from skipdecode.rope import Turn, turn_of
 from skipdecode.uploads import uploaded
 
@@ -222,10 +222,8 @@ def _with_spare(num_rows: int) -> int:
     return -(-(num_rows + num_rows // 2) // ROW_STEP) * ROW_STEP
 
 
-class ArenaSlice:
-    """Rows of an arena in the step begun, one new column each (`skipdecode.kv.view.KVView`)."""
-
-    stores_by_kernel = False
+class ArenaSlice(StepView):
+    """Rows of an arena in the step begun, one new column each."""
 
     def __init__(
         self, arena: Arena, start: int, end: int, table: Tensor | None, attend_one: ColumnAttention | None
@@ -238,9 +236,12 @@ class ArenaSlice:
     def turn(self) -> Turn | None:
         return turn_of(self._table, self._arena.columns_at(self._start, self._end)[:, None])
 
+    def columns(self, layer: int) -> Columns:
+        return self._arena.memory(layer, self._start, self._end)
+
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self._attend_one is not None:
-            return self._attend_one(q, k, v, self._arena.memory(layer, self._start, self._end))
+            return self._attend_one(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
         keys, values, mask = self._arena.visible(layer, self._start, self._end)
@@ -248,15 +249,6 @@ class ArenaSlice:
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._arena.write(layer, self._start, self._end, k, v)
-
-    def run(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
-    ) -> Tensor:
-        columns = [self._arena.memory(layer, self._start, self._end) for layer in layers] if attends else None
-        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
-
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
-        raise AssertionError("a kernel for prompts, and one column")
 
     def part(self, where: slice) -> "ArenaSlice":
         start, end, _ = where.indices(self._end - self._start)

@@ -9,23 +9,20 @@ N tokens, B rows of the batch, T most tokens of a place, S columns visible, H he
 head dim.
 """
 
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import Columns, FusedLayer, FusedStore
+from skipdecode.backends.backend import Columns
 from skipdecode.backends.device import backend_on
 from skipdecode.kv.ragged import Arena
-from skipdecode.kv.view import attention
+from skipdecode.kv.view import StepView, attention
 from skipdecode.rope import Turn, turn_of
 
 
-class TokensView:
-    """N tokens of an arena's batch (`skipdecode.kv.view.KVView`); their states are [N, 1, D]."""
-
-    stores_by_kernel = False
+class TokensView(StepView):
+    """N tokens of an arena's batch; their states are [N, 1, D]."""
 
     def __init__(self, arena: Arena, places: Tensor, columns: Tensor, table: Tensor | None) -> None:
         """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotations`."""
@@ -42,12 +39,12 @@ class TokensView:
     def _first(self) -> Tensor:
         return torch.zeros_like(self._columns)
 
-    def _memory(self, layer: int) -> Columns:
+    def columns(self, layer: int) -> Columns:
         return Columns(*self._arena.memory_of(layer), self._first, self._columns, places=self._places)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self._attend_one is not None:
-            return self._attend_one(q, k, v, self._memory(layer))
+            return self._attend_one(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
         slots, mask = self._slots
@@ -74,15 +71,6 @@ class TokensView:
         keys, values = self._arena.memory_of(layer)
         keys[self._places, :, self._columns] = k[:, :, 0]
         values[self._places, :, self._columns] = v[:, :, 0]
-
-    def run(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
-    ) -> Tensor:
-        columns = [self._memory(layer) for layer in layers] if attends else None
-        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
-
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
-        raise AssertionError("a kernel for prompts, and one column")
 
     def part(self, where: slice) -> "TokensView":
         if where == slice(None):

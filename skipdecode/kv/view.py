@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.backends.backend import FusedLayer, FusedStore
+from skipdecode.backends.backend import Columns, FusedLayer, FusedStore, TableColumns
+from skipdecode.backends.device import backend_on
 from skipdecode.rope import Turn
 
 
@@ -56,6 +57,25 @@ class MovableView(KVView, Protocol):
 
     def on(self, device: torch.device, table: Tensor | None) -> "MovableView":
         """For the layers on that device, where `table` (`rope.rotations`) is, too."""
+
+
+class StepView:
+    """What the views of decode steps have in common: a layer's kernel takes the `columns` of the rows."""
+
+    stores_by_kernel = False
+
+    def columns(self, layer: int) -> Columns | TableColumns:
+        """What the new column of every row attends to in that layer, and where it goes."""
+        raise NotImplementedError
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        columns = [self.columns(layer) for layer in layers] if attends else None
+        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
+
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+        raise AssertionError("a kernel for prompts, and one column")
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
