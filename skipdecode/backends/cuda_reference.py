@@ -1,4 +1,4 @@
-"""The kernels of `cuda.Kernels` by torch's operators, on any device: what the Triton ones must equal.
+"""The kernels of `cuda_kernels.Kernels` by torch's operators, on any device: what the Triton ones must equal.
 
 Plain and slow: `attend` reads its bounds on the host, so it cannot be captured.
 
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipdecode.backends.backend import Columns, TableColumns
-from skipdecode.backends.cuda import Heads, Norm
+from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.rope import turn_of, turned
 
 
 class TorchKernels:
-    """As `cuda.Kernels`."""
+    """As `cuda_kernels.Kernels`."""
 
     def attend(
         self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.backend import Columns, TableColumns
-from skipdecode.backends.cuda import Heads, Kernels, Norm
+from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
 from skipdecode.backends.cuda_reference import TorchKernels
 
 B, H, G, K, COLUMNS = 3, 8, 2, 64, 32

@@ -1,4 +1,4 @@
-"""Triton's kernels of a decode step: `cuda.Kernels` says what each computes, `triton_launch` on what grid.
+"""Triton's kernels of a decode step: `cuda_kernels.Kernels` says what each computes, `triton_launch` on what grid.
 
 Importing this needs Triton. Products are cuBLAS's, and no kernel here reads more than one new column per row.
 

@@ -1,4 +1,4 @@
-"""Triton's kernels as `cuda.Kernels`: grids, blocks, warps, and the memory of what they make.
+"""Triton's kernels as `cuda_kernels.Kernels`: grids, blocks, warps, and the memory of what they make.
 
 All of it goes through `launch`. Importing this needs Triton; what each kernel does stands in `triton_kernels`.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skipdecode.backends import triton_kernels as kernels
 from skipdecode.backends.backend import Columns, TableColumns
-from skipdecode.backends.cuda import Heads, Norm
+from skipdecode.backends.cuda_kernels import Heads, Norm
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 """By Triton's interpreter, on a CPU, which multiplies no bfloat16."""
@@ -45,7 +45,7 @@ def splits_for(rows: int, kv_heads: int) -> int:
 
 
 class TritonKernels:
-    """As `cuda.Kernels`."""
+    """As `cuda_kernels.Kernels`."""
 
     def __init__(self) -> None:
         self._arrived: dict[torch.device, Tensor] = {}

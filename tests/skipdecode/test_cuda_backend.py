@@ -8,7 +8,8 @@ import torch
 
 from actors.bench import BenchCase, profile_case
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
-from skipdecode.backends.cuda import CudaBackend, CudaLayer, Heads
+from skipdecode.backends.cuda import CudaBackend, CudaLayer
+from skipdecode.backends.cuda_kernels import Heads
 from skipdecode.backends.cuda_reference import TorchKernels
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.generate import generate, generate_continuous

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import torch
 
 from skipdecode.backends.backend import Columns, TableColumns
-from skipdecode.backends.cuda import Heads, Norm
+from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.triton_launch import TritonKernels
 from tests.support.triton_compile import compiled, launches_of
 

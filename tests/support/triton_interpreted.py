@@ -16,7 +16,8 @@ from torch import Tensor
 
 from skipdecode.backends import triton_launch
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
-from skipdecode.backends.cuda import CudaBackend, Heads, Norm
+from skipdecode.backends.cuda import CudaBackend
+from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.cuda_reference import TorchKernels, normed_by
 from skipdecode.backends.first_kernels import first_problem
 from skipdecode.backends.triton_launch import TritonKernels
