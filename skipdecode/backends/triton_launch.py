@@ -1,6 +1,7 @@
 """Triton's kernels as `cuda_kernels.Kernels`: grids, blocks, warps, and the memory of what they make.
 
-All of it goes through `launch`. Importing this needs Triton; what each kernel does stands in `triton_kernels`.
+All of it goes through `launch`. Importing this needs Triton; what each kernel does stands in `triton_attention`,
+`triton_norm` and `triton_sampling`.
 """
 
 import os
@@ -8,9 +9,11 @@ import os
 import torch
 from torch import Tensor
 
-from skipdecode.backends import triton_kernels as kernels
 from skipdecode.backends.backend import Columns, TableColumns
 from skipdecode.backends.cuda_kernels import Heads, Norm
+from skipdecode.backends.triton_attention import attend_kernel
+from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
+from skipdecode.backends.triton_sampling import argmax_kernel, draw_kernel
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 """By Triton's interpreter, on a CPU, which multiplies no bfloat16."""
@@ -72,7 +75,7 @@ class TritonKernels:
             arrived = self._counters(q.device)
         padded = max(16, _power(K))  # what the matrix units take at least
         launch(
-            kernels.attend_kernel,
+            attend_kernel,
             (G, B, splits),
             q, k, v, keys, values, where, columns.first, columns.last, out,
             table, heads.q_norm, heads.k_norm, parts, sums, arrived,
@@ -95,7 +98,7 @@ class TritonKernels:
         weight, shift = (None, None) if norm is None else (norm.weight, norm.bias)
         block = _power(D)
         launch(
-            kernels.add_norm_kernel,
+            add_norm_kernel,
             (B,),
             h, y, bias, weight, shift, out, h.stride(0), 0 if y is None else y.stride(0), out.stride(0),
             0.0 if norm is None else norm.epsilon,
@@ -109,7 +112,7 @@ class TritonKernels:
         B, F = len(y), y.shape[1] // 2
         assert y.stride(1) == 1, y.stride()
         out, block = y.new_empty(B, F), 1024
-        launch(kernels.gate_kernel, (-(-F // block), B), y, out, y.stride(0), F, BLOCK=block, num_warps=4)
+        launch(gate_kernel, (-(-F // block), B), y, out, y.stride(0), F, BLOCK=block, num_warps=4)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ class TritonKernels:
         assert logits.stride(1) == 1, logits.stride()
         out, block = logits.new_empty(B, dtype=torch.int64), min(4096, _power(V))
         launch(
-            kernels.argmax_kernel, (B,), logits, out, logits.stride(0), V, BLOCK=block, num_warps=_warps(block, 16)
+            argmax_kernel, (B,), logits, out, logits.stride(0), V, BLOCK=block, num_warps=_warps(block, 16)
         )  # fmt: skip
         return out
 
@@ -130,7 +133,7 @@ class TritonKernels:
         assert uniform.shape == (B, 1), uniform.shape
         out = logits.new_empty(B, dtype=torch.int64)
         launch(
-            kernels.draw_kernel,
+            draw_kernel,
             (B,),
             logits, temperature, top_k, top_p, uniform, out, logits.stride(0), uniform.stride(0), V,
             BLOCK=256, WIDE=2048, num_warps=8,

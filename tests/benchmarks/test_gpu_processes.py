@@ -42,7 +42,7 @@ CLEAN = "========= COMPUTE-SANITIZER\nattention, OPT\n========= ERROR SUMMARY: 0
 BAD = """\
 ========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 2 bytes
-=========     at attend_kernel+0x1b0 in triton_kernels.py:80
+=========     at attend_kernel+0x1b0 in triton_attention.py:80
 =========     by thread (31,0,0) in block (0,0,0)
 ========= ERROR SUMMARY: 3 errors
 """
@@ -105,7 +105,7 @@ def test_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_errors_that_the_sanitizer_counts() -> None:
     assert parse_sanitizer(CLEAN) == (0, None)
-    first = "Invalid __global__ read of size 2 bytes at attend_kernel+0x1b0 in triton_kernels.py:80"
+    first = "Invalid __global__ read of size 2 bytes at attend_kernel+0x1b0 in triton_attention.py:80"
     assert parse_sanitizer(BAD) == (3, first)
     assert parse_sanitizer("Traceback: no sum\n") == (None, None)
 

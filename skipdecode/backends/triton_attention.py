@@ -1,0 +1,205 @@
+"""Triton's kernel of attention for one new column per row (`cuda_kernels.Kernels.attend`), and the steps it is made of.
+
+Importing this needs Triton; on what grid the kernel runs stands in `triton_launch`. Triton inlines the steps, so they
+share registers. No column is read but those of a row.
+
+B rows, G heads of keys and values, K head dim (KP padded), M queries that share a head of keys (GROUP, padded). Names
+in capitals are pointers, and numbers known when a kernel is compiled.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2 e): the device has the latter
+
+
+@triton.jit
+def turned(x, other, cos, sin, d, HALF: tl.constexpr):
+    """Numbers `d` of a head and those they turn with: the first half of those that turn, then the second."""
+    sign = tl.where(d < HALF, -1.0, 1.0)
+    return tl.where(d < 2 * HALF, x * cos + sign * other * sin, x)
+
+
+@triton.jit
+def ready(
+    X, rows, d, mask, position, WEIGHT, ROTATIONS, epsilon, K: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
+):  # fmt: skip
+    """Heads X + rows [M, K] normed, then turned; rounded to their type after each. As float32."""
+    x = tl.load(X + rows + d[None, :], mask=mask, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    if HAS_NORM:
+        rms = tl.rsqrt(tl.sum(x * x, 1) / K + epsilon)
+        weight = tl.load(WEIGHT + d, mask=d < K, other=0.0).to(tl.float32)
+        x = (x * rms[:, None] * weight[None, :]).to(dtype).to(tl.float32)
+    if HALF > 0:
+        turns = d < 2 * HALF
+        partner = tl.where(d < HALF, d + HALF, tl.where(turns, d - HALF, d))
+        other = tl.load(X + rows + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            weight = tl.load(WEIGHT + partner, mask=d < K, other=0.0).to(tl.float32)
+            other = (other * rms[:, None] * weight[None, :]).to(dtype).to(tl.float32)
+        angle = tl.where(d < HALF, d, partner)
+        table = ROTATIONS + position * (2 * HALF) + angle
+        cos = tl.load(table, mask=turns, other=1.0)
+        sin = tl.load(table + HALF, mask=turns, other=0.0)
+        x = turned(x, other, cos[None, :], sin[None, :], d[None, :], HALF).to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
+def part_of(first, last, part, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr):
+    """How many parts of a row have columns, and where this one's begin and end."""
+    live, start, end = 1, first, last + 1
+    if SPLITS > 1:
+        chunk = tl.maximum(tl.cdiv(tl.cdiv(last + 1 - first, SPLITS), BLOCK) * BLOCK, MIN_CHUNK)
+        live = tl.cdiv(last + 1 - first, chunk).to(tl.int32)
+        start = first + part * chunk
+        end = tl.minimum(start + chunk, last + 1)
+    return live, start, end
+
+
+@triton.jit
+def memory_of(KEYS, VALUES, WHERE, b, g, memory_row, memory_head, HAS_TABLE: tl.constexpr):
+    """Where the keys and values [columns, K] of a row and head begin."""
+    keys, values = KEYS, VALUES
+    if HAS_TABLE:  # multiples of 16, so that 16 bytes are loaded at once
+        keys += tl.multiple_of(tl.load(WHERE), 16)
+        values += tl.multiple_of(tl.load(WHERE + 1), 16)
+        row = b * tl.multiple_of(tl.load(WHERE + 2), 16) + g * tl.multiple_of(tl.load(WHERE + 3), 16)
+    else:
+        row = b * memory_row + g * memory_head.to(tl.int64)
+    return keys + row, values + row
+
+
+@triton.jit
+def with_new(
+    q, NEW_K, NEW_V, keys, values, k_row, v_row, b, g, last, end, best, total, made, d, position, K_NORM, ROTATIONS,
+    scale, epsilon, K: tl.constexpr, HALF: tl.constexpr, HAS_K_NORM: tl.constexpr,
+):  # fmt: skip
+    """Attention of q [M, K] so far, as in `attended`, and to the row's new key, normed and turned, and value. The part
+    that ends with column `last` stores them there and counts them; others leave all as it is."""
+    one, is_in = tl.arange(0, 1), d < K
+    rows, row_mask = b * k_row + g * K + one[:, None], is_in[None, :]
+    new = ready(NEW_K, rows, d, row_mask, position, K_NORM, ROTATIONS, epsilon, K, HALF, HAS_K_NORM)  # [1, K]
+    new_v = tl.load(NEW_V + b * v_row + g * K + d, mask=is_in, other=0.0)
+    has_last = end == last + 1
+    stores = is_in & has_last
+    tl.store(keys + last * K + d[None, :], new.to(keys.dtype.element_ty), mask=stores[None, :])
+    tl.store(values + last * K + d, new_v, mask=stores)
+    its_score = tl.sum(q * new, 1) * (scale * LOG2_E)
+    best = tl.where(has_last, its_score, best)
+    total = tl.where(has_last, total + 1.0, total)
+    made = tl.where(has_last, made + new_v.to(tl.float32)[None, :], made)
+    return best, total, made
+
+
+@triton.jit
+def attended(
+    q, keys, values, at, stored, best, total, made, d, scale,
+    M: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Attention of q [M, K] so far (the best score [M], the sum of weights [M], the weighted values [M, K]), and to the
+    BLOCK columns from `at` on, those before `stored`."""
+    columns = at + tl.arange(0, BLOCK)
+    sees = columns < stored
+    place, mask = columns[:, None] * K + d[None, :], sees[:, None] & (d < K)[None, :]
+    k = tl.load(keys + place, mask=mask, other=0.0)  # [BLOCK, K]
+    v = tl.load(values + place, mask=mask, other=0.0)
+    if M == 1:
+        score = tl.sum(k.to(tl.float32) * q, 1)[None, :]
+    elif IN_FLOAT32:
+        score = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="ieee")
+    else:
+        score = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee")
+    score = tl.where(sees[None, :], score * (scale * LOG2_E), float("-inf"))  # [M, BLOCK]
+    better = tl.maximum(best, tl.max(score, 1))
+    p = tl.exp2(score - better[:, None])
+    shrink = tl.exp2(best - better)
+    total = total * shrink + tl.sum(p, 1)
+    if M == 1:
+        p = tl.reshape(p, [BLOCK, 1])
+        made = made * shrink[:, None] + tl.sum(p * v.to(tl.float32), 0)[None, :]
+    elif IN_FLOAT32:
+        p = p.to(v.dtype).to(tl.float32)
+        made = made * shrink[:, None] + tl.dot(p, v.to(tl.float32), input_precision="ieee")
+    else:
+        made = made * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return better, total, made
+
+
+@triton.jit
+def sum_of_parts(
+    PARTS, SUMS, slot, live, m, d, mask,
+    GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Attention [M, K] to all columns of a row, of what its parts have written from `slot` on, in their order."""
+    best = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    made = tl.zeros([M, KP], tl.float32)
+    for other in range(live):
+        row = (slot + other) * GROUP + m
+        its_best = tl.load(SUMS + row * 2, mask=m < GROUP, other=0.0, cache_modifier=".cg")
+        its_total = tl.load(SUMS + row * 2 + 1, mask=m < GROUP, other=1.0, cache_modifier=".cg")
+        its = tl.load(PARTS + row[:, None] * K + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        better = tl.maximum(best, its_best)
+        shrink, its_shrink = tl.exp2(best - better), tl.exp2(its_best - better)
+        total = total * shrink + its_total * its_shrink
+        made = made * shrink[:, None] + its * its_shrink[:, None]
+        best = better
+    return made / total[:, None]
+
+
+# Rows of a batch begin at any place of FIRST and LAST: by their alignment, the kernel would be compiled twice.
+@triton.jit(do_not_specialize=["last_step", "num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST"])
+def attend_kernel(
+    Q, NEW_K, NEW_V, KEYS, VALUES, WHERE, FIRST, LAST, OUT, ROTATIONS, Q_NORM, K_NORM, PARTS, SUMS, ARRIVED,
+    q_row, k_row, v_row, memory_row, memory_head, last_step, num_positions, scale, epsilon,
+    G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
+    HAS_NEW: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """One head of keys and values of a row, or a part of its columns: the queries that share it read them once.
+
+    The part with the row's last column stores the new key and value, and attends to them from registers. The part that
+    ends last adds up the results of all, in their order.
+    """
+    g, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    first, last = tl.load(FIRST + b), tl.load(LAST + b * last_step)
+    live, start, end = part_of(first, last, part, BLOCK, SPLITS, MIN_CHUNK)
+    if part < live:
+        keys, values = memory_of(KEYS, VALUES, WHERE, b, g, memory_row, memory_head, HAS_TABLE)
+        d, m = tl.arange(0, KP), tl.arange(0, M)
+        position = tl.minimum(last - first, num_positions - 1)
+        q_mask = (m[:, None] < GROUP) & (d < K)[None, :]
+        q_rows = b * q_row + g * GROUP * K + m[:, None] * K
+        q = ready(Q, q_rows, d, q_mask, position, Q_NORM, ROTATIONS, epsilon, K, HALF, HAS_Q_NORM)  # [M, K]
+        best = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        made = tl.zeros([M, KP], tl.float32)
+        stored = end
+        if HAS_NEW:
+            best, total, made = with_new(
+                q, NEW_K, NEW_V, keys, values, k_row, v_row, b, g, last, end, best, total, made, d, position, K_NORM,
+                ROTATIONS, scale, epsilon, K, HALF, HAS_K_NORM,
+            )  # fmt: skip
+            stored = tl.minimum(end, last)
+        for at in range(start, stored, BLOCK):
+            best, total, made = attended(
+                q, keys, values, at, stored, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32
+            )  # fmt: skip
+        out = OUT + b * (G * GROUP * K) + g * GROUP * K + m[:, None] * K + d[None, :]
+        if SPLITS == 1:
+            tl.store(out, (made / total[:, None]).to(OUT.dtype.element_ty), mask=q_mask)
+        else:
+            slot = (b * G + g) * SPLITS
+            row = (slot + part) * GROUP + m
+            tl.store(PARTS + row[:, None] * K + d[None, :], made, mask=q_mask)
+            tl.store(SUMS + row * 2, best, mask=m < GROUP)
+            tl.store(SUMS + row * 2 + 1, total, mask=m < GROUP)
+            tl.debug_barrier()  # all of this part is written before it counts as arrived
+            if tl.atomic_add(ARRIVED + b * G + g, 1, sem="acq_rel") == live - 1:
+                tl.store(ARRIVED + b * G + g, 0)  # for the next call
+                whole = sum_of_parts(PARTS, SUMS, slot, live, m, d, q_mask, GROUP, M, K, KP)
+                tl.store(out, whole.to(OUT.dtype.element_ty), mask=q_mask)

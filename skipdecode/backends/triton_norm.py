@@ -1,0 +1,51 @@
+"""Triton's kernels between the products of a layer but attention: residual, bias and norm in one, and the gate of
+feed-forward blocks. `cuda_kernels.Kernels` says what each computes, `triton_launch` on what grid.
+
+Importing this needs Triton. B rows, D width, F feed-forward width. Names in capitals are pointers, and numbers known
+when a kernel is compiled.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm_kernel(
+    STATES, ADDED, ADDED_BIAS, WEIGHT, BIAS, OUT, row, added_row, out_row, epsilon,
+    D: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_ADDED_BIAS: tl.constexpr,
+    STORES_SUM: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One row: states + (added + its bias), rounded; its norm in float32, from what was rounded."""
+    b, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    is_in = d < D
+    x = tl.load(STATES + b * row + d, mask=is_in, other=0.0)
+    dtype = x.dtype
+    if HAS_ADDED:
+        added = tl.load(ADDED + b * added_row + d, mask=is_in, other=0.0).to(tl.float32)
+        if HAS_ADDED_BIAS:  # rounded, as a product with its bias is
+            added = (added + tl.load(ADDED_BIAS + d, mask=is_in, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        x = (x.to(tl.float32) + added).to(dtype)
+    if STORES_SUM:
+        tl.store(STATES + b * row + d, x, mask=is_in)
+    if NORM != "none":
+        x = x.to(tl.float32)
+        if NORM == "layer":
+            x = tl.where(is_in, x - tl.sum(x, 0) / D, 0.0)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / D + epsilon)
+        if HAS_WEIGHT:
+            x = x * tl.load(WEIGHT + d, mask=is_in, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x = x + tl.load(BIAS + d, mask=is_in, other=0.0).to(tl.float32)
+        tl.store(OUT + b * out_row + d, x.to(dtype), mask=is_in)
+
+
+@triton.jit
+def gate_kernel(Y, OUT, row, F, BLOCK: tl.constexpr):
+    """silu(gate) * other of [gate; other], the first rounded as torch's operator does."""
+    b, f = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_in = f < F
+    gate = tl.load(Y + b * row + f, mask=is_in, other=0.0)
+    other = tl.load(Y + b * row + F + f, mask=is_in, other=0.0).to(tl.float32)
+    x = gate.to(tl.float32)
+    x = (x / (1.0 + tl.exp(-x))).to(gate.dtype).to(tl.float32)
+    tl.store(OUT + b * F + f, (x * other).to(gate.dtype), mask=is_in)
