@@ -10,16 +10,16 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from actors.train_config import TrainConfig, learning_rate, num_steps, schedule_names
 from actors.train_state import Weights, collect_state, full_state, restore_state
 from actors.train_workers import Pair, inner, no_sync, parts_of, rank_and_size, wrap
-from skipdecode.config import Trainable
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch
 from skipdecode.lora import lora_modules
@@ -28,46 +28,6 @@ from skipdecode.schedule import listed_schedule
 from skipdecode.train import ResponseLoss
 
 SORTED_BATCHES = 50  # rows are sorted by length within chunks of so many batches: little padding, still shuffled
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    schedules: tuple[dict[str, Any], ...]
-    """`decode:` mappings, with `prefill` beside their keys; each step draws one."""
-    horizon: int
-    """Decode steps over which the depth falls in training."""
-    epochs: float
-    batch_size: int
-    """Pairs per optimiser step, over all workers."""
-    accumulate: int
-    """Micro-batches that a worker's share of a step is cut into."""
-    learning_rate: float
-    """The peak, after `warmup_steps`; from there it falls linearly to `final_learning_rate`."""
-    final_learning_rate: float
-    warmup_steps: int
-    betas: tuple[float, float]
-    """Of AdamW."""
-    weight_decay: float
-    max_grad_norm: float
-    distill: float
-    """Share of the loss that compares with a teacher instead of the data (`ResponseLoss`)."""
-    temperature: float
-    """Of the distributions that are compared."""
-    hidden: float
-    """Weight of the squared difference of the last states, beside them."""
-    trainable: Trainable
-    precision: Literal["float32", "bfloat16"]
-    """bfloat16: autocast; weights and optimiser stay float32."""
-    recompute: bool
-    """Activation checkpointing: recompute each layer in the backward pass."""
-    parallel: Literal["ddp", "fsdp"]
-    log_every: int
-    """Steps, as the next three."""
-    validate_every: int
-    checkpoint_every: int
-    validation_rows: int
-    """How many validation pairs are looked at each time, drawn once."""
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -111,10 +71,6 @@ def length_sorted_batches(pairs: Sequence[Pair], batch_size: int, seed: str) -> 
     return batches
 
 
-def num_steps(num_pairs: int, config: TrainConfig) -> int:
-    return max(1, round(config.epochs * -(-num_pairs // config.batch_size)))
-
-
 def train(
     model: Decoder,
     pairs: Sequence[Pair],
@@ -151,7 +107,7 @@ def train(
             batches = length_sorted_batches(pairs, config.batch_size, f"{config.seed} epoch {epoch}")
         index = random.Random(f"{config.seed} step {step}").randrange(len(schedules))
         for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(step, total, config)
+            group["lr"] = learning_rate(step, total, config)
         value = _step(module, optimizer, batches[step % per_epoch], schedules[index], config, model.device)
         step += 1
         if not math.isfinite(value):
@@ -163,10 +119,7 @@ def train(
         if step % config.log_every == 0 or is_last:
             hooks.log(record | since.record())
         if step % config.validate_every == 0 or is_last:
-            losses = _validate(module, validation, config, schedules, model.device)
-            record |= {"validation_loss": losses, "mean": sum(losses.values()) / len(losses)}
-            if not math.isfinite(record["mean"]):
-                raise FloatingPointError(f"the validation loss is {losses} at step {step}; lower train.learning_rate")
+            record |= _validate(module, validation, config, schedules, step, model.device)
             hooks.log(record)
             is_best = record["mean"] < best.get("mean", math.inf)
             best = record if is_best else best
@@ -269,21 +222,18 @@ def _mean_loss(
     return total.item() / sum(len(response) for _, response in pairs)
 
 
-def schedule_names(schedules: Sequence[dict[str, Any]]) -> list[str]:
-    """What logs and plots call each: its values, `skipdecode 5 3`; with their keys where two would read alike."""
-    names = [" ".join(str(value) for value in decode.values()) for decode in schedules]
-    long = [" ".join(f"{key} {value}" for key, value in decode.items()) for decode in schedules]
-    return [name if names.count(name) == 1 else whole for name, whole in zip(names, long, strict=True)]
-
-
 def _validate(
     module: nn.Module,
     pairs: Sequence[Pair],
     config: TrainConfig,
     schedules: Sequence[Schedule],
+    step: int,
     device: torch.device,
-) -> dict[str, float]:
-    """Mean loss per response token in nats, per schedule."""
+) -> dict[str, Any]:
+    """For the record of `step`: mean loss per response token in nats, per schedule, and the mean of these.
+
+    FloatingPointError when that is no number.
+    """
     module.eval()
     rows = max(1, config.batch_size // rank_and_size()[1])
     names = schedule_names(config.schedules)
@@ -291,14 +241,10 @@ def _validate(
         name: _mean_loss(module, pairs, schedule, rows, device) for name, schedule in zip(names, schedules, strict=True)
     }
     module.train()
-    return losses
-
-
-def _learning_rate(step: int, total: int, config: TrainConfig) -> float:
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    left = (total - step) / max(total - config.warmup_steps, 1)
-    return config.final_learning_rate + left * (config.learning_rate - config.final_learning_rate)
+    mean = sum(losses.values()) / len(losses)
+    if not math.isfinite(mean):
+        raise FloatingPointError(f"the validation loss is {losses} at step {step}; lower train.learning_rate")
+    return {"validation_loss": losses, "mean": mean}
 
 
 def _decay_groups(model: Decoder, weight_decay: float) -> list[dict[str, Any]]:

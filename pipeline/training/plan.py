@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.trainer import TrainConfig, num_steps
+from actors.train_config import TrainConfig, num_steps
 from pipeline.config import ConfigError
 from pipeline.demo_corpus import vary_names
 from pipeline.store.digest import digest_files

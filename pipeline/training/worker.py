@@ -16,9 +16,10 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
+from actors.train_config import TrainConfig
 from actors.train_state import Weights, load_state, model_of, save_state
 from actors.train_workers import Pair
-from actors.trainer import Hooks, TrainConfig, init_weights, train
+from actors.trainer import Hooks, init_weights, train
 from pipeline.machine import provenance
 from pipeline.training.folder import TrainingFolder
 from pipeline.training.records import ValidationLine

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
+from actors.train_config import TrainConfig
 from actors.train_workers import Pair
-from actors.trainer import Hooks, TrainConfig, init_weights, mean_loss, train
+from actors.trainer import Hooks, init_weights, mean_loss, train
 from pipeline.demo_corpus import make_prompts
 from skipdecode.backends import choice
 from skipdecode.decoder import Decoder

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from actors.train_config import TrainConfig
 from actors.train_state import load_state, model_of, save_state
 from actors.train_workers import Pair
-from actors.trainer import Hooks, TrainConfig, init_weights, train
+from actors.trainer import Hooks, init_weights, train
 from skipdecode.decoder import Decoder
 from skipdecode.families.opt import OPTConfig
 from skipdecode.families.qwen import Qwen3Config

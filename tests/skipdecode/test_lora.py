@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from actors.train_config import TrainConfig
 from actors.train_state import load_state, save_state
 from actors.train_workers import Pair
-from actors.trainer import Hooks, TrainConfig, train
+from actors.trainer import Hooks, train
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.lora import LoraShape, add_lora, linear_names, lora_modules, save_adapter

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import OPTForCausalLM
 
+from actors.train_config import TrainConfig, schedule_names
 from actors.train_state import load_state, model_of, save_state
 from actors.train_workers import Pair, parts_of
 from actors.trainer import (
     Hooks,
-    TrainConfig,
     init_weights,
     length_sorted_batches,
     mean_loss,
-    schedule_names,
     train,
 )
 from skipdecode.decoder import Decoder

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.trainer import _learning_rate
+from actors.train_config import learning_rate
 from pipeline.config import build_config
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.plan import PlannedTraining, plan_training
@@ -34,7 +34,7 @@ def plan(pairs: Path, notes: list[str], if_exists: str = "fail", **train: Any) -
 
 def rates(planned: PlannedTraining) -> list[float]:
     steps = planned.num_steps
-    return [_learning_rate(step, steps, planned.train) for step in range(steps)]
+    return [learning_rate(step, steps, planned.train) for step in range(steps)]
 
 
 @pytest.mark.parametrize(("batch_size", "steps", "settled"), [(64, 1, 1), (20, 2, 1), (4, 10, 1), (1, 40, 4)])
