@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from actors.jinja_sandbox import Template, TemplateError
+from actors.jinja_errors import TemplateError
+from actors.jinja_sandbox import Template
 
 ROLES = ("system", "developer", "user", "assistant")
 PASSED_ON = ("role", "content", "name")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.chat_template import ChatTemplate
-from actors.jinja_sandbox import Template, TemplateError
+from actors.jinja_errors import TemplateError
+from actors.jinja_sandbox import Template
 from skipdecode.families import FAMILIES
 from skipdecode.gguf_header import read_header
 from skipdecode.hub import resolve_source

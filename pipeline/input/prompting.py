@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Protocol
 
 from actors.chat_template import ChatTemplate, Message, MessagesError, check_messages
-from actors.jinja_sandbox import RendererEnded, Template, TemplateError
+from actors.jinja_errors import RendererEnded, TemplateError
+from actors.jinja_sandbox import Template
 from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import Listing
 from pipeline.input.row import Row

@@ -10,7 +10,7 @@ from datetime import datetime
 from actors.chat_template import ChatTemplate
 from actors.chat_template_files import load_chat_template
 from actors.generator import Generator
-from actors.jinja_sandbox import RendererEnded, TemplateError, TemplateRaised
+from actors.jinja_errors import RendererEnded, TemplateError, TemplateRaised
 from pipeline.openai_params import BadParameter, cut
 from pipeline.service import errors
 from pipeline.service.config import ServeConfig

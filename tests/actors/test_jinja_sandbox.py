@@ -22,16 +22,16 @@ import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from actors import jinja_sandbox
-from actors.jinja_sandbox import (
+from actors import jinja_process
+from actors.jinja_errors import (
     RendererEnded,
-    Template,
     TemplateError,
     TemplateRaised,
     TemplateSyntaxError,
     TemplateTooCostly,
     UndefinedVariable,
 )
+from actors.jinja_sandbox import Template
 
 pytestmark = pytest.mark.process
 NOW = datetime(2026, 7, 26, 12, 30)
@@ -251,7 +251,8 @@ def test_nothing_of_python_is_in_reach(source: str) -> None:
 PROBE = """
 import json, resource, sys, threading
 from datetime import datetime
-from actors.jinja_sandbox import Template, TemplateError
+from actors.jinja_errors import TemplateError
+from actors.jinja_sandbox import Template
 
 def cpu():
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -312,10 +313,10 @@ def cpu_s(run: Callable[[], object]) -> float:
         usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         return sum(use.ru_utime + use.ru_stime for use in usage)
 
-    jinja_sandbox._drop()
+    jinja_process._drop()
     began = spent()
     run()
-    jinja_sandbox._drop()
+    jinja_process._drop()
     return spent() - began
 
 
@@ -357,10 +358,10 @@ def test_a_process_that_others_end_again_and_again_is_not_the_fault_of_a_templat
 
     def end_all() -> None:
         while not is_done.wait(0.001):
-            if (child := jinja_sandbox._child) is not None:
+            if (child := jinja_process._child) is not None:
                 child._process.send_signal(how)
 
-    jinja_sandbox._drop()
+    jinja_process._drop()
     killer = threading.Thread(target=end_all)
     killer.start()
     made = template.render_rows([{"a": 1}, {"a": 2}], now=NOW)
@@ -373,7 +374,7 @@ def test_a_process_that_others_end_again_and_again_is_not_the_fault_of_a_templat
 
 def test_a_process_that_is_killed_from_outside_costs_no_row() -> None:
     template = Template("{{ a }}", strict=True)
-    child = jinja_sandbox._child
+    child = jinja_process._child
     assert child is not None
     os.kill(child._process.pid, signal.SIGKILL)
     assert template.render({"a": 1}, now=NOW) == "1"

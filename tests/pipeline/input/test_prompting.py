@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.chat_template import ChatTemplate
-from actors.jinja_sandbox import RendererEnded, Template, TemplateTooCostly
+from actors.jinja_errors import RendererEnded, TemplateTooCostly
+from actors.jinja_sandbox import Template
 from pipeline.config import ConfigError, SamplingConfig
 from pipeline.generate.retry import RETRYABLE
 from pipeline.input.expansion import Expansion

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors import jinja_sandbox
+from actors import jinja_process
 from actors.chat_template import check_messages
 from actors.generator import Generator, GeneratorConfig
 from pipeline.service.keys import digest
@@ -310,10 +310,10 @@ def test_a_template_whose_process_others_end_is_the_servers_own_trouble(url: str
 
     def end_all() -> None:
         while not is_done.wait(0.001):
-            if (child := jinja_sandbox._child) is not None:
+            if (child := jinja_process._child) is not None:
                 child._process.kill()
 
-    jinja_sandbox._drop()
+    jinja_process._drop()
     killer = threading.Thread(target=end_all)
     killer.start()
     asked = {"model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"], "messages": USER}
