@@ -1,7 +1,7 @@
 """Jinja for templates over the columns of a row, beyond what transformers has for chats.
 
 A null that becomes text is an error, and so is what has no text. A key of a mapping comes before its method. The final
-newline belongs to the prompt. It runs in the process of `jinja_child`, which bounds it; nothing else of ours does.
+newline belongs to the prompt. It runs in the process of `jinja_child`, which bounds it.
 """
 
 import types
