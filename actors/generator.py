@@ -13,42 +13,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
+from actors.baseline import Turns, predicted
 from actors.batching import Batch
 from actors.cutting import Cutting, sharing_in
-from actors.devices import is_lost, refuse_too_large
+from actors.devices import is_lost
 from actors.generator_config import GeneratorConfig as GeneratorConfig
-from actors.records import Answer as Answer
-from actors.records import RowFailure as RowFailure
-from actors.records import WindowResult as WindowResult
-from actors.records import agreement, figures
-from actors.room import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, Room
-from actors.scoring import is_scored_alone, score_alone, with_scores
+from actors.loading import load, make_graphs
+from actors.records import Answer, RowFailure, WindowResult, agreement, figures
+from actors.room import DETERMINISTIC_ROWS, Room
+from actors.scoring import is_scored_alone, score_alone, scored
 from actors.sharing_plan import NOMINAL, PromptPrices
-from skipdecode.backends.device import backend_on
 from skipdecode.batch_stats import LosslessStats
-from skipdecode.cost import Ceilings, SharedShape, measure_ceilings, predict_s
+from skipdecode.cost import Ceilings, measure_ceilings
 from skipdecode.draft_length import DraftLength, Prices
-from skipdecode.families import read_config
 from skipdecode.generate import BatchResult, Completion, Request, generate, generate_lossless
-from skipdecode.hub import resolve_source
 from skipdecode.lossless import Lossless
-from skipdecode.placing import choose_device as choose_device
-from skipdecode.placing import choose_dtype as choose_dtype
-from skipdecode.placing import devices_of
 from skipdecode.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.prefix import Sharing
-from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
-from skipdecode.step_graphs import StepGraphs, graphs_serve, plans_of
+from skipdecode.step_graphs import plans_of
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
-from skipdecode.weights import load_model
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
 MAX_STEPS = 4096  # decode steps that are looked through for plans to capture: every depth comes within them
 
 
@@ -56,22 +44,9 @@ class Generator:
     def __init__(self, config: GeneratorConfig) -> None:
         start = time.perf_counter()
         self.config = config
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
-        self.device = choose_device(config.device)
-        self.dtype = choose_dtype(config.dtype, self.device)
-        self.devices = devices_of(self.device, config.num_devices)
-        if config.num_devices > 1:
-            self.device = self.devices[0]
-        if self.device.type == "cuda":
-            shape, share = read_config(resolve_source(config.source)), config.memory_share
-            refuse_too_large(shape, config.source, self.devices, self.dtype.itemsize, share)
-        model = load_model(
-            config.source, adapter=config.adapter, device=self.device, dtype=self.dtype, devices=self.devices
-        )
-        self.model = model.pack(config.quantization)
-        if (reason := backend_on(self.device).why_slow) is not None:
-            logger.warning("decoding is slower than it could be: %s", reason)
+        loaded = load(config)
+        self.model, self.devices, self.dtype = loaded.model, loaded.devices, loaded.dtype
+        self.device = self.devices[0]
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
@@ -80,9 +55,9 @@ class Generator:
             dtype = str(self.dtype).removeprefix("torch.")
             self.ceilings = measure_ceilings(str(self.device), dtype)
         self.room = Room(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
-        self.graphs = self._make_graphs()  # takes what is left of the device
+        self.graphs = make_graphs(config, self.model, self.room)  # takes what is left of the device
         self.room = replace(self.room, graphs=self.graphs)
-        self._num_batches = self._num_turns = self._num_pairs = 0
+        self._turns = Turns()
         self._prices: dict[LayerPlan, PromptPrices] = {}
         self._warm_up()
         self.load_s = time.perf_counter() - start
@@ -98,7 +73,7 @@ class Generator:
             batch_size=batch_size or self.config.batch_size,
             prefill=prefill or self.config.prefill,
         )
-        other._num_batches = other._num_turns = other._num_pairs = 0
+        other._turns = Turns()
         other._draft_lengths = {}
         other._warm_up()
         return other
@@ -151,7 +126,7 @@ class Generator:
         for batch in self.cut(requests):
             chosen = [requests[row] for row in batch.rows]
             result = self._run(batch, chosen, self.schedule(chosen[0].sampling.max_new_tokens))
-            result.stats.prefill_s += self._scored(chosen, result)[1]
+            result.stats.prefill_s += scored(self.model, chosen, result, not self.config.deterministic)[1]
             found.append((batch, result))
         return found
 
@@ -193,13 +168,6 @@ class Generator:
         if self.config.baseline_fraction > 0:  # the same rows at full depth, which on a host may take twice the share
             schedules[self.full] = 1.0 if self.room.is_cuda else 0.5
         return self.room.rows(schedules, prompt_columns=bucket, num_new=max_new_tokens, head_columns=head_columns)
-
-    def _make_graphs(self) -> StepGraphs | None:
-        is_lossless = bool(self.config.decode.get("lossless"))  # its caches lie in torch's own memory
-        if not self.config.has_graphs or is_lossless or len(self.devices) > 1 or not graphs_serve(self.model):
-            return None
-        rows = self.config.batch_size or (DETERMINISTIC_ROWS if self.config.deterministic else MAX_BATCH_ROWS["cuda"])
-        return StepGraphs(self.model, self.room.on_gpus, max_rows=rows)
 
     def _capture(self) -> None:
         """All graphs that batches under this configuration ask for."""
@@ -250,38 +218,38 @@ class Generator:
     ) -> list[Completion]:
         """Decodes the batch, at full depth too when its turn has come, and records what it cost."""
         started_at = time.time()
-        is_alone = is_scored_alone(chosen[0])
-        is_paired = may_measure and self._takes_turn() and schedule != self.full and not is_alone
+        counts = may_measure and not is_scored_alone(chosen[0])
+        is_paired = counts and self._turns.is_next(self.config.baseline_fraction) and schedule != self.full
         full: BatchResult | None = None
         full_error = None
-        is_first = self._num_pairs % 2 == 1  # A B B A: drift of the machine cancels out
-        if is_paired and is_first:
+        if is_paired and self._turns.is_full_first:
             full, full_error = self._baseline(batch, chosen)
         result = self._run(batch, chosen, schedule)
         shape = self.cutting.shared_shape(batch, chosen, schedule)
-        if is_paired and not is_first:
+        if is_paired and not self._turns.is_full_first:
             full, full_error = self._baseline(batch, chosen)
-        record = {"started_at": started_at, "batch": self._num_batches} | figures(result)
+        record = {"started_at": started_at, "batch": self._turns.batches} | figures(result)
         record["layers"] = self.model.config.num_hidden_layers
-        completions, record["score_s"] = self._scored(chosen, result)  # first: a batch that fails leaves no record
+        # first: a batch that fails leaves no record
+        completions, record["score_s"] = scored(self.model, chosen, result, not self.config.deterministic)
         if full_error is not None:
             record["full_error"] = full_error
         if full is not None:
-            self._num_pairs += 1
             record |= {f"full_{key}": value for key, value in figures(full).items()} | agreement(result, full)
-            record |= self._predicted(result, schedule, shape)
+            assert self.ceilings is not None
+            record |= predicted(
+                result,
+                schedule,
+                self.model,
+                self.ceilings,
+                itemsize=self.dtype.itemsize,
+                num_devices=len(self.devices),
+                sharing=shape,
+                in_graphs=self.graphs is not None and self.graphs.failure is None,
+            )
         records.append(record)
-        self._num_batches += 1
-        self._num_turns += may_measure and not is_alone
+        self._turns = self._turns.after(counts=counts, is_pair=full is not None)
         return completions
-
-    def _scored(self, chosen: Sequence[Request], result: BatchResult) -> tuple[list[Completion], float]:
-        """The answers with their prompts' scores, where these are asked for beside tokens, and seconds of scoring."""
-        if is_scored_alone(chosen[0]):
-            return result.completions, 0.0
-        begun = time.perf_counter()
-        completions = with_scores(self.model, chosen, result.completions, not self.config.deterministic)
-        return completions, time.perf_counter() - begun
 
     def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
         """The batch at full depth, or why it could not be had: no row may fail of a measurement."""
@@ -307,33 +275,6 @@ class Generator:
             fixed = {"sharing": sharing}
         return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, graphs=self.graphs, **fixed)
 
-    def _takes_turn(self) -> bool:
-        fraction, n = self.config.baseline_fraction, self._num_turns
-        return fraction > 0 and (n in FIRST_PAIRS or int((n + 1) * fraction) > int(n * fraction))
-
-    def _predicted(self, result: BatchResult, schedule: Schedule, sharing: SharedShape | None) -> dict[str, float]:
-        assert self.ceilings is not None
-        record: dict[str, float] = {}
-        parts = len(self.devices)  # all of them take as long as one part alone would on one device
-        for prefix, chosen in (("predicted", schedule), ("full_predicted", self.full)):
-            prefill, decode = predict_s(
-                self.model.config,
-                chosen,
-                self.ceilings,
-                prompt_columns=result.stats.prompt_columns,
-                rows=-(-result.stats.rows // parts),
-                batch_rows=[-(-rows // parts) for rows in result.stats.batch_rows],
-                itemsize=self.dtype.itemsize,
-                weight_itemsize=self.model.weight_itemsize,
-                apart=result.stats.ffns_apart if chosen is schedule else None,
-                sharing=sharing,
-                in_graphs=self.graphs is not None and self.graphs.failure is None,
-            )
-            if chosen.lossless is not None and isinstance(result.stats, LosslessStats):
-                decode = result.stats.model_decode_s  # how many rounds there were nobody knew before
-            record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
-        return record
-
     def _warm_up(self) -> None:
         """First calls are slow; they belong to loading, not to the first batch."""
         self._capture()
@@ -341,8 +282,3 @@ class Generator:
         is_cuda = self.device.type == "cuda"
         most = self.batch_size(PROMPT_TOKENS, NEW_TOKENS) if is_cuda else ROWS  # as many as memory holds
         warm_up(self.model, schedule, self.graphs, max_rows=most)
-        if (lossless := schedule.lossless) is not None:
-            sampling = Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-            request = Request("warm-up", [self.model.config.filler_token_id] * PROMPT_TOKENS, sampling)
-            for _ in range(2):
-                generate_lossless(self.model, [request] * ROWS, lossless)

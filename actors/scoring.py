@@ -43,6 +43,18 @@ def with_scores(
     return done
 
 
+def scored(
+    model: Decoder, requests: Sequence[Request], result: BatchResult, together: bool
+) -> tuple[list[Completion], float]:
+    """The answers of a batch with their prompts' scores, where these are asked for beside tokens, and the seconds that
+    these took. `together` as in `with_scores`."""
+    if is_scored_alone(requests[0]):
+        return result.completions, 0.0
+    begun = time.perf_counter()
+    completions = with_scores(model, requests, result.completions, together)
+    return completions, time.perf_counter() - begun
+
+
 def score_alone(model: Decoder, requests: Sequence[Request], together: bool) -> BatchResult:
     """Of rows that get no tokens: their scores, and what these cost."""
     refuse_too_long(requests, model.config.max_position_embeddings)

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from actors.bench import random_model
-from actors.generator import choose_dtype
 from pipeline.cluster import num_cores
 from pipeline.machine import provenance
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.decoder import Decoder
 from skipdecode.families import released
 from skipdecode.generate import Request, generate, generate_continuous
+from skipdecode.placing import choose_dtype
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule

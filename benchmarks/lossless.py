@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from actors.bench import random_model
-from actors.generator import choose_dtype
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
@@ -32,6 +31,7 @@ from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.families import config_of, released
 from skipdecode.generate import BatchResult, generate, run_to_the_end
 from skipdecode.lossless import Lossless
+from skipdecode.placing import choose_dtype
 from skipdecode.plan import FullDepth
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling

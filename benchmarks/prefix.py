@@ -29,7 +29,8 @@ import torch
 
 from actors.batching import Batch, cut_batches
 from actors.bench import random_model
-from actors.generator import MAX_BATCH_ROWS, GeneratorConfig, choose_dtype
+from actors.generator import GeneratorConfig
+from actors.room import MAX_BATCH_ROWS
 from actors.sharing_plan import PromptPrices, cut_window
 from benchmarks.peer_engines import Spec
 from benchmarks.peer_worker import Contestant, PeerError
@@ -39,6 +40,7 @@ from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
 from skipdecode.families import released
 from skipdecode.generate import Request, generate
+from skipdecode.placing import choose_dtype
 from skipdecode.plan import FullDepth
 from skipdecode.prefix import Sharing, share
 from skipdecode.sampling import Sampling

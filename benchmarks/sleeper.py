@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jobs.cli
 import jobs.generate
 import pipeline.generate.dataset
-from actors.generator import WindowResult
+from actors.records import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.decoder import Decoder
 from skipdecode.generate import Completion, Request

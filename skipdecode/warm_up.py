@@ -14,6 +14,7 @@ from skipdecode.kv.pool import PoolFull
 from skipdecode.plan import Schedule
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
+from skipdecode.speculative import generate_lossless
 from skipdecode.step_graphs import StepGraphs
 
 ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
@@ -21,9 +22,17 @@ ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 
 def warm_up(model: Decoder, schedule: Schedule, graphs: StepGraphs | None = None, *, max_rows: int = ROWS) -> None:
     """Decodes small batches of rows that nobody wants. `max_rows`: of later batches."""
-    parts = 1 if model.placement is None else model.placement.num_parts
     for _ in range(2):
         _decode(model, schedule, graphs, ROWS)
+    _try_rows(model, schedule, graphs, max_rows)
+    if (lossless := schedule.lossless) is not None:
+        for _ in range(2):
+            generate_lossless(model, [_request(model)] * ROWS, lossless)
+
+
+def _try_rows(model: Decoder, schedule: Schedule, graphs: StepGraphs | None, max_rows: int) -> None:
+    """Numbers of rows that kernels are compiled for."""
+    parts = 1 if model.placement is None else model.placement.num_parts
     if not (sizes := backend_on(model.device).rows_to_try(-(-max_rows // parts))):
         return
     _decode(model, schedule, graphs, ROWS, temperature=1.0)
@@ -45,6 +54,9 @@ def _decode(
     temperature: float = 0.0,
     num_new: int = NEW_TOKENS,
 ) -> None:
+    generate(model, [_request(model, temperature, num_new)] * rows, schedule, graphs=graphs)
+
+
+def _request(model: Decoder, temperature: float = 0.0, num_new: int = NEW_TOKENS) -> Request:
     sampling = Sampling(max_new_tokens=num_new, ignore_eos=True, temperature=temperature)
-    request = Request("warm-up", [model.config.filler_token_id] * PROMPT_TOKENS, sampling)
-    generate(model, [request] * rows, schedule, graphs=graphs)
+    return Request("warm-up", [model.config.filler_token_id] * PROMPT_TOKENS, sampling)

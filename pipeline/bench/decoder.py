@@ -59,8 +59,8 @@ def run_bench(config: BenchConfig, note: Note, *, profile: bool = False) -> dict
     import torch
 
     from actors.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
-    from actors.generator import choose_device, choose_dtype
     from skipdecode.backends.choice import choose
+    from skipdecode.placing import choose_device, choose_dtype
 
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():

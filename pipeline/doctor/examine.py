@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from actors.generator import Generator, GeneratorConfig, choose_device
+from actors.generator import Generator, GeneratorConfig
 from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
@@ -33,6 +33,7 @@ from pipeline.units import Json, Note
 from pipeline.worker_backends import NodeBackend, find_backends, look, settle_dtype, why_no_int8
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.hub import resolve_source
+from skipdecode.placing import choose_device
 from skipdecode.schedule import make_schedule
 
 LOW_DISK_BYTES = 1 << 30

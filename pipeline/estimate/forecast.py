@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from actors.baseline import FIRST_PAIRS
 from actors.batching import Batch
-from actors.generator import FIRST_PAIRS, Generator
+from actors.generator import Generator
 from actors.room import MAX_BATCH_ROWS
 from actors.scoring import is_scored_alone
 from pipeline.config import JobConfig

@@ -18,7 +18,8 @@ import torch
 from pydantic import Field
 
 from actors.calibrate import Candidate, Progress, Sample, propose_layers, propose_rule
-from actors.generator import Generator, GeneratorConfig, RowFailure, choose_device
+from actors.generator import Generator, GeneratorConfig
+from actors.records import RowFailure
 from pipeline.checkpoint import ResolvedModel, check_model
 from pipeline.cluster import num_cores
 from pipeline.config import (
@@ -38,6 +39,7 @@ from pipeline.plots import new_figure, save_figure
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.units import Note
 from skipdecode.generate import Request
+from skipdecode.placing import choose_device
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_model, save_model
 

@@ -13,7 +13,6 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import Field
 
-from actors.generator import choose_device, choose_dtype
 from actors.train_workers import Pair
 from actors.trainer import mean_loss
 from pipeline.cluster import num_cores
@@ -39,6 +38,7 @@ from skipdecode.adapter import resolve_adapter
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.hub import resolve_source
+from skipdecode.placing import choose_device, choose_dtype
 from skipdecode.plan import Schedule
 from skipdecode.schedule import make_schedule
 from skipdecode.tokenizer import Tokenizer

@@ -17,7 +17,8 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult, choose_device, choose_dtype
+from actors.generator import Generator, GeneratorConfig
+from actors.records import RowFailure, WindowResult
 from actors.train_workers import Pair
 from actors.trainer import mean_loss
 from pipeline.checkpoint import check_model, check_quantization, resolve_decode
@@ -41,6 +42,7 @@ from pipeline.units import Note
 from skipdecode.backends.choice import choose
 from skipdecode.config import Quantization
 from skipdecode.generate import Request
+from skipdecode.placing import choose_device, choose_dtype
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import METHOD_KEYS, listed_schedule
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from actors.generator import WindowResult
+from actors.records import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.decoder import Decoder
 from pipeline.stages.window import Window

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.devices import is_lost
-from actors.generator import Generator, GeneratorConfig, WindowResult
+from actors.generator import Generator, GeneratorConfig
+from actors.records import WindowResult
 from pipeline.handles import BackendRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.generate import Request

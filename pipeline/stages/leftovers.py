@@ -20,7 +20,7 @@ from pipeline.cluster import on_this_node
 from pipeline.handles import Collected, LeftoversHandle, Loan
 
 if TYPE_CHECKING:  # this process needs no torch
-    from actors.generator import Answer
+    from actors.records import Answer
     from skipdecode.generate import Request
 
 IDLE_AFTER_S = 0.3  # without a row, before a worker counts as idle: between two windows there is always a moment

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence, Set
 from typing import cast
 
-from actors.generator import Answer, RowFailure
+from actors.records import Answer, RowFailure
 from pipeline.faults import fault_point
 from pipeline.handles import BatchRecord, CollectorHandle, LedgerHandle, fetch
 from pipeline.stages.decoder import Decoder

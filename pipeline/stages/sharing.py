@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import ray
 
-from actors.generator import Answer
+from actors.records import Answer
 from pipeline.faults import fault_point
 from pipeline.handles import LeftoversHandle, fetch
 from pipeline.stages.leftovers import split_parts

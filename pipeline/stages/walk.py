@@ -6,7 +6,7 @@ Why the parts are as they are: `pipeline.stages.attempts`.
 import time
 from collections.abc import Sequence
 
-from actors.generator import Answer, RowFailure
+from actors.records import Answer, RowFailure
 from pipeline.handles import fetch
 from pipeline.schema import POISON_ROW
 from pipeline.stages.attempts import StopRun

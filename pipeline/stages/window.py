@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from actors.generator import Answer, RowFailure
+from actors.records import Answer, RowFailure
 from pipeline.openai_params import asks_for_choice
 from pipeline.schema import ID, PROMPT_TOKENS, SAMPLING
 from pipeline.stages.choices import with_scores

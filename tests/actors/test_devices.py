@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors import cohort_batches, devices, generator
+from actors import cohort_batches, devices, generator, loading
 from actors.batches import EngineConfig
 from actors.devices import DeviceMemory, is_lost, refuse_too_large
 from actors.engine import Engine
@@ -45,7 +45,7 @@ def some(count: int, num_new: int = 12, **keys: float) -> list[Request]:
 @pytest.fixture
 def _on_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Generators decode by graphs, in a memory of 4 MB."""
-    monkeypatch.setattr(generator, "graphs_serve", lambda _model: True)
+    monkeypatch.setattr(loading, "graphs_serve", lambda _model: True)
     monkeypatch.setattr(Room, "on_gpus", 1 << 22)
     with cpu_as_cuda():
         yield
@@ -87,7 +87,7 @@ def test_a_model_that_no_number_of_gpus_holds(monkeypatch: pytest.MonkeyPatch) -
 
 def test_it_is_said_before_anything_is_loaded(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(1 << 16, 1 << 16, 0))
-    monkeypatch.setattr(generator, "load_model", lambda *_, **__: pytest.fail("loads"))
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("loads"))
     with pytest.raises(ValueError, match=r"actors\.num_gpus"):
         build(tiny_checkpoint, device="cuda")
 

@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actors import baseline, room
 from actors import generator as module
-from actors import room
-from actors.generator import Answer, Generator, GeneratorConfig, RowFailure, WindowResult
-from actors.records import agreement
+from actors.generator import Generator, GeneratorConfig
+from actors.records import Answer, RowFailure, WindowResult, agreement
 from actors.room import DETERMINISTIC_ROWS
 from pipeline.demo_corpus import make_prompts
 from skipdecode.backends import choice
@@ -136,7 +136,7 @@ def test_layers_on_several_devices(
     assert generator.model.placement is not None
     assert not generator.cutting.shares
     seen: list[int] = []
-    monkeypatch.setattr(module, "predict_s", lambda *_, rows, **__: seen.append(rows) or (1.0, 1.0))
+    monkeypatch.setattr(baseline, "predict_s", lambda *_, rows, **__: seen.append(rows) or (1.0, 1.0))
     result = generator(requests)
     assert [a.tokens for a in result.answers] == [a.tokens for a in one_by_one(shared, requests)]  # type: ignore[union-attr]
     wanted = [a.prompt_logprobs for a in shared(requests).answers]  # type: ignore[union-attr]

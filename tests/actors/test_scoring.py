@@ -202,7 +202,7 @@ def test_a_batch_that_fails_while_it_is_scored_is_counted_once(
             raise torch.OutOfMemoryError("no room for scores")
         return score(model, chosen, *others)
 
-    monkeypatch.setattr("actors.generator.with_scores", raising)
+    monkeypatch.setattr("actors.scoring.with_scores", raising)
     result = generator(rows)
     assert [answer.tokens for answer in result.answers if isinstance(answer, Completion)] == wanted
     assert sum(record["rows"] for record in result.batches) == len(rows)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import skipdecode
-from actors.generator import choose_dtype
 from skipdecode.backends import build, choice
 from skipdecode.backends.choice import NEEDS, BackendError
+from skipdecode.placing import choose_dtype
 from tests.support.cpu_backends import NAMES
 
 ROOT = Path(skipdecode.__file__).parents[1]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from actors.generator import WindowResult
+from actors.records import WindowResult
 from pipeline.processor.stage import KeyedDecoder, ProcessorStage
 from skipdecode.generate import Completion, Request
 

@@ -261,8 +261,8 @@ def test_batches_at_full_depth_are_counted_as_the_worker_takes_them(generator: G
     other.config = replace(other.config, baseline_fraction=fraction)
     taken = 0
     for count in range(1, 130):
-        taken += other._takes_turn()
-        other._num_turns += 1
+        taken += other._turns.is_next(other.config.baseline_fraction)
+        other._turns = other._turns.after(counts=True, is_pair=False)
         assert paired_batches(count, fraction) == taken, count
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from actors.generator import Answer
+from actors.records import Answer
 from pipeline.stages.attempts import MAX_START_DEATHS, Ledger, Plan, Process
 from skipdecode.generate import Completion
 

@@ -4,7 +4,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from actors.generator import Answer
+from actors.records import Answer
 from pipeline.handles import CollectorHandle, LedgerHandle, LeftoversHandle
 from pipeline.report.collector import MetricsCollector
 from pipeline.stages.attempts import Ledger

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.generator import RowFailure, WindowResult
+from actors.records import RowFailure, WindowResult
 from pipeline.handles import Process, WindowRecord
 from pipeline.stages import sharing as sharing_module
 from pipeline.stages.attempts import Ledger, StopRun

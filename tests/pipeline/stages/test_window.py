@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from actors.generator import RowFailure
+from actors.records import RowFailure
 from pipeline.stages.window import Window
 from skipdecode.generate import Completion
 from skipdecode.sampling import Sampling

@@ -1,0 +1,73 @@
+"""Full depth beside a schedule: which batches of a worker are decoded at both, and what the cost model says of them.
+
+Reports have their speed-up and agreement from these batches. Left out: decoding, and records of one pass (`records`).
+"""
+
+from dataclasses import dataclass
+
+from skipdecode.cost import Ceilings, SharedShape, predict_s
+from skipdecode.decoder import Decoder
+from skipdecode.generate import BatchResult
+from skipdecode.plan import FullDepth, Schedule
+from skipdecode.speculative import LosslessStats
+
+FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How many batches a worker has decoded."""
+
+    batches: int = 0
+    counted: int = 0
+    """Of these, those that count for the share."""
+    pairs: int = 0
+    """Of these, those that were decoded at full depth too."""
+
+    def is_next(self, fraction: float) -> bool:
+        """Whether the next batch that counts is decoded at full depth too, as `fraction` of them are."""
+        n = self.counted
+        return fraction > 0 and (n in FIRST_PAIRS or int((n + 1) * fraction) > int(n * fraction))
+
+    @property
+    def is_full_first(self) -> bool:
+        """Of the next pair. A B B A: drift of the machine cancels out."""
+        return self.pairs % 2 == 1
+
+    def after(self, *, counts: bool, is_pair: bool) -> "Turns":
+        """With one batch more."""
+        return Turns(self.batches + 1, self.counted + counts, self.pairs + is_pair)
+
+
+def predicted(
+    result: BatchResult,
+    schedule: Schedule,
+    model: Decoder,
+    ceilings: Ceilings,
+    *,
+    itemsize: int,
+    num_devices: int,
+    sharing: SharedShape | None,
+    in_graphs: bool,
+) -> dict[str, float]:
+    """Seconds of a batch by the cost model, under its schedule and at full depth, as its record has them."""
+    record: dict[str, float] = {}
+    parts = num_devices  # all of them take as long as one part alone would on one device
+    for prefix, chosen in (("predicted", schedule), ("full_predicted", FullDepth(model.config.num_hidden_layers))):
+        prefill, decode = predict_s(
+            model.config,
+            chosen,
+            ceilings,
+            prompt_columns=result.stats.prompt_columns,
+            rows=-(-result.stats.rows // parts),
+            batch_rows=[-(-rows // parts) for rows in result.stats.batch_rows],
+            itemsize=itemsize,
+            weight_itemsize=model.weight_itemsize,
+            apart=result.stats.ffns_apart if chosen is schedule else None,
+            sharing=sharing,
+            in_graphs=in_graphs,
+        )
+        if chosen.lossless is not None and isinstance(result.stats, LosslessStats):
+            decode = result.stats.model_decode_s  # how many rounds there were nobody knew before
+        record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
+    return record

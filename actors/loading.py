@@ -1,0 +1,58 @@
+"""A worker's model: loaded onto its devices and packed for them, with a place for its decode steps as CUDA graphs.
+
+Left out: what is decoded with it, and which steps are captured (`generator`); how many rows fit (`room`).
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from actors.devices import refuse_too_large
+from actors.generator_config import GeneratorConfig
+from actors.room import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, Room
+from skipdecode.backends.device import backend_on
+from skipdecode.decoder import Decoder
+from skipdecode.families import read_config
+from skipdecode.hub import resolve_source
+from skipdecode.placing import choose_device, choose_dtype, devices_of
+from skipdecode.step_graphs import StepGraphs, graphs_serve
+from skipdecode.weights import load_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Decoder
+    devices: Sequence[torch.device]
+    """Layers lie on them in turns; the rest on the first."""
+    dtype: torch.dtype
+    """Of states, keys and values."""
+
+
+def load(config: GeneratorConfig) -> Loaded:
+    """ValueError where there are fewer devices, or the weights leave no room on them, before any is read."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    devices = devices_of(device, config.num_devices)
+    if devices[0].type == "cuda":
+        shape, share = read_config(resolve_source(config.source)), config.memory_share
+        refuse_too_large(shape, config.source, devices, dtype.itemsize, share)
+    model = load_model(config.source, adapter=config.adapter, device=devices[0], dtype=dtype, devices=devices)
+    packed = model.pack(config.quantization)
+    if (reason := backend_on(devices[0]).why_slow) is not None:
+        logger.warning("decoding is slower than it could be: %s", reason)
+    return Loaded(packed, devices, dtype)
+
+
+def make_graphs(config: GeneratorConfig, model: Decoder, room: Room) -> StepGraphs | None:
+    """Takes what `room` has left on the device; None where steps are not captured."""
+    is_lossless = bool(config.decode.get("lossless"))  # its caches lie in torch's own memory
+    if not config.has_graphs or is_lossless or len(room.devices) > 1 or not graphs_serve(model):
+        return None
+    rows = config.batch_size or (DETERMINISTIC_ROWS if config.deterministic else MAX_BATCH_ROWS["cuda"])
+    return StepGraphs(model, room.on_gpus, max_rows=rows)
