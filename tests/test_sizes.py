@@ -1,6 +1,6 @@
 """How large a function and a module may be, how much of `pipeline/` is typed by `Any`, how far special cases spread.
 
-The sizes of `skipdecode/` and `actors/` have no limit here.
+Sizes are those of all packages and of `benchmarks/`; not those of tests, nor of the C++.
 """
 
 import ast
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = sorted(path for room in ("jobs", "pipeline", "benchmarks") for path in (ROOT / room).rglob("*.py"))
+ROOMS = ("jobs", "pipeline", "actors", "skipdecode", "benchmarks")
+MODULES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 MAX_FUNCTION_LINES, MAX_MODULE_LINES = 60, 300
 MAX_ANY = 106  # a fifth of the 531 of 2026-11-23
 
