@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
+    """What a worker decodes with."""
+
     model: Decoder
     devices: Sequence[torch.device]
     """Layers lie on them in turns; the rest on the first."""
