@@ -5,11 +5,11 @@ Reports have their speed-up and agreement from these batches. Left out: decoding
 
 from dataclasses import dataclass
 
+from skipdecode.batch_stats import LosslessStats
 from skipdecode.cost import Ceilings, SharedShape, predict_s
 from skipdecode.decoder import Decoder
 from skipdecode.generate import BatchResult
 from skipdecode.plan import FullDepth, Schedule
-from skipdecode.speculative import LosslessStats
 
 FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
 

@@ -23,7 +23,6 @@ from actors.records import Answer, RowFailure, WindowResult, agreement, figures
 from actors.room import DETERMINISTIC_ROWS, Room
 from actors.scoring import is_scored_alone, score_alone, scored
 from actors.sharing_plan import NOMINAL, PromptPrices
-from skipdecode.batch_stats import LosslessStats
 from skipdecode.cost import Ceilings, measure_ceilings
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.generate import BatchResult, Completion, Request, generate, generate_lossless

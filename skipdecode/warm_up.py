@@ -9,12 +9,11 @@ from contextlib import suppress
 
 from skipdecode.backends.device import backend_on
 from skipdecode.decoder import Decoder
-from skipdecode.generate import generate
+from skipdecode.generate import generate, generate_lossless
 from skipdecode.kv.pool import PoolFull
 from skipdecode.plan import Schedule
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
-from skipdecode.speculative import generate_lossless
 from skipdecode.step_graphs import StepGraphs
 
 ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
