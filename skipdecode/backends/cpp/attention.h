@@ -310,19 +310,19 @@ void weigh(int64_t each, int64_t count, const GroupRoom<T>& room) {
   }
 }
 
-// A thread's part of it, to be called by all threads of a parallel region, which wait for none at the end.
+// A thread's part of it, to be called by all threads of a team, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
 // `places` [rows]: the row of the cache that each row has, where several may have one, whose keys and values are all there
 // (`store_all`); null: its own. `shared` (null: none) comes before a row's own columns; a row's bits are those it has with
 // all columns in one piece. put(row, head, numbers) is called with each row's and head's result [dim].
 template <typename T, int DIM, typename Put>
-void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
+void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
                    T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
                    const Shared* shared, Put put) {
   constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
   const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
   const GroupRoom<T> room(heads, capacity + (shared ? shared->capacity : 0));
-  share(units, [&](int64_t unit) {
+  team.share(units, [&](int64_t unit) {
     const UnitOf of(unit, rows, heads.groups, places, shared);
     const int64_t row = of.row, group = of.head, start = first[row], count = last[row] - start + 1;
     const int64_t before = count_of(shared, row);
@@ -366,7 +366,7 @@ void attend(const Heads& heads, int64_t rows, const T* q, const T* new_k, const 
 }
 
 template <typename T, typename Put>
-void attend_of(const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
+void attend_of(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
                T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
                const Shared* shared, Put put) {
   const auto run = heads.dim == 32    ? attend<T, 32, Put>    // the demo model
@@ -375,7 +375,7 @@ void attend_of(const Heads& heads, int64_t rows, const T* q, const T* new_k, con
                    : heads.dim == 96  ? attend<T, 96, Put>
                    : heads.dim == 128 ? attend<T, 128, Put>   // 6.7B and larger
                                       : attend<T, 0, Put>;
-  run(heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
+  run(team, heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
 }
 
 }  // namespace cpu

@@ -151,6 +151,13 @@ inline void see_largest(const float* sums, int count, int64_t block, int64_t out
                   rows[r].blocks + half);
 }
 
+// Rows that other threads may have made, on their way from there: a product would wait for line after line.
+template <typename T>
+inline void fetch_rows(const T* x, int64_t count) {
+  const char *at = reinterpret_cast<const char*>(x), *end = reinterpret_cast<const char*>(x + count);
+  for (; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
+}
+
 // The same for rows in tiles. A thread that has them to itself, not more than ROWS, takes first the first inputs of all rows
 // (INPUTS), which stay in its core's L2 cache. Threads that share them have parts of the outputs, and as many rows at a
 // time as stay there whole. Of a block's weights DEEP_BYTES at a time stay in the L1 cache while the rows go by.
@@ -171,6 +178,7 @@ void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, co
   float* sums = kept.room((is_whole ? 1 : blocks) * some * 1024);
   for (int64_t from = 0; from < rows; from += 32 * some) {
     const int64_t to = from + 32 * some < rows ? from + 32 * some : rows, groups = (to - from + 31) / 32;
+    if (!team.is_alone) fetch_rows(tiles + from_.at(from, 0), (to - from) * inputs);
     for (int64_t first = 0; first < steps; first += at_once) {
       const int64_t end = first + at_once < steps ? first + at_once : steps, most = are_few ? end - first : DEEP;
       team.share(blocks, [&](int64_t block) {
@@ -208,11 +216,11 @@ Layout few_rows(int64_t width, int64_t rows) {
   return READS_LINES<T> ? in_lines(width) : in_tiles(width, rows);
 }
 
-// x W^T of few rows that all threads of a parallel region share, as `few_rows` lays them. In lines there is to be room for
-// whole groups of 32 rows.
+// x W^T of few rows as `few_rows` lays them. In lines, which all threads of a parallel region share, there is to be room
+// for whole groups of 32 rows.
 template <Then THEN, typename T>
-void of_few(int64_t rows, int64_t outputs, int64_t inputs, const T* x, const T* w, const T* bias, const T* residual, T* y,
-            Layout layout) {
+void of_few(Team team, int64_t rows, int64_t outputs, int64_t inputs, const T* x, const T* w, const T* bias,
+            const T* residual, T* y, Layout layout) {
 #ifdef BACKEND_AMX
   if constexpr (READS_LINES<T>)
     return multiply_outputs(rows, outputs, inputs, x, inputs, x + rows / 32 * 32 * inputs, w,
@@ -220,7 +228,7 @@ void of_few(int64_t rows, int64_t outputs, int64_t inputs, const T* x, const T* 
                               finish<THEN>(sums, row, count, block, outputs, bias, residual, y, layout);
                             });
 #endif
-  of_tiles<THEN>({false}, rows, outputs, inputs, x, w, bias, residual, y, layout);
+  of_tiles<THEN>(team, rows, outputs, inputs, x, w, bias, residual, y, layout);
 }
 
 }  // namespace cpu

@@ -98,6 +98,7 @@ void multiply_int8(Team team, int64_t rows, WholeRows x, const Int8Weight& w, Fi
   int32_t* sums = kept.room(GROUPS * 1024);
   for (int64_t from = 0; from < groups; from += at_once) {
     const int64_t to = from + at_once < groups ? from + at_once : groups;
+    if (!team.is_alone) fetch_rows(x.tiles + from * steps * LINES, (to - from) * steps * LINES);
     team.share(blocks, [&](int64_t block) {
       for (int64_t k = 0; k < steps; k += each) {
         const int64_t deep = steps - k < each ? steps - k : each;

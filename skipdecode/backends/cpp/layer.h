@@ -60,7 +60,7 @@ void of_product(Team team, bool few, int64_t rows, const Product& p, const T* x,
 #endif
   const T *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
   if (few)
-    of_few<THEN>(rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
+    of_few<THEN>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
   else
     of_tiles<THEN>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
 }

@@ -46,7 +46,7 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t s
       }
     } else {
       to_few(rows, inputs, x, stride, few);
-      of_few<THEN>(rows, outputs, inputs, few, w, bias, residual, y, in_lines(made));
+      of_few<THEN>({false}, rows, outputs, inputs, few, w, bias, residual, y, in_lines(made));
     }
   }
 }

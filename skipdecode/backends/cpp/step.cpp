@@ -1,15 +1,27 @@
 // Decoder layers for one new column per row, in one parallel region: norm, query/key/value, attention over the cache,
 // output, norm, feed-forward. As calls of their own these are seven per layer, each with its entry from Python and its
 // fork and join of threads; where the layers are small that is most of a step.
+//
+// The threads share a layer's products by outputs, so that each weight is read once, and wait for each other between any
+// two of these. Many rows are shared instead (`OWN_ROWS`): then a thread takes its own through all layers, waits for
+// nobody, and finds what it reads in its own core's caches.
 
 #include "layer.h"
 
 #include <algorithm>
 #include <chrono>
+#include <omp.h>
 
 namespace {
 
 using namespace cpu;
+
+// Rows per thread from which on each has its own. Fewer would make memory, where each thread reads all weights, the limit.
+#ifdef BACKEND_AMX
+constexpr int64_t OWN_ROWS = INT64_MAX / 1024;  // there products are too fast for that
+#else
+constexpr int64_t OWN_ROWS = 32;
+#endif
 
 enum Stage { NORMS, QKV, ATTENTION, OUT, FEED, NUM_STAGES };
 
@@ -21,37 +33,36 @@ Layout layout_for(const Product& p, int64_t rows) {
 
 // A thread's rows of a norm, if there is one, and as whole numbers where the product that follows takes these.
 template <typename T>
-void normalise(int64_t rows, const Product& next, const Norm* norm, float epsilon, const T* x, T* y, WholeRows whole) {
+void normalise(Team team, int64_t rows, const Product& next, const Norm* norm, float epsilon, const T* x, T* y, WholeRows whole) {
   const Layout layout = layout_for<T>(next, rows);
-#pragma omp for schedule(static) nowait
-  for (int64_t row = 0; row < rows; ++row) {
+  team.each(rows, [&](int64_t row) {
     prepare_row(next.inputs, norm, epsilon, x + row * next.inputs, y + layout.at(row, 0), layout.block);
     if (next.scales) to_int8(row, next, y + layout.at(row, 0), whole);
-  }
+  });
 }
 
 // A thread's rows of the norm behind a residual, in place, once all of them are there.
 template <typename T>
-void settle(int64_t rows, int64_t width, const Norm& norm, float epsilon, T* h) {
-#pragma omp barrier
-#pragma omp for schedule(static) nowait
-  for (int64_t row = 0; row < rows; ++row) normalise_row(width, norm, epsilon, h + row * width, h + row * width, 32);
+void settle(Team team, int64_t rows, int64_t width, const Norm& norm, float epsilon, T* h) {
+  team.wait();
+  team.each(rows, [&](int64_t row) { normalise_row(width, norm, epsilon, h + row * width, h + row * width, 32); });
 }
 
 // Rows of x as whole numbers, for a product with `p` that takes these.
 template <typename T>
-void prepare(int64_t rows, const Product& p, const T* x, WholeRows whole) {
+void prepare(Team team, int64_t rows, const Product& p, const T* x, WholeRows whole) {
   if (!p.scales) return;
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < rows; ++row) to_int8(row, p, x + row * p.inputs, whole);
+  team.each(rows, [&](int64_t row) { to_int8(row, p, x + row * p.inputs, whole); });
+  team.wait();
 }
 
 template <Then THEN, typename T>
-void multiply(int64_t rows, const Product& p, const T* x, WholeRows whole, const T* residual, T* y, Layout layout) {
-  of_product<THEN>({false}, true, rows, p, x, whole, residual, y, layout);
+void multiply(Team team, int64_t rows, const Product& p, const T* x, WholeRows whole, const T* residual, T* y,
+              Layout layout) {
+  of_product<THEN>(team, true, rows, p, x, whole, residual, y, layout);
 }
 
-// What the threads of a step share: rows that a product reads, rows that it makes, and rows as whole numbers.
+// What the threads of a team share: rows that a product reads, rows that it makes, and rows as whole numbers.
 template <typename T>
 struct Room {
   T *narrow, *wide;
@@ -77,33 +88,30 @@ struct Room {
   }
 };
 
-// Where the time of a step goes, by stage; nowhere where nobody asks.
+// Where the time of a step goes, by stage, as the first thread has it; nowhere where nobody asks.
 class Clock {
  public:
-  explicit Clock(double* seconds) : seconds_(seconds), begun_(now()) {}
+  Clock(Team team, double* seconds) : team_(team), seconds_(omp_get_thread_num() ? nullptr : seconds), begun_(now()) {}
 
-  void end(Stage stage) {  // for all threads
-#pragma omp barrier
-    if (seconds_) {
-#pragma omp master
-      {
-        const auto time = now();
-        seconds_[stage] += std::chrono::duration<double>(time - begun_).count();
-        begun_ = time;
-      }
-    }
+  void end(Stage stage) {  // for all threads of a team
+    team_.wait();
+    if (!seconds_) return;
+    const auto time = now();
+    seconds_[stage] += std::chrono::duration<double>(time - begun_).count();
+    begun_ = time;
   }
 
  private:
   static std::chrono::steady_clock::time_point now() { return std::chrono::steady_clock::now(); }
 
+  Team team_;
   double* seconds_;
   std::chrono::steady_clock::time_point begun_;
 };
 
-// A layer, by all threads of a parallel region.
+// A layer, by all threads of a team.
 template <typename T>
-void run_layer(const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
+void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
                const int64_t* first, const int64_t* last, const int64_t* places, const Shared* shared, const Room<T>& room,
                Clock& clock) {
   const Heads& heads = block->heads;
@@ -113,9 +121,9 @@ void run_layer(const Block* block, int64_t rows, T* h, int attends, int feeds, T
   T *narrow = room.narrow, *wide = room.wide;
   const WholeRows whole = room.whole;
   if (attends) {
-    normalise(rows, block->qkv, is_pre ? &block->attn_norm : nullptr, epsilon, h, narrow, whole);
+    normalise(team, rows, block->qkv, is_pre ? &block->attn_norm : nullptr, epsilon, h, narrow, whole);
     clock.end(NORMS);
-    multiply<NOTHING>(rows, block->qkv, narrow, whole, static_cast<const T*>(nullptr), wide, in_lines(made));
+    multiply<NOTHING>(team, rows, block->qkv, narrow, whole, static_cast<const T*>(nullptr), wide, in_lines(made));
     clock.end(QKV);
     const T* new_k = made > attended ? wide + attended : nullptr;  // not where they are in the cache (SwiftKV)
     const T* new_v = new_k ? new_k + heads.kv_width() : nullptr;
@@ -125,7 +133,7 @@ void run_layer(const Block* block, int64_t rows, T* h, int attends, int feeds, T
     }
     const int64_t dim = heads.dim;
     const Layout layout = layout_for<T>(block->out, rows);
-    attend_of<T>(heads, rows, wide, new_k, new_v, made, k, v, capacity, first, last, places, shared,
+    attend_of<T>(team, heads, rows, wide, new_k, new_v, made, k, v, capacity, first, last, places, shared,
                  [=](int64_t row, int64_t head, const T* from) {
                    for (int64_t d = 0, n; d < dim; d += n) {  // up to the end of a block of 32
                      const int64_t column = head * dim + d;
@@ -134,20 +142,20 @@ void run_layer(const Block* block, int64_t rows, T* h, int attends, int feeds, T
                    }
                  });
     clock.end(ATTENTION);
-    prepare(rows, block->out, narrow, whole);
-    multiply<ADD>(rows, block->out, narrow, whole, static_cast<const T*>(h), h, in_lines(width));
-    if (!is_pre) settle(rows, width, block->attn_norm, epsilon, h);
+    prepare(team, rows, block->out, narrow, whole);
+    multiply<ADD>(team, rows, block->out, narrow, whole, static_cast<const T*>(h), h, in_lines(width));
+    if (!is_pre) settle(team, rows, width, block->attn_norm, epsilon, h);
     clock.end(OUT);
   }
   if (feeds) {
-    normalise(rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, whole);
+    normalise(team, rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, whole);
     clock.end(NORMS);
     const auto feed = block->is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
-    feed(rows, block->fc1, narrow, whole, static_cast<const T*>(nullptr), wide, layout_for<T>(block->fc2, rows));
-#pragma omp barrier
-    prepare(rows, block->fc2, wide, whole);
-    multiply<ADD>(rows, block->fc2, wide, whole, static_cast<const T*>(h), h, in_lines(width));
-    if (!is_pre) settle(rows, width, block->ffn_norm, epsilon, h);
+    feed(team, rows, block->fc1, narrow, whole, static_cast<const T*>(nullptr), wide, layout_for<T>(block->fc2, rows));
+    team.wait();
+    prepare(team, rows, block->fc2, wide, whole);
+    multiply<ADD>(team, rows, block->fc2, wide, whole, static_cast<const T*>(h), h, in_lines(width));
+    if (!is_pre) settle(team, rows, width, block->ffn_norm, epsilon, h);
     clock.end(FEED);
   }
 }
@@ -156,14 +164,24 @@ template <typename T>
 void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int feeds, T* const* k,
               T* const* v, const int64_t* capacities, const int64_t* const* first, const int64_t* const* last,
               const int64_t* places, const Shared* shared, double* seconds, int num_threads) {
-  const Room<T> room(blocks, count, rows);
+  // rows of one place, or with columns that several read, stay together
+  const int64_t most = ROWS * num_threads, least = OWN_ROWS * num_threads;
+  const bool is_apart = num_threads > 1 && rows >= least && rows <= most && !places && !shared;
+  const Room<T> together(blocks, is_apart ? 0 : count, rows);
 #pragma omp parallel num_threads(num_threads)
   {
     const Unit unit;
-    Clock clock(seconds);
-    for (int64_t i = 0; i < count; ++i)
-      run_layer<T>(blocks[i], rows, h, attends, feeds, k[i], v[i], capacities[i], first[i], last[i], places,
-                   shared ? shared + i : nullptr, room, clock);
+    const Team team{is_apart};
+    const int64_t thread = is_apart ? omp_get_thread_num() : 0, threads = is_apart ? omp_get_num_threads() : 1;
+    const int64_t from = rows * thread / threads, own = rows * (thread + 1) / threads - from;
+    const Room<T> room = is_apart ? Room<T>(blocks, count, own) : together;
+    Clock clock(team, seconds);
+    for (int64_t i = 0; i < count; ++i) {
+      const Heads& heads = blocks[i]->heads;
+      const int64_t before = from * heads.groups * heads.dim * capacities[i];
+      run_layer<T>(team, blocks[i], own, h + from * blocks[i]->width(), attends, feeds, k[i] + before, v[i] + before,
+                   capacities[i], first[i] + from, last[i] + from, places, shared ? shared + i : nullptr, room, clock);
+    }
   }
 }
 

@@ -31,6 +31,17 @@ struct Team {
       cpu::share(count, work);
   }
 
+  // The same in as many even parts as there are threads.
+  template <typename Work>
+  void each(int64_t count, Work work) const {
+    if (is_alone) {
+      for (int64_t i = 0; i < count; ++i) work(i);
+    } else {
+#pragma omp for schedule(static) nowait
+      for (int64_t i = 0; i < count; ++i) work(i);
+    }
+  }
+
   void wait() const {
     if (!is_alone) {
 #pragma omp barrier
