@@ -130,6 +130,34 @@ def test_a_layer_in_one_call_is_the_layer(
         assert (cache.float() - other.float()).abs().max() <= TOLERANCE[dtype] * float(other.abs().max())
 
 
+@pytest.mark.parametrize("rows", [63, 64, 97, 150, 520])
+@pytest.mark.parametrize("does", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("is_post", [False, True])
+def test_threads_with_many_rows_take_them_through_all_layers(
+    kind: Kind, rows: int, does: tuple[bool, bool], is_post: bool
+) -> None:
+    """Bit for bit what one thread makes of all rows, in states and caches; two and three threads, even parts or not."""
+    torch.manual_seed(rows)
+    dtype, quantization = kind
+    kernels = []
+    for _ in range(2):
+        block, _, _ = layers(96, 3, dtype=dtype, is_post=is_post, quantization=quantization, ffn_dim=160)
+        assert block.kernel is not None
+        kernels.append(block.kernel)
+    h, last = torch.randn(rows, 1, 96).to(dtype), torch.randint(0, 9, (rows,))
+    first = (torch.rand(rows) * (last + 1)).long()
+    caches = [[torch.randn(rows, 3, capacity, 32).to(dtype) for _ in "kv"] for capacity in (9, 12)]
+    made = []
+    for threads in (1, 2, 3):
+        own = [[x.clone() for x in cache] for cache in caches]
+        columns = [Columns(*cache, first, last) for cache in own] if does[0] else None
+        with torch.inference_mode(), num_threads(threads):
+            made.append([step(kernels, h.clone(), columns, feeds=does[1]), *(x for cache in own for x in cache)])
+    assert not torch.equal(made[0][0], h)
+    for several in made[1:]:
+        assert all(map(torch.equal, several, made[0]))
+
+
 def test_a_layer_in_one_call_refuses_what_it_would_misread(product_dtype: torch.dtype) -> None:
     dtype = product_dtype
     config = OPTConfig(vocab_size=8, hidden_size=64, num_hidden_layers=1, ffn_dim=64, num_attention_heads=2)
