@@ -21,6 +21,8 @@ LINE_BYTES = 64
 SLAB_BYTES = 16 * PAGE_BYTES
 MOST_SPARE = 4
 """Times what is asked for that memory may have and still be lent."""
+KEPT = 2
+"""Pieces: a batch may have a cache of its prompts and one of its answers, or another schedule runs in turns with it."""
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
 
 
@@ -71,32 +73,34 @@ def _map(size: int) -> mmap.mmap:
 
 
 class _Spare:
-    """Lends memory, and keeps the largest that came back for the next to ask."""
+    """Lends memory, and keeps what came back for the next to ask: KEPT pieces, the largest."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the end of a tensor may come in the middle of `lend`
-        self._idle: mmap.mmap | None = None
+        self._idle: list[mmap.mmap] = []  # rising in size
 
     @property
     def nbytes(self) -> int:
-        idle = self._idle
-        return 0 if idle is None else len(idle)
+        return sum(map(len, self._idle))
 
     def lend(self, size: int) -> memoryview:
         """Room for `size` bytes behind `_start`, until nobody holds the view any more."""
+        least, memory = size + PAGE_BYTES, None
         with self._lock:
-            memory, self._idle = self._idle, None
-        if memory is None or not size + PAGE_BYTES <= len(memory) <= MOST_SPARE * (size + PAGE_BYTES):
-            memory = None  # given up before more is asked for
-            memory = _map(size)
+            fitting = [idle for idle in self._idle if least <= len(idle) <= MOST_SPARE * least]
+            if fitting:
+                memory = fitting[0]
+                self._idle = [idle for idle in self._idle if idle is not memory]
+            else:  # what would be much beside it is given up before it is asked for
+                self._idle = [idle for idle in self._idle if MOST_SPARE * len(idle) <= least]
+        memory = _map(size) if memory is None else memory
         view = memoryview(memory)
         weakref.finalize(view, self._take_back, memory).atexit = False
         return view
 
     def _take_back(self, memory: mmap.mmap) -> None:
-        with self._lock:
-            if self._idle is None or len(self._idle) < len(memory):
-                self._idle, memory = memory, self._idle  # the smaller one goes when this returns
+        with self._lock:  # the smallest goes when this returns
+            self._idle = sorted([*self._idle, memory], key=len)[-KEPT:]
 
 
 _SPARE = _Spare()

@@ -116,6 +116,25 @@ def test_the_next_cache_takes_over_the_memory_of_the_last() -> None:
 
 @linux
 @pytest.mark.usefixtures("spare")
+def test_two_batches_in_turns_take_over_their_own_memory() -> None:
+    """A cache of prompts beside one of answers, or full depth beside a schedule; a third is not kept."""
+    places: list[set[int]] = []
+    for _ in range(3):
+        tensors = [large_pages([(size, PAGE_BYTES)], torch.int8)[0] for size in (2, 40)]
+        places.append({tensor.data_ptr() for tensor in tensors})
+        del tensors
+        gc.collect()
+    assert places[1] == places[2]
+    held = memory.spare_bytes()
+    assert held >= 42 * PAGE_BYTES
+    tensors = [large_pages([(40, PAGE_BYTES)], torch.int8)[0] for _ in range(3)]
+    del tensors
+    gc.collect()
+    assert memory.spare_bytes() < 3 * 40 * PAGE_BYTES
+
+
+@linux
+@pytest.mark.usefixtures("spare")
 def test_memory_that_is_in_use_is_lent_to_nobody_else() -> None:
     """Sizes, ends and threads at random: whoever holds memory finds in it what he wrote."""
 
