@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import Ceilings, Cost, attention_cost, ffn_cost, head_cost
@@ -22,6 +21,7 @@ from skipdecode.repeats import LONGEST, SHORTEST
 MOST = 8  # tokens drafted at a time, where their number is free
 # Rounds that a decision holds: prices cost more than looking at a clock.
 HOLDS = 8
+FIRST_LOOK = 2  # rounds without drafts by which one learns what these take, where none of so many rows was seen
 # Drafts are to gain as much before any are made; what is below drowns in how exact prices are.
 MARGIN = 1.03
 # Rounds without drafts until one tries again whether they are accepted; so seldom that it costs a percent at most.
@@ -80,7 +80,7 @@ class Prices:
         """`ceilings`: of this machine, whose measured times then count, too; None: decide without a clock."""
         self._config, self._sizes = config, {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
         self._ceilings, self.is_timed = ceilings or REFERENCE, ceilings is not None
-        self._ratios: dict[tuple[str, int], deque[float]] = {}
+        self._ratios: dict[tuple[str, int, int], deque[float]] = {}
 
     def model_s(self, plan: LayerPlan, rows: int, tokens: int, context: int) -> float:
         """By the cost model: `tokens` new columns of `rows` rows that see `context` columns, and the head on each."""
@@ -95,26 +95,33 @@ class Prices:
 
     def seconds(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int) -> float:
         """The same as this machine has it: `kind` is draft or verify."""
-        return self.model_s(plan, rows, tokens, context) * self._ratio(kind, tokens)
+        return self.model_s(plan, rows, tokens, context) * self._ratio(kind, rows, tokens)
 
     def saw(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
         """What such a pass took."""
         if self.is_timed:
-            ratios = self._ratios.setdefault((kind, _size(tokens)), deque(maxlen=7))
+            ratios = self._ratios.setdefault((kind, *_size(rows, tokens)), deque(maxlen=7))
             ratios.append(took_s / self.model_s(plan, rows, tokens, context))
 
-    def _ratio(self, kind: str, tokens: int) -> float:
-        """Measured over predicted for passes of about that size: the nearest that were seen."""
+    def has_seen(self, kind: str, rows: int, tokens: int) -> bool:
+        """Whether a pass of about that size was timed."""
+        return (kind, *_size(rows, tokens)) in self._ratios
+
+    def _ratio(self, kind: str, rows: int, tokens: int) -> float:
+        """Measured over predicted for passes of about that size: the nearest that were seen. The least of the last,
+        since other processes make passes longer, never shorter, and one size may have met them where another did not.
+        """
+        size, drafted = _size(rows, tokens)
         near = [
-            (abs(size - _size(tokens)) + 100 * (other != kind), ratios)
-            for (other, size), ratios in self._ratios.items()
+            (abs(other_size - size) + abs(other_drafted - drafted) + 100 * (other != kind), ratios)
+            for (other, other_size, other_drafted), ratios in self._ratios.items()
         ]
-        return median(min(near, key=lambda pair: pair[0])[1]) if near else 1.0
+        return min(min(near, key=lambda pair: pair[0])[1]) if near else 1.0
 
 
-def _size(tokens: int) -> int:
-    """Sizes that are priced alike: half as many again is another."""
-    return round(2 * math.log2(tokens))
+def _size(rows: int, tokens: int) -> tuple[int, int]:
+    """Passes that are priced alike: half as many rows again are others, and so is a draft more for each."""
+    return round(2 * math.log2(rows)), round(tokens / rows) - 1
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,8 @@ class Decision:
     """Tokens to draft by skipped passes."""
     repeated: dict[int, int]
     """The same by repeats, by how many tokens repeat; none: not even to be looked for."""
+    rounds: int = HOLDS
+    """That it holds for."""
 
 
 class DraftLength:
@@ -142,6 +151,8 @@ class DraftLength:
         number = self.schedule.draft_tokens
         if number is not None and not self.schedule.may_rest:
             return Decision(number if drafts_by_skipping else 0, dict.fromkeys(lengths, number))
+        if self.schedule.may_rest and self.prices.is_timed and not self.prices.has_seen("verify", rows, rows):
+            return Decision(0, {}, FIRST_LOOK)
         passes_s = [self._verify_s(rows, n, context) for n in range((number or MOST) + 1)]
         skipped, rate = self._skipped(rows, k, context, passes_s) if drafts_by_skipping else (0, rows / passes_s[0])
         repeated = {length: number or n for length in lengths if (n := self._repeated(length, rows, rate, passes_s))}

@@ -9,7 +9,7 @@ so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from skipdecode.ffns import ALL_ROWS, FFNs
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from skipdecode.lossless import Lossless
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerPlan:
     """Which sublayers run in one forward call: a hashable value, the same for every row."""
 
@@ -42,7 +42,7 @@ class LayerPlan:
         runs = tuple(layer in chosen for layer in range(num_layers))
         return cls(attn=runs, ffn=runs)
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """The layers of which at least one sublayer runs."""
         return tuple(i for i, runs in enumerate(zip(self.attn, self.ffn, strict=True)) if any(runs))

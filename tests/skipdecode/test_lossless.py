@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode.cost import Ceilings
-from skipdecode.draft_length import HOLDS, MOST, PROBE_EVERY, SKIPPED, Decision, DraftLength, Prices
+from skipdecode.draft_length import FIRST_LOOK, HOLDS, MOST, PROBE_EVERY, SKIPPED, Decision, DraftLength, Prices
 from skipdecode.families import config_of
 from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified
@@ -121,14 +121,33 @@ def test_without_a_clock_times_decide_nothing(accepted: list[int], rows: int, k:
 
 def test_measured_times_decide() -> None:
     """A machine on which passes of several columns take as much longer as they have columns."""
-    decider = length(ceilings=Ceilings(1e12, 1e10, 1e-6))
+    decider, full = length(ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
+    one_s = decider.prices.model_s(full, 4, 4, 100)
+    decider.prices.saw("verify", full, 4, 4, 100, one_s)
     assert decider.decide(4, 0, 100).skipped > 0
-    full = FullDepth(L).prefill()
-    for columns in range(1, MOST + 2):
+    for columns in range(2, MOST + 2):
         for _ in range(7):
-            took = columns * decider.prices.model_s(full, 4, 4, 100)
-            decider.prices.saw("verify", full, 4, 4 * columns, 100, took)
+            decider.prices.saw("verify", full, 4, 4 * columns, 100, columns * one_s)
     assert decider.decide(4, 0, 100).skipped == 0
+
+
+def test_what_passes_without_drafts_take_is_measured_first() -> None:
+    """So that what several columns take is not all there is to judge by; for each number of rows, and once."""
+    decider, full = length(ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
+    for rows in (4, 64):
+        assert decider.decide(rows, 0, 100) == Decision(0, {}, rounds=FIRST_LOOK)
+        decider.prices.saw("verify", full, rows, rows, 100, 1.0)
+        assert decider.decide(rows, 0, 100).rounds == HOLDS
+    pinned = length(ceilings=Ceilings(1e12, 1e10, 1e-6), may_rest=False)
+    assert pinned.decide(4, 0, 100).skipped > 0, "where nothing may rest drafts begin at once"
+
+
+def test_other_processes_do_not_sway_prices() -> None:
+    decider, full = length(ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
+    model_s = decider.prices.model_s(full, 4, 4, 100)
+    for factor in (9.0, 1.5, 30.0):
+        decider.prices.saw("verify", full, 4, 4, 100, factor * model_s)
+    assert decider.prices.seconds("verify", full, 4, 4, 100) == pytest.approx(1.5 * model_s)
 
 
 def test_acceptance_is_counted_up_to_the_first_refusal() -> None:
