@@ -87,7 +87,8 @@ def decode(
     model: Decoder, requests: Sequence[Request], schedule: Lossless, length: DraftLength, wanted: dict[str, list[int]]
 ) -> BatchResult:
     """`wanted`: of full depth, for scripted drafts; none: the model's own drafts."""
-    batch = Scripted(model, schedule, length=length) if wanted else SpeculativeBatch(model, schedule, length=length)
+    kind = Scripted if wanted else SpeculativeBatch
+    batch = kind(model, schedule, length=length, is_closed=True)
     if isinstance(batch, Scripted):
         batch.wanted, batch.rng = wanted, random.Random(0)
     return run_to_the_end(batch, requests)

@@ -70,9 +70,10 @@ class ContinuousBatch:
         *,
         decode_text: DecodeText | None = None,
         looks_behind: int | None = None,
+        is_closed: bool = False,
     ) -> None:
         """`looks_behind`: steps, those of prompts included, whose tokens are not looked at yet; None: as the device
-        wants it."""
+        wants it. `is_closed`: all rows join at once, and stay to the end."""
         check_continuous(schedule)
         self.model, self.schedule = model, schedule
         self._decode_text = decode_text
@@ -81,7 +82,7 @@ class ContinuousBatch:
         owners = kv_owners(schedule, model.config.kv_group_size)
         # under SwiftKV a layer's K/V are written for rows that do not run it
         ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
-        self._arena = Arena(model.config, owners, ends, dtype=model.dtype, device=model.device)
+        self._arena = Arena(model.config, owners, ends, dtype=model.dtype, device=model.device, is_closed=is_closed)
         self._members: list[_Member] = []
         self._rows: list[Row] = []  # whoever joined; those whose last tokens are on their way are no members any more
         self._newest = torch.empty(0, dtype=torch.int64, device=model.device)

@@ -122,7 +122,8 @@ def generate_lossless(
     sharing: Sharing | None = None,
 ) -> BatchResult:
     """Continues every request with the tokens of full depth; completions in the order of the requests."""
-    return run_to_the_end(SpeculativeBatch(model, schedule, decode_text=decode_text, length=length), requests, sharing)
+    batch = SpeculativeBatch(model, schedule, decode_text=decode_text, length=length, is_closed=True)
+    return run_to_the_end(batch, requests, sharing)
 
 
 @torch.inference_mode()

@@ -22,12 +22,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from skipdecode.backends.device import backend_on
 from skipdecode.batch_stats import LosslessStats
 from skipdecode.chain import Chain
 from skipdecode.cohort import now
 from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import HOLDS, SKIPPED, Decision, DraftLength, Prices
+from skipdecode.draft_length import SKIPPED, Decision, DraftLength, Prices
 from skipdecode.extents import Extents, extents_of, layer_ends
 from skipdecode.kv.tokens import TokensView
 from skipdecode.layer_loop import run_layers
@@ -38,7 +39,9 @@ from skipdecode.repeats import Repeats
 from skipdecode.request import DecodeText, Row, TokenLogprobs
 from skipdecode.sampler import cuts, likeliest, pick
 
-CARRY_ENDED = 1 / 2  # ended rows keep their memory up to this share of the batch, since nothing is computed for them
+# Ended rows keep their memory up to this share of the batch: where nothing is computed for them, to copy the others is
+# dearer than to carry them.
+CARRY_ENDED = {True: 7 / 8, False: 1 / 2}
 SURE = 3  # tokens that repeat from which on a repeat comes before a skipped pass, where nobody decides
 
 
@@ -52,9 +55,12 @@ class SpeculativeBatch(ContinuousBatch):
         *,
         decode_text: DecodeText | None = None,
         length: DraftLength | None = None,
+        is_closed: bool = False,
     ) -> None:
-        """`length`: decides for this batch, and learns from it; None: one of its own, without a clock."""
-        super().__init__(model, schedule, decode_text=decode_text, looks_behind=0)  # drafts stand on what was made
+        """`length`: decides for this batch, and learns from it; None: one of its own, without a clock. `is_closed` as
+        in `ContinuousBatch`."""
+        # looks_behind: drafts stand on what was made
+        super().__init__(model, schedule, decode_text=decode_text, looks_behind=0, is_closed=is_closed)
         prices = Prices(model.config, model.dtype.itemsize, model.weight_itemsize)
         self._lossless = schedule
         self._length = length or DraftLength(schedule, prices)
@@ -62,12 +68,13 @@ class SpeculativeBatch(ContinuousBatch):
         self._full = Extents.of_plan(schedule.prefill())
         self._repeats: dict[Row, Repeats] = {}  # of rows of the batch
         self._held: tuple[int, int, Decision] | None = None  # rounds left, rows, what was decided
+        self._carry = CARRY_ENDED[backend_on(model.device).takes_places]
         self.stats = LosslessStats()
 
     @torch.inference_mode()
     def step(self) -> None:
         """One round."""
-        self._drop_ended(carry=CARRY_ENDED)
+        self._drop_ended(carry=self._carry)
         chains = [
             Chain(at, len(row.tokens) - 1, [row.tokens[-1]], row.request.sampling.max_new_tokens - 1 - len(row.tokens))
             for at, row in enumerate(member.row for member in self._members)
@@ -98,7 +105,7 @@ class SpeculativeBatch(ContinuousBatch):
         if self._held is None or self._held[0] == 0 or self._held[1] != len(chains):
             middle = sorted(chain.k for chain in chains)[len(chains) // 2]
             decision = self._length.decide(len(chains), middle, self._context(chains))
-            self._held = (HOLDS, len(chains), decision)
+            self._held = (decision.rounds, len(chains), decision)
         left, rows, decision = self._held
         self._held = (left - 1, rows, decision)
         return decision
@@ -167,7 +174,8 @@ class SpeculativeBatch(ContinuousBatch):
                 chain.layers += plan.num_layers_run
                 chain.ffns += sum(plan.ffn)
                 chain.add([token], SKIPPED, self._eos(chain))
-            self._price("draft", drafts.step(ages[len(ages) // 2]), chains, len(rows), now(self.model.device) - start)
+            took_s, context = now(self.model.device) - start, self._context(chains)
+            self._price("draft", drafts.step(ages[len(ages) // 2]), len(rows), len(rows), context, took_s)
 
     def _drafted(self, chains: Sequence[Chain], made: Tensor) -> list[int]:
         """The drafts of a skipped pass, from what it made of each chain [n]. A measurement may script them."""
@@ -206,8 +214,7 @@ class SpeculativeBatch(ContinuousBatch):
         h = self._feed(of, offsets, self._full)
         logits, made = self._choose_at(h, [c.at for c in of], [c.k + i + 1 for c, i in spread])
         chosen, begin = made.tolist(), 0
-        full = self._lossless.prefill()
-        self._price("verify", full, chains, len(spread), now(self.model.device) - start)
+        full, context = self._lossless.prefill(), self._context(chains)
         newest = [0] * len(self._members)
         taken: list[tuple[Row, int, int]] = []  # rows, where their tokens begin, how many are theirs
         for chain in chains:
@@ -233,11 +240,12 @@ class SpeculativeBatch(ContinuousBatch):
         self.stats.decode_steps += 1
         self.stats.row_steps += len(chains)
         self.stats.layer_row_steps += sum(chain.layers for chain in chains)
-        self.stats.verify_s += now(self.model.device) - start
+        took_s = now(self.model.device) - start
+        self.stats.verify_s += took_s
+        self._price("verify", full, len(chains), len(spread), context, took_s)
 
-    def _price(self, kind: str, plan: LayerPlan, chains: Sequence[Chain], tokens: int, took_s: float) -> None:
-        rows = len(chains) if kind == "verify" else tokens
-        context = self._context(chains)
+    def _price(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
+        """What a pass took, the host's work with it: for few rows of a small model that is most of it."""
         self.stats.model_decode_s += self._length.prices.model_s(plan, rows, tokens, context)
         self._length.prices.saw(kind, plan, rows, tokens, context, took_s)
 

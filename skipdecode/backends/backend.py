@@ -219,8 +219,9 @@ class Backend:
         """What `skipdecode.sampler.pick` chooses, from logits [B, V] of any type: [B] int64; None: by its operators."""
         return None
 
-    def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[count] numbers for keys and values: zeros where masked ones are read, for these must be finite."""
+    def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
+        """[count] numbers for keys and values: zeros where masked ones are read, for these must be finite.
+        `is_filled`: nearly all of them will be written."""
         return torch.zeros(count, dtype=dtype, device=device)
 
     def filled_memory(

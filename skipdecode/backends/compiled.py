@@ -115,11 +115,13 @@ class CompiledBackend(Backend):
     def argmax(self, logits: Tensor) -> Tensor:
         return cpu.argmax(logits) if cpu.is_available(logits) else super().argmax(logits)
 
-    def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
         """Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros
         to all of them would take half a second, so where nobody reads them nothing is written."""
         empty = torch.empty(count, dtype=dtype, device=device)
-        return empty if cpu.is_available(empty) else empty.zero_()
+        if not cpu.is_available(empty):
+            return empty.zero_()
+        return self.filled_memory([(count,)], dtype, device)[0] if is_filled else empty
 
     def filled_memory(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device

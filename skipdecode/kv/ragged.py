@@ -36,10 +36,12 @@ class Arena:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        is_closed: bool = False,
     ) -> None:
-        """`owners` as in `KVCache`; `ends` [L]: the decode step from which on a layer does not run."""
+        """`owners` as in `KVCache`; `ends` [L]: the decode step from which on a layer does not run. `is_closed`: rows
+        come once, and memory is that of these."""
         self._config, self._owners, self._dtype, self._device = config, list(owners), dtype, device
-        self._backend = backend_on(device)
+        self._backend, self._is_closed = backend_on(device), is_closed
         # what layers share is as long as the longest of them needs
         self._ends = {owner: max(e for e, o in zip(ends, owners, strict=True) if o == owner) for owner in set(owners)}
         self.prompts: list[int] = []
@@ -61,11 +63,11 @@ class Arena:
         """
         needed, columns = len(self.prompts) + num_rows, self._columns([*self.prompts, prompt], [*self._limits, limit])
         is_enough = needed <= self._num_rows and self._has(columns)
-        grown = 0 if is_enough else self._nbytes(_with_spare(needed), columns.values())
+        grown = 0 if is_enough else self._nbytes(self._room_for(needed), columns.values())
         return self._nbytes(num_rows, [prompt_columns] * len(columns)) + self.nbytes + grown
 
     def add(self, cache: KVCache, keep: Tensor, prompts: Sequence[int], limits: Sequence[int]) -> None:
-        """Appends the rows `keep` [n] of a filled prompt cache, without their padding.
+        """Appends the rows `keep` [n] (rising) of a filled prompt cache, without their padding.
 
         Where memory runs out, the batch is as it was.
         """
@@ -78,10 +80,13 @@ class Arena:
         # column c of a row lies at c + its padding; columns behind its prompt are rubbish until they are written
         padded = (torch.arange(longest, device=self._device) + cache.num_pad[keep, None]).clamp(max=cache.length - 1)
         heads, dim = self._config.num_kv_heads, self._config.head_dim
-        at = padded[:, None, :, None].expand(-1, heads, -1, dim)
+        lines = keep[:, None] * heads + torch.arange(heads, device=self._device)  # [n, G]
         for owner in self._ends:
-            for own, new in zip((self._k, self._v), cache.read(owner, 0), strict=True):
-                own[owner][end : end + len(prompts), :, :longest] = new[keep].gather(2, at)
+            for own, new in ((self._k, cache.k[owner]), (self._v, cache.v[owner])):
+                # K numbers at a time: ten times as fast as `gather`, which looks up each number
+                at = (lines[:, :, None] * new.shape[2] + padded[:, None]).flatten()
+                picked = new.view(-1, dim).index_select(0, at)
+                own[owner][end : end + len(prompts), :, :longest] = picked.view(len(prompts), heads, longest, dim)
         self.prompts += prompts
         self._limits += limits
         self._lengths += prompts
@@ -176,17 +181,21 @@ class Arena:
         heads, dim = self._config.num_kv_heads, self._config.head_dim
         shapes = [(num_rows, heads, columns[owner], dim) for owner in self._ends] * 2
         sizes = [math.prod(shape) for shape in shapes]
-        memory = self._backend.cache_memory(sum(sizes), self._dtype, self._device)
+        memory = self._backend.cache_memory(sum(sizes), self._dtype, self._device, is_filled=self._is_closed)
         pieces = torch.split(memory, sizes)
         views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         count = len(self._ends)
         return dict(zip(self._ends, views[:count], strict=True)), dict(zip(self._ends, views[count:], strict=True))
 
+    def _room_for(self, num_rows: int) -> int:
+        """Rows of memory for a batch: half as many again, where some may come."""
+        return num_rows if self._is_closed else -(-(num_rows + num_rows // 2) // ROW_STEP) * ROW_STEP
+
     def _move(self, rows: Sequence[int], needed: int, columns: dict[int, int]) -> None:
         """Rows of the batch to the front; into other memory where this is too small or far too large for `needed`."""
         k, v, room = self._k, self._v, self._num_rows
         if needed > room or not self._has(columns) or room > 4 * max(needed, ROW_STEP):
-            room = _with_spare(needed)
+            room = self._room_for(needed)
             k, v = self._allocate(room, columns)
         # Beside an answer of 1,000 tokens every row has as many columns: only those are copied that were written, and
         # the oldest rows, where they are in place already, not at all.
@@ -215,11 +224,6 @@ def _of_like_length(lengths: Sequence[int], stay: int) -> list[list[int]]:
     usual = 2 * sorted(lengths[stay:])[len(places) // 2] if places else 0
     parts = [at for at in places if lengths[at] <= usual], [at for at in places if lengths[at] > usual]
     return [part for part in parts if part]
-
-
-def _with_spare(num_rows: int) -> int:
-    """Rows of memory for a batch: half as many again."""
-    return -(-(num_rows + num_rows // 2) // ROW_STEP) * ROW_STEP
 
 
 class ArenaSlice(StepView):
