@@ -152,7 +152,7 @@ class SharedPrompts:
             self.cache.shared = SharedHeads(self._heads.k, self._heads.v, self._heads.owners, lengths, of_row)
 
     def feed(self, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
-        """As `cohort.feed_prompts`, heads first."""
+        """As `prompts.feed_prompts`, heads first."""
         if not self.model.takes_unpadded(self._heads):
             _clear_padding(self._heads)
         self._feed_heads(plan)

@@ -31,10 +31,19 @@ def read_rope(raw: dict[str, Any], context: int) -> Rope:
 
     `context`: positions of the model. ValueError names the key at fault, and a scaling that we do not have.
     """
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    found = [_read_rope(raw, key, context) for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
+    if len(found) == 2 and found[0] != found[1]:
+        raise ValueError(f"rope_scaling is {raw['rope_scaling']!r}, which is not what rope_parameters says: keep one")
+    return found[0] if found else _read_rope(raw, "rope_scaling", context)
+
+
+def _read_rope(raw: dict[str, Any], key: str, context: int) -> Rope:
     given = raw.get(key) or {}
     if not isinstance(given, dict):
         raise ValueError(f"{key} is {given!r}, expected a mapping")
+    for name, value in given.items():
+        if isinstance(value, dict):  # several kinds of layers, each with rotations of its own
+            raise ValueError(f"{key}.{name} is {value!r}: layers that rotate each in their own way are not supported")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KEYS:
         raise ValueError(f"{key}.rope_type is {kind!r}; supported are {', '.join(ROPE_KEYS)}")

@@ -96,7 +96,6 @@ class CudaLayer:
     """A decoder layer, for one new column per row: `attention` and `feed` take normed states, and leave residual and
     bias to the norm that comes next."""
 
-    reads_prompts = False
     store = None
 
     def __init__(

@@ -1,7 +1,7 @@
 """Model families: one file each, which says what its config.json means and how its weights are called.
 
 To add one: a subclass of `skipdecode.config.DecoderConfig` in a file here, a line in FAMILIES, and a test against
-Hugging Face (CONTRIBUTING has the steps).
+Hugging Face (docs/contributing.md has the steps).
 """
 
 import json

@@ -326,6 +326,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling\.rope_type is 'dynamic'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_parameters\.rope_type is 'yarn'"),
+    (
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "rope_scaling is .*keep one",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        r"rope_scaling\.rope_type is 'yarn'",
+    ),
+    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, r"rope_parameters\.full_attention is"),
     ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is None"),
     ({"rope_scaling": {"type": "linear", "factor": -1}}, r"rope_scaling\.factor is -1"),
     ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is 64, shorter than max_position_embeddings 128"),

@@ -316,9 +316,9 @@ void weigh(int64_t each, int64_t count, const GroupRoom<T>& room) {
 // (`store_all`); null: its own. `shared` (null: none) comes before a row's own columns; a row's bits are those it has with
 // all columns in one piece. put(row, head, numbers) is called with each row's and head's result [dim].
 template <typename T, int DIM, typename Put>
-void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-                   T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
-                   const Shared* shared, Put put) {
+void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride,
+            T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+            const Shared* shared, Put put) {
   constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
   const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
   const GroupRoom<T> room(heads, capacity + (shared ? shared->capacity : 0));
@@ -366,9 +366,9 @@ void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* ne
 }
 
 template <typename T, typename Put>
-void attend_of(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride, T* k,
-               T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
-               const Shared* shared, Put put) {
+void attend_of(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v,
+               int64_t row_stride, T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last,
+               const int64_t* places, const Shared* shared, Put put) {
   const auto run = heads.dim == 32    ? attend<T, 32, Put>    // the demo model
                    : heads.dim == 64  ? attend<T, 64, Put>    // OPT-125m to 1.3B
                    : heads.dim == 80  ? attend<T, 80, Put>    // 2.7B

@@ -18,7 +18,7 @@ using namespace cpu;
 
 // Rows per thread from which on each has its own. Fewer would make memory, where each thread reads all weights, the limit.
 #ifdef BACKEND_AMX
-constexpr int64_t OWN_ROWS = INT64_MAX / 1024;  // there products are too fast for that
+constexpr int64_t OWN_ROWS = int64_t(1) << 40;  // there products are too fast for that
 #else
 constexpr int64_t OWN_ROWS = 32;
 #endif
@@ -33,7 +33,8 @@ Layout layout_for(const Product& p, int64_t rows) {
 
 // A thread's rows of a norm, if there is one, and as whole numbers where the product that follows takes these.
 template <typename T>
-void normalise(Team team, int64_t rows, const Product& next, const Norm* norm, float epsilon, const T* x, T* y, WholeRows whole) {
+void normalise(Team team, int64_t rows, const Product& next, const Norm* norm, float epsilon, const T* x, T* y,
+               WholeRows whole) {
   const Layout layout = layout_for<T>(next, rows);
   team.each(rows, [&](int64_t row) {
     prepare_row(next.inputs, norm, epsilon, x + row * next.inputs, y + layout.at(row, 0), layout.block);
