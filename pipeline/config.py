@@ -80,7 +80,7 @@ class FFNSkipConfig(Section):
 
 
 class DecodeConfig(Section):
-    method: Literal["full", "skipdecode", "early_exit", "unified"] | None = None
+    method: Literal["full", "skipdecode", "early_exit", "unified", "layers"] | None = None
     """null: the schedule stored in the checkpoint under `skip_decode`; without one, skipdecode at speedup 2."""
     speedup: float | None = None
     """A preset of the paper: 2, 3, 4 or 5; 1 is full depth; null: `max_layers` and `min_layers`, or 2."""
@@ -92,8 +92,8 @@ class DecodeConfig(Section):
     """skipdecode: layers from the bottom that always run; null: 1."""
     horizon: int | None = None
     """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1)."""
-    layers: int | None = None
-    """For `unified`: how many layers run."""
+    layers: int | tuple[int, ...] | None = None
+    """For `unified`: how many layers run. For `layers`: which ones, a list of numbers from 0 on."""
     lossless: bool | Literal["auto"] = False
     """true: the schedule only drafts, full depth verifies, and its tokens come out. auto: drafts are made
     where a gain is expected."""

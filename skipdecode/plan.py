@@ -2,8 +2,8 @@
 
 A `LayerPlan` is a value for one forward call; a `Schedule` gives the plan of the prompt and of each decode step. The
 schedules are the definitions of the papers with the rounding fixed: SkipDecode (arXiv 2307.02628), early exit, and
-Unified Layer Skipping (arXiv 2404.06954). All rows of a batch share a plan, and layer sets are nested over the steps,
-so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes`).
+Unified Layer Skipping (arXiv 2404.06954); and any set of layers. All rows of a batch share a plan, and layer sets are
+nested over the steps, so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes`).
 """
 
 import itertools
@@ -181,6 +181,26 @@ class Unified(FullDepth):
     def step(self, k: int) -> LayerPlan:
         last, gaps = self.num_layers - 1, self.layers - 1
         return _plan(tuple((2 * i * last + gaps) // (2 * gaps) for i in range(self.layers)), self.num_layers)
+
+
+@dataclass(frozen=True)
+class ChosenLayers(FullDepth):
+    """The layers of these numbers, for every generated token: any set, such as a search finds for drafts."""
+
+    layers: tuple[int, ...]
+    """Rising, each once."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("decode.layers: method 'layers' needs one layer at least, got none; name those that run")
+        if wrong := [layer for layer in self.layers if not 0 <= layer < self.num_layers]:
+            raise ValueError(
+                f"decode.layers: {wrong[0]} is no layer of a model with {self.num_layers} layers (0 to "
+                f"{self.num_layers - 1})"
+            )
+
+    def step(self, k: int) -> LayerPlan:
+        return _plan(self.layers, self.num_layers)
 
 
 @dataclass(frozen=True)

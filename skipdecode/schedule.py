@@ -8,7 +8,7 @@ from skipdecode.config import DecoderConfig
 from skipdecode.ffn_skip import KINDS as FFN_SKIPS
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.lossless import lossless_schedule
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 
 # Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
 PRESETS = {
@@ -96,9 +96,14 @@ def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int)
     for key, value in given.items():
         if key == "speedup" and (not isinstance(value, int | float) or isinstance(value, bool)):
             raise ValueError(f"decode.speedup: expected a number, got {value!r}")
-        if key != "speedup" and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"decode.{key}: expected a whole number, got {value!r}")
+        if key != "speedup" and method != "layers" and not _is_whole(value):
+            raise ValueError(f"decode.{key}: expected a whole number, got {value!r}{_other_kind(key, value)}")
     return make(given, num_layers, max_new_tokens)
+
+
+def _other_kind(key: str, value: Any) -> str:
+    """The remedy for a list of layers where their number is wanted."""
+    return "; give decode.method=layers for a list" if key == "layers" and isinstance(value, list | tuple) else ""
 
 
 def _remedy(key: str, allowed: Sequence[str]) -> str:
@@ -117,6 +122,19 @@ def _unified(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Sch
     if "layers" not in given:
         raise ValueError("decode.layers: method 'unified' needs the number of layers to run")
     return Unified(num_layers, given["layers"])
+
+
+def _chosen(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    if "layers" not in given:
+        raise ValueError("decode.layers: method 'layers' needs the list of the layers to run")
+    return ChosenLayers(num_layers, _layer_numbers("decode.layers", given["layers"]))
+
+
+def _layer_numbers(key: str, value: Any) -> tuple[int, ...]:
+    """Rising, each once; ValueError for what is no list of whole numbers."""
+    if not isinstance(value, list | tuple) or not all(map(_is_whole, value)):
+        raise ValueError(f"{key}: expected a list of layer numbers, got {value!r}")
+    return tuple(sorted(set(value)))
 
 
 def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
@@ -148,6 +166,7 @@ _METHODS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], int, int], 
     "skipdecode": (_FALLING_KEYS, partial(_falling, SkipDecode)),
     "early_exit": (_FALLING_KEYS, partial(_falling, EarlyExit)),
     "unified": (("layers",), _unified),
+    "layers": (("layers",), _chosen),
 }
 METHOD_KEYS = {name: keys for name, (keys, _) in _METHODS.items()}
 """The keys of a `decode:` mapping beside its `method`, by method."""
@@ -195,9 +214,7 @@ def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
         elif not _is_whole(given[key]):
             raise ValueError(f"decode.ffn_skip.{key}: expected a whole number, got {given[key]!r}")
     if "layers" in given:
-        if not isinstance(given["layers"], list | tuple) or not all(map(_is_whole, given["layers"])):
-            raise ValueError(f"decode.ffn_skip.layers: expected a list of layer numbers, got {given['layers']!r}")
-        given["layers"] = tuple(sorted(set(given["layers"])))
+        given["layers"] = _layer_numbers("decode.ffn_skip.layers", given["layers"])
     return FFN_SKIPS[mode](base=base, **given)
 
 

@@ -207,8 +207,10 @@ def schedule_name(decode: Decode) -> str:
         return "full depth"
     if "max_layers" in decode:
         return f"{decode['max_layers']}/{decode['min_layers']}"
-    if "layers" in decode:
-        return str(decode["layers"])
+    if isinstance(layers := decode.get("layers"), list | tuple):
+        return f"{len(layers)} chosen"
+    if layers is not None:
+        return str(layers)
     return (
         f"{decode.get('speedup', 2):g}x" if "speedup" in METHOD_KEYS[str(decode["method"])] else str(decode["method"])
     )

@@ -14,7 +14,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.extents import layer_ends
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate, generate_continuous
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prompts import rounded_columns
 from skipdecode.request import Row
 from skipdecode.sampling import Sampling
@@ -28,6 +28,7 @@ SCHEDULES: list[Schedule] = [
     SkipDecode(L, 4, 1, 1, 3),
     EarlyExit(L, 6, 1, 1, 14),
     Unified(L, 3),
+    ChosenLayers(L, (1, 2, 5)),
     SkipBand(SkipDecode(L, 6, 3, 2, 9), 4, (1, 4)),
 ]
 

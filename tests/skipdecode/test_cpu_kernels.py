@@ -19,7 +19,7 @@ from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.generate import Request, generate, generate_continuous
 from skipdecode.linear import Linear
-from skipdecode.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.plan import ChosenLayers, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_model, save_model
 from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, kind, num_threads, product_dtype
@@ -332,7 +332,7 @@ def tokens_of(model: Decoder, lengths: list[int], num_new: int, schedule: Schedu
     style=st.sampled_from(["125m", "350m", "1.3b"]),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9),
     num_new=st.integers(1, 12),
-    schedule=st.sampled_from([FullDepth(6), SkipDecode(6, 5, 2, 1, 9), Unified(6, 3)]),
+    schedule=st.sampled_from([FullDepth(6), SkipDecode(6, 5, 2, 1, 9), Unified(6, 3), ChosenLayers(6, (1, 2, 5))]),
     at_once=st.integers(1, 200),
 )
 def test_every_fast_path_gives_the_tokens_of_the_plain_one(

@@ -22,7 +22,7 @@ from skipdecode.ffn_skip import KINDS, FFNSkip, SkipAtRandom, SkipBand, SkipSatu
 from skipdecode.ffns import ALL_ROWS
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import Request, generate
-from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified, has_no_kv_holes
+from skipdecode.plan import ChosenLayers, FullDepth, Schedule, SkipDecode, Unified, has_no_kv_holes
 from skipdecode.sampling import row_uniforms
 from skipdecode.schedule import FFN_MODES, make_schedule
 from skipdecode.weights import load_model
@@ -30,7 +30,7 @@ from tests.support.naive import FFNRule, greedy, naive_row, random_prompts, requ
 
 L = 6
 FULL = FullDepth(L)
-BASES: list[Schedule] = [FULL, SkipDecode(L, 5, 2, 1, 9), Unified(L, 4)]
+BASES: list[Schedule] = [FULL, SkipDecode(L, 5, 2, 1, 9), Unified(L, 4), ChosenLayers(L, (1, 2, 5))]
 LENGTHS = [5, 1, 12, 3]
 Factory = Callable[..., Path]
 Load = Callable[[Path], Decoder]
@@ -52,7 +52,7 @@ def thresholds(reference: OPTForCausalLM) -> list[float]:
         pytest.param("350m", 8, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified"])
+@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified", "chosen"])
 def test_row_is_the_naive_decoder(
     ending_checkpoint: Callable[[str], Path], hf: LoadHF, ours: Load, monkeypatch: pytest.MonkeyPatch,
     style: str, interval: int, base: Schedule,
@@ -100,7 +100,7 @@ def test_row_is_the_naive_decoder_for_any_rule(
 
 
 @pytest.mark.parametrize("style", ["125m", "350m"])
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified"])
+@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified", "chosen"])
 @pytest.mark.parametrize("band", [((), 0), ((1, 2, 3), 0), ((0, 4, 5), 2), (tuple(range(L)), 1)])
 def test_band_is_the_naive_decoder_without_those_blocks(
     checkpoint_factory: Factory, hf: LoadHF, ours: Load, style: str, base: Schedule, band: tuple[tuple[int, ...], int]
@@ -141,7 +141,7 @@ def test_random_is_the_naive_decoder_with_blocks_drawn_by_row(
 
 
 @pytest.mark.parametrize("style", ["125m", "350m"])
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified"])
+@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified", "chosen"])
 def test_a_teacher_forced_pass_is_decoding(checkpoint_factory: Factory, ours: Load, style: str, base: Schedule) -> None:
     model, prompts = ours(checkpoint_factory(style)), random_prompts(LENGTHS, seed=6)
     middle = thresholds_of(model, prompts)[1]

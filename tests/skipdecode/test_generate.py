@@ -18,7 +18,7 @@ from skipdecode.cohort import CHECK_EVERY, Cohort
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import BatchResult, Completion, Request, generate
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.request import Row, complete
 from skipdecode.sampling import Sampling, StopScan, cut_at_stop
 from skipdecode.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ SCHEDULES: list[Schedule] = [
     SkipDecode(L, 4, 4, 2, 1),
     EarlyExit(L, 6, 1, 1, 14),
     Unified(L, 3),
+    ChosenLayers(L, (1, 2, 5)),
 ]
 Factory = Callable[..., Path]
 Load = Callable[[Path], Decoder]
@@ -70,7 +71,9 @@ def mean_distinct(rows: Sequence[Sequence[int]]) -> float:
 
 @st.composite
 def schedules(draw: st.DrawFn, num_layers: int = L) -> Schedule:
-    method = draw(st.sampled_from([SkipDecode, SkipDecode, EarlyExit, Unified]))
+    method = draw(st.sampled_from([SkipDecode, SkipDecode, EarlyExit, Unified, ChosenLayers]))
+    if method is ChosenLayers:
+        return ChosenLayers(num_layers, tuple(sorted(draw(st.sets(st.integers(0, num_layers - 1), min_size=1)))))
     if method is Unified:
         return Unified(num_layers, draw(st.integers(2, num_layers)))
     w, m, big_m = sorted(draw(st.tuples(*[st.integers(1, num_layers)] * 3)))

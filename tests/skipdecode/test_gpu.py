@@ -20,7 +20,7 @@ from skipdecode.families import config_of
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.generate import Request, generate, generate_continuous
 from skipdecode.kv.padded import KVCache
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import StepGraphs, plans_of
@@ -37,6 +37,7 @@ SCHEDULES: list[Schedule] = [
     SkipDecode(6, 5, 2, 1, 9),
     EarlyExit(6, 6, 1, 1, 14),
     Unified(6, 3),
+    ChosenLayers(6, (1, 2, 5)),
     SkipSaturated(FullDepth(6), 2, 1, 1, 0.85),
     SkipBand(SkipDecode(6, 5, 2, 1, 9), 1, (2, 3)),
     SkipAtRandom(FullDepth(6), 1, 0, 0, 0.5, 3),

@@ -19,7 +19,7 @@ from skipdecode.forced import ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.generate import generate
 from skipdecode.kv.padded import PaddedView
 from skipdecode.placing import BLOCK, Placement, cut, deal, devices_of, in_phases
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.prompts import allocate_cache
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_model, save_model
@@ -28,7 +28,13 @@ from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
 L = 6
 CPU = torch.device("cpu")
 FULL = FullDepth(L)
-SCHEDULES: list[Schedule] = [FULL, SkipDecode(L, 5, 2, 1, 9), EarlyExit(L, 6, 1, 1, 14), Unified(L, 3)]
+SCHEDULES: list[Schedule] = [
+    FULL,
+    SkipDecode(L, 5, 2, 1, 9),
+    EarlyExit(L, 6, 1, 1, 14),
+    Unified(L, 3),
+    ChosenLayers(L, (1, 4)),
+]
 LENGTHS = [3, 9, 1, 5, 12, 7, 2, 8, 10]
 
 

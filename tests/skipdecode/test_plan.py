@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from skipdecode.extents import ALL, Extents
 from skipdecode.plan import (
+    ChosenLayers,
     EarlyExit,
     FullDepth,
     LayerPlan,
@@ -124,6 +125,15 @@ def test_unified_is_the_formula(num_layers: int, count: int) -> None:
     assert has_no_kv_holes([schedule.prefill(), schedule.step(0), schedule.step(1)])
 
 
+@given(st.integers(1, 40), st.lists(st.integers(0, 39), min_size=1))
+def test_chosen_layers_are_those_whatever_their_order(num_layers: int, layers: list[int]) -> None:
+    layers = [layer % num_layers for layer in layers]
+    schedule = make_schedule({"method": "layers", "layers": layers}, num_layers=num_layers, max_new_tokens=9)
+    assert schedule == ChosenLayers(num_layers, tuple(sorted(set(layers))))
+    assert {schedule.step(k).layers for k in (0, 1, 1000)} == {tuple(sorted(set(layers)))}
+    assert schedule.prefill() == FullDepth(num_layers).prefill()
+
+
 # arXiv 2307.02628, Table 2, as in design.md 3.1
 PAPER = {24: {2: (16, 8), 3: (10, 6), 4: (7, 5), 5: (6, 4)}, 32: {2: (22, 11), 3: (14, 8), 4: (10, 6), 5: (8, 5)}}
 
@@ -192,6 +202,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "skipdecode": {"speedup": 3},
     "early_exit": {"speedup": 3},
     "unified": {"layers": 5},
+    "layers": {"layers": [0, 3, 20]},
 }
 
 
@@ -227,7 +238,9 @@ def test_schedules_are_values() -> None:
     assert hash(SkipDecode(**a)) == hash(SkipDecode(**a))
     assert SkipDecode(**a) != EarlyExit(**a)
     assert SkipDecode(**a) != SkipDecode(**(a | {"horizon": 6}))
-    assert len({SkipDecode(**a), EarlyExit(**a), FullDepth(6), FullDepth(6), Unified(6, 3)}) == 4
+    assert (
+        len({SkipDecode(**a), EarlyExit(**a), FullDepth(6), FullDepth(6), Unified(6, 3), ChosenLayers(6, (0, 5))}) == 5
+    )
 
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [
@@ -255,6 +268,14 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_layers": 8.5, "min_layers": 4}, ["max_layers", "8.5"]),
     ({"speedup": 2, "horizon": "ten"}, ["horizon", "ten"]),
     ({"method": "unified", "layers": 4.5}, ["layers", "4.5"]),
+    ({"method": "unified", "layers": [0, 4]}, ["decode.layers", "[0, 4]", "decode.method=layers"]),
+    ({"method": "layers"}, ["decode.layers"]),
+    ({"method": "layers", "layers": []}, ["decode.layers", "none"]),
+    ({"method": "layers", "layers": [0, 24]}, ["decode.layers", "24", "0 to 23"]),
+    ({"method": "layers", "layers": [0, -1]}, ["decode.layers", "-1"]),
+    ({"method": "layers", "layers": 4}, ["decode.layers", "list", "4"]),
+    ({"method": "layers", "layers": [0, 1.5]}, ["decode.layers", "1.5"]),
+    ({"method": "layers", "layers": [0, 1], "speedup": 2}, ["decode.speedup"]),
 ]
 
 

@@ -15,7 +15,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.ffn_skip import SkipBand
 from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.request import Request, Row
 from skipdecode.sampling import Sampling
 from skipdecode.speculative import SpeculativeBatch
@@ -36,6 +36,7 @@ DRAFTS: list[Schedule] = [
     SkipDecode(L, 6, 6, 1, 1),  # all layers: whatever it drafts is accepted
     EarlyExit(L, 4, 1, 1, 9),
     Unified(L, 3),
+    ChosenLayers(L, (1, 2, 5)),
     SkipBand(SkipDecode(L, 6, 3, 2, 9), 4, (1, 4)),
 ]
 PROMPT_LENGTHS = [3, 30, 7, 1, 12, 5, 18, 9]

@@ -30,7 +30,7 @@ from skipdecode.generate import Request, generate
 from skipdecode.kv import view
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import CachePool, PoolFull
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.step_graphs import MAX_GRAPHS, StepGraphs, graphs_serve, plans_of
 from skipdecode.weights import load_model
@@ -44,6 +44,7 @@ SCHEDULES: list[Schedule] = [
     SkipDecode(L, 5, 2, 1, 9),
     EarlyExit(L, 6, 1, 1, 14),
     Unified(L, 3),
+    ChosenLayers(L, (1, 2, 5)),
     SkipBand(SkipDecode(L, 5, 2, 1, 9), 1, (2, 3)),
     SkipSaturated(SkipDecode(L, 5, 2, 1, 40), 20, 1, 1, 0.85),  # graphs first, then rows that decide
     SkipAtRandom(FullDepth(L), 1, 0, 0, 0.5, 3),

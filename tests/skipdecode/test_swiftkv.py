@@ -24,14 +24,20 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import allocate_cache, generate
-from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.schedule import make_schedule
 from skipdecode.weights import check_folder, load_model, save_model
 from tests.support.naive import FFNRule, SwiftWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
 
 L = 6
 FULL = FullDepth(L)
-BASES: list[Schedule] = [FULL, SkipDecode(L, 5, 2, 1, 9), EarlyExit(L, 5, 2, 1, 9), Unified(L, 4)]
+BASES: list[Schedule] = [
+    FULL,
+    SkipDecode(L, 5, 2, 1, 9),
+    EarlyExit(L, 5, 2, 1, 9),
+    Unified(L, 4),
+    ChosenLayers(L, (1, 2, 5)),
+]
 SHAPES = [(3, 1), (2, 2), (2, 4), (5, 1), (1, 1)]
 LENGTHS = [5, 1, 12, 3]
 Swift = Callable[[int, int], Path]
@@ -56,7 +62,7 @@ def swift_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified"])
+@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified", "chosen"])
 def test_decoding_is_the_naive_decoder(
     swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
     kv_layers: int, group_size: int,
@@ -77,7 +83,7 @@ def test_decoding_is_the_naive_decoder(
 
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), [(3, 1), (2, 2)])
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified"])
+@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified", "chosen"])
 def test_all_three_methods_together(
     swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
     kv_layers: int, group_size: int,
@@ -93,7 +99,7 @@ def test_all_three_methods_together(
 
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified"])
+@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified", "chosen"])
 def test_a_teacher_forced_pass_is_decoding(
     swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int
 ) -> None:
@@ -170,7 +176,7 @@ def test_keys_and_values_are_the_direct_projection(swift_checkpoint: Swift, tiny
 
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified"])
+@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified", "chosen"])
 def test_cache_bytes_are_exact(swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int) -> None:
     """Grouped layers share memory that is allocated once; counted by the storages themselves."""
     model = load_model(swift_checkpoint(kv_layers, group_size))

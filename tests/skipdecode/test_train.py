@@ -29,14 +29,20 @@ from skipdecode.decoder import Decoder
 from skipdecode.families.opt import OPTConfig
 from skipdecode.forced import IGNORE, ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.generate import Request, generate
-from skipdecode.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, Unified
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, Unified
 from skipdecode.sampling import Sampling
 from skipdecode.train import ResponseLoss, response_loss
 from skipdecode.weights import load_model
 
 STYLES = ["125m", "350m", "1.3b"]
 L = 6
-SCHEDULES: list[Schedule] = [FullDepth(L), SkipDecode(L, 5, 2, 1, 6), EarlyExit(L, 4, 1, 1, 3), Unified(L, 2)]
+SCHEDULES: list[Schedule] = [
+    FullDepth(L),
+    SkipDecode(L, 5, 2, 1, 6),
+    EarlyExit(L, 4, 1, 1, 3),
+    Unified(L, 2),
+    ChosenLayers(L, (1, 2)),
+]
 Factory = Callable[..., Path]
 
 
