@@ -29,7 +29,7 @@ from skipdecode.generate import BatchResult, Completion, Request, generate, gene
 from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.prefix import Sharing
-from skipdecode.schedule import make_schedule
+from skipdecode.schedule import known_acceptance, make_schedule
 from skipdecode.step_graphs import plans_of
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
@@ -98,7 +98,7 @@ class Generator:
         if schedule not in self._draft_lengths:
             sizes = self.dtype.itemsize, self.model.weight_itemsize
             prices = Prices(self.model.config, *sizes, self.ceilings)
-            self._draft_lengths[schedule] = DraftLength(schedule, prices)
+            self._draft_lengths[schedule] = DraftLength(schedule, prices, known_acceptance(self.model.config, schedule))
         return self._draft_lengths[schedule]
 
     def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:

@@ -15,6 +15,7 @@ from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
+from skipdecode.lossless import stored_drafts
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
@@ -103,14 +104,19 @@ def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, P
 
 
 def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[str, Json]:
-    """The `decode:` mapping that holds: the job's own, else the checkpoint's, else SkipDecode at speedup 2.
+    """The `decode:` mapping that holds: the job's own, else the checkpoint's (with `lossless` the drafts that were
+    calibrated for it, if any), else SkipDecode at speedup 2.
 
     `ffn_skip` and `lossless` are apart from that: they are the job's own, on top of whatever schedule holds. `prefix`
     is no part of it.
     """
     given = config.decode.model_dump(exclude_none=True, exclude={"prefix"})
     skip, lossless = given.pop("ffn_skip", None), {key: given.pop(key) for key in LOSSLESS_KEYS}
-    decode = {"method": "skipdecode"} | given if given else default_decode(opt)
+    drafts = stored_drafts(opt) if lossless["lossless"] else None
+    if drafts is not None:  # workers read them too, whatever the job names
+        make_schedule(drafts.decode, num_layers=opt.num_hidden_layers, max_new_tokens=1)
+    default = default_decode(opt) if drafts is None else dict(drafts.decode)
+    decode = {"method": "skipdecode"} | given if given else default
     if skip is not None:
         decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, opt, note)}
     return decode | {

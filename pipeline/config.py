@@ -81,7 +81,8 @@ class FFNSkipConfig(Section):
 
 class DecodeConfig(Section):
     method: Literal["full", "skipdecode", "early_exit", "unified", "layers"] | None = None
-    """null: the schedule stored in the checkpoint under `skip_decode`; without one, skipdecode at speedup 2."""
+    """null: the schedule stored in the checkpoint under `skip_decode`, and with `lossless` that under `drafts`; without
+    one, skipdecode at speedup 2."""
     speedup: float | None = None
     """A preset of the paper: 2, 3, 4 or 5; 1 is full depth; null: `max_layers` and `min_layers`, or 2."""
     max_layers: int | None = None

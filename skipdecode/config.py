@@ -116,6 +116,8 @@ class DecoderConfig:
     """The schedule that the checkpoint was tuned for (keys of `decode:` in a job's configuration)."""
     ffn_skip: dict[str, Any] | None = field(default=None, hash=False)
     """The feed-forward blocks that calibration found to matter least: `layers`, `warmup_tokens`, `num_layers`."""
+    drafts: dict[str, Any] | None = field(default=None, hash=False)
+    """The drafts for lossless decoding that calibration found (`skipdecode.lossless.StoredDrafts`)."""
     swiftkv: SwiftKVConfig | None = None
     """The extra projections that the checkpoint has; they run when the prefill asks for them."""
 
@@ -256,8 +258,9 @@ class DecoderConfig:
                 check_number(one.name, known[one.name])
         if (dtype := raw.get("dtype") or raw.get("torch_dtype")) is not None:
             known["torch_dtype"] = dtype
-        if not isinstance(known.get("skip_decode"), dict | None):
-            raise ValueError(f"skip_decode is {known['skip_decode']!r}, expected a mapping")
+        for name in ("skip_decode", "drafts"):
+            if not isinstance(known.get(name), dict | None):
+                raise ValueError(f"{name} is {known[name]!r}, expected a mapping")
         if "swiftkv" in known:
             known["swiftkv"] = SwiftKVConfig.from_dict(known["swiftkv"])
         if "eos_token_id" in raw:
@@ -270,7 +273,7 @@ class DecoderConfig:
         raw |= {name: getattr(self, name) for name in (one.name for one in fields(self))}
         raw["eos_token_id"] = self.eos_token_id if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
         raw["swiftkv"] = None if self.swiftkv is None else vars(self.swiftkv)
-        for key in ("skip_decode", "ffn_skip", "swiftkv"):
+        for key in ("skip_decode", "ffn_skip", "drafts", "swiftkv"):
             if raw[key] is None:
                 del raw[key]
         return raw

@@ -43,6 +43,8 @@ Source = tuple[int, int]
 class Acceptance:
     """Counts by source, of drafts whose predecessors were all accepted: the others say nothing."""
 
+    known: Sequence[float] = ()
+    """Of skipped passes, by place: what a calibration measured, to start from (`skipdecode.lossless.StoredDrafts`)."""
     tried: dict[Source, float] = field(default_factory=dict)
     accepted: dict[Source, float] = field(default_factory=dict)
 
@@ -54,7 +56,10 @@ class Acceptance:
     def rate(self, kind: int, place: int) -> float:
         """The share of drafts of that kind and place that full depth makes too."""
         place = min(place, 2 * MOST)  # behind it all are alike
-        prior = PRIOR[kind] if place == 0 else self.rate(kind, place - 1)
+        if kind == SKIPPED and place < len(self.known):
+            prior = self.known[place]
+        else:
+            prior = PRIOR[kind] if place == 0 else self.rate(kind, place - 1)
         tried = self.tried.get((kind, place), 0.0)
         return (self.accepted.get((kind, place), 0.0) + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
 
@@ -139,9 +144,10 @@ class Decision:
 class DraftLength:
     """Decides for the batches of one schedule, and learns from them."""
 
-    def __init__(self, schedule: Lossless, prices: Prices) -> None:
+    def __init__(self, schedule: Lossless, prices: Prices, known: Sequence[float] = ()) -> None:
+        """`known`: the acceptance of skipped passes by place that it starts from; empty: PRIOR."""
         self.schedule, self.prices = schedule, prices
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(known)
         self._resting = 0
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
@@ -170,13 +176,25 @@ class DraftLength:
 
     def _skipped(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> tuple[int, float]:
         """Tokens to draft by skipped passes, and the tokens per second with so many."""
-        best, rate, drafts_s, number = 0, rows / passes_s[0], 0.0, self.schedule.draft_tokens
+        rates, best, number = self._rates(rows, k, context, passes_s), 0, self.schedule.draft_tokens
+        for n in range(1, len(rates)):
+            if number in (None, n) and rates[n] > rates[best] * (MARGIN if best == 0 else 1.0):
+                best = n
+        return best, rates[best]
+
+    def _rates(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> list[float]:
+        """Tokens per second with 0, 1, .. drafts of skipped passes."""
+        rates, drafts_s = [rows / passes_s[0]], 0.0
         for n, tokens in enumerate(self.acceptance.expected(SKIPPED, len(passes_s) - 1)[1:], start=1):
             drafts_s += self.prices.seconds("draft", self.schedule.drafts.step(k + n - 1), rows, rows, context)
-            now = rows * tokens / (drafts_s + passes_s[n])
-            if number in (None, n) and now > rate * (MARGIN if best == 0 else 1.0):
-                best, rate = n, now
-        return best, rate
+            rates.append(rows * tokens / (drafts_s + passes_s[n]))
+        return rates
+
+    def speedups(self, rows: int, k: int, context: int) -> list[float]:
+        """What 1, 2, .. MOST drafts of skipped passes gain over full depth without drafts: by what it knows so far, as
+        `decide` has it."""
+        rates = self._rates(rows, k, context, [self._verify_s(rows, n, context) for n in range(MOST + 1)])
+        return [rate / rates[0] for rate in rates[1:]]
 
     def _repeated(self, length: int, rows: int, rate: float, passes_s: Sequence[float]) -> int:
         """Tokens to draft by a repeat of `length`: each of which is to bring more than the time it costs could."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import FusedLayer, FusedStore
 from skipdecode.decoder import Decoder
-from skipdecode.extents import Extents
+from skipdecode.extents import Extents, Run
 from skipdecode.ffns import FFNs
 from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.layer_loop import run_layers
@@ -82,18 +82,19 @@ def teacher_forced_states(
         mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
     ffns = ffns or schedule.ffns([str(row) for row in range(B)], columns - P, device, gather=False)
     ffns.start_pass(plans, P)
-    extents = _extents(schedule.prefill(), plans, P, ffns)
+    extents = column_extents(schedule.prefill(), plans, P, ffns)
     kv = ForcedView(positions, mask, model.rotations, kv_owners(schedule, model.config.kv_group_size))
     h, _ = run_layers(model, model.embed(batch.tokens, positions), kv, extents, ffns=ffns, recompute=recompute)
     return h[:, P - 1 :]
 
 
-def _extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, ffns: FFNs) -> Extents:
-    """The first columns that run each sublayer: the prompt's, and those of the steps that run it."""
+def column_extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, ffns: FFNs) -> Extents:
+    """The first columns that run each sublayer: the prompt's (none of it is fed where that is 0), and those of the
+    steps that run it."""
 
-    def runs(layer: int, sublayer: str) -> slice:
-        steps = sum(getattr(plan, sublayer)[layer] for plan in plans)
-        return slice(prompt_columns + steps)
+    def runs(layer: int, sublayer: str) -> Run:
+        columns = prompt_columns + sum(getattr(plan, sublayer)[layer] for plan in plans)
+        return slice(columns) if columns else None
 
     attn, ffn = (tuple(runs(layer, name) for layer in range(len(prompt.attn))) for name in ("attn", "ffn"))
     apart = next(filter(None, map(ffns.apart, plans)), ())  # layers of later steps are among those of earlier ones

@@ -8,6 +8,7 @@ torch.
 from dataclasses import dataclass
 from typing import Any
 
+from skipdecode.config import DecoderConfig
 from skipdecode.plan import FullDepth, Schedule
 
 KEYS = ("lossless", "draft_tokens")
@@ -46,3 +47,35 @@ def lossless_schedule(drafts: Schedule, lossless: Any, draft_tokens: Any) -> Sch
             raise ValueError("decode.draft_tokens: has no meaning without decode.lossless; set it to true or auto")
         return drafts
     return Lossless(drafts.num_layers, drafts, draft_tokens if is_number else None, lossless == "auto")
+
+
+@dataclass(frozen=True)
+class StoredDrafts:
+    """What `jobs.calibrate` found for a checkpoint, which carries it as `drafts` in its `config.json`."""
+
+    decode: dict[str, Any]
+    """The schedule that drafts, as a `decode:` mapping; method full where nothing pays but repeats."""
+    acceptance: tuple[float, ...]
+    """By place in a draft: the share of drafts that full depth makes too, where all before them were."""
+
+
+def stored_drafts(config: DecoderConfig) -> StoredDrafts | None:
+    """None: the checkpoint carries none. ValueError for what the calibration does not write."""
+    if config.drafts is None:
+        return None
+    decode, acceptance = (config.drafts.get(key) for key in ("decode", "acceptance"))
+    remedy = "run jobs.calibrate target=drafts again, or take drafts out of config.json"
+    if not isinstance(decode, dict) or not isinstance(acceptance, list) or not all(map(_is_share, acceptance)):
+        raise ValueError(
+            f"decode.lossless: drafts in the checkpoint's config.json is not what jobs.calibrate writes; {remedy}"
+        )
+    if (layers := config.drafts.get("num_layers")) != config.num_hidden_layers:
+        raise ValueError(
+            f"decode.lossless: drafts in the checkpoint's config.json are for {layers} layers, and this model has "
+            f"{config.num_hidden_layers}; {remedy}"
+        )
+    return StoredDrafts(decode, tuple(acceptance))
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1

@@ -7,7 +7,7 @@ from typing import Any
 from skipdecode.config import DecoderConfig
 from skipdecode.ffn_skip import KINDS as FFN_SKIPS
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
-from skipdecode.lossless import lossless_schedule
+from skipdecode.lossless import Lossless, lossless_schedule, stored_drafts
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 
 # Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
@@ -65,6 +65,16 @@ def _check_drafts(drafts: Schedule) -> None:
         raise ValueError(
             "decode.lossless: full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
         )
+
+
+def known_acceptance(config: DecoderConfig, schedule: Lossless) -> Sequence[float]:
+    """By place in a draft: what calibration measured for the drafts of `schedule`; empty where it measured others."""
+    stored = stored_drafts(config)
+    if stored is None or schedule.drafts != make_schedule(
+        stored.decode, num_layers=schedule.num_layers, max_new_tokens=1
+    ):
+        return ()
+    return stored.acceptance
 
 
 def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:

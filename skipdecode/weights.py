@@ -119,9 +119,9 @@ def adapter_of(path: str | Path, model: Decoder) -> Adapter:
 
 def adapted(config: DecoderConfig, adapter: Path) -> DecoderConfig:
     """The configuration of a model with that adapter: with the schedule that the adapter was trained under, if it says,
-    and without the layers that were calibrated for other weights."""
+    and without the layers and the drafts that were calibrated for other weights."""
     schedule = read_schedule(adapter)
-    return replace(config, skip_decode=config.skip_decode if schedule is None else schedule, ffn_skip=None)
+    return replace(config, skip_decode=config.skip_decode if schedule is None else schedule, ffn_skip=None, drafts=None)
 
 
 def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected, config: DecoderConfig) -> Part | None:

@@ -75,7 +75,7 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
         note(f"model.source: SwiftKV's weights in {config.model.source} {done}")
     default = check_schedules(config.train, opt)
     if config.train.trainable == "all":
-        opt = replace(opt, skip_decode=default, ffn_skip=None)
+        opt = replace(opt, skip_decode=default, ffn_skip=None, drafts=None)
         if opt.swiftkv and all(entry.get("prefill") == "swiftkv" for entry in config.train.schedules):
             note("train.schedules: all have prefill: swiftkv, so the model will need prefill.method=swiftkv")
     elif config.train.default_schedule is not None:  # the model stays as it is, and so does what it carries

@@ -1,0 +1,161 @@
+"""What a schedule would draft at every position of texts that full depth wrote, in passes over all positions at once.
+
+A draft is made token by token over the keys and values of full depth, and behind the row's newest token over those of
+the draft itself (`skipdecode.speculative`). A text is known, so all drafts that begin anywhere in it can be made side
+by side: pass p takes every token as number p of a draft. That equals drafting but for the order of sums, and costs a
+pass of the schedule's layers per place, whatever is accepted.
+
+B rows, P prompt columns, T response tokens, n columns of a pass, H heads of queries, G of keys and values, R = H / G, S
+columns of full depth, K head dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from skipdecode.decoder import Decoder
+from skipdecode.extents import Extents
+from skipdecode.ffns import ALL_ROWS
+from skipdecode.forced import IGNORE, ForcedView, TeacherBatch, column_extents
+from skipdecode.kv.view import causal_mask, diagonal
+from skipdecode.layer_loop import run_layers
+from skipdecode.plan import FullDepth, Schedule
+
+Kept = dict[int, tuple[Tensor, Tensor]]
+"""K and V [B, G, columns, K] by layer."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of the drafts that begin at every position, by place in a draft."""
+
+    tried: tuple[int, ...]
+    """Drafted tokens whose predecessors were all accepted, and whose place the text has a token for."""
+    accepted: tuple[int, ...]
+    """Those of them that full depth made too."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The share accepted, up to the last place that was tried."""
+        return tuple(a / t for a, t in zip(self.accepted, self.tried, strict=True) if t)
+
+    def __add__(self, other: "Counts") -> "Counts":
+        def total(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+            return tuple(x + y for x, y in zip(a, b, strict=True))
+
+        return Counts(total(self.tried, other.tried), total(self.accepted, other.accepted))
+
+
+class DraftedText:
+    """The texts of a batch, as full depth has them: drafts are made over its keys and values, which are kept."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Decoder, batch: TeacherBatch) -> None:
+        """`batch`: greedy texts of `model` at full depth."""
+        self._model, self._batch = model, batch
+        columns, device = batch.tokens.shape[1], batch.tokens.device
+        offsets = torch.arange(columns, device=device)
+        self._positions = (offsets - batch.num_pad[:, None]).clamp(min=-1)  # [B, P + T - 1]
+        valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
+        mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
+        num_layers = model.config.num_hidden_layers
+        view = KeepingView(self._positions, mask, model.rotations, range(num_layers))
+        extents = Extents.of_plan(FullDepth(num_layers).prefill())
+        run_layers(model, model.embed(batch.tokens, self._positions), view, extents)
+        self._full = view.shared
+        self._fed = batch.targets[:, 1:] != IGNORE  # [B, T - 1] y_k that is fed to make y_(k+1)
+
+    @torch.inference_mode()
+    def hits(self, drafts: Schedule, places: int) -> Tensor:
+        """[places, B, T - 1] bool: of the draft that begins behind y_k, whether token number p (from 0 on), made behind
+        k + p true ones, is y_(k+1+p). False where there is none."""
+        batch, P = self._batch, self._batch.prompt_columns
+        tokens, positions = batch.tokens[:, P:], self._positions[:, P:]  # [B, T - 1]
+        num_steps = tokens.shape[1]
+        extents = column_extents(drafts.prefill(), [drafts.step(k) for k in range(num_steps)], 0, ALL_ROWS)
+        found, made = [], list[Kept]()
+        for place in range(min(places, num_steps)):
+            made.append({})
+            view = DraftView(
+                positions, None, self._model.rotations, (), full=self._full, made=made, num_pad=batch.num_pad, first=P
+            )
+            h, _ = run_layers(self._model, self._model.embed(tokens, positions), view, extents)
+            same = torch.zeros_like(self._fed)
+            same[self._fed] = self._model.likeliest(h[self._fed]) == batch.targets[:, 1:][self._fed]
+            found.append(F.pad(same[:, place:], (0, place)))  # of the draft that began so many columns before
+        none = torch.zeros_like(self._fed)
+        return torch.stack([*found, *[none] * (places - len(found))])
+
+    def count(self, drafts: Schedule, places: int) -> Counts:
+        """How drafts of up to `places` tokens fare, one begun at every position."""
+        running, tried, accepted = self._fed, list[int](), list[int]()
+        for place, hits in enumerate(self.hits(drafts, places)):
+            running = running & F.pad(self._fed[:, place:], (0, place))
+            tried.append(int(running.sum()))
+            running = running & hits
+            accepted.append(int(running.sum()))
+        return Counts(tuple(tried), tuple(accepted))
+
+
+@dataclass
+class KeepingView(ForcedView):
+    """Of a pass at full depth, whose keys and values stay in `shared`."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        assert k is not None
+        assert v is not None
+        self.store(layer, k.contiguous(), v.contiguous())  # not the memory of queries with them
+        return super().attend(layer, q, k, v)
+
+    def part(self, where: slice) -> "KeepingView":
+        return self  # every layer runs every column
+
+
+@dataclass
+class DraftView(ForcedView):
+    """Of pass p, which takes every response column as number p of a draft. Column k sees full depth up to where its
+    draft began, and of the passes before it the column of its draft that each of them made."""
+
+    full: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By layer, [B, G, S, K]."""
+    made: list[Kept] = field(default_factory=list)
+    """By pass, this one last: K and V of the response columns that run a layer."""
+    num_pad: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[B] int64: columns of left padding."""
+    first: int = 0
+    """Columns of the prompt."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        assert k is not None
+        assert v is not None
+        self.made[-1][layer] = k, v
+        keys, values = self.full[layer]
+        (B, H, n, K), G, place = q.shape, keys.shape[1], len(self.made) - 1
+        q = (q.float() * K**-0.5).view(B, G, H // G, n, K)
+        at = torch.arange(keys.shape[2], device=q.device)  # [S]
+        begins = self.first + torch.arange(n, device=q.device) - place  # [n] column of the newest token
+        sees = (at >= self.num_pad[:, None])[:, None] & (at < begins[:, None])  # [B, n, S]
+        over_full = (q @ keys.float()[:, :, None].mT).masked_fill(~sees[:, None, None], -torch.inf)  # [B, G, R, n, S]
+        own = [tuple(_behind(x, place - p, n)[:, :, None] for x in kv[layer]) for p, kv in enumerate(self.made)]
+        over_own = torch.stack([(q * drafted).sum(-1) for drafted, _ in own], dim=-1)  # [B, G, R, n, place + 1]
+        weights = torch.cat([over_full, over_own], dim=-1).softmax(-1)
+        out = weights[..., : len(at)] @ values.float()[:, :, None]  # [B, G, R, n, K]
+        for p, (_, drafted) in enumerate(own):
+            out = out + weights[..., len(at) + p, None] * drafted
+        return out.view(B, H, n, K).to(k.dtype)
+
+    def part(self, where: slice) -> "DraftView":
+        n = self.positions.shape[1] if where.stop is None else where.stop
+        return replace(self, positions=self.positions[:, :n])
+
+    def on(self, device: torch.device, table: Tensor | None) -> "DraftView":
+        raise AssertionError("drafts are measured on one device")
+
+
+def _behind(x: Tensor, by: int, n: int) -> Tensor:
+    """[B, G, n, K] float32: at column k what `x` has at k - by; nothing to go by in the first columns, whose drafts
+    would begin before the text."""
+    return F.pad(x.float(), (0, 0, by, 0))[:, :, :n]
