@@ -1,8 +1,9 @@
-"""`python -m jobs.calibrate`: which feed-forward blocks a model can do without (FFN-SkipLLM), measured on prompts.
+"""`python -m jobs.calibrate`: which feed-forward blocks, or which layers of a draft, a model can do without.
 
-Writes a checkpoint that carries the answer: `decode.ffn_skip={mode: calibrated}` then runs it without those blocks. The
-proposal for the paper's row rule, the similarities per layer and step and their heat map lie beside it. A summary on
-stderr, one JSON document on stdout. Exit codes: 0 done; 2 bad configuration or input; 1 anything else.
+Measures on prompts, and writes a checkpoint that carries the answer. `decode.ffn_skip={mode: calibrated}` then runs it
+without those blocks (FFN-SkipLLM). The proposal for the paper's row rule, the similarities per layer and step and their
+heat map lie beside it. With `target=drafts`, `decode.lossless=auto` drafts with the layers that were found. A summary
+on stderr, one JSON document on stdout. Exit codes: 0 done; 2 bad configuration or input; 1 anything else.
 """
 
 import argparse
@@ -18,7 +19,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "calibrate",
         __doc__,
         config="YAML file, e.g. configs/calibrate-e2e.yaml",
-        overrides="e.g. skip_share=0.3 warmup_tokens=10",
+        overrides="e.g. skip_share=0.3 warmup_tokens=10, or target=drafts",
     )
     parser.add_argument("-i", "--input", metavar="PATH", action="append", help="sample prompts: input.path")
     parser.add_argument("-o", "--output", metavar="FOLDER", help="the checkpoint to write: output")
@@ -35,7 +36,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
     tree = read_settings(arguments, {"input.path": arguments.input, "output": arguments.output})
     document = {**calibrate(build_config(CalibrateConfig, tree), note)}
-    summarize(document)
+    (summarize_drafts if "drafts" in document else summarize)(document)
     return document, OK
 
 
@@ -51,6 +52,27 @@ def summarize(document: dict[str, Any]) -> None:
         note(f"  decode.ffn_skip={json.dumps(found['ffn_skip'])}")
     note(f"checkpoint: {output}   (model.source={output} 'decode.ffn_skip={{mode: calibrated}}')")
     note(f"measured:   {output}/calibration/calibration.json, similarity.parquet, similarity.svg, similarity.png")
+
+
+def summarize_drafts(document: dict[str, Any]) -> None:
+    """A table of the best drafts, what pays, and how to use it."""
+    output, sizes = document["config"]["output"], document["config"]["batch_sizes"]
+    heads = "".join(f"{f'batch {size}':>13}" for size in sizes)
+    note(f"layers  accepted{heads}   drafts (expected speedup, and tokens drafted at a time)")
+    for found in document["candidates"]:
+        cells = [f"{gain['speedup']:.2f} ({gain['draft_tokens']})" for gain in found["gains"]]
+        line = f"{found['layers_per_token']:>6.1f}{100 * found['acceptance'][0]:>8.1f} %"
+        note(f"{line}{''.join(f'{cell:>13}' for cell in cells)}   {json.dumps(found['decode'])}")
+    batches = ", ".join(map(str, sizes))
+    if document["pays"]:
+        note(f"drafts: {json.dumps(document['drafts'])}")
+    else:
+        note(
+            f"nothing pays: no draft by fewer layers is expected to gain 3 % over full depth in batches of {batches}; "
+            "the checkpoint carries decode.method=full, which drafts what rows repeat, and costs no layer"
+        )
+    note(f"checkpoint: {output}   (model.source={output} decode.lossless=auto)")
+    note(f"measured:   {output}/calibration/calibration.json")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""`jobs.calibrate` as a library call: sample prompts in, a checkpoint that carries what to skip out.
+"""`jobs.calibrate` as a library call: sample prompts in, a checkpoint that carries what was found out.
 
-The output is the model's folder again (weights linked where the filesystem can) with `ffn_skip` in its `config.json`,
-and under `calibration/` what was measured. In this process, on one device; the measuring is `actors.calibrate`.
+The output is the model's folder again (weights linked where the filesystem can) with `ffn_skip` or `drafts` in its
+`config.json`, and under `calibration/` what was measured. In this process, on one device; the measuring is
+`actors.calibrate` and `actors.draft_search`.
 """
 
-import json
-import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from pydantic import Field
 
-from actors.calibrate import Candidate, Progress, Sample, propose_layers, propose_rule
+from actors.calibrate import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
 from actors.generator import Generator, GeneratorConfig
 from actors.records import RowFailure
 from pipeline.checkpoint import ResolvedModel, check_model
@@ -32,16 +30,24 @@ from pipeline.config import (
     SamplingConfig,
     Section,
 )
-from pipeline.evaluation.documents import CalibrationDocument, FFNSkip, Proposal, SimilarityLine
+from pipeline.evaluation.calibrate_drafts import find_drafts
+from pipeline.evaluation.calibrated_folder import write_checkpoint
+from pipeline.evaluation.documents import (
+    CalibrationDocument,
+    CalibrationFacts,
+    DraftsDocument,
+    FFNSkip,
+    Proposal,
+    SimilarityLine,
+)
 from pipeline.input.prompts import read_prompts
 from pipeline.machine import device_facts, version_of
 from pipeline.plots import new_figure, save_figure
-from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
-from pipeline.units import Note
+from pipeline.store.model_folder import new_folder, written_whole
+from pipeline.units import Json, Note
 from skipdecode.generate import Request
 from skipdecode.placing import choose_device
 from skipdecode.sampling import Sampling
-from skipdecode.weights import load_model, save_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,18 +56,23 @@ PROGRESS_S = 5.0
 
 
 class CalibrateConfig(Section):
+    target: Literal["ffn_skip", "drafts"] = "ffn_skip"
+    """ffn_skip: feed-forward blocks to leave out. drafts: the layers, and how many tokens at a time, that draft best
+    for `decode.lossless`."""
     model: ModelConfig = ModelConfig()
     decode: DecodeConfig = DecodeConfig(method="full")
-    """The schedule beneath, without `ffn_skip`."""
+    """The schedule beneath, without `ffn_skip`. For drafts it is full depth."""
     prefill: PrefillConfig = PrefillConfig()
     input: InputConfig = InputConfig()
     """Sample prompts, as jobs.generate reads them; rows that it would fail are left out."""
     num_prompts: Annotated[int, Field(ge=1)] = 128
     """The first distinct ones."""
     skip_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
-    """Feed-forward blocks of decode steps to leave out, of all that the schedule beneath runs."""
+    """ffn_skip: blocks of decode steps to leave out, of all that the schedule beneath runs."""
     warmup_tokens: Annotated[int, Field(ge=0)] = 25
-    """Decode steps that skip nothing."""
+    """ffn_skip: decode steps that skip nothing."""
+    batch_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 8, 32)
+    """drafts: rows that a run may have in a batch; drafts are chosen by what they gain in the mean of these."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
     """Tokens of each sample answer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -74,17 +85,14 @@ class CalibrateConfig(Section):
     """The checkpoint to write."""
 
 
-def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument:
+OF_TARGET = {"ffn_skip": ("skip_share", "warmup_tokens"), "drafts": ("batch_sizes",)}
+"""Keys that the other target has no use for."""
+
+
+def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument | DraftsDocument:
     """Measures, proposes, and writes the checkpoint; gives back `calibration/calibration.json`."""
     started = time.monotonic()
-    if config.decode.ffn_skip is not None:
-        raise ConfigError("decode.ffn_skip", "is what is looked for; give the schedule beneath alone")
-    if config.decode.lossless:
-        raise ConfigError("decode.lossless", "the schedule beneath is to be decoded by; leave it out")
-    if "prefix" in config.decode.model_fields_set:
-        raise ConfigError("decode.prefix", "has no meaning here, where every prompt runs by itself; leave it out")
-    if config.model.quantization is not None:
-        raise ConfigError("model.quantization", "blocks are measured with the weights as they are; leave it null")
+    check_keys(config)
     target = new_folder(config.output)
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -97,32 +105,78 @@ def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument:
     except ConfigError as error:  # it speaks of a job's keys
         raise error.renamed("sampling.max_new_tokens", "max_new_tokens") from error
     prompts = read_prompts(config.input, config.num_prompts)
-    sample = write_sample(config, model, prompts, note)
+    generator, pairs = write_texts(config, model, prompts, note)
+
+    def facts(num_prompts: int, num_tokens: int) -> CalibrationFacts:
+        return {
+            **device_facts(device),
+            "torch": version_of("torch"),
+            "model": config.model.source,
+            "decode": model.decode,
+            "prefill": config.prefill.method,
+            "prompts": num_prompts,
+            "tokens": num_tokens,
+            "config": config.model_dump(mode="json"),
+            "elapsed_s": time.monotonic() - started,
+        }
+
+    if config.target == "drafts":
+        found = find_drafts(generator, pairs, config, note)
+        drafts: DraftsDocument = {**facts(found.sample.num_prompts, found.sample.num_tokens), **found.figures()}
+        with written_whole(target) as staging:
+            write_checkpoint(staging, model, {"drafts": found.carried()}, drafts)
+        return drafts
+    sample, layers, rule = propose(generator, pairs, config, note)
+    document: CalibrationDocument = {
+        **facts(sample.num_prompts, sample.num_tokens),
+        "calibrated": _figures(layers),
+        "row": _figures(rule),
+    }
+    with written_whole(target) as staging:
+        write_checkpoint(staging, model, {"ffn_skip": _carried(document, model)}, document)
+        write_similarity(staging / "calibration", sample, document)
+    return document
+
+
+def check_keys(config: CalibrateConfig) -> None:
+    """ConfigError for keys that do not go together."""
+    if config.decode.ffn_skip is not None:
+        raise ConfigError("decode.ffn_skip", "is what is looked for; give the schedule beneath alone")
+    if config.decode.lossless:
+        raise ConfigError("decode.lossless", "the schedule beneath is to be decoded by; leave it out")
+    if "prefix" in config.decode.model_fields_set:
+        raise ConfigError("decode.prefix", "has no meaning here, where every prompt runs by itself; leave it out")
+    if config.model.quantization is not None:
+        raise ConfigError("model.quantization", "blocks are measured with the weights as they are; leave it null")
+    for target, keys in OF_TARGET.items():
+        if wrong := [key for key in keys if target != config.target and key in config.model_fields_set]:
+            raise ConfigError(wrong[0], f"has no meaning with target={config.target}; leave it out, or target={target}")
+    if config.target == "drafts" and config.decode != DecodeConfig(method="full"):
+        given = {key: getattr(config.decode, key) for key in sorted(config.decode.model_fields_set)}
+        raise ConfigError("decode", f"drafts are for full depth, and looked for by target=drafts; leave out {given}")
+    if config.target == "drafts" and config.prefill.method != "full":
+        raise ConfigError(
+            "prefill.method", f"full depth, which drafts are for, has no {config.prefill.method} prompt; leave it full"
+        )
+
+
+def propose(
+    generator: Generator, pairs: Sequence[Pair], config: CalibrateConfig, note: Note
+) -> tuple[Sample, Candidate, Candidate]:
+    """The texts as they were measured, and which blocks to leave out: a fixed set, and by the row rule."""
+    sample = Sample(generator.model, generator.schedule(config.max_new_tokens), pairs, config.batch_size)
     note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
     try:
         layers = propose_layers(sample, config.skip_share, config.warmup_tokens, _progress(note, "fixed layers"))
         rule = propose_rule(sample, config.skip_share, config.warmup_tokens, _progress(note, "row rule"))
     except ValueError as error:
         raise ConfigError.parse(error) from error
-    document: CalibrationDocument = {
-        **device_facts(device),
-        "torch": version_of("torch"),
-        "model": config.model.source,
-        "decode": model.decode,
-        "prefill": config.prefill.method,
-        "prompts": sample.num_prompts,
-        "tokens": sample.num_tokens,
-        "calibrated": _figures(layers),
-        "row": _figures(rule),
-        "config": config.model_dump(mode="json"),
-        "elapsed_s": time.monotonic() - started,
-    }
-    with written_whole(target) as staging:
-        write_checkpoint(staging, model, sample, document)
-    return document
+    return sample, layers, rule
 
 
-def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[str], note: Note) -> Sample:
+def write_texts(
+    config: CalibrateConfig, model: ResolvedModel, prompts: list[str], note: Note
+) -> tuple[Generator, list[Pair]]:
     """Decodes the prompts under the schedule beneath; those that do not fit are left out."""
     generator = Generator(
         GeneratorConfig(
@@ -154,40 +208,14 @@ def write_sample(config: CalibrateConfig, model: ResolvedModel, prompts: list[st
     pairs = [(ids, a.tokens) for ids, a in zip(tokens, answers, strict=True) if not isinstance(a, RowFailure)]
     if all(len(made) < 2 for _, made in pairs):
         raise ConfigError("input.path", "the model ends every one of these prompts with its first token")
-    base = generator.schedule(config.max_new_tokens)
-    return Sample(generator.model, base, pairs, config.batch_size)
+    return generator, pairs
 
 
-def write_checkpoint(staging: Path, model: ResolvedModel, sample: Sample, document: CalibrationDocument) -> None:
-    """The model's files, its `config.json` with `ffn_skip`, and `calibration/`; of a model with an adapter, the two
-    merged."""
-    (staging / "calibration").mkdir()
-    is_made = model.folder.is_file() or model.adapter is not None  # a GGUF file has no room for what is to be written
-    if is_made:
-        save_model(load_model(model.folder, adapter=model.adapter), staging)
-        for name, content in tokenizer_files(model.folder).items():
-            (staging / name).write_bytes(content)
-    for path in () if is_made else model.folder.iterdir():
-        if path.is_file() and path.name != "config.json":
-            place = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
-            place(path.resolve(), staging / path.name)
-    source = staging if is_made else model.folder
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    found = document["calibrated"]
-    raw["ffn_skip"] = {
-        "num_layers": model.config.num_hidden_layers,
-        "layers": found["ffn_skip"]["layers"],
-        "warmup_tokens": found["ffn_skip"]["warmup_tokens"],
-        "skip_share": found["skip_share"],
-        "decode": model.decode,
-        "prefill": document["prefill"],
-    }
-    (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    folder = staging / "calibration"
-    (folder / "calibration.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+def write_similarity(folder: Path, sample: Sample, document: CalibrationDocument) -> None:
+    """What was measured of every block, and its heat map."""
     table = cast("list[SimilarityLine]", sample.table())
     pq.write_table(pa.Table.from_pylist(table), folder / "similarity.parquet")
-    save_figure(heat_map(table, found["ffn_skip"]), folder, "similarity")
+    save_figure(heat_map(table, document["calibrated"]["ffn_skip"]), folder, "similarity")
 
 
 def heat_map(table: Sequence[SimilarityLine], skipped: FFNSkip) -> "Figure":
@@ -211,6 +239,20 @@ def heat_map(table: Sequence[SimilarityLine], skipped: FFNSkip) -> "Figure":
     return figure
 
 
+def _carried(document: CalibrationDocument, model: ResolvedModel) -> dict[str, Json]:
+    """What `config.json` says under `ffn_skip`."""
+    found = document["calibrated"]
+    layers: list[Json] = [*found["ffn_skip"]["layers"]]
+    return {
+        "num_layers": model.config.num_hidden_layers,
+        "layers": layers,
+        "warmup_tokens": found["ffn_skip"]["warmup_tokens"],
+        "skip_share": found["skip_share"],
+        "decode": model.decode,
+        "prefill": document["prefill"],
+    }
+
+
 def _figures(candidate: Candidate) -> Proposal:
     """A proposal as `decode.ffn_skip` takes it, and what it did to the sample."""
     return {
@@ -219,13 +261,6 @@ def _figures(candidate: Candidate) -> Proposal:
         "divergence": candidate.divergence,
         "token_match": candidate.token_match,
     }
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another filesystem, or one without links
-        shutil.copy2(source, target)
 
 
 def _progress(note: Note, what: str) -> Progress:

@@ -172,8 +172,8 @@ class Proposal(TypedDict):
     token_match: float
 
 
-class CalibrationDocument(TypedDict):
-    """`calibration/calibration.json`"""
+class CalibrationFacts(TypedDict):
+    """What both kinds of a calibration write down."""
 
     date: str
     device: str
@@ -181,13 +181,53 @@ class CalibrationDocument(TypedDict):
     torch: str
     model: str
     decode: Decode
+    """The schedule beneath, which wrote the texts."""
     prefill: str
     prompts: int
     tokens: int
-    calibrated: Proposal
-    row: Proposal
     config: dict[str, Json]
     elapsed_s: float
+
+
+class CalibrationDocument(CalibrationFacts):
+    """`calibration/calibration.json` of feed-forward blocks"""
+
+    calibrated: Proposal
+    row: Proposal
+
+
+class DraftGain(TypedDict):
+    """Of drafts in batches of one size, by the cost model."""
+
+    batch_size: int
+    draft_tokens: int
+    """At a time; 0: drafts do not pay."""
+    tokens_per_pass: float
+    speedup: float
+
+
+class DraftProposal(TypedDict):
+    """A way to draft, and what it comes to on texts that the search has not seen."""
+
+    decode: Decode
+    layers_per_token: float
+    """That a draft runs, in the mean."""
+    acceptance: list[float]
+    """By place in a draft: the share that full depth makes too, where all before were accepted."""
+    gains: list[DraftGain]
+
+
+class DraftsDocument(CalibrationFacts):
+    """`calibration/calibration.json` of drafts"""
+
+    drafts: Decode
+    """What the checkpoint carries: the best schedule to draft by; full depth, which drafts by repeats alone, where no
+    other pays."""
+    pays: bool
+    candidates: list[DraftProposal]
+    """The best first."""
+    ceilings: dict[str, float]
+    """Of this device, which the speedups are predicted by: `flops_per_s`, `bytes_per_s`, `call_s`."""
 
 
 class SimilarityLine(TypedDict):

@@ -1,0 +1,201 @@
+"""Which layers draft best for a model at full depth: searched for on texts of its own, by acceptance per cost.
+
+Tried are the schedules that people name, and sets of layers: from all of them the one goes whose loss costs least,
+again and again. One half of the texts chooses; the other half says what the best are good for, since what was chosen
+for its figures looks better by them than it is. Prices are those that decoding decides by (`skipdecode.draft_length`).
+No Ray, no files.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from skipdecode.decoder import Decoder
+from skipdecode.draft_length import MARGIN, MOST, DraftLength, Prices
+from skipdecode.drafted import Counts, DraftedText
+from skipdecode.forced import TeacherBatch, teacher_batch
+from skipdecode.lossless import Lossless
+from skipdecode.plan import ChosenLayers, FullDepth, LayerPlan, Schedule
+from skipdecode.schedule import PRESETS, make_schedule, preset
+
+Pair = tuple[list[int], list[int]]
+"""Prompt tokens and the tokens that the model wrote at full depth."""
+Plans = tuple[LayerPlan, ...]
+"""Of each decode step."""
+Tell = Callable[[str], None]
+"""Takes a line about how far the search is."""
+
+# Depths that are tried by each method, of all layers; the presets are in between, and fall.
+SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 5 / 6)
+# Layers whose loss is measured again once others are gone: those that it cost least to lose before. All of them would
+# be some fifty times the work for a deep model, and layers that mattered go on to.
+CLOSEST = 8
+PATIENCE = 5  # layers that are still taken away behind the best set; acceptance falls in steps
+FINALISTS = 8  # measured by the half of the texts that the search has not seen
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of drafts in batches of one size, by the cost model."""
+
+    batch_size: int
+    draft_tokens: int
+    """Drafted at a time; 0: drafts do not pay."""
+    tokens_per_pass: float
+    """That a row gets from a pass at full depth."""
+    speedup: float
+    """Over full depth without drafts; 1 where they do not pay."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to draft, and what it comes to."""
+
+    decode: dict[str, Any]
+    """The `decode:` mapping of the schedule."""
+    acceptance: tuple[float, ...]
+    """By place in a draft: the share of drafts that full depth makes too, where all before them were."""
+    gains: tuple[Gain, ...]
+    nearest: float
+    """The best speedup over full depth at any of the batch sizes, with one draft at least; below 1 where all lose."""
+
+    @property
+    def mean_speedup(self) -> float:
+        """Geometric, over the batch sizes."""
+        return float(prod(gain.speedup for gain in self.gains) ** (1 / len(self.gains)))
+
+    @property
+    def pays(self) -> bool:
+        """At one of the batch sizes at least."""
+        return any(gain.draft_tokens for gain in self.gains)
+
+
+class DraftSample:
+    """Texts that `model` wrote at full depth, in two halves."""
+
+    def __init__(self, model: Decoder, pairs: Sequence[Pair], batch_rows: int) -> None:
+        """`pairs`: one at least of two tokens; a single one is both halves."""
+        self.model = model
+        long = sorted((pair for pair in pairs if len(pair[1]) > 1), key=lambda pair: (len(pair[0]), len(pair[1])))
+        assert long, "no text that a decode step went on with"
+        self.num_prompts, self.num_tokens = len(long), sum(len(made) - 1 for _, made in long)
+        self.context = sum(len(prompt) + len(made) // 2 for prompt, made in long) // len(long)
+        """Columns that a row sees in the middle of its text, in the mean."""
+        self.middle = sum(len(made) for _, made in long) // (2 * len(long))
+        """The decode step there."""
+        pad = model.config.filler_token_id
+
+        def batches(half: Sequence[Pair]) -> list[TeacherBatch]:
+            return [
+                teacher_batch(half[at : at + batch_rows], pad, model.device) for at in range(0, len(half), batch_rows)
+            ]
+
+        self._choosing = batches(long[::2])  # alike in lengths, since they are in order
+        self._judging = batches(long[1::2] or long)
+
+    def measure(self, schedules: Sequence[Schedule], places: int, *, judge: bool = False) -> list[Counts]:
+        """Of each schedule, by the half that chooses, or that judges."""
+        totals = [Counts((0,) * places, (0,) * places)] * len(schedules)
+        for batch in self._judging if judge else self._choosing:
+            text = DraftedText(self.model, batch)  # one at a time: its keys and values are many
+            totals = [total + text.count(one, places) for total, one in zip(totals, schedules, strict=True)]
+        return totals
+
+
+class Search:
+    """Of one model."""
+
+    def __init__(
+        self, sample: DraftSample, prices: Prices, batch_sizes: Sequence[int], max_new_tokens: int, tell: Tell
+    ) -> None:
+        self.sample, self.prices, self.batch_sizes, self.tell = sample, prices, tuple(batch_sizes), tell
+        self.num_layers, self.max_new_tokens = sample.model.config.num_hidden_layers, max_new_tokens
+
+    def run(self) -> list[Candidate]:
+        """The finalists, the best one first; none of them pays where nothing does."""
+        found = {self._plans(one.decode): one for one in [*self._try_sets(), *self._try_named()]}  # names are plainer
+        tried = sorted(found.values(), key=_merit, reverse=True)
+        finalists = [self.schedule(one.decode) for one in tried[:FINALISTS]]
+        self.tell(f"{len(finalists)} best of {len(tried)} ways to draft, on texts that the search has not seen")
+        counts = self.sample.measure(finalists, MOST, judge=True)
+        judged = [self.candidate(one.decode, own.rates) for one, own in zip(tried, counts, strict=False)]
+        return sorted(judged, key=_merit, reverse=True)
+
+    def schedule(self, decode: dict[str, Any]) -> Schedule:
+        return make_schedule(decode, num_layers=self.num_layers, max_new_tokens=self.max_new_tokens)
+
+    def _plans(self, decode: dict[str, Any]) -> Plans:
+        """What runs, whatever it is called."""
+        schedule = self.schedule(decode)
+        return tuple(schedule.step(k) for k in range(self.max_new_tokens))
+
+    def candidate(self, decode: dict[str, Any], acceptance: Sequence[float]) -> Candidate:
+        """What drafts that are accepted so often come to; places behind the last known one are like it."""
+        drafts = self.schedule(decode)
+        length = DraftLength(Lossless(self.num_layers, drafts, may_rest=True), self.prices, acceptance)
+        gains, nearest = [], 0.0
+        for rows in self.batch_sizes:
+            speedups = length.speedups(rows, self.sample.middle, self.sample.context)
+            best = max(range(MOST), key=speedups.__getitem__)
+            nearest = max(nearest, speedups[best])
+            pays = speedups[best] >= MARGIN
+            tokens = length.acceptance.expected(0, best + 1)[-1]
+            gains.append(Gain(rows, best + 1, tokens, speedups[best]) if pays else Gain(rows, 0, 1.0, 1.0))
+        return Candidate(decode, tuple(acceptance), tuple(gains), nearest)
+
+    def _try_named(self) -> list[Candidate]:
+        carried, whole = self.sample.model.config.skip_decode, FullDepth(self.num_layers).prefill()
+        kept: dict[Plans, dict[str, Any]] = {}
+        for decode in named_decodes(carried, self.num_layers, self.max_new_tokens):
+            plans = self._plans(decode)
+            if set(plans) != {whole}:  # of shallow models several come to the same layers
+                kept.setdefault(plans, decode)
+        self.tell(f"{len(kept)} schedules")
+        counts = self.sample.measure([self.schedule(decode) for decode in kept.values()], 1)
+        return [self.candidate(decode, own.rates) for decode, own in zip(kept.values(), counts, strict=True)]
+
+    def _try_sets(self) -> Iterator[Candidate]:
+        """Sets of layers, one layer fewer each time, until they have been getting worse for a while."""
+        layers = frozenset(range(self.num_layers))
+        loss = dict.fromkeys(layers, 0.0)  # of acceptance, by the layer that would go; as it was when last measured
+        best, since = 0.0, 0
+        while len(layers) > 1 and since < PATIENCE:
+            asked = sorted(layers, key=lambda layer: (loss[layer], layer))
+            if len(layers) < self.num_layers:
+                asked = asked[:CLOSEST]
+            sets = [ChosenLayers(self.num_layers, tuple(sorted(layers - {layer}))) for layer in asked]
+            rates = [own.rates[0] for own in self.sample.measure(sets, 1)]
+            loss |= {layer: 1 - rate for layer, rate in zip(asked, rates, strict=True)}
+            at = max(range(len(asked)), key=rates.__getitem__)
+            layers -= {asked[at]}
+            found = self.candidate({"method": "layers", "layers": list(sets[at].layers)}, rates[at : at + 1])
+            since = 0 if found.nearest > best else since + 1
+            best = max(best, found.nearest)
+            self.tell(f"{len(layers)} of {self.num_layers} layers: {_say(found)}")
+            yield found
+
+
+def _merit(candidate: Candidate) -> tuple[float, float]:
+    return candidate.mean_speedup, candidate.nearest
+
+
+def _say(candidate: Candidate) -> str:
+    return f"{100 * candidate.acceptance[0]:.1f} % of drafts accepted, expected speedup {candidate.nearest:.2f} at best"
+
+
+def named_decodes(carried: dict[str, Any] | None, num_layers: int, max_new_tokens: int) -> Iterator[dict[str, Any]]:
+    """`decode:` mappings to try: what the checkpoint was tuned for, the presets, constant depths. All of their keys are
+    there, so that they mean the same layers wherever they are used."""
+    horizon = max(max_new_tokens - 1, 1)
+    if carried is not None and carried.get("method", "skipdecode") != "full":
+        yield {"method": "skipdecode"} | carried
+    for method in ("skipdecode", "early_exit"):
+        for speedup in PRESETS[24]:
+            most, fewest = preset(num_layers, speedup)
+            yield {"method": method, "max_layers": most, "min_layers": fewest, "horizon": horizon}
+    for depth in sorted({max(1, round(share * num_layers)) for share in SHARES}):
+        for method in ("skipdecode", "early_exit"):
+            yield {"method": method, "max_layers": depth, "min_layers": depth, "horizon": 1}
+        if depth >= 2:
+            yield {"method": "unified", "layers": depth}

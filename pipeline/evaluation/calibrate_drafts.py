@@ -1,0 +1,113 @@
+"""Drafts for lossless decoding: looked for on the texts of a model, and what a checkpoint carries of them.
+
+The search is `actors.draft_search`; who reads what is carried is `skipdecode.lossless.stored_drafts`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+from actors.draft_search import Candidate, DraftSample, Pair, Search, Tell
+from actors.generator import Generator
+from pipeline.evaluation.documents import Decode, DraftGain, DraftProposal
+from pipeline.units import Json, Note
+from skipdecode.cost import Ceilings, measure_ceilings
+from skipdecode.draft_length import Prices
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.calibrate import CalibrateConfig
+
+PROGRESS_S = 5.0
+REPEATS: Decode = {"method": "full"}  # drafts of full depth are repeats alone
+
+
+class DraftFigures(TypedDict):
+    """As in `DraftsDocument`."""
+
+    drafts: Decode
+    pays: bool
+    candidates: list[DraftProposal]
+    ceilings: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FoundDrafts:
+    """The outcome of a search."""
+
+    sample: DraftSample
+    candidates: list[Candidate]
+    """The best first."""
+    layers: list[float]
+    """That a draft of each runs, in the mean."""
+    ceilings: Ceilings
+
+    @property
+    def pays(self) -> bool:
+        return bool(self.candidates) and self.candidates[0].pays
+
+    @property
+    def chosen(self) -> Decode:
+        return self.candidates[0].decode if self.pays else REPEATS
+
+    def carried(self) -> dict[str, Json]:
+        """What `config.json` says under `drafts`."""
+        return {
+            "num_layers": self.sample.model.config.num_hidden_layers,
+            "decode": self.chosen,
+            "acceptance": list(self.candidates[0].acceptance) if self.pays else [],
+        }
+
+    def figures(self) -> DraftFigures:
+        candidates = [_proposal(one, layers) for one, layers in zip(self.candidates, self.layers, strict=True)]
+        return {
+            "drafts": self.chosen,
+            "pays": self.pays,
+            "candidates": candidates,
+            "ceilings": asdict(self.ceilings),
+        }
+
+
+def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateConfig", note: Note) -> FoundDrafts:
+    """`pairs`: what the generator wrote at full depth; one at least has two tokens."""
+    sample = DraftSample(generator.model, pairs, config.batch_size)
+    note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
+    ceilings = measure_ceilings(str(generator.device), str(generator.dtype).removeprefix("torch."))
+    prices = Prices(generator.model.config, generator.dtype.itemsize, generator.model.weight_itemsize, ceilings)
+    search = Search(sample, prices, config.batch_sizes, config.max_new_tokens, _progress(note))
+    candidates = search.run()
+    num_steps = max(len(made) for _, made in pairs) - 1
+    plans = [[search.schedule(one.decode).step(k) for k in range(num_steps)] for one in candidates]
+    layers = [sum(plan.num_layers_run for plan in own) / num_steps for own in plans]
+    return FoundDrafts(sample, candidates, layers, ceilings)
+
+
+def _proposal(candidate: Candidate, layers: float) -> DraftProposal:
+    gains: list[DraftGain] = [
+        {
+            "batch_size": gain.batch_size,
+            "draft_tokens": gain.draft_tokens,
+            "tokens_per_pass": gain.tokens_per_pass,
+            "speedup": gain.speedup,
+        }
+        for gain in candidate.gains
+    ]
+    return {
+        "decode": candidate.decode,
+        "layers_per_token": layers,
+        "acceptance": list(candidate.acceptance),
+        "gains": gains,
+    }
+
+
+def _progress(note: Note) -> Tell:
+    """Lines of the search, one every few seconds."""
+    last = 0.0
+
+    def tell(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_S:
+            last = time.monotonic()
+            note(f"progress: {line}")
+
+    return tell

@@ -1,0 +1,40 @@
+"""The checkpoint that a calibration writes: the model's files, with what was found in its `config.json`."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from pipeline.checkpoint import ResolvedModel
+from pipeline.evaluation.documents import CalibrationDocument, DraftsDocument
+from pipeline.store.model_folder import tokenizer_files
+from pipeline.units import Json
+from skipdecode.weights import load_model, save_model
+
+
+def write_checkpoint(
+    staging: Path, model: ResolvedModel, carried: dict[str, Json], document: CalibrationDocument | DraftsDocument
+) -> None:
+    """The model's files, `config.json` with `carried`, and `calibration/calibration.json`; of a model with an adapter,
+    the two merged."""
+    (staging / "calibration").mkdir()
+    is_made = model.folder.is_file() or model.adapter is not None  # a GGUF file has no room for what is to be written
+    if is_made:
+        save_model(load_model(model.folder, adapter=model.adapter), staging)
+        for name, content in tokenizer_files(model.folder).items():
+            (staging / name).write_bytes(content)
+    for path in () if is_made else model.folder.iterdir():
+        if path.is_file() and path.name != "config.json":
+            place = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
+            place(path.resolve(), staging / path.name)
+    source = staging if is_made else model.folder
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8")) | carried
+    (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    (staging / "calibration" / "calibration.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another filesystem, or one without links
+        shutil.copy2(source, target)
