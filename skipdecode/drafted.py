@@ -5,8 +5,8 @@ the draft itself (`skipdecode.speculative`). A text is known, so all drafts that
 by side: pass p takes every token as number p of a draft. That equals drafting but for the order of sums, and costs a
 pass of the schedule's layers per place, whatever is accepted.
 
-B rows, P prompt columns, T response tokens, n columns of a pass, H heads of queries, G of keys and values, R = H / G, S
-columns of full depth, K head dim.
+B rows, P prompt columns, T response tokens, n columns of a pass, H heads of queries, G of keys and values, S columns of
+full depth, K head dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
 from skipdecode.ffns import ALL_ROWS
 from skipdecode.forced import IGNORE, ForcedView, TeacherBatch, column_extents
-from skipdecode.kv.view import causal_mask, diagonal
+from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.layer_loop import run_layers
 from skipdecode.plan import FullDepth, Schedule
 
@@ -127,25 +127,28 @@ class DraftView(ForcedView):
     """[B] int64: columns of left padding."""
     first: int = 0
     """Columns of the prompt."""
+    masks: dict[int, Tensor] = field(default_factory=dict)
+    """By the number of columns that a layer runs, which most layers have in common."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         assert k is not None
         assert v is not None
         self.made[-1][layer] = k, v
-        keys, values = self.full[layer]
-        (B, H, n, K), G, place = q.shape, keys.shape[1], len(self.made) - 1
-        q = (q.float() * K**-0.5).view(B, G, H // G, n, K)
-        at = torch.arange(keys.shape[2], device=q.device)  # [S]
-        begins = self.first + torch.arange(n, device=q.device) - place  # [n] column of the newest token
-        sees = (at >= self.num_pad[:, None])[:, None] & (at < begins[:, None])  # [B, n, S]
-        over_full = (q @ keys.float()[:, :, None].mT).masked_fill(~sees[:, None, None], -torch.inf)  # [B, G, R, n, S]
-        own = [tuple(_behind(x, place - p, n)[:, :, None] for x in kv[layer]) for p, kv in enumerate(self.made)]
-        over_own = torch.stack([(q * drafted).sum(-1) for drafted, _ in own], dim=-1)  # [B, G, R, n, place + 1]
-        weights = torch.cat([over_full, over_own], dim=-1).softmax(-1)
-        out = weights[..., : len(at)] @ values.float()[:, :, None]  # [B, G, R, n, K]
-        for p, (_, drafted) in enumerate(own):
-            out = out + weights[..., len(at) + p, None] * drafted
-        return out.view(B, H, n, K).to(k.dtype)
+        known = [self.full[layer], *(kv[layer] for kv in self.made)]
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(*known, strict=True))  # [B, G, S + passes n, K]
+        n = q.shape[2]
+        if n not in self.masks:
+            self.masks[n] = self._mask(n, known[0][0].shape[2])
+        return attention(q, keys, values, self.masks[n])
+
+    def _mask(self, n: int, num_full: int) -> Tensor:
+        """[B, 1, n, S + passes n] bool: full depth before the draft began, and one column of each pass."""
+        place, device = len(self.made) - 1, self.num_pad.device
+        at, own = torch.arange(num_full, device=device), torch.arange(n, device=device)
+        is_before = at < (self.first + own - place)[:, None]  # [n, S]
+        drafted = torch.cat([own == (own - place + p)[:, None] for p in range(place + 1)], dim=1)  # [n, passes n]
+        full = is_before & (at >= self.num_pad[:, None, None])  # [B, n, S]
+        return torch.cat([full, drafted.expand(len(full), -1, -1)], dim=2)[:, None]
 
     def part(self, where: slice) -> "DraftView":
         n = self.positions.shape[1] if where.stop is None else where.stop
@@ -153,9 +156,3 @@ class DraftView(ForcedView):
 
     def on(self, device: torch.device, table: Tensor | None) -> "DraftView":
         raise AssertionError("drafts are measured on one device")
-
-
-def _behind(x: Tensor, by: int, n: int) -> Tensor:
-    """[B, G, n, K] float32: at column k what `x` has at k - by; nothing to go by in the first columns, whose drafts
-    would begin before the text."""
-    return F.pad(x.float(), (0, 0, by, 0))[:, :, :n]
