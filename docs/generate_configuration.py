@@ -58,7 +58,11 @@ VERBS = (
         "Ray Serve file", "ServeTree", "As much of Ray Serve's schema as `serve` applies; `serve deploy` has the rest."
     ),
     Verb("finetune and distill", "FinetuneConfig", "`distill` has other defaults, listed below."),
-    Verb("calibrate", "CalibrateConfig", "Which feed-forward blocks a model can do without."),
+    Verb(
+        "calibrate",
+        "CalibrateConfig",
+        "Which feed-forward blocks a model can do without, or which layers draft best for it.",
+    ),
     Verb("evaluate", "EvaluateConfig", "A run against references. `generated` is the first argument."),
     Verb("evaluate --sweep", "SweepConfig", "Models and schedules side by side."),
     Verb("bench", "BenchConfig", "The decoder alone."),

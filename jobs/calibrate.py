@@ -1,9 +1,9 @@
-"""`python -m jobs.calibrate`: which feed-forward blocks, or which layers of a draft, a model can do without.
+"""`python -m jobs.calibrate`: which feed-forward blocks a model can do without, or which layers draft best for it.
 
-Measures on prompts, and writes a checkpoint that carries the answer. `decode.ffn_skip={mode: calibrated}` then runs it
-without those blocks (FFN-SkipLLM). The proposal for the paper's row rule, the similarities per layer and step and their
-heat map lie beside it. With `target=drafts`, `decode.lossless=auto` drafts with the layers that were found. A summary
-on stderr, one JSON document on stdout. Exit codes: 0 done; 2 bad configuration or input; 1 anything else.
+Measures that on prompts, and writes a checkpoint that carries the answer. `decode.ffn_skip={mode: calibrated}` then
+runs it without those blocks (FFN-SkipLLM). The proposal for the paper's row rule, the similarities per layer and step
+and their heat map lie beside it. With `target=drafts`, `decode.lossless=auto` drafts with the layers that were found. A
+summary on stderr, one JSON document on stdout. Exit codes: 0 done; 2 bad configuration or input; 1 anything else.
 """
 
 import argparse

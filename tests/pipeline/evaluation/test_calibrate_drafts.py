@@ -97,7 +97,7 @@ def test_lossless_jobs_take_them_and_no_others_do(found: tuple[Path, dict[str, A
 
 def test_what_was_measured_is_where_decoding_starts(found: tuple[Path, dict[str, Any], str]) -> None:
     """A worker of that job: its tokens are those of full depth, and its first decision knows the acceptance."""
-    out, document, _ = found
+    out, _, _ = found
     one = Generator(GeneratorConfig(str(out), resolved(out, lossless="auto"), dtype="float32", num_threads=1))
     schedule = one.schedule(16).lossless
     assert schedule is not None
