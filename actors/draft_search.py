@@ -3,14 +3,17 @@
 Tried are the schedules that people name, and sets of layers: from all of them the one goes whose loss costs least,
 again and again. One half of the texts chooses; the other half says what the best are good for, since what was chosen
 for its figures looks better by them than it is. Prices are those that decoding decides by (`skipdecode.draft_length`).
-No Ray, no files.
+The best are priced by the times that their passes take here, where `prices` are those of this machine. No Ray, no
+files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from actors.draft_times import time_drafts, time_verification
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MARGIN, MOST, DraftLength, Prices
 from skipdecode.drafted import Counts, DraftedText
@@ -32,7 +35,7 @@ SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 5 / 6)
 # be some fifty times the work for a deep model, and layers that mattered go on to.
 CLOSEST = 8
 PATIENCE = 5  # layers that are still taken away behind the best set; acceptance falls in steps
-FINALISTS = 8  # measured by the half of the texts that the search has not seen
+FINALISTS = 8  # measured by the half of the texts that the search has not seen, and timed
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class DraftSample:
         self.model = model
         long = sorted((pair for pair in pairs if len(pair[1]) > 1), key=lambda pair: (len(pair[0]), len(pair[1])))
         assert long, "no text that a decode step went on with"
+        self.prompts = [prompt for prompt, _ in long]
         self.num_prompts, self.num_tokens = len(long), sum(len(made) - 1 for _, made in long)
         self.context = sum(len(prompt) + len(made) // 2 for prompt, made in long) // len(long)
         """Columns that a row sees in the middle of its text, in the mean."""
@@ -114,13 +118,32 @@ class Search:
 
     def run(self) -> list[Candidate]:
         """The finalists, the best one first; none of them pays where nothing does."""
+        if self.prices.is_timed:
+            self.tell("times of passes at full depth")
+            time_verification(*self._shape, self.prices)
         found = {self._plans(one.decode): one for one in [*self._try_sets(), *self._try_named()]}  # names are plainer
         tried = sorted(found.values(), key=_merit, reverse=True)
-        finalists = [self.schedule(one.decode) for one in tried[:FINALISTS]]
+        finalists = [one.decode for one in tried[:FINALISTS]]
         self.tell(f"{len(finalists)} best of {len(tried)} ways to draft, on texts that the search has not seen")
-        counts = self.sample.measure(finalists, MOST, judge=True)
-        judged = [self.candidate(one.decode, own.rates) for one, own in zip(tried, counts, strict=False)]
+        counts = self.sample.measure([self.schedule(decode) for decode in finalists], MOST, judge=True)
+        judged = []
+        for decode, own in zip(finalists, counts, strict=True):
+            self.tell(f"times of drafts: {decode}")
+            judged.append(self.candidate(decode, own.rates, self._timed(decode)))
         return sorted(judged, key=_merit, reverse=True)
+
+    @property
+    def _shape(self) -> tuple[Decoder, list[list[int]], tuple[int, ...], int]:
+        """Of the batches that are timed."""
+        return self.sample.model, self.sample.prompts, self.batch_sizes, self.max_new_tokens
+
+    def _timed(self, decode: dict[str, Any]) -> Prices:
+        """Prices that know what drafts of that schedule take."""
+        if not self.prices.is_timed:
+            return self.prices
+        prices = deepcopy(self.prices)
+        time_drafts(*self._shape, self.schedule(decode), prices)
+        return prices
 
     def schedule(self, decode: dict[str, Any]) -> Schedule:
         return make_schedule(decode, num_layers=self.num_layers, max_new_tokens=self.max_new_tokens)
@@ -130,10 +153,11 @@ class Search:
         schedule = self.schedule(decode)
         return tuple(schedule.step(k) for k in range(self.max_new_tokens))
 
-    def candidate(self, decode: dict[str, Any], acceptance: Sequence[float]) -> Candidate:
-        """What drafts that are accepted so often come to; places behind the last known one are like it."""
+    def candidate(self, decode: dict[str, Any], acceptance: Sequence[float], prices: Prices | None = None) -> Candidate:
+        """What drafts that are accepted so often come to; places behind the last known one are like it. `prices`: None
+        for those of the search."""
         drafts = self.schedule(decode)
-        length = DraftLength(Lossless(self.num_layers, drafts, may_rest=True), self.prices, acceptance)
+        length = DraftLength(Lossless(self.num_layers, drafts, may_rest=True), prices or self.prices, acceptance)
         gains, nearest = [], 0.0
         for rows in self.batch_sizes:
             speedups = length.speedups(rows, self.sample.middle, self.sample.context)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from actors.draft_search import Candidate, DraftSample, Pair, Search, named_decodes
+from actors.draft_times import VERIFIED, time_drafts, time_verification
+from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MARGIN, MOST, Prices
 from skipdecode.generate import generate
@@ -16,6 +18,7 @@ from skipdecode.schedule import make_schedule
 from tests.support.cuda_models import random_model, some_requests
 
 L, N = 8, 20
+CEILINGS = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
 
 
 def model_with(idle: Sequence[int]) -> Decoder:
@@ -126,3 +129,32 @@ def test_a_model_of_one_layer_has_nothing_to_try() -> None:
     pairs = [(r.prompt_tokens, c.tokens) for r, c in zip(requests, made, strict=True)]
     found: list[Candidate] = search_of(model, pairs=pairs).run()
     assert found == []
+
+
+def test_times_are_those_of_passes_of_every_batch_size() -> None:
+    """Of full depth with few and many drafts, and of a candidate's own; of no other size."""
+    model = model_with(())
+    prompts, prices = [prompt for prompt, _ in pairs_of(model, 3)], Prices(model.config, 4, None, CEILINGS)
+    time_verification(model, prompts, (1, 5), N, prices)
+    assert all(prices.has_seen("verify", rows, rows * (1 + n)) for rows in (1, 5) for n in VERIFIED)
+    assert not any(prices.has_seen("draft", rows, rows) for rows in (1, 5))
+    assert not prices.has_seen("verify", 32, 32)
+    time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices)
+    assert all(prices.has_seen("draft", rows, rows) for rows in (1, 5))
+
+
+def test_the_best_are_priced_by_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that take far longer here than the model says do not pay, however good they are."""
+
+    def slow(*given: Any) -> None:
+        _, _, batch_sizes, _, drafts, prices = given
+        for rows in batch_sizes:
+            prices.saw("draft", drafts.step(0), rows, rows, 9, 1e9)
+
+    model = model_with((2, 3, 5))
+    search = Search(DraftSample(model, pairs_of(model), 4), Prices(model.config, 4, None, CEILINGS), (1, 8), N, print)
+    monkeypatch.setattr("actors.draft_search.time_verification", lambda *_: None)
+    monkeypatch.setattr("actors.draft_search.time_drafts", lambda *_: None)
+    assert search.run()[0].pays
+    monkeypatch.setattr("actors.draft_search.time_drafts", slow)
+    assert not any(one.pays for one in search.run())

@@ -1,0 +1,74 @@
+"""What passes of drafts, and those at full depth over several columns, take on this machine, for the prices of drafts.
+
+Rounds of real batches are timed. The cost model alone leaves out the host's work, which is most of what a round of few
+rows of a small model takes. No Ray, no files.
+"""
+
+from collections.abc import Sequence
+
+from skipdecode.chain import Chain
+from skipdecode.decoder import Decoder
+from skipdecode.draft_length import MOST, SKIPPED, Decision, DraftLength, Prices
+from skipdecode.lossless import Lossless
+from skipdecode.plan import Schedule, SkipDecode
+from skipdecode.request import Request
+from skipdecode.sampling import Sampling
+from skipdecode.speculative import SpeculativeBatch
+
+VERIFIED = (0, 1, 3, MOST)  # drafts behind each row's newest token; others are priced like the nearest
+ROUNDS = 4  # of each; prices are by the least of their times
+PASSES = 3  # of drafts in a round
+
+
+class Rounds(SpeculativeBatch):
+    """So many drafts a round, none by repetition."""
+
+    def _repeat(self, chain: Chain, decision: Decision) -> None:
+        chain.wanted = decision.skipped
+
+
+class Verifications(Rounds):
+    """Drafts that cost nothing: each row's newest token again."""
+
+    drafted = 0
+
+    def _skip(self, chains: Sequence[Chain]) -> None:
+        for chain in chains:
+            chain.add([chain.tokens[0]] * self.drafted, SKIPPED, ())
+
+
+def time_verification(
+    model: Decoder, prompts: Sequence[Sequence[int]], batch_sizes: Sequence[int], most_new: int, prices: Prices
+) -> None:
+    """Times passes at full depth of so many rows, with 0 to MOST drafts each, for `prices`. `most_new`: tokens that
+    there is room for behind each prompt."""
+    num_layers = model.config.num_hidden_layers
+    for rows in batch_sizes:
+        for drafted in VERIFIED:
+            # drafts of all layers, so that nobody asks whether they pay; none is run
+            whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1), drafted or 1)
+            batch = Verifications(model, whole, length=DraftLength(whole, prices))
+            batch.drafted = drafted
+            _run(batch, prompts, rows, most_new)
+
+
+def time_drafts(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    batch_sizes: Sequence[int],
+    most_new: int,
+    drafts: Schedule,
+    prices: Prices,
+) -> None:
+    """The same for passes of `drafts`."""
+    schedule = Lossless(drafts.num_layers, drafts, PASSES)
+    for rows in batch_sizes:
+        _run(Rounds(model, schedule, length=DraftLength(schedule, prices)), prompts, rows, most_new)
+
+
+def _run(batch: SpeculativeBatch, prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> None:
+    sampling = Sampling(most_new, ignore_eos=True)
+    batch.join([Request(str(row), list(prompts[row % len(prompts)]), sampling) for row in range(rows)])
+    for _ in range(ROUNDS):
+        if not batch.is_done:
+            batch.step()
