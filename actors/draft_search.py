@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from actors.draft_times import time_drafts, time_verification
+from actors.draft_times import time_drafts, time_full_depth
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MARGIN, MOST, DraftLength, Prices
 from skipdecode.drafted import Counts, DraftedText
@@ -120,7 +120,7 @@ class Search:
         """The finalists, the best one first; none of them pays where nothing does."""
         if self.prices.is_timed:
             self.tell("times of passes at full depth")
-            time_verification(*self._shape, self.prices)
+            time_full_depth(*self._shape, self.prices)
         found = {self._plans(one.decode): one for one in [*self._try_sets(), *self._try_named()]}  # names are plainer
         tried = sorted(found.values(), key=_merit, reverse=True)
         finalists = [one.decode for one in tried[:FINALISTS]]

@@ -1,4 +1,4 @@
-"""What passes of drafts, and those at full depth over several columns, take on this machine, for the prices of drafts.
+"""What passes of drafts take on this machine, those at full depth over several columns, and steps without any of that.
 
 Rounds of real batches are timed. The cost model alone leaves out the host's work, which is most of what a round of few
 rows of a small model takes. No Ray, no files.
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from skipdecode.chain import Chain
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MOST, SKIPPED, Decision, DraftLength, Prices
+from skipdecode.generate import generate
 from skipdecode.lossless import Lossless
-from skipdecode.plan import Schedule, SkipDecode
+from skipdecode.plan import FullDepth, Schedule, SkipDecode
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 from skipdecode.speculative import SpeculativeBatch
@@ -18,6 +19,7 @@ from skipdecode.speculative import SpeculativeBatch
 VERIFIED = (0, 1, 3, MOST)  # drafts behind each row's newest token; others are priced like the nearest
 ROUNDS = 4  # of each; prices are by the least of their times
 PASSES = 3  # of drafts in a round
+STEPS, RUNS = 12, 3  # at full depth, without drafts
 
 
 class Rounds(SpeculativeBatch):
@@ -37,13 +39,14 @@ class Verifications(Rounds):
             chain.add([chain.tokens[0]] * self.drafted, SKIPPED, ())
 
 
-def time_verification(
+def time_full_depth(
     model: Decoder, prompts: Sequence[Sequence[int]], batch_sizes: Sequence[int], most_new: int, prices: Prices
 ) -> None:
-    """Times passes at full depth of so many rows, with 0 to MOST drafts each, for `prices`. `most_new`: tokens that
-    there is room for behind each prompt."""
+    """Times passes at full depth of so many rows, with 0 to MOST drafts each, and steps of decoding without drafts, for
+    `prices`. `most_new`: tokens that there is room for behind each prompt."""
     num_layers = model.config.num_hidden_layers
     for rows in batch_sizes:
+        _time_steps(model, _requests(prompts, rows, min(most_new, STEPS + 1)), prices)
         for drafted in VERIFIED:
             # drafts of all layers, so that nobody asks whether they pay; none is run
             whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1), drafted or 1)
@@ -66,9 +69,23 @@ def time_drafts(
         _run(Rounds(model, schedule, length=DraftLength(schedule, prices)), prompts, rows, most_new)
 
 
-def _run(batch: SpeculativeBatch, prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> None:
+def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> list[Request]:
     sampling = Sampling(most_new, ignore_eos=True)
-    batch.join([Request(str(row), list(prompts[row % len(prompts)]), sampling) for row in range(rows)])
+    return [Request(str(row), list(prompts[row % len(prompts)]), sampling) for row in range(rows)]
+
+
+def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> None:
+    """Of decoding at full depth, as a run without `decode.lossless` does it."""
+    full, rows = FullDepth(model.config.num_hidden_layers), len(requests)
+    for _ in range(RUNS):
+        stats = generate(model, requests, full).stats
+        if stats.decode_steps:
+            context = stats.input_tokens // rows + stats.decode_steps // 2 + 1
+            prices.saw("full", full.prefill(), rows, rows, context, stats.decode_s / stats.decode_steps)
+
+
+def _run(batch: SpeculativeBatch, prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> None:
+    batch.join(_requests(prompts, rows, most_new))
     for _ in range(ROUNDS):
         if not batch.is_done:
             batch.step()

@@ -99,7 +99,7 @@ class Prices:
         return sum(plan.attn) * seconds(attn) + sum(plan.ffn) * seconds(ffn) + seconds(head)
 
     def seconds(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int) -> float:
-        """The same as this machine has it: `kind` is draft or verify."""
+        """The same as this machine has it: `kind` is draft or verify, or full for a step without any of that."""
         return self.model_s(plan, rows, tokens, context) * self._ratio(kind, rows, tokens)
 
     def saw(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
@@ -191,10 +191,13 @@ class DraftLength:
         return rates
 
     def speedups(self, rows: int, k: int, context: int) -> list[float]:
-        """What 1, 2, .. MOST drafts of skipped passes gain over full depth without drafts: by what it knows so far, as
-        `decide` has it."""
+        """What 1, 2, .. MOST drafts of skipped passes gain over decoding at full depth, by what it knows so far. Where
+        such steps were timed they count, else passes that verify nothing, which `decide` compares with."""
         rates = self._rates(rows, k, context, [self._verify_s(rows, n, context) for n in range(MOST + 1)])
-        return [rate / rates[0] for rate in rates[1:]]
+        full = rates[0]
+        if self.prices.has_seen("full", rows, rows):
+            full = rows / self.prices.seconds("full", self.schedule.prefill(), rows, rows, context)
+        return [rate / full for rate in rates[1:]]
 
     def _repeated(self, length: int, rows: int, rate: float, passes_s: Sequence[float]) -> int:
         """Tokens to draft by a repeat of `length`: each of which is to bring more than the time it costs could."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.draft_search import Candidate, DraftSample, Pair, Search, named_decodes
-from actors.draft_times import VERIFIED, time_drafts, time_verification
+from actors.draft_times import VERIFIED, time_drafts, time_full_depth
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MARGIN, MOST, Prices
@@ -135,9 +135,10 @@ def test_times_are_those_of_passes_of_every_batch_size() -> None:
     """Of full depth with few and many drafts, and of a candidate's own; of no other size."""
     model = model_with(())
     prompts, prices = [prompt for prompt, _ in pairs_of(model, 3)], Prices(model.config, 4, None, CEILINGS)
-    time_verification(model, prompts, (1, 5), N, prices)
+    time_full_depth(model, prompts, (1, 5), N, prices)
     assert all(prices.has_seen("verify", rows, rows * (1 + n)) for rows in (1, 5) for n in VERIFIED)
     assert not any(prices.has_seen("draft", rows, rows) for rows in (1, 5))
+    assert all(prices.has_seen("full", rows, rows) for rows in (1, 5))
     assert not prices.has_seen("verify", 32, 32)
     time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices)
     assert all(prices.has_seen("draft", rows, rows) for rows in (1, 5))
@@ -151,10 +152,28 @@ def test_the_best_are_priced_by_their_times(monkeypatch: pytest.MonkeyPatch) -> 
         for rows in batch_sizes:
             prices.saw("draft", drafts.step(0), rows, rows, 9, 1e9)
 
+    def as_priced(*given: Any) -> None:
+        _, _, batch_sizes, _, prices = given
+        full = FullDepth(L).prefill()
+        for rows in batch_sizes:
+            prices.saw("verify", full, rows, rows, 9, prices.model_s(full, rows, rows, 9))
+
     model = model_with((2, 3, 5))
     search = Search(DraftSample(model, pairs_of(model), 4), Prices(model.config, 4, None, CEILINGS), (1, 8), N, print)
-    monkeypatch.setattr("actors.draft_search.time_verification", lambda *_: None)
+    monkeypatch.setattr("actors.draft_search.time_full_depth", as_priced)
     monkeypatch.setattr("actors.draft_search.time_drafts", lambda *_: None)
     assert search.run()[0].pays
     monkeypatch.setattr("actors.draft_search.time_drafts", slow)
     assert not any(one.pays for one in search.run())
+
+
+def test_a_gain_is_over_full_depth_as_it_decodes() -> None:
+    """Not over passes that verify nothing, which cost more than a plain step."""
+    search = search_of(model_with(()), (1,))
+    search.prices = prices = Prices(search.sample.model.config, 4, None, CEILINGS)
+    decode, full = {"method": "layers", "layers": [0, 1]}, FullDepth(L).prefill()
+    before = search.candidate(decode, (0.95,)).gains[0].speedup
+    step_s = prices.model_s(full, 1, 1, 9)
+    prices.saw("verify", full, 1, 1, 9, step_s)
+    prices.saw("full", full, 1, 1, 9, step_s / 1.25)
+    assert search.candidate(decode, (0.95,)).gains[0].speedup == pytest.approx(before / 1.25)

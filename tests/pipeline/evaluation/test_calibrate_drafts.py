@@ -49,7 +49,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def verb(call: Call, monkeypatch: pytest.MonkeyPatch) -> Verb:
     """By the cost model alone: what passes of so small a model take says nothing, and changes."""
-    for name in ("time_verification", "time_drafts"):
+    for name in ("time_full_depth", "time_drafts"):
         monkeypatch.setattr(f"actors.draft_search.{name}", lambda *_: None)
     settings = ["target=drafts", "max_new_tokens=16", "threads=1", "model.dtype=float32"]
     return lambda *arguments: call(calibrate, *settings, *arguments)
