@@ -97,12 +97,16 @@ class DraftSample:
 
         self._choosing = batches(long[::2])  # alike in lengths, since they are in order
         self._judging = batches(long[1::2] or long)
+        self._held: tuple[TeacherBatch, DraftedText] | None = None
 
     def measure(self, schedules: Sequence[Schedule], places: int, *, judge: bool = False) -> list[Counts]:
         """Of each schedule, by the half that chooses, or that judges."""
         totals = [Counts((0,) * places, (0,) * places)] * len(schedules)
         for batch in self._judging if judge else self._choosing:
-            text = DraftedText(self.model, batch)  # one at a time: its keys and values are many
+            if self._held is None or self._held[0] is not batch:
+                self._held = None  # one at a time: its keys and values are many
+                self._held = batch, DraftedText(self.model, batch)
+            text = self._held[1]
             totals = [total + text.count(one, places) for total, one in zip(totals, schedules, strict=True)]
         return totals
 
@@ -175,7 +179,7 @@ class Search:
             plans = self._plans(decode)
             if set(plans) != {whole}:  # of shallow models several come to the same layers
                 kept.setdefault(plans, decode)
-        self.tell(f"{len(kept)} schedules")
+        self.tell(f"{len(kept)} schedules by name")
         counts = self.sample.measure([self.schedule(decode) for decode in kept.values()], 1)
         return [self.candidate(decode, own.rates) for decode, own in zip(kept.values(), counts, strict=True)]
 

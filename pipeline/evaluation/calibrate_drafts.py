@@ -97,6 +97,7 @@ def _proposal(candidate: Candidate, layers: float) -> DraftProposal:
         "layers_per_token": layers,
         "acceptance": list(candidate.acceptance),
         "gains": gains,
+        "nearest": candidate.nearest,
     }
 
 

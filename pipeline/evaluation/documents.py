@@ -215,6 +215,8 @@ class DraftProposal(TypedDict):
     acceptance: list[float]
     """By place in a draft: the share that full depth makes too, where all before were accepted."""
     gains: list[DraftGain]
+    nearest: float
+    """The best speedup at any of the batch sizes, with one draft at least: below 1.03 where none pays."""
 
 
 class DraftsDocument(CalibrationFacts):
