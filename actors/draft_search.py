@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from actors.draft_times import time_drafts, time_full_depth
+from actors.draft_times import TURNS, time_drafts, time_full_depth
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MARGIN, MOST, DraftLength, Prices
 from skipdecode.drafted import Counts, DraftedText
@@ -130,10 +130,8 @@ class Search:
         finalists = [one.decode for one in tried[:FINALISTS]]
         self.tell(f"{len(finalists)} best of {len(tried)} ways to draft, on texts that the search has not seen")
         counts = self.sample.measure([self.schedule(decode) for decode in finalists], MOST, judge=True)
-        judged = []
-        for decode, own in zip(finalists, counts, strict=True):
-            self.tell(f"times of drafts: {decode}")
-            judged.append(self.candidate(decode, own.rates, self._timed(decode)))
+        prices = self._timed([self.schedule(decode) for decode in finalists])
+        judged = [self.candidate(*one) for one in zip(finalists, (own.rates for own in counts), prices, strict=True)]
         return sorted(judged, key=_merit, reverse=True)
 
     @property
@@ -141,12 +139,16 @@ class Search:
         """Of the batches that are timed."""
         return self.sample.model, self.sample.prompts, self.batch_sizes, self.max_new_tokens
 
-    def _timed(self, decode: dict[str, Any]) -> Prices:
-        """Prices that know what drafts of that schedule take."""
-        if not self.prices.is_timed:
-            return self.prices
-        prices = deepcopy(self.prices)
-        time_drafts(*self._shape, self.schedule(decode), prices)
+    def _timed(self, finalists: Sequence[Schedule]) -> list[Prices]:
+        """For each, prices that know what its drafts take; of all, what full depth takes at the same time."""
+        prices = [deepcopy(self.prices) for _ in finalists]
+        for turn in range(TURNS if self.prices.is_timed else 0):
+            self.tell(f"times of passes, {turn + 1} of {TURNS}")
+            time_full_depth(*self._shape, self.prices)
+            for drafts, own in zip(finalists, prices, strict=True):
+                time_drafts(*self._shape, drafts, own)
+        for own in prices:
+            own.learn(self.prices)
         return prices
 
     def schedule(self, decode: dict[str, Any]) -> Schedule:

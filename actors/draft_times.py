@@ -17,9 +17,12 @@ from skipdecode.sampling import Sampling
 from skipdecode.speculative import SpeculativeBatch
 
 VERIFIED = (0, 1, 3, MOST)  # drafts behind each row's newest token; others are priced like the nearest
-ROUNDS = 4  # of each; prices are by the least of their times
-PASSES = 3  # of drafts in a round
-STEPS, RUNS = 12, 3  # at full depth, without drafts
+# Everything is timed in turns, since other processes may slow one down and not the other; prices are by the least of a
+# few times (`Prices`).
+TURNS = 3
+ROUNDS = 2  # of each, in a turn
+PASSES = 2  # of drafts in a round
+STEPS = 12  # at full depth, without drafts
 
 
 class Rounds(SpeculativeBatch):
@@ -77,11 +80,10 @@ def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> lis
 def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> None:
     """Of decoding at full depth, as a run without `decode.lossless` does it."""
     full, rows = FullDepth(model.config.num_hidden_layers), len(requests)
-    for _ in range(RUNS):
-        stats = generate(model, requests, full).stats
-        if stats.decode_steps:
-            context = stats.input_tokens // rows + stats.decode_steps // 2 + 1
-            prices.saw("full", full.prefill(), rows, rows, context, stats.decode_s / stats.decode_steps)
+    stats = generate(model, requests, full).stats
+    if stats.decode_steps:
+        context = stats.input_tokens // rows + stats.decode_steps // 2 + 1
+        prices.saw("full", full.prefill(), rows, rows, context, stats.decode_s / stats.decode_steps)
 
 
 def _run(batch: SpeculativeBatch, prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> None:

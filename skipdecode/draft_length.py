@@ -108,6 +108,15 @@ class Prices:
             ratios = self._ratios.setdefault((kind, *_size(rows, tokens)), deque(maxlen=7))
             ratios.append(took_s / self.model_s(plan, rows, tokens, context))
 
+    def learn(self, other: "Prices") -> None:
+        """Takes over the times that `other`, of the same model, has seen."""
+        self._ratios |= other._ratios
+
+    def spread(self, kind: str) -> float:
+        """How many times as long as the shortest the longest of the last passes of one size took; 1 without any."""
+        seen = [ratios for (one, *_), ratios in self._ratios.items() if one == kind]
+        return max((max(ratios) / min(ratios) for ratios in seen), default=1.0)
+
     def has_seen(self, kind: str, rows: int, tokens: int) -> bool:
         """Whether a pass of about that size was timed."""
         return (kind, *_size(rows, tokens)) in self._ratios

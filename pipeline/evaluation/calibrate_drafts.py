@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.calibrate import CalibrateConfig
 
 PROGRESS_S = 5.0
+BUSY = 1.5  # times of equal steps are that far apart: more than what drafts gain on many models
 REPEATS: Decode = {"method": "full"}  # drafts of full depth are repeats alone
 
 
@@ -29,6 +30,7 @@ class DraftFigures(TypedDict):
     pays: bool
     candidates: list[DraftProposal]
     ceilings: dict[str, float]
+    time_spread: float
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class FoundDrafts:
     layers: list[float]
     """That a draft of each runs, in the mean."""
     ceilings: Ceilings
+    spread: float
+    """Of times of equal steps."""
 
     @property
     def pays(self) -> bool:
@@ -65,6 +69,7 @@ class FoundDrafts:
             "pays": self.pays,
             "candidates": candidates,
             "ceilings": asdict(self.ceilings),
+            "time_spread": self.spread,
         }
 
 
@@ -79,7 +84,13 @@ def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateC
     num_steps = max(len(made) for _, made in pairs) - 1
     plans = [[search.schedule(one.decode).step(k) for k in range(num_steps)] for one in candidates]
     layers = [sum(plan.num_layers_run for plan in own) / num_steps for own in plans]
-    return FoundDrafts(sample, candidates, layers, ceilings)
+    spread = prices.spread("full")
+    if spread > BUSY:
+        note(
+            f"warning: equal steps took up to {spread:.1f} times as long as each other, so this machine was busy and "
+            "the expected speedups are rough; calibrate again when it is idle"
+        )
+    return FoundDrafts(sample, candidates, layers, ceilings, spread)
 
 
 def _proposal(candidate: Candidate, layers: float) -> DraftProposal:

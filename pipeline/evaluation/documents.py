@@ -230,6 +230,8 @@ class DraftsDocument(CalibrationFacts):
     """The best first."""
     ceilings: dict[str, float]
     """Of this device, which the speedups are predicted by: `flops_per_s`, `bytes_per_s`, `call_s`."""
+    time_spread: float
+    """How many times as long as the shortest the longest of equal steps took while drafts were timed."""
 
 
 class SimilarityLine(TypedDict):

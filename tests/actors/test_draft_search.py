@@ -177,3 +177,12 @@ def test_a_gain_is_over_full_depth_as_it_decodes() -> None:
     prices.saw("verify", full, 1, 1, 9, step_s)
     prices.saw("full", full, 1, 1, 9, step_s / 1.25)
     assert search.candidate(decode, (0.95,)).gains[0].speedup == pytest.approx(before / 1.25)
+
+
+def test_times_that_differ_tell_of_a_busy_machine() -> None:
+    prices, full = Prices(model_with(()).config, 4, None, CEILINGS), FullDepth(L).prefill()
+    assert prices.spread("full") == 1.0
+    for rows, took_s in ((1, 2.0), (1, 3.0), (8, 4.0), (8, 5.0)):
+        prices.saw("full", full, rows, rows, 9, took_s)
+        prices.saw("verify", full, rows, rows, 9, took_s**4)
+    assert prices.spread("full") == pytest.approx(1.5)

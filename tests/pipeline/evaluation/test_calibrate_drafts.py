@@ -16,6 +16,7 @@ from jobs import calibrate, generate
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig, build_config
 from skipdecode.draft_length import SKIPPED
+from skipdecode.plan import FullDepth
 from skipdecode.request import Completion, Request
 from skipdecode.sampling import Sampling
 from tests.support.verbs import Call
@@ -143,6 +144,21 @@ def test_nothing_pays_is_said_and_stored(verb: Verb, prompts: Path, tmp_path: Pa
         "num_layers": L, "decode": {"method": "full"}, "acceptance": []
     }  # fmt: skip
     assert resolved(out, lossless="auto") == {"method": "full", "lossless": "auto", "draft_tokens": "auto"}
+
+
+def test_a_busy_machine_is_told(
+    verb: Verb, prompts: Path, tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uneven(*given: Any) -> None:
+        _, _, batch_sizes, _, prices = given
+        for took_s in (1.0, 2.5):
+            prices.saw("full", FullDepth(L).prefill(), batch_sizes[0], batch_sizes[0], 9, took_s)
+
+    monkeypatch.setattr("actors.draft_search.time_full_depth", uneven)
+    code, document, err = verb("-i", prompts, "-o", tmp_path / "drafts", f"model.source={tiny_checkpoint}")
+    assert code == 0, err
+    assert document["time_spread"] == pytest.approx(2.5)
+    assert "warning: equal steps took up to 2.5 times as long as each other, so this machine was busy" in err
 
 
 @pytest.mark.parametrize(
