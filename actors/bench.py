@@ -162,7 +162,7 @@ def bench_training(
     def step_s(schedule: Schedule) -> float:
         start = time.perf_counter()
         with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
-            value = loss(batch, schedule) / (case.batch_size * case.new_tokens)
+            value = loss(batch, schedule).sum() / (case.batch_size * case.new_tokens)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(value)
         optimizer.step()

@@ -13,7 +13,9 @@ from skipdecode.config import Trainable
 @dataclass(frozen=True)
 class TrainConfig:
     schedules: tuple[dict[str, Any], ...]
-    """`decode:` mappings, with `prefill` beside their keys; each step draws one."""
+    """`decode:` mappings, with `prefill` beside their keys."""
+    draw: Literal["one", "all"]
+    """How many of them a step takes: one by chance, or all, for the prompts once and full depth once."""
     horizon: int
     """Decode steps over which the depth falls in training."""
     epochs: float

@@ -105,10 +105,12 @@ def train(
         if step // per_epoch != epoch:
             epoch = step // per_epoch
             batches = length_sorted_batches(pairs, config.batch_size, f"{config.seed} epoch {epoch}")
-        index = random.Random(f"{config.seed} step {step}").randrange(len(schedules))
+        drawn = schedules
+        if config.draw == "one":
+            drawn = [random.Random(f"{config.seed} step {step}").choice(schedules)]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, total, config)
-        value = _step(module, optimizer, batches[step % per_epoch], schedules[index], config, model.device)
+        value = _step(module, optimizer, batches[step % per_epoch], drawn, config, model.device)
         step += 1
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value} at step {step}; lower train.learning_rate")
@@ -150,7 +152,7 @@ def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None)
 
 def mean_loss(model: Decoder, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:
     """Nats per response token under `schedule`, teacher-forced, over all pairs; perplexity is its exp."""
-    return _mean_loss(ResponseLoss(model).eval(), pairs, schedule, batch_rows, model.device)
+    return _mean_losses(ResponseLoss(model).eval(), pairs, [schedule], batch_rows, model.device)[0]
 
 
 class _Since:
@@ -176,11 +178,11 @@ def _step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Sequence[Pair],
-    schedule: Schedule,
+    schedules: Sequence[Schedule],
     config: TrainConfig,
     device: torch.device,
 ) -> float:
-    """One update; the mean loss per response token before it, over all workers."""
+    """One update; the mean loss per response token and schedule before it, over all workers."""
     rank, world = rank_and_size()
     num_tokens = sum(len(response) for _, response in batch)
     parts = parts_of(batch, world * config.accumulate)[rank::world]
@@ -188,7 +190,7 @@ def _step(
     total = torch.zeros((), device=device)
     for i, (part, weight) in enumerate(parts):
         with no_sync(module, is_last=i == len(parts) - 1):
-            loss = weight * _loss(module, part, schedule, config, device)
+            loss = weight * _losses(module, part, schedules, config, device).mean()
             torch.autograd.backward(loss * (world / num_tokens))  # DDP and FSDP average over workers
         total += loss.detach()
     torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
@@ -198,28 +200,28 @@ def _step(
     return total.item() / num_tokens
 
 
-def _loss(
-    module: nn.Module, part: Sequence[Pair], schedule: Schedule, config: TrainConfig, device: torch.device
+def _losses(
+    module: nn.Module, part: Sequence[Pair], schedules: Sequence[Schedule], config: TrainConfig, device: torch.device
 ) -> torch.Tensor:
     batch = teacher_batch(part, inner(module).model.config.filler_token_id, device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
-        loss: torch.Tensor = module(batch, schedule)
-    return loss
+        losses: torch.Tensor = module(batch, *schedules)
+    return losses
 
 
 @torch.no_grad()
-def _mean_loss(
-    module: nn.Module, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int, device: torch.device
-) -> float:
+def _mean_losses(
+    module: nn.Module, pairs: Sequence[Pair], schedules: Sequence[Schedule], batch_rows: int, device: torch.device
+) -> list[float]:
     rank, world = rank_and_size()
     pad = inner(module).model.config.filler_token_id
-    total = torch.zeros((), device=device, dtype=torch.float64)
+    total = torch.zeros(len(schedules), device=device, dtype=torch.float64)
     for batch in length_sorted_batches(pairs, batch_rows * world, "validation"):
         part, weight = parts_of(batch, world)[rank]
-        total += weight * module(teacher_batch(part, pad, device), schedule)
+        total += weight * module(teacher_batch(part, pad, device), *schedules)
     if world > 1:
         dist.all_reduce(total)
-    return total.item() / sum(len(response) for _, response in pairs)
+    return (total / sum(len(response) for _, response in pairs)).tolist()
 
 
 def _validate(
@@ -236,10 +238,8 @@ def _validate(
     """
     module.eval()
     rows = max(1, config.batch_size // rank_and_size()[1])
-    names = schedule_names(config.schedules)
-    losses = {
-        name: _mean_loss(module, pairs, schedule, rows, device) for name, schedule in zip(names, schedules, strict=True)
-    }
+    means = _mean_losses(module, pairs, schedules, rows, device)
+    losses = dict(zip(schedule_names(config.schedules), means, strict=True))
     module.train()
     mean = sum(losses.values()) / len(losses)
     if not math.isfinite(mean):

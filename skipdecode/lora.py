@@ -45,17 +45,28 @@ class Lora(nn.Module):
         super().__init__()
         self.parts, self.scale = tuple(parts), shape.alpha / shape.rank
         own, new = [(name, rows) for name, rows in parts if name in shape.targets], linear.weight.new_zeros
+        self._own = [name for name, _ in own]  # in this order; a ParameterDict has another
         self.a = nn.ParameterDict({name: new(shape.rank, linear.in_features) for name, _ in own})
         self.b = nn.ParameterDict({name: new(rows, shape.rank) for name, rows in own})
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x [B, T, in] and what the layer makes of it, y [B, T, out] -> y with the adapter."""
-        apart = torch.split(y, [rows for _, rows in self.parts], dim=-1)
-        made = [
-            part + self.scale * F.linear(F.linear(x, self.a[name]), self.b[name]) if name in self.a else part
-            for (name, _), part in zip(self.parts, apart, strict=True)
-        ]
-        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+        """x [B, T, in] and what the layer makes of it, y [B, T, out] -> y with the adapter.
+
+        One product more than the layer's own, whatever the parts: cutting y up and joining it costs more than zeros.
+        """
+        a = self.scale * torch.cat([self.a[name] for name in self._own])  # [r x parts with an adapter, in]
+        z = F.linear(x, a)
+        return torch.addmm(y.flatten(0, -2), z.flatten(0, -2), self._all_b().t()).view_as(y)
+
+    def _all_b(self) -> Tensor:
+        """[out, r x parts with an adapter]: each B at its rows and columns, zeros elsewhere."""
+        some = self.b[self._own[0]]
+        blocks, width, at = [], len(self._own) * some.shape[1], 0
+        for name, rows in self.parts:
+            b = self.b[name] if name in self._own else some.new_zeros(rows, 0)
+            blocks.append(F.pad(b, (at, width - at - b.shape[1])))
+            at += b.shape[1]
+        return torch.cat(blocks)
 
 
 def linear_names(config: DecoderConfig) -> list[str]:

@@ -27,9 +27,12 @@ from pipeline.training.folder import TrainingFolder
 from pipeline.training.loss_plot import plot_losses
 from pipeline.training.plan import PlannedTraining, plan_training, stored_dtype
 from pipeline.training.pool import TrainPool, plan_workers
-from pipeline.training.records import TrainingRecord, TrainingState, ValidationLine, losses_in
+from pipeline.training.records import Fingerprint, TrainingRecord, TrainingState, ValidationLine, losses_in
 from pipeline.training.worker import Failed, Trained, TrainingJob, run_worker
 from pipeline.units import Note, count
+
+NOT_SAID_BEFORE: Fingerprint = {"train.draw": "one"}
+"""What entries mean that the folders of earlier versions lack."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
     planned = plan_training(config, note)
     folder, earlier = planned.folder, planned.earlier
     if earlier is not None:
-        refuse_differences(earlier["fingerprint"], planned.fingerprint)
+        refuse_differences(NOT_SAID_BEFORE | earlier["fingerprint"], planned.fingerprint)
         if earlier["state"] == "finished":
             note(f"{folder.root}: finished before, nothing to do")
             return FinetuneResult(earlier["record"], folder, was_finished=True)

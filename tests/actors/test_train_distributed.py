@@ -40,6 +40,7 @@ RECIPE: dict[str, Any] = {
     "temperature": 1.0,
     "hidden": 0.0,
     "trainable": "all",
+    "draw": "one",
     "precision": "float32",
     "recompute": False,
     "parallel": "ddp",
@@ -158,6 +159,16 @@ def test_the_best_weights_are_kept_again_when_the_stop_came_before_they_were_wri
     run({}, tmp_path, state)
     kept, before = (torch.load(path / "best.pt") for path in (tmp_path, folder))
     assert all(torch.equal(kept[name], before[name]) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_workers_change_nothing_where_a_step_takes_all_schedules(tmp_path: Path, parallel: str) -> None:
+    every: dict[str, Any] = {"draw": "all", "distill": 0.5}
+    whole = run(every, tmp_path)
+    assert whole[-1][1] < 0.9 * whole[0][1]
+    assert_close(run(every | {"accumulate": 4, "recompute": True}, tmp_path), whole)
+    assert_close(run_two(every | {"parallel": parallel, "accumulate": 2}, tmp_path / "two"), whole)
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])

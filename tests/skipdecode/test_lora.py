@@ -47,8 +47,8 @@ def recipe(**changes: Any) -> TrainConfig:
     base: dict[str, Any] = {"schedules": SCHEDULES, "horizon": 3, "epochs": 12, "batch_size": 8, "accumulate": 1}
     base |= {"learning_rate": 0.02, "final_learning_rate": 1e-3, "warmup_steps": 2, "betas": (0.9, 0.95)}
     base |= {"weight_decay": 0.01, "max_grad_norm": 1.0, "distill": 0.0, "temperature": 1.0, "hidden": 0.0}
-    base |= {"trainable": "all", "precision": "float32", "recompute": False, "parallel": "ddp", "log_every": 1}
-    base |= {"validate_every": 8, "checkpoint_every": 1000, "validation_rows": 16, "seed": 0}
+    base |= {"trainable": "all", "draw": "one", "precision": "float32", "recompute": False, "parallel": "ddp"}
+    base |= {"log_every": 1, "validate_every": 8, "checkpoint_every": 1000, "validation_rows": 16, "seed": 0}
     return TrainConfig(**base | changes)
 
 
@@ -130,7 +130,7 @@ def test_autocast_trains_it_in_float32(tiny_checkpoint: Path) -> None:
     for one in lora_modules(model):
         one.requires_grad_(True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ResponseLoss(model).train()(teacher_batch(PAIRS, 1), SkipDecode(6, 3, 2, 1, 3)).backward()
+        ResponseLoss(model).train()(teacher_batch(PAIRS, 1), SkipDecode(6, 3, 2, 1, 3)).sum().backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert grads.keys() == {name for name, _ in model.named_parameters() if ".lora." in name}
     assert all(grad.dtype == torch.float32 for grad in grads.values())

@@ -196,6 +196,7 @@ def make_config(**changes: object) -> TrainConfig:
         "temperature": 1.0,
         "hidden": 0.0,
         "trainable": "all",
+        "draw": "one",
         "precision": "float32",
         "recompute": False,
         "parallel": "ddp",
@@ -247,7 +248,7 @@ def test_recomputation_changes_no_gradient(checkpoint_factory: Factory, style: s
     grads = []
     for recompute in (False, True):
         model = trainable(folder)
-        ResponseLoss(model, recompute=recompute).train()(teacher_batch(PAIRS, 1), schedule).backward()
+        ResponseLoss(model, recompute=recompute).train()(teacher_batch(PAIRS, 1), schedule).sum().backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
@@ -264,7 +265,7 @@ def test_distillation_by_hand(checkpoint_factory: Factory, temperature: float, i
     if not is_own:
         init_weights(teacher, 5)
     module = ResponseLoss(model, distill=share, temperature=temperature, teacher=None if is_own else teacher)
-    loss = module.train()(teacher_batch(PAIRS, 1), schedule)
+    loss = module.train()(teacher_batch(PAIRS, 1), schedule).sum()
     expected = torch.zeros(())
     for pair in PAIRS:  # each row alone, and masking after the fact
         logits = masked_logits(model, pair, schedule)[0]
@@ -283,8 +284,8 @@ def test_hidden_states_by_hand(checkpoint_factory: Factory) -> None:
     """Beside the rest, so many times the squared difference of what enters the head, meaned over the width."""
     model = trainable(checkpoint_factory("125m"))
     batch, schedule = teacher_batch(PAIRS, 1), SkipDecode(L, 5, 2, 1, 6)
-    plain = ResponseLoss(model, distill=0.3).train()(batch, schedule)
-    loss = ResponseLoss(model, distill=0.3, hidden=0.7).train()(batch, schedule)
+    plain = ResponseLoss(model, distill=0.3).train()(batch, schedule).sum()
+    loss = ResponseLoss(model, distill=0.3, hidden=0.7).train()(batch, schedule).sum()
     seen: list[Tensor] = []
     hook = model.final_norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))  # type: ignore[union-attr]
     for chosen in (schedule, FullDepth(L)):
@@ -300,7 +301,7 @@ def test_full_depth_and_validation_are_not_distilled(checkpoint_factory: Factory
     batch = teacher_batch(PAIRS, 1)
     tokens = sum(len(response) for _, response in PAIRS)
     for schedule, training in ((FullDepth(L), True), (SkipDecode(L, 5, 2, 1, 6), False)):
-        loss = ResponseLoss(model, distill=0.7).train(training)(batch, schedule)
+        loss = ResponseLoss(model, distill=0.7).train(training)(batch, schedule).sum()
         torch.testing.assert_close(loss / tokens, response_loss(model, batch, schedule), atol=1e-5, rtol=1e-5)
 
 
@@ -309,9 +310,9 @@ def test_autocast_is_near_float32(checkpoint_factory: Factory, distill: float) -
     model = trainable(checkpoint_factory("125m"))
     module = ResponseLoss(model, distill=distill).train()
     batch, schedule = teacher_batch(PAIRS, 1), SkipDecode(L, 5, 2, 1, 6)
-    exact = module(batch, schedule)
+    exact = module(batch, schedule).sum()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = module(batch, schedule)
+        loss = module(batch, schedule).sum()
     assert loss.dtype == torch.float32
     assert 0 < abs(loss.item() / exact.item() - 1) < 0.03
     loss.backward()
