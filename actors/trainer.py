@@ -22,6 +22,7 @@ from actors.train_state import Weights, collect_state, full_state, restore_state
 from actors.train_workers import Pair, inner, no_sync, parts_of, rank_and_size, wrap
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch
+from skipdecode.linear import Linear
 from skipdecode.lora import lora_modules
 from skipdecode.plan import Schedule
 from skipdecode.schedule import listed_schedule
@@ -81,7 +82,8 @@ def train(
     teacher: Decoder | None = None,
 ) -> dict[str, Any]:
     """Trains in place and gives back the record of the best validation. `resume`: from `load_state`. Of a model with an
-    adapter (`skipdecode.lora`) that alone is trained, and hooks get no other weights.
+    adapter (`skipdecode.lora`) that alone is trained, and hooks get no other weights; under autocast the linear layers
+    beside it are rounded to bfloat16 for good.
 
     `teacher`: frozen, whole on each worker; None: the model's own full depth. FloatingPointError when the loss is
     no number any more.
@@ -140,6 +142,10 @@ def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None)
     model.train().requires_grad_(config.trainable == "all" and not lora)
     for added in lora if model.added is None else [*lora, model.added]:
         added.requires_grad_(True)
+    if lora and config.precision == "bfloat16":  # autocast keeps its copies of trained weights, and of no others
+        for layer in model.layers:
+            for linear in (module for module in layer.modules() if isinstance(module, Linear)):
+                linear.weight.data = linear.weight.data.bfloat16()
     return ResponseLoss(
         model,
         distill=config.distill,
@@ -152,7 +158,7 @@ def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None)
 
 def mean_loss(model: Decoder, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:
     """Nats per response token under `schedule`, teacher-forced, over all pairs; perplexity is its exp."""
-    return _mean_losses(ResponseLoss(model).eval(), pairs, [schedule], batch_rows, model.device)[0]
+    return _mean_losses(ResponseLoss(model).eval(), pairs, [schedule], batch_rows, model.device, "float32")[0]
 
 
 class _Since:
@@ -204,21 +210,27 @@ def _losses(
     module: nn.Module, part: Sequence[Pair], schedules: Sequence[Schedule], config: TrainConfig, device: torch.device
 ) -> torch.Tensor:
     batch = teacher_batch(part, inner(module).model.config.filler_token_id, device)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with _autocast(device, config.precision):
         losses: torch.Tensor = module(batch, *schedules)
     return losses
 
 
+def _autocast(device: torch.device, precision: str) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
+
+
 @torch.no_grad()
 def _mean_losses(
-    module: nn.Module, pairs: Sequence[Pair], schedules: Sequence[Schedule], batch_rows: int, device: torch.device
-) -> list[float]:
+    module: nn.Module, pairs: Sequence[Pair], schedules: Sequence[Schedule], batch_rows: int, device: torch.device,
+    precision: str,
+) -> list[float]:  # fmt: skip
     rank, world = rank_and_size()
     pad = inner(module).model.config.filler_token_id
     total = torch.zeros(len(schedules), device=device, dtype=torch.float64)
     for batch in length_sorted_batches(pairs, batch_rows * world, "validation"):
         part, weight = parts_of(batch, world)[rank]
-        total += weight * module(teacher_batch(part, pad, device), *schedules)
+        with _autocast(device, precision):
+            total += weight * module(teacher_batch(part, pad, device), *schedules)
     if world > 1:
         dist.all_reduce(total)
     return (total / sum(len(response) for _, response in pairs)).tolist()
@@ -238,7 +250,7 @@ def _validate(
     """
     module.eval()
     rows = max(1, config.batch_size // rank_and_size()[1])
-    means = _mean_losses(module, pairs, schedules, rows, device)
+    means = _mean_losses(module, pairs, schedules, rows, device, config.precision)
     losses = dict(zip(schedule_names(config.schedules), means, strict=True))
     module.train()
     mean = sum(losses.values()) / len(losses)

@@ -136,6 +136,21 @@ def test_autocast_trains_it_in_float32(tiny_checkpoint: Path) -> None:
     assert all(grad.dtype == torch.float32 for grad in grads.values())
 
 
+def test_frozen_weights_are_rounded_once_as_autocast_would_each_time(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model, _ = with_lora(tiny_checkpoint)
+    batch, full = teacher_batch(PAIRS, 1), FullDepth(model.config.num_hidden_layers)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = ResponseLoss(model)(batch, full).item() / sum(len(response) for _, response in PAIRS)
+    config = recipe(precision="bfloat16", schedules=({"method": "full"},), batch_size=len(PAIRS), epochs=1)
+    losses, validations, _ = run(model, config, tmp_path)
+    assert losses[0] == pytest.approx(before, rel=1e-4)
+    assert validations[-1] < before
+    weights = {name: value.dtype for name, value in model.state_dict().items()}
+    assert {weights[name] for name in weights if ".lora." in name} == {torch.float32}
+    assert weights["blocks.0.qkv.weight"] == torch.bfloat16
+    assert weights["embed_tokens.weight"] == torch.float32, "the stream of states stays in float32"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_peft_opens_it(source: Path, tmp_path: Path, hf: Callable[..., Any]) -> None:
