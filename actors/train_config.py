@@ -15,7 +15,7 @@ class TrainConfig:
     schedules: tuple[dict[str, Any], ...]
     """`decode:` mappings, with `prefill` beside their keys."""
     draw: Literal["one", "all"]
-    """How many of them a step takes: one by chance, or all, for the prompts once and full depth once."""
+    """How many of them a step takes: one by chance, or all, with the mean of their losses."""
     horizon: int
     """Decode steps over which the depth falls in training."""
     epochs: float

@@ -1,4 +1,4 @@
-"""The training loop of one worker: schedules drawn at random, so that one checkpoint serves every speed.
+"""The training loop of one worker: schedules drawn at random, or all at once; so one checkpoint serves every speed.
 
 Every choice (batch, schedule, learning rate) is a function of the seed and the step, and a step's loss is the mean over
 all its tokens: so a resumed run, and one on more workers or with more accumulation, has the same loss curve.

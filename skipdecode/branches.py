@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -37,19 +38,25 @@ class Branches:
     continuations, since its state gives the first new token."""
 
     def __init__(self, model: Decoder, batch: TeacherBatch, *, recompute: bool = False) -> None:
-        """`recompute`: for the backward pass, only the inputs of layers are kept."""
+        """`recompute`: for the backward pass, only the inputs of layers are kept, and keys and values of prompts."""
+        assert model.placement is None, "layers on several devices"
+        self._is_sharded = isinstance(model.layers[0], FSDPModule)
+        if (
+            batch.prompt_columns == 1 and self._is_sharded
+        ):  # every worker makes the same calls: a pass over prompts, too
+            batch = replace(batch, tokens=F.pad(batch.tokens, (1, 0)), num_pad=batch.num_pad + 1, prompt_columns=2)
         self.model, self.batch, self.recompute = model, batch, recompute
         columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         last = model.config.max_position_embeddings - 1
-        self._positions = (columns - batch.num_pad[:, None]).clamp(min=-1, max=last)
+        self._positions = (columns - batch.num_pad[:, None]).clamp(min=-1, max=last)  # [B, P + T - 1]
         self._valid = (columns >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, P + T - 1]
         self._has_padding = bool(batch.num_pad.any())
-        self._kept: dict[tuple[LayerPlan, tuple[int, ...], bool], Kept] = {}
+        self._kept: dict[tuple[LayerPlan, tuple[int, ...], bool], Kept] = {}  # by what prompts run, and with a gradient
 
     def states(self, schedule: Schedule) -> Tensor:
         """[B, T, D]: what enters the head for each response token. Without gradients it may use what a pass with them
         has made, not the other way round."""
-        assert schedule.is_settled, f"{schedule} leaves blocks to rows, which nobody trains"
+        assert schedule.is_settled, f"{schedule} leaves blocks to rows"
         model, start = self.model, self.batch.prompt_columns - 1
         tokens, positions = self.batch.tokens[:, start:], self._positions[:, start:]
         plans = [schedule.step(k) for k in range(tokens.shape[1] - 1)]
@@ -69,25 +76,39 @@ class Branches:
         return self._kept[key]
 
     def _run_prompts(self, plan: LayerPlan, owners: Sequence[int]) -> Kept:
-        end, model = self.batch.prompt_columns - 1, self.model
+        end, device = self.batch.prompt_columns - 1, self.batch.tokens.device
         if not end:
             return {}
-        tokens, positions = self.batch.tokens[:, :end], self._positions[:, :end]
         mask: Tensor | None = None
         if self._has_padding:
-            device = tokens.device
             mask = self._valid[..., :end] & causal_mask(end, end, device) | diagonal(end, end, device)
-        kv = PromptView(positions, mask, model.rotations, owners)
-        extents = Extents.of_plan(plan, is_prompt=True)
-        is_sharded = plan.kv_layers is None and isinstance(model.layers[0], FSDPModule)
-        if is_sharded:
-            extents = replace(extents, narrows_at=None)  # a layer's weights are gathered for whole calls alone
-        h, _ = run_layers(model, model.embed(tokens, positions), kv, extents, recompute=self.recompute)
-        kept = {**kv.shared, **kv.kept}
-        if not is_sharded:
-            return kept
-        nothing = 0.0 * h.sum()  # and for a backward pass through what such a call gives: nobody else wants the last's
-        return {layer: (k + nothing, v + nothing) for layer, (k, v) in kept.items()}
+        positions = self._positions[:, :end]
+        copies = self.recompute or not torch.is_grad_enabled()
+        kv = PromptView(positions, mask, self.model.rotations, owners, copies=copies)
+        h = self.model.embed(self.batch.tokens[:, :end], positions)
+        if self._is_sharded and plan.kv_layers is None:
+            return self._run_whole(h, kv, plan)
+        first = Extents.of_plan(plan, is_prompt=True).narrows_at  # nobody wants more of it than keys and values
+        assert first is not None, "a prompt that runs nothing"
+        below = replace(plan, **{part: _before(first, getattr(plan, part)) for part in ("attn", "ffn")})
+        h, _ = run_layers(self.model, h, kv, Extents.of_plan(below), recompute=self.recompute)
+        if plan.kv_layers is None:
+            self.model.layers[first].store(h, kv, first)
+        else:
+            assert self.model.added is not None, "a plan for SwiftKV, and a model without"
+            self.model.added.write(h, kv, plan.attn, self.model.layers)
+        return {**kv.shared, **kv.kept}
+
+    def _run_whole(self, h: Tensor, kv: "PromptView", plan: LayerPlan) -> Kept:
+        """FSDP gathers a layer's weights for whole calls, and again for the backward pass of what a call gives: which
+        of the last layer nobody would want."""
+        h, _ = run_layers(self.model, h, kv, Extents.of_plan(plan), recompute=self.recompute)
+        nothing = 0.0 * h.sum()
+        return {layer: (k + nothing, v + nothing) for layer, (k, v) in kv.kept.items()}
+
+
+def _before(first: int, runs: Sequence[bool]) -> tuple[bool, ...]:
+    return tuple(own and layer < first for layer, own in enumerate(runs))
 
 
 @dataclass
@@ -95,20 +116,20 @@ class PromptView(ForcedView):
     """Keeps keys and values of all layers."""
 
     kept: Keeper = field(default_factory=Keeper)
+    copies: bool = False
+    """Of them, so that what a layer projects beside them is not kept with them; else the backward pass has it all."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        if k is not None and v is not None:
-            self.kept[layer] = (k, v)
+        assert k is not None
+        assert v is not None
+        if self.copies:
+            k, v = k.contiguous(), v.contiguous()
+        self.kept[layer] = (k, v)
         return super().attend(layer, q, k, v)
 
     def part(self, where: slice) -> "PromptView":
         assert where.stop is None, "prompts run whole"
         return self
-
-    def last(self, h: Tensor) -> tuple[Tensor, ForcedView]:
-        """Keys and values of the prompt are there, and nobody wants a state: a column that sees itself alone."""
-        shared = {layer: (k[:, :, -1:], v[:, :, -1:]) for layer, (k, v) in self.shared.items()}
-        return h[:, -1:], ForcedView(self.positions[:, -1:], None, self.table, self.owners, shared)
 
 
 @dataclass

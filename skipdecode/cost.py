@@ -210,14 +210,16 @@ def predict_s(
 def training_flops(
     config: DecoderConfig, schedule: Schedule, *, rows: int, prompt_tokens: int, new_tokens: int
 ) -> float:
-    """Forward and backward (twice) of one teacher-forced pass with the prefix trick of `skipdecode.train`.
+    """Forward and backward (twice) of one teacher-forced pass, as `skipdecode.train` makes it.
 
-    Its ratio to full depth bounds what training under `schedule` can gain.
+    Its ratio to full depth bounds what training under `schedule` can gain. Under SwiftKV a prompt stops where
+    it does in decoding, but for its last token; keys and values that are projected there are left out.
     """
-    total = head_cost(config, rows=rows * new_tokens, itemsize=4).flops
-    for steps in steps_per_layer(schedule, new_tokens - 1):
-        columns = prompt_tokens + steps
-        total += attention_cost(config, rows=rows, new_columns=columns, context=columns, itemsize=4).flops
+    total, stop = head_cost(config, rows=rows * new_tokens, itemsize=4).flops, schedule.prefill().kv_layers
+    for layer, steps in enumerate(steps_per_layer(schedule, new_tokens - 1)):
+        columns = steps + (prompt_tokens if stop is None or layer < stop else 1)
+        context = prompt_tokens + steps
+        total += attention_cost(config, rows=rows, new_columns=columns, context=context, itemsize=4).flops
         total += ffn_cost(config, tokens=rows * columns, itemsize=4).flops
     return 3 * total
 

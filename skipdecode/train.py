@@ -1,16 +1,19 @@
-"""Training under schedules: the losses. The passes are those of `skipdecode.branches`; the loop, the optimiser and the
-files are `actors.trainer`.
+"""Training under schedules: the losses. The passes are those of `skipdecode.forced`, and `skipdecode.branches` for
+several schedules at once; the loop, the optimiser and the files are `actors.trainer`.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from skipdecode.branches import Branches
 from skipdecode.decoder import Decoder
-from skipdecode.forced import IGNORE, TeacherBatch, teacher_forced_logits
+from skipdecode.forced import IGNORE, TeacherBatch, teacher_forced_logits, teacher_forced_states
 from skipdecode.plan import FullDepth, Schedule
 
 
@@ -45,48 +48,67 @@ class ResponseLoss(nn.Module):
         self.distill, self.temperature, self.hidden = distill, temperature, hidden
         self.recompute = recompute
         self.full = FullDepth(model.config.num_hidden_layers)
-        self._teacher = (
-            None if teacher is None else (teacher,)
-        )  # in a tuple: no submodule, so nobody trains or saves it
+        self._teacher = () if teacher is None else (teacher,)  # in a tuple: no submodule, so nobody trains or saves it
 
     def forward(self, batch: TeacherBatch, *schedules: Schedule) -> Tensor:
-        """[number of schedules]: nats of each, in one pass over the prompts."""
+        """[number of schedules]: nats of each."""
         kept = batch.targets != IGNORE
-        targets = batch.targets[kept]
-        branches = Branches(self.model, batch, recompute=self.recompute)
-        states = {schedule: branches.states(schedule)[kept] for schedule in schedules}
-        learns = bool(self.distill or self.hidden) and self.training
-        is_own = self._teacher is None
-        taught = None
-        if learns and not (is_own and set(schedules) == {self.full}):
-            taught = self._taught(batch, branches, states.get(self.full), kept)
+        states_of = self._passes(batch, schedules)
+        states = {schedule: states_of(schedule)[kept] for schedule in schedules}
+        taught = self._taught(batch, states_of, states, kept) if self._learns(schedules) else None
+        call = partial(checkpoint, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else _call
         losses = []
         for schedule in schedules:
-            logits = self.model.head(states[schedule]).float()
-            loss = F.cross_entropy(logits, targets, reduction="sum")
-            if taught is not None and not (is_own and schedule == self.full):
-                loss = self._distilled(loss, logits, states[schedule], taught)
-            losses.append(loss)
+            is_teacher = not self._teacher and schedule == self.full
+            losses.append(call(self._loss, states[schedule], batch.targets[kept], None if is_teacher else taught))
         return torch.stack(losses)
 
+    def _passes(self, batch: TeacherBatch, schedules: Sequence[Schedule]) -> Callable[[Schedule], Tensor]:
+        """States [B, T, D] by schedule. Prompts apart from responses only where that saves work: it takes memory."""
+        saves = len(schedules) > 1 or schedules[0].prefill().kv_layers is not None
+        if saves and all(schedule.is_settled for schedule in schedules):
+            return Branches(self.model, batch, recompute=self.recompute).states
+        return partial(teacher_forced_states, self.model, batch, recompute=self.recompute)
+
+    def _learns(self, schedules: Sequence[Schedule]) -> bool:
+        """Whether any of them has somebody to learn from."""
+        has_teacher = bool(self._teacher) or set(schedules) != {self.full}
+        return self.training and bool(self.distill or self.hidden) and has_teacher
+
     @torch.no_grad()
-    def _taught(self, batch: TeacherBatch, branches: Branches, own: Tensor | None, kept: Tensor) -> "_Taught":
-        """What the teacher says of the response tokens. `own`: states of the model's full depth, where it has run."""
-        if self._teacher is None:
-            teacher, states = self.model, branches.states(self.full)[kept] if own is None else own.detach()
-        else:
+    def _taught(
+        self,
+        batch: TeacherBatch,
+        states_of: Callable[[Schedule], Tensor],
+        own: Mapping[Schedule, Tensor],
+        kept: Tensor,
+    ) -> "_Taught":
+        """What the teacher says of the response tokens. `own`: states of the model itself, as far as it has run."""
+        if self._teacher:
             (teacher,) = self._teacher
-            states = Branches(teacher, batch).states(FullDepth(teacher.config.num_hidden_layers))[kept]
+            states = teacher_forced_states(teacher, batch, FullDepth(teacher.config.num_hidden_layers))[kept]
+        else:
+            teacher = self.model
+            states = own[self.full].detach() if self.full in own else states_of(self.full)[kept]
         soft = teacher.head(states).float() / self.temperature
         return _Taught(states, soft.log_softmax(-1))
 
-    def _distilled(self, loss: Tensor, logits: Tensor, states: Tensor, taught: "_Taught") -> Tensor:
+    def _loss(self, states: Tensor, targets: Tensor, taught: "_Taught | None") -> Tensor:
+        """Of states [N, D] and targets [N]."""
+        logits = self.model.head(states).float()
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        if taught is None:
+            return loss
         t = self.temperature
         divergence = F.kl_div((logits / t).log_softmax(-1), taught.logprobs, reduction="sum", log_target=True)
         loss = (1 - self.distill) * loss + self.distill * t**2 * divergence
         if self.hidden:
             loss = loss + self.hidden * (states - taught.states).float().square().mean(-1).sum()
         return loss
+
+
+def _call(function: Callable[..., Tensor], *given: object) -> Tensor:
+    return function(*given)
 
 
 @dataclass(frozen=True)

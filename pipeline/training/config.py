@@ -84,8 +84,8 @@ class TrainSection(Section):
     )
     """`decode:` mappings. `prefill: swiftkv` beside their keys: with the prompt under SwiftKV."""
     draw: Literal["one", "all"] = "one"
-    """What a step takes of `schedules`: one of them by chance, or all, and their mean loss. all: prompts are run once
-    for all, and full depth is its own teacher for nothing, so that it pays where prompts are long."""
+    """What a step takes of `schedules`: one of them by chance, or all, and their mean loss. all: layers run
+    prompts once for all, and full depth once. It pays where prompts are long, and takes memory for each of them."""
     default_schedule: dict[str, JsonValue] | None = None
     """What `jobs.generate` takes when it is told nothing; null: skipdecode at speedup 2 if that is in `schedules`,
     else the first of them that skips, else full depth; of those without `prefill: swiftkv`, if there are any."""

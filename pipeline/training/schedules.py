@@ -1,4 +1,4 @@
-"""The schedules that a training draws from, and the one that its checkpoint will carry. All errors: `ConfigError`."""
+"""The schedules of a training, and the one that its checkpoint will carry. All errors: `ConfigError`."""
 
 from typing import TypeAlias
 

@@ -163,7 +163,7 @@ def test_the_best_weights_are_kept_again_when_the_stop_came_before_they_were_wri
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_workers_change_nothing_where_a_step_takes_all_schedules(tmp_path: Path, parallel: str) -> None:
+def test_workers_change_nothing_where_a_step_takes_all_schedules(tmp_path: Path, parallel: str) -> None:
     every: dict[str, Any] = {"draw": "all", "distill": 0.5}
     whole = run(every, tmp_path)
     assert whole[-1][1] < 0.9 * whole[0][1]

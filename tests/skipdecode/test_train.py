@@ -6,6 +6,7 @@ That one pass equals cached decoding under any schedule is proved in test_genera
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,12 @@ from actors.trainer import (
 )
 from skipdecode.decoder import Decoder
 from skipdecode.families.opt import OPTConfig
+from skipdecode.ffn_skip import SkipAtRandom, SkipSaturated
 from skipdecode.forced import IGNORE, ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.generate import Request, generate
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, Unified
 from skipdecode.sampling import Sampling
+from skipdecode.schedule import listed_schedule
 from skipdecode.train import ResponseLoss, response_loss
 from skipdecode.weights import load_model
 
@@ -303,6 +306,39 @@ def test_full_depth_and_validation_are_not_distilled(checkpoint_factory: Factory
     for schedule, training in ((FullDepth(L), True), (SkipDecode(L, 5, 2, 1, 6), False)):
         loss = ResponseLoss(model, distill=0.7).train(training)(batch, schedule).sum()
         torch.testing.assert_close(loss / tokens, response_loss(model, batch, schedule), atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_of_all_schedules_has_the_mean_of_their_losses(checkpoint_factory: Factory) -> None:
+    """Not the loss of one of them: by hand, of the first step, for which the weights are as they were."""
+    model = trainable(checkpoint_factory("125m"))
+    given = (
+        {"method": "full"},
+        {"method": "unified", "layers": 2},
+        {"method": "early_exit", "max_layers": 3, "min_layers": 1},
+    )
+    config = make_config(schedules=given, draw="all", horizon=9, batch_size=len(PAIRS), epochs=1, log_every=1)
+    each = [
+        response_loss(model, teacher_batch(PAIRS, 1), listed_schedule(model.config, one, config.horizon + 1)).item()
+        for one in given
+    ]
+    records: list[dict[str, Any]] = []
+    train(model, PAIRS, PAIRS, config, Hooks(records.append, lambda *_: None, lambda *_: None))
+    assert records[0]["train_loss"] == pytest.approx(sum(each) / 3, abs=1e-4)
+    assert min(abs(records[0]["train_loss"] - one) for one in each) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "schedule", [SkipSaturated(FullDepth(L), 1, 1, 1, -1.0), SkipAtRandom(FullDepth(L), 1, 1, 1, share=0.5, seed=3)]
+)
+def test_blocks_by_row_have_a_mean_loss(
+    checkpoint_factory: Factory, ours: Callable[[Path], Decoder], schedule: Schedule
+) -> None:
+    """Nobody trains under these, and `evaluate` measures them; rows draw by their place, the shortest first."""
+    model = ours(checkpoint_factory("125m"))
+    ordered = sorted(PAIRS, key=lambda pair: (len(pair[0]), len(pair[1])))
+    wanted = response_loss(model, teacher_batch(ordered, 1), schedule).item()
+    assert mean_loss(model, PAIRS, schedule, len(PAIRS)) == pytest.approx(wanted, abs=1e-5)
+    assert mean_loss(model, PAIRS, FullDepth(L), len(PAIRS)) != pytest.approx(wanted, abs=1e-3)
 
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])

@@ -184,6 +184,7 @@ def test_overwrite_does_not_touch_what_no_run_of_ours_wrote(
         ("train.default_schedule={speedup: 3}", "train.default_schedule: the run was started with {'method': 'skip"),
         ("train.seed=1", "train.seed: the run was started with 0, now it is 1"),
         ("train.batch_size=32", "train.batch_size: the run was started with 64, now it is 32"),
+        ("train.draw=all", "train.draw: the run was started with 'one', now it is 'all'"),
         ("train.distill=0.5", "train.distill: the run was started with 0.0, now it is 0.5"),
         ("model.shape.num_hidden_layers=8", "model.shape.num_hidden_layers: the run was started with 6, now it is 8"),
         ("model.source={tiny}", "model.files: the run was started with None, now it is '"),
@@ -203,6 +204,18 @@ def test_resume_refuses_another_run(
     err = capsys.readouterr().err
     assert message in err
     assert "use --overwrite or another output.path" in err
+
+
+@pytest.mark.ray
+def test_a_folder_of_before_steps_took_all_schedules_goes_on(pairs: Path, copied: Path, capsys: Capture) -> None:
+    """It does not say what a step took, which was one."""
+    path = copied / "training/run.json"
+    state = json.loads(path.read_text())
+    del state["fingerprint"]["train.draw"]
+    path.write_text(json.dumps(state))
+    assert main(arguments(pairs, copied, "--resume")) == 0
+    assert "finished before" in capsys.readouterr().err
+    assert main(arguments(pairs, copied, "--resume", "train.draw=all")) == 2
 
 
 @pytest.mark.ray
