@@ -15,12 +15,12 @@ from typing import Any
 
 from actors.draft_times import TURNS, time_drafts, time_full_depth
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MARGIN, MOST, DraftLength, Prices
+from skipdecode.draft_length import MARGIN, MOST, SKIPPED, DraftLength, Prices
 from skipdecode.drafted import Counts, DraftedText
 from skipdecode.forced import TeacherBatch, teacher_batch
 from skipdecode.lossless import Lossless
 from skipdecode.plan import ChosenLayers, FullDepth, LayerPlan, Schedule
-from skipdecode.schedule import PRESETS, make_schedule, preset
+from skipdecode.schedule import METHOD_KEYS, PRESETS, make_schedule, preset
 
 Pair = tuple[list[int], list[int]]
 """Prompt tokens and the tokens that the model wrote at full depth."""
@@ -40,7 +40,7 @@ FINALISTS = 8  # measured by the half of the texts that the search has not seen,
 
 @dataclass(frozen=True)
 class Gain:
-    """Of drafts in batches of one size, by the cost model."""
+    """Of drafts in batches of one size, as expected."""
 
     batch_size: int
     draft_tokens: int
@@ -99,16 +99,30 @@ class DraftSample:
         self._judging = batches(long[1::2] or long)
         self._held: tuple[TeacherBatch, DraftedText] | None = None
 
-    def measure(self, schedules: Sequence[Schedule], places: int, *, judge: bool = False) -> list[Counts]:
-        """Of each schedule, by the half that chooses, or that judges."""
+    def measure(self, schedules: Sequence[Schedule], places: int) -> list[Counts]:
+        """Of each schedule, by the half that chooses."""
         totals = [Counts((0,) * places, (0,) * places)] * len(schedules)
-        for batch in self._judging if judge else self._choosing:
-            if self._held is None or self._held[0] is not batch:
-                self._held = None  # one at a time: its keys and values are many
-                self._held = batch, DraftedText(self.model, batch)
-            text = self._held[1]
+        for text in map(self._drafted, self._choosing):
             totals = [total + text.count(one, places) for total, one in zip(totals, schedules, strict=True)]
         return totals
+
+    def judge(self, schedules: Sequence[Schedule]) -> list[tuple[Counts, list[float]]]:
+        """Of each, by the half that judges: drafts by place, and the tokens that a row gets from a pass behind 0, 1, ..
+        MOST drafts, up to the ends of the texts."""
+        totals = [Counts((0,) * MOST, (0,) * MOST)] * len(schedules)
+        rounds, tokens = [[0] * MOST for _ in schedules], 0
+        for text in map(self._drafted, self._judging):
+            tokens += text.num_tokens
+            for i, one in enumerate(schedules):
+                totals[i] += text.count(one, MOST)
+                rounds[i] = [a + b for a, b in zip(rounds[i], text.rounds(one, MOST), strict=True)]
+        return [(own, [1.0, *(tokens / n for n in ran)]) for own, ran in zip(totals, rounds, strict=True)]
+
+    def _drafted(self, batch: TeacherBatch) -> DraftedText:
+        if self._held is None or self._held[0] is not batch:
+            self._held = None  # one at a time: its keys and values are many
+            self._held = batch, DraftedText(self.model, batch)
+        return self._held[1]
 
 
 class Search:
@@ -129,10 +143,13 @@ class Search:
         tried = sorted(found.values(), key=_merit, reverse=True)
         finalists = [one.decode for one in tried[:FINALISTS]]
         self.tell(f"{len(finalists)} best of {len(tried)} ways to draft, on texts that the search has not seen")
-        counts = self.sample.measure([self.schedule(decode) for decode in finalists], MOST, judge=True)
-        prices = self._timed([self.schedule(decode) for decode in finalists])
-        judged = [self.candidate(*one) for one in zip(finalists, (own.rates for own in counts), prices, strict=True)]
-        return sorted(judged, key=_merit, reverse=True)
+        schedules = [self.schedule(decode) for decode in finalists]
+        judged, prices = self.sample.judge(schedules), self._timed(schedules)
+        best = [
+            self.candidate(decode, counts.rates, own, expected)
+            for decode, (counts, expected), own in zip(finalists, judged, prices, strict=True)
+        ]
+        return sorted(best, key=_merit, reverse=True)
 
     @property
     def _shape(self) -> tuple[Decoder, list[list[int]], tuple[int, ...], int]:
@@ -159,19 +176,26 @@ class Search:
         schedule = self.schedule(decode)
         return tuple(schedule.step(k) for k in range(self.max_new_tokens))
 
-    def candidate(self, decode: dict[str, Any], acceptance: Sequence[float], prices: Prices | None = None) -> Candidate:
+    def candidate(
+        self,
+        decode: dict[str, Any],
+        acceptance: Sequence[float],
+        prices: Prices | None = None,
+        expected: Sequence[float] | None = None,
+    ) -> Candidate:
         """What drafts that are accepted so often come to; places behind the last known one are like it. `prices`: None
-        for those of the search."""
+        for those of the search. `expected`: tokens that a pass gives a row behind 0, 1, .. MOST drafts; None: by
+        acceptance alone, as if no text ended."""
         drafts = self.schedule(decode)
         length = DraftLength(Lossless(self.num_layers, drafts, may_rest=True), prices or self.prices, acceptance)
+        expected = expected or length.acceptance.expected(SKIPPED, MOST)
         gains, nearest = [], 0.0
         for rows in self.batch_sizes:
-            speedups = length.speedups(rows, self.sample.middle, self.sample.context)
-            best = max(range(MOST), key=speedups.__getitem__)
+            speedups = length.speedups(rows, self.sample.middle, self.sample.context, expected)
+            best = max(range(1, MOST + 1), key=speedups.__getitem__)
             nearest = max(nearest, speedups[best])
             pays = speedups[best] >= MARGIN
-            tokens = length.acceptance.expected(0, best + 1)[-1]
-            gains.append(Gain(rows, best + 1, tokens, speedups[best]) if pays else Gain(rows, 0, 1.0, 1.0))
+            gains.append(Gain(rows, best, expected[best], speedups[best]) if pays else Gain(rows, 0, 1.0, 1.0))
         return Candidate(decode, tuple(acceptance), tuple(gains), nearest)
 
     def _try_named(self) -> list[Candidate]:
@@ -219,7 +243,9 @@ def named_decodes(carried: dict[str, Any] | None, num_layers: int, max_new_token
     there, so that they mean the same layers wherever they are used."""
     horizon = max(max_new_tokens - 1, 1)
     if carried is not None and carried.get("method", "skipdecode") != "full":
-        yield {"method": "skipdecode"} | carried
+        method = str(carried.get("method", "skipdecode"))
+        own = {"horizon": horizon} if "horizon" in METHOD_KEYS[method] else {}
+        yield {"method": method, **own} | {key: value for key, value in carried.items() if value is not None}
     for method in ("skipdecode", "early_exit"):
         for speedup in PRESETS[24]:
             most, fewest = preset(num_layers, speedup)

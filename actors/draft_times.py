@@ -7,9 +7,9 @@ rows of a small model takes. No Ray, no files.
 from collections.abc import Sequence
 
 from skipdecode.chain import Chain
+from skipdecode.cohort import Cohort, now
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MOST, SKIPPED, Decision, DraftLength, Prices
-from skipdecode.generate import generate
 from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, Schedule, SkipDecode
 from skipdecode.request import Request
@@ -78,12 +78,16 @@ def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> lis
 
 
 def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> None:
-    """Of decoding at full depth, as a run without `decode.lossless` does it."""
+    """Of decoding at full depth, as a run without `decode.lossless` does it: one by one, as passes of drafts are."""
     full, rows = FullDepth(model.config.num_hidden_layers), len(requests)
-    stats = generate(model, requests, full).stats
-    if stats.decode_steps:
-        context = stats.input_tokens // rows + stats.decode_steps // 2 + 1
-        prices.saw("full", full.prefill(), rows, rows, context, stats.decode_s / stats.decode_steps)
+    cohort = Cohort(model, requests, full)
+    cohort.prefill()
+    context = sum(len(request.prompt_tokens) for request in requests) // rows
+    while not cohort.is_done:
+        context += 1
+        start = now(model.device)
+        cohort.step()
+        prices.saw("full", full.prefill(), rows, rows, context, now(model.device) - start)
 
 
 def _run(batch: SpeculativeBatch, prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> None:

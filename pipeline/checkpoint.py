@@ -114,7 +114,7 @@ def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[st
     skip, lossless = given.pop("ffn_skip", None), {key: given.pop(key) for key in LOSSLESS_KEYS}
     drafts = stored_drafts(opt) if lossless["lossless"] else None
     if drafts is not None:  # workers read them too, whatever the job names
-        make_schedule(drafts.decode, num_layers=opt.num_hidden_layers, max_new_tokens=1)
+        check_drafts(drafts.decode, opt)
     default = default_decode(opt) if drafts is None else dict(drafts.decode)
     decode = {"method": "skipdecode"} | given if given else default
     if skip is not None:
@@ -122,6 +122,18 @@ def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[st
     return decode | {
         key: value for key, value in lossless.items() if lossless["lossless"] or value not in (False, "auto")
     }
+
+
+def check_drafts(decode: dict[str, Json], opt: DecoderConfig) -> None:
+    """ConfigError where drafts that a checkpoint carries are no schedule for it."""
+    try:
+        make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=1)
+    except ValueError as error:
+        raise ConfigError(
+            "decode.lossless",
+            f"drafts in the checkpoint's config.json: {error}; run jobs.calibrate target=drafts again, or take drafts "
+            "out of config.json",
+        ) from error
 
 
 def check_lossless(decode: dict[str, Json], prefill: str, deterministic: bool) -> None:

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import Ceilings, Cost, attention_cost, ffn_cost, head_cost
@@ -27,6 +28,7 @@ MARGIN = 1.03
 # Rounds without drafts until one tries again whether they are accepted; so seldom that it costs a percent at most.
 PROBE_EVERY = 128
 LEAST_CHANCE = 0.1  # of a repeated token: below it, looking for it costs more than it brings
+KEPT_TIMES = 7  # of passes of one size
 KEEP = 0.998  # of what was counted, at each count: old text says little about new
 # What acceptance is taken for before anything is known, as if so many drafts had been seen: of skipped passes (a tuned
 # model's; an untuned one is soon known better), and of repeats of 2, 3 and 4 tokens.
@@ -81,11 +83,15 @@ class Prices:
         itemsize: int,
         weight_itemsize: int | None = None,
         ceilings: Ceilings | None = None,
+        *,
+        keep: int | None = KEPT_TIMES,
     ) -> None:
-        """`ceilings`: of this machine, whose measured times then count, too; None: decide without a clock."""
+        """`ceilings`: of this machine, whose measured times then count, too; None: decide without a clock. `keep`: the
+        newest times of each size of pass; None: all."""
         self._config, self._sizes = config, {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
-        self._ceilings, self.is_timed = ceilings or REFERENCE, ceilings is not None
+        self._ceilings, self.is_timed, self._keep = ceilings or REFERENCE, ceilings is not None, keep
         self._ratios: dict[tuple[str, int, int], deque[float]] = {}
+        self._rounds_s: dict[int, deque[float]] = {}
 
     def model_s(self, plan: LayerPlan, rows: int, tokens: int, context: int) -> float:
         """By the cost model: `tokens` new columns of `rows` rows that see `context` columns, and the head on each."""
@@ -102,20 +108,37 @@ class Prices:
         """The same as this machine has it: `kind` is draft or verify, or full for a step without any of that."""
         return self.model_s(plan, rows, tokens, context) * self._ratio(kind, rows, tokens)
 
-    def saw(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
-        """What such a pass took."""
+    def saw(
+        self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float,
+        model_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """What such a pass took. `model_s`: by the cost model, where that is known."""
         if self.is_timed:
-            ratios = self._ratios.setdefault((kind, *_size(rows, tokens)), deque(maxlen=7))
-            ratios.append(took_s / self.model_s(plan, rows, tokens, context))
+            ratios = self._ratios.setdefault((kind, *_size(rows, tokens)), deque(maxlen=self._keep))
+            ratios.append(took_s / (model_s or self.model_s(plan, rows, tokens, context)))
+
+    def saw_round(self, rows: int, took_s: float) -> None:
+        """What a round of so many rows took beside its passes: the host's work, whatever the model."""
+        if self.is_timed:
+            self._rounds_s.setdefault(_size(rows, rows)[0], deque(maxlen=self._keep)).append(took_s)
+
+    def round_s(self, rows: int) -> float:
+        """The least of that, for the nearest number of rows that was seen; 0 for none."""
+        if not self._rounds_s:
+            return 0.0
+        size = _size(rows, rows)[0]
+        return min(self._rounds_s[min(self._rounds_s, key=lambda other: abs(other - size))])
 
     def learn(self, other: "Prices") -> None:
         """Takes over the times that `other`, of the same model, has seen."""
         self._ratios |= other._ratios
+        self._rounds_s |= other._rounds_s
 
     def spread(self, kind: str) -> float:
-        """How many times as long as the shortest the longest of the last passes of one size took; 1 without any."""
+        """How many times as long as the shortest pass of a size the middle one took, of the size where these are
+        farthest apart; 1 without any."""
         seen = [ratios for (one, *_), ratios in self._ratios.items() if one == kind]
-        return max((max(ratios) / min(ratios) for ratios in seen), default=1.0)
+        return max((median(ratios) / min(ratios) for ratios in seen), default=1.0)
 
     def has_seen(self, kind: str, rows: int, tokens: int) -> bool:
         """Whether a pass of about that size was timed."""
@@ -185,28 +208,34 @@ class DraftLength:
 
     def _skipped(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> tuple[int, float]:
         """Tokens to draft by skipped passes, and the tokens per second with so many."""
-        rates, best, number = self._rates(rows, k, context, passes_s), 0, self.schedule.draft_tokens
+        expected = self.acceptance.expected(SKIPPED, len(passes_s) - 1)
+        rates, best, number = self._rates(rows, k, context, passes_s, expected), 0, self.schedule.draft_tokens
         for n in range(1, len(rates)):
             if number in (None, n) and rates[n] > rates[best] * (MARGIN if best == 0 else 1.0):
                 best = n
         return best, rates[best]
 
-    def _rates(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> list[float]:
-        """Tokens per second with 0, 1, .. drafts of skipped passes."""
-        rates, drafts_s = [rows / passes_s[0]], 0.0
-        for n, tokens in enumerate(self.acceptance.expected(SKIPPED, len(passes_s) - 1)[1:], start=1):
-            drafts_s += self.prices.seconds("draft", self.schedule.drafts.step(k + n - 1), rows, rows, context)
-            rates.append(rows * tokens / (drafts_s + passes_s[n]))
+    def _rates(
+        self, rows: int, k: int, context: int, passes_s: Sequence[float], expected: Sequence[float]
+    ) -> list[float]:
+        """Tokens per second with 0, 1, .. drafts of skipped passes. `expected`: tokens that a pass gives a row then."""
+        before_s = self.prices.round_s(rows)  # and drafts
+        rates = [rows / (before_s + passes_s[0])]
+        for n, tokens in enumerate(expected[1:], start=1):
+            before_s += self.prices.seconds("draft", self.schedule.drafts.step(k + n - 1), rows, rows, context)
+            rates.append(rows * tokens / (before_s + passes_s[n]))
         return rates
 
-    def speedups(self, rows: int, k: int, context: int) -> list[float]:
-        """What 1, 2, .. MOST drafts of skipped passes gain over decoding at full depth, by what it knows so far. Where
-        such steps were timed they count, else passes that verify nothing, which `decide` compares with."""
-        rates = self._rates(rows, k, context, [self._verify_s(rows, n, context) for n in range(MOST + 1)])
+    def speedups(self, rows: int, k: int, context: int, expected: Sequence[float] | None = None) -> list[float]:
+        """What 0, 1, .. MOST drafts of skipped passes gain over decoding at full depth. Where such steps were timed
+        they count, else passes that verify nothing, which `decide` compares with. `expected`: tokens that a pass gives
+        a row behind so many drafts; None: by the acceptance that it knows so far."""
+        passes_s = [self._verify_s(rows, n, context) for n in range(MOST + 1)]
+        rates = self._rates(rows, k, context, passes_s, expected or self.acceptance.expected(SKIPPED, MOST))
         full = rates[0]
         if self.prices.has_seen("full", rows, rows):
             full = rows / self.prices.seconds("full", self.schedule.prefill(), rows, rows, context)
-        return [rate / full for rate in rates[1:]]
+        return [rate / full for rate in rates]
 
     def _repeated(self, length: int, rows: int, rate: float, passes_s: Sequence[float]) -> int:
         """Tokens to draft by a repeat of `length`: each of which is to bring more than the time it costs could."""

@@ -67,11 +67,22 @@ class DraftedText:
         run_layers(model, model.embed(batch.tokens, self._positions), view, extents)
         self._full = view.shared
         self._fed = batch.targets[:, 1:] != IGNORE  # [B, T - 1] y_k that is fed to make y_(k+1)
+        self._last: tuple[Schedule, int, Tensor] | None = None  # of `hits`
 
-    @torch.inference_mode()
+    @property
+    def num_tokens(self) -> int:
+        """That decode steps made."""
+        return int(self._fed.sum())
+
     def hits(self, drafts: Schedule, places: int) -> Tensor:
         """[places, B, T - 1] bool: of the draft that begins behind y_k, whether token number p (from 0 on), made behind
-        k + p true ones, is y_(k+1+p). False where there is none."""
+        k + p true ones, is y_(k+1+p). False where there is none. The last answer is kept."""
+        if self._last is None or self._last[:2] != (drafts, places):
+            self._last = drafts, places, self._hits(drafts, places)
+        return self._last[2]
+
+    @torch.inference_mode()
+    def _hits(self, drafts: Schedule, places: int) -> Tensor:
         batch, P = self._batch, self._batch.prompt_columns
         tokens, positions = batch.tokens[:, P:], self._positions[:, P:]  # [B, T - 1]
         num_steps = tokens.shape[1]
@@ -89,6 +100,16 @@ class DraftedText:
         none = torch.zeros_like(self._fed)
         return torch.stack([*found, *[none] * (places - len(found))])
 
+    def rounds(self, drafts: Schedule, most: int) -> list[int]:
+        """Passes at full depth that the texts take with 1, 2, .. `most` drafts before each, or as many as a text has
+        room for. At the ends of texts drafts are lost, so these are more passes than acceptance alone says."""
+        lengths = self._fed.sum(dim=1).tolist()
+        rows = self.hits(drafts, most).permute(1, 2, 0).tolist()  # [B, T - 1, most]
+        return [
+            sum(_rounds([own[:number] for own in row[:length]]) for row, length in zip(rows, lengths, strict=True))
+            for number in range(1, most + 1)
+        ]
+
     def count(self, drafts: Schedule, places: int) -> Counts:
         """How drafts of up to `places` tokens fare, one begun at every position."""
         running, tried, accepted = self._fed, list[int](), list[int]()
@@ -98,6 +119,16 @@ class DraftedText:
             running = running & hits
             accepted.append(int(running.sum()))
         return Counts(tuple(tried), tuple(accepted))
+
+
+def _rounds(hits: Sequence[Sequence[bool]]) -> int:
+    """Of one text, by decode step: which tokens of a draft that begins there are right."""
+    k, rounds = 0, 0
+    while k < len(hits):
+        room = min(len(hits[k]), len(hits) - 1 - k)
+        k += 1 + next((place for place in range(room) if not hits[k][place]), room)
+        rounds += 1
+    return rounds
 
 
 @dataclass

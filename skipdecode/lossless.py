@@ -65,7 +65,8 @@ def stored_drafts(config: DecoderConfig) -> StoredDrafts | None:
         return None
     decode, acceptance = (config.drafts.get(key) for key in ("decode", "acceptance"))
     remedy = "run jobs.calibrate target=drafts again, or take drafts out of config.json"
-    if not isinstance(decode, dict) or not isinstance(acceptance, list) or not all(map(_is_share, acceptance)):
+    is_decode = isinstance(decode, dict) and isinstance(decode.get("method"), str)
+    if not is_decode or not isinstance(acceptance, list) or not all(map(_is_share, acceptance)):
         raise ValueError(
             f"decode.lossless: drafts in the checkpoint's config.json is not what jobs.calibrate writes; {remedy}"
         )

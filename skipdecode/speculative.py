@@ -69,11 +69,13 @@ class SpeculativeBatch(ContinuousBatch):
         self._repeats: dict[Row, Repeats] = {}  # of rows of the batch
         self._held: tuple[int, int, Decision] | None = None  # rounds left, rows, what was decided
         self._carry = CARRY_ENDED[backend_on(model.device).takes_places]
+        self._priced_s = 0.0  # of this round, by its passes
         self.stats = LosslessStats()
 
     @torch.inference_mode()
     def step(self) -> None:
         """One round."""
+        begin, self._priced_s = now(self.model.device), 0.0
         self._drop_ended(carry=self._carry)
         chains = [
             Chain(at, len(row.tokens) - 1, [row.tokens[-1]], row.request.sampling.max_new_tokens - 1 - len(row.tokens))
@@ -93,6 +95,7 @@ class SpeculativeBatch(ContinuousBatch):
         drafted = now(self.model.device)
         self._verify(chains, drafted)
         self.stats.draft_s += drafted - start
+        self._length.prices.saw_round(len(chains), now(self.model.device) - begin - self._priced_s)
 
     def _changed(self) -> None:
         super()._changed()
@@ -246,8 +249,10 @@ class SpeculativeBatch(ContinuousBatch):
 
     def _price(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
         """What a pass took, the host's work with it: for few rows of a small model that is most of it."""
-        self.stats.model_decode_s += self._length.prices.model_s(plan, rows, tokens, context)
-        self._length.prices.saw(kind, plan, rows, tokens, context, took_s)
+        model_s = self._length.prices.model_s(plan, rows, tokens, context)
+        self.stats.model_decode_s += model_s
+        self._length.prices.saw(kind, plan, rows, tokens, context, took_s, model_s)
+        self._priced_s += took_s
 
     def _give_logprobs(self, taken: Sequence[tuple[Row, int, int]], logits: Tensor, made: Tensor) -> None:
         """To the rows that ask for them, of the tokens that are theirs."""

@@ -30,7 +30,7 @@ from pipeline.config import (
     SamplingConfig,
     Section,
 )
-from pipeline.evaluation.calibrate_drafts import find_drafts
+from pipeline.evaluation.calibrate_drafts import check_carried, find_drafts
 from pipeline.evaluation.calibrated_folder import write_checkpoint
 from pipeline.evaluation.documents import (
     CalibrationDocument,
@@ -57,8 +57,7 @@ PROGRESS_S = 5.0
 
 class CalibrateConfig(Section):
     target: Literal["ffn_skip", "drafts"] = "ffn_skip"
-    """ffn_skip: feed-forward blocks to leave out. drafts: the layers, and how many tokens at a time, that draft best
-    for `decode.lossless`."""
+    """ffn_skip: feed-forward blocks to leave out. drafts: the layers that draft best for `decode.lossless`."""
     model: ModelConfig = ModelConfig()
     decode: DecodeConfig = DecodeConfig(method="full")
     """The schedule beneath, without `ffn_skip`. For drafts it is full depth."""
@@ -104,6 +103,8 @@ def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument | Draf
         )
     except ConfigError as error:  # it speaks of a job's keys
         raise error.renamed("sampling.max_new_tokens", "max_new_tokens") from error
+    if config.target == "drafts":
+        check_carried(model)
     prompts = read_prompts(config.input, config.num_prompts)
     generator, pairs = write_texts(config, model, prompts, note)
 
@@ -147,17 +148,27 @@ def check_keys(config: CalibrateConfig) -> None:
     if "prefix" in config.decode.model_fields_set:
         raise ConfigError("decode.prefix", "has no meaning here, where every prompt runs by itself; leave it out")
     if config.model.quantization is not None:
-        raise ConfigError("model.quantization", "blocks are measured with the weights as they are; leave it null")
+        raise ConfigError(
+            "model.quantization", "what is looked for is measured with the weights as they are; leave it null"
+        )
     for target, keys in OF_TARGET.items():
         if wrong := [key for key in keys if target != config.target and key in config.model_fields_set]:
             raise ConfigError(wrong[0], f"has no meaning with target={config.target}; leave it out, or target={target}")
-    if config.target == "drafts" and config.decode != DecodeConfig(method="full"):
-        given = {key: getattr(config.decode, key) for key in sorted(config.decode.model_fields_set)}
+    if config.target == "drafts":
+        check_draft_keys(config)
+
+
+def check_draft_keys(config: CalibrateConfig) -> None:
+    """The same for `target=drafts`."""
+    given = {key: getattr(config.decode, key) for key in sorted(config.decode.model_fields_set)}
+    if any(value is not None for key, value in given.items() if (key, value) != ("method", "full")):
         raise ConfigError("decode", f"drafts are for full depth, and looked for by target=drafts; leave out {given}")
-    if config.target == "drafts" and config.prefill.method != "full":
+    if config.prefill.method != "full":
         raise ConfigError(
             "prefill.method", f"full depth, which drafts are for, has no {config.prefill.method} prompt; leave it full"
         )
+    if twice := [size for at, size in enumerate(config.batch_sizes) if size in config.batch_sizes[:at]]:
+        raise ConfigError("batch_sizes", f"{twice[0]} is there twice; name each size once")
 
 
 def propose(

@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, TypedDict
 
 from actors.draft_search import Candidate, DraftSample, Pair, Search, Tell
 from actors.generator import Generator
+from pipeline.checkpoint import ResolvedModel
+from pipeline.config import ConfigError
 from pipeline.evaluation.documents import Decode, DraftGain, DraftProposal
 from pipeline.units import Json, Note
-from skipdecode.cost import Ceilings, measure_ceilings
+from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings
 from skipdecode.draft_length import Prices
+from skipdecode.plan import FullDepth
+from skipdecode.schedule import make_schedule
 
 if TYPE_CHECKING:
     from pipeline.evaluation.calibrate import CalibrateConfig
 
 PROGRESS_S = 5.0
-BUSY = 1.5  # times of equal steps are that far apart: more than what drafts gain on many models
+BUSY = 1.3  # the middle one of equal steps took so many times the shortest: as much as drafts gain on many models
+FEW = 16  # texts, of which one half chooses and the other half judges
 REPEATS: Decode = {"method": "full"}  # drafts of full depth are repeats alone
 
 
@@ -73,12 +78,44 @@ class FoundDrafts:
         }
 
 
+def check_carried(model: ResolvedModel) -> None:
+    """ConfigError where the schedule that the checkpoint carries, one of those that are tried, is none for it."""
+    if model.config.skip_decode is None:
+        return
+    try:
+        make_schedule(model.config.skip_decode, num_layers=model.config.num_hidden_layers, max_new_tokens=2)
+    except ValueError as error:
+        raise ConfigError(
+            "model.source", f"skip_decode in its config.json: {error}; repair it, or take it out of the file"
+        ) from error
+
+
+def check_sizes(generator: Generator, pairs: Sequence[Pair], config: "CalibrateConfig") -> None:
+    """ConfigError for a batch whose keys and values this machine has no room for."""
+    model = generator.model.config
+    per_row = cache_bytes_per_row(
+        model,
+        FullDepth(model.num_hidden_layers),
+        prompt_columns=max(len(prompt) for prompt, _ in pairs),
+        num_new=config.max_new_tokens,
+        itemsize=generator.dtype.itemsize,
+    )
+    most = int(generator.room.engine_bytes // per_row)
+    if wrong := [size for size in config.batch_sizes if size > most]:
+        raise ConfigError("batch_sizes", f"{wrong[0]} rows are too many: there is room for {most} on this machine")
+
+
 def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateConfig", note: Note) -> FoundDrafts:
     """`pairs`: what the generator wrote at full depth; one at least has two tokens."""
+    check_sizes(generator, pairs, config)
     sample = DraftSample(generator.model, pairs, config.batch_size)
     note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
+    if sample.num_prompts < FEW:
+        note(f"warning: {sample.num_prompts} texts say little about how many drafts are accepted; give {FEW} or more")
     ceilings = measure_ceilings(str(generator.device), str(generator.dtype).removeprefix("torch."))
-    prices = Prices(generator.model.config, generator.dtype.itemsize, generator.model.weight_itemsize, ceilings)
+    prices = Prices(
+        generator.model.config, generator.dtype.itemsize, generator.model.weight_itemsize, ceilings, keep=None
+    )
     search = Search(sample, prices, config.batch_sizes, config.max_new_tokens, _progress(note))
     candidates = search.run()
     num_steps = max(len(made) for _, made in pairs) - 1
@@ -87,8 +124,8 @@ def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateC
     spread = prices.spread("full")
     if spread > BUSY:
         note(
-            f"warning: equal steps took up to {spread:.1f} times as long as each other, so this machine was busy and "
-            "the expected speedups are rough; calibrate again when it is idle"
+            f"warning: half of the equal steps took {spread:.1f} times as long as the shortest, so this machine was "
+            "busy and the expected speedups are rough; calibrate again when it is idle"
         )
     return FoundDrafts(sample, candidates, layers, ceilings, spread)
 

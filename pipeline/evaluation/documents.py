@@ -197,7 +197,7 @@ class CalibrationDocument(CalibrationFacts):
 
 
 class DraftGain(TypedDict):
-    """Of drafts in batches of one size, by the cost model."""
+    """Of drafts in batches of one size, as expected."""
 
     batch_size: int
     draft_tokens: int
@@ -229,9 +229,9 @@ class DraftsDocument(CalibrationFacts):
     candidates: list[DraftProposal]
     """The best first."""
     ceilings: dict[str, float]
-    """Of this device, which the speedups are predicted by: `flops_per_s`, `bytes_per_s`, `call_s`."""
+    """Of this device, for passes of sizes that were not timed: `flops_per_s`, `bytes_per_s`, `call_s`."""
     time_spread: float
-    """How many times as long as the shortest the longest of equal steps took while drafts were timed."""
+    """How many times as long as the shortest the middle one of equal steps took while drafts were timed."""
 
 
 class SimilarityLine(TypedDict):

@@ -49,8 +49,8 @@ def test_layers_that_do_nothing_are_found(idle: tuple[int, ...]) -> None:
     assert best.decode == {"method": "layers", "layers": [layer for layer in range(L) if layer not in idle]}
     assert best.acceptance == (1.0,) * MOST
     assert best.pays
-    assert [gain.draft_tokens for gain in best.gains] == [MOST] * 2, "nothing is ever refused"
-    assert all(gain.tokens_per_pass == pytest.approx(MOST + 1) for gain in best.gains)
+    for gain in best.gains:  # nothing is ever refused; the last pass of a text has room for fewer
+        assert gain.tokens_per_pass == (N - 1) / -(-(N - 1) // (1 + gain.draft_tokens)) > 3
     assert best.mean_speedup == max(one.mean_speedup for one in found)
 
 
@@ -97,15 +97,17 @@ def test_one_text_is_both_halves_and_short_ones_are_none() -> None:
     sample = DraftSample(model, [*pairs, ([5, 6], [7])], 4)
     assert (sample.num_prompts, sample.num_tokens) == (1, N - 1)
     one = ChosenLayers(L, (0, 1, 4, 5, 6, 7))
-    chosen, judged = (sample.measure([one], 2, judge=judge) for judge in (False, True))
-    assert chosen == judged
-    assert chosen[0].rates == (1.0, 1.0)
+    (chosen,), ((judged, per_pass),) = sample.measure([one], 2), sample.judge([one])
+    assert chosen.rates == (1.0, 1.0)
+    assert set(judged.rates) == {1.0}
+    # the last pass of a text has room for fewer
+    assert per_pass == [(N - 1) / -(-(N - 1) // (1 + number)) for number in range(MOST + 1)]
 
 
 def test_halves_are_of_different_texts() -> None:
     model = model_with(())
     sample = DraftSample(model, pairs_of(model), 4)
-    chosen, judged = (sample.measure([Unified(L, 4)], 1, judge=judge)[0] for judge in (False, True))
+    (chosen,), ((judged, _),) = sample.measure([Unified(L, 4)], 1), sample.judge([Unified(L, 4)])
     assert chosen.tried[0] + judged.tried[0] == sample.num_tokens
     assert chosen.accepted != judged.accepted
 
@@ -114,7 +116,8 @@ def test_halves_are_of_different_texts() -> None:
 def test_what_is_tried_by_name_is_a_schedule_of_the_model(num_layers: int) -> None:
     """And means the same layers in a job of another length."""
     carried: dict[str, Any] = {"max_layers": num_layers, "min_layers": 1, "horizon": 9}
-    for decode in named_decodes(carried, num_layers, 64):
+    without: dict[str, Any] = {"method": "skipdecode", "max_layers": num_layers, "min_layers": 1, "horizon": None}
+    for decode in (*named_decodes(carried, num_layers, 64), next(iter(named_decodes(without, num_layers, 64)))):
         one, other = (make_schedule(decode, num_layers=num_layers, max_new_tokens=new) for new in (64, 7))
         assert one == other
     first = next(iter(named_decodes(carried, num_layers, 64)))
@@ -182,7 +185,7 @@ def test_a_gain_is_over_full_depth_as_it_decodes() -> None:
 def test_times_that_differ_tell_of_a_busy_machine() -> None:
     prices, full = Prices(model_with(()).config, 4, None, CEILINGS), FullDepth(L).prefill()
     assert prices.spread("full") == 1.0
-    for rows, took_s in ((1, 2.0), (1, 3.0), (8, 4.0), (8, 5.0)):
+    for rows, took_s in ((1, 2.0), (1, 3.0), (1, 3.0), (8, 4.0), (8, 4.0), (8, 50.0)):
         prices.saw("full", full, rows, rows, 9, took_s)
         prices.saw("verify", full, rows, rows, 9, took_s**4)
     assert prices.spread("full") == pytest.approx(1.5)

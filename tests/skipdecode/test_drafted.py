@@ -83,11 +83,13 @@ def test_every_draft_is_the_one_that_rows_make(
                 drafted, accepted = expected_counts(hits[:, row].tolist(), number)
                 wanted = [a + b for a, b in zip(wanted, drafted, strict=True)]
                 got = [a + b for a, b in zip(got, accepted, strict=True)]
-            stats = generate_lossless(model, requests, Lossless(L, drafts, number)).stats
+            result = generate_lossless(model, requests, Lossless(L, drafts, number))
+            stats = result.stats
             assert isinstance(stats, LosslessStats)
             most = [place for place, count in enumerate(wanted) if count]
             assert stats.drafted_at == [wanted[place] for place in most], (drafts, number)
             assert stats.accepted_at == [got[place] for place in most], (drafts, number)
+            assert stats.row_steps == text.rounds(drafts, MOST)[number - 1], (drafts, number)
         seen.add(float(hits[0].float().mean()))
     assert len(seen) > 3, "schedules differ"
     assert min(seen) < 0.9

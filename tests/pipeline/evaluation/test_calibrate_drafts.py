@@ -151,14 +151,27 @@ def test_a_busy_machine_is_told(
 ) -> None:
     def uneven(*given: Any) -> None:
         _, _, batch_sizes, _, prices = given
-        for took_s in (1.0, 2.5):
+        for took_s in (1.0, 2.5, 2.5):
             prices.saw("full", FullDepth(L).prefill(), batch_sizes[0], batch_sizes[0], 9, took_s)
 
     monkeypatch.setattr("actors.draft_search.time_full_depth", uneven)
     code, document, err = verb("-i", prompts, "-o", tmp_path / "drafts", f"model.source={tiny_checkpoint}")
     assert code == 0, err
     assert document["time_spread"] == pytest.approx(2.5)
-    assert "warning: equal steps took up to 2.5 times as long as each other, so this machine was busy" in err
+    assert "warning: half of the equal steps took 2.5 times as long as the shortest, so this machine was busy" in err
+
+
+def test_a_carried_schedule_that_is_none_is_named_before_anything_is_decoded(
+    verb: Verb, prompts: Path, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"skip_decode": {"method": "skipdecode", "speedup": 7}}))
+    code, _, err = verb("-i", prompts, "-o", tmp_path / "drafts", f"model.source={source}")
+    assert code == 2
+    assert "model.source: skip_decode in its config.json: decode.speedup: 7 has no preset" in err
+    assert "sample: " not in err
+    assert not (tmp_path / "drafts").exists()
 
 
 @pytest.mark.parametrize(
@@ -170,6 +183,8 @@ def test_a_busy_machine_is_told(
         (["target=layers"], "target: "),
         (["batch_sizes=[]"], "batch_sizes: "),
         (["batch_sizes=[0]"], "batch_sizes"),
+        (["batch_sizes=[8, 8]"], "batch_sizes: 8 is there twice"),
+        (["batch_sizes=[1000000000]"], "batch_sizes: 1000000000 rows are too many: there is room for"),
         (["decode.method=skipdecode"], "decode: drafts are for full depth, and looked for by target=drafts; leave out"),
         (["decode.lossless=auto"], "decode.lossless: "),
         (["prefill.method=swiftkv"], "prefill.method: full depth, which drafts are for, has no swiftkv prompt"),
@@ -199,7 +214,12 @@ def test_bad_input_is_named_and_writes_nothing(
             "is not what jobs.calibrate writes; run jobs.calibrate",
         ),
         ({"num_layers": 24, "decode": LEFT, "acceptance": []}, "are for 24 layers, and this model has 6"),
-        ({"num_layers": L, "decode": {"method": "layers", "layers": [9]}, "acceptance": []}, "decode.layers: 9 is no"),
+        (
+            {"num_layers": L, "decode": {"method": "layers", "layers": [9]}, "acceptance": []},
+            "decode.lossless: drafts in the",
+        ),
+        ({"num_layers": L, "decode": {}, "acceptance": []}, "is not what jobs.calibrate writes"),
+        ({"num_layers": L, "decode": {"method": ["x"]}, "acceptance": []}, "is not what jobs.calibrate writes"),
     ],
 )
 def test_what_the_calibration_did_not_write_is_refused(
