@@ -7,6 +7,7 @@
     .venv-peers/bin/python benchmarks/compare_peers.py --dtype float32     # all in float32
     .venv-peers/bin/python benchmarks/compare_peers.py --check             # float32: are the tokens equal?
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions gsm8k.jsonl   # mixed lengths
+    .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions ... --speculative --batch-sizes 8
 
 Neither environment is the project's. vLLM for CPUs needs one of its own; `--vllm-python` or PEERS_VLLM_PYTHON names its
 interpreter. Each engine lives in a process of its own; all stay loaded, and one runs at a time while the others are
@@ -54,8 +55,18 @@ CPU = {
     ],
     "float32": ["full", "skipdecode-2x", *HUGGING_FACE, "ctranslate2-float32", "openvino", "vllm"],
 }
+SPECULATIVE = ["full", "full-lossless", "hf-dynamic", "hf-prompt-lookup", "hf-assisted", "vllm", "vllm-ngram"]
 CUDA = ["full", "skipdecode-2x", *HUGGING_FACE, "vllm"]
-KNOWN = sorted({*CPU["bfloat16"], *CPU["float32"], *CUDA, *OURS, *(f"{name}-int8" for name in OURS)})
+KNOWN = sorted(
+    {
+        *CPU["bfloat16"],
+        *CPU["float32"],
+        *CUDA,
+        *SPECULATIVE,
+        *OURS,
+        *(f"{name}-int8" for name in OURS if "lossless" not in name),
+    }
+)
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 CHECKED_ROWS = 32
 
@@ -84,6 +95,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=7)
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--vllm-python", default=os.environ.get("PEERS_VLLM_PYTHON", sys.executable), help="the interpreter of vLLM")
+    add("--speculative", action="store_true", help="engines that draft, beside those they draft for")
     add("--check", action="store_true", help="tokens in float32 instead of speed")
     add("--work", type=Path, help="keeps converted checkpoints (default: a temporary folder)")
     add("--output-json", type=Path)
@@ -94,6 +106,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.dtype, args.batch_sizes = "float32", [CHECKED_ROWS]
     if args.engines is None:
         args.engines = CPU[args.dtype] if args.device == "cpu" else CUDA
+        if args.speculative:
+            args.engines = SPECULATIVE
         if args.check:  # what skips layers makes other tokens
             args.engines = [name for name in args.engines if not name.startswith("skipdecode")]
     if "full" not in args.engines:
@@ -132,7 +146,7 @@ def start(
     for name in args.engines:
         spec = Spec(name, str(model), str(work), args.dtype, args.device, args.threads, max_batch)
         try:
-            contestant = Contestant(spec, args.vllm_python if name == "vllm" else sys.executable)
+            contestant = Contestant(spec, args.vllm_python if name.startswith("vllm") else sys.executable)
         except PeerError as error:
             leave_out(name, error, errors)
             continue

