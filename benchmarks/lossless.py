@@ -1,4 +1,7 @@
-"""Lossless decoding beside full depth: tokens per second, acceptance, and what the cost model expects; in turns.
+"""Lossless decoding beside full depth: tokens per second, acceptance, and what was expected; in turns.
+
+Expected is what `jobs.calibrate` expects: of passes that are timed one by one before, and of the acceptance that was
+seen. `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
 
 `demo`: the demo model on made prompts, with its own drafts. `opt-1.3b` and `tinyllama-1.1b`: random weights in these
 shapes, whose drafts are scripted: a drafted token is that of full depth with probability ACCEPTED, else another; the
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from actors.bench import random_model
+from actors.draft_times import TURNS, time_drafts, time_full_depth
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
@@ -100,6 +104,12 @@ def compare(
     layers, sizes = model.config.num_hidden_layers, (model.dtype.itemsize, model.weight_itemsize)
     full = FullDepth(layers)
     draft = {"method": "skipdecode", "max_layers": 4, "min_layers": 4}
+    timed = Prices(model.config, *sizes, ceilings, keep=None)
+    drafts = make_schedule(draft, num_layers=layers, max_new_tokens=NEW_TOKENS)
+    for _ in range(TURNS):
+        shape = [request.prompt_tokens for request in requests], (len(requests),), NEW_TOKENS
+        time_full_depth(model, *shape, timed)
+        time_drafts(model, *shape, drafts, timed)
     results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in WAYS}}
     lengths: dict[str, tuple[Lossless, DraftLength]] = {}
     for way, keys in WAYS.items():
@@ -118,11 +128,27 @@ def compare(
                 made = decode(model, requests, *lengths[way], wanted)
             if repeat:
                 results[way].append(made)
-    return [_line(name, way, results, ceilings, model) for way in WAYS]
+    return [
+        _line(name, way, results, ceilings, model, expected_speedup(way, *length, timed, requests))
+        for way, length in lengths.items()
+    ]
+
+
+def expected_speedup(
+    way: str, schedule: Lossless, learnt: DraftLength, timed: Prices, requests: Sequence[Request]
+) -> float:
+    """Of that way, had it known acceptance and prices from the start."""
+    length = DraftLength(schedule, timed)
+    length.acceptance = learnt.acceptance
+    context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + NEW_TOKENS // 2
+    speedups = length.speedups(len(requests), NEW_TOKENS // 2, context)
+    if schedule.draft_tokens is not None:
+        return speedups[schedule.draft_tokens]
+    return max([1.0, *speedups[1:]] if way == "auto" else speedups[1:])
 
 
 def _line(
-    name: str, way: str, results: dict[str, list[BatchResult]], ceilings: Ceilings, model: Decoder
+    name: str, way: str, results: dict[str, list[BatchResult]], ceilings: Ceilings, model: Decoder, expected: float
 ) -> dict[str, Any]:
     full, ours = results["full"], results[way]
     seconds = [median(r.stats.decode_s for r in own) for own in (full, ours)]
@@ -140,7 +166,8 @@ def _line(
         "full_tokens_per_s": (full[-1].stats.output_tokens - stats.rows) / seconds[0],
         "tokens_per_s": (stats.output_tokens - stats.rows) / seconds[1],
         "speedup": seconds[0] / seconds[1],
-        "predicted": full_s / stats.model_decode_s,
+        "expected": expected,
+        "by_cost_model": full_s / stats.model_decode_s,
         "speedups": [a.stats.decode_s / b.stats.decode_s for a, b in zip(full, ours, strict=True)],
         "rows_equal": equal,
         "tokens_per_pass": (stats.output_tokens - stats.rows) / stats.row_steps,
