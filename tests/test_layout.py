@@ -246,9 +246,9 @@ def test_a_job_ships_little() -> None:
     sizes = {path.relative_to(ROOT): path.stat().st_size for path in tracked_files() if path.is_file()}
     lines = (ROOT / ".rayignore").read_text(encoding="utf-8").splitlines()
     stays = {line.strip("/") for line in lines if line.startswith("/")}
-    ships = {path: size for path, size in sizes.items() if path.parts[0] not in stays}
+    ships = {path: size for path, size in sizes.items() if not any(map(path.is_relative_to, stays))}
     assert sum(ships.values()) < 15e6, sorted(ships, key=lambda path: -ships[path])[:5]
-    assert sum(size for path, size in sizes.items() if path.parts[0] == "models") <= 12e6
+    assert sum(size for path, size in sizes.items() if path.parts[0] == "models") <= 30e6
     assert sum(sizes.values()) < 50e6, sorted(sizes, key=lambda path: -sizes[path])[:5]  # what a clone costs
 
 
