@@ -90,7 +90,7 @@ class Branches:
             return self._run_whole(h, kv, plan)
         first = Extents.of_plan(plan, is_prompt=True).narrows_at  # nobody wants more of it than keys and values
         assert first is not None, "a prompt that runs nothing"
-        below = replace(plan, **{part: _before(first, getattr(plan, part)) for part in ("attn", "ffn")})
+        below = replace(plan, attn=_before(first, plan.attn), ffn=_before(first, plan.ffn))
         h, _ = run_layers(self.model, h, kv, Extents.of_plan(below), recompute=self.recompute)
         if plan.kv_layers is None:
             self.model.layers[first].store(h, kv, first)

@@ -6,7 +6,7 @@ torch.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from skipdecode.config import DecoderConfig
 from skipdecode.plan import FullDepth, Schedule
@@ -65,8 +65,9 @@ def stored_drafts(config: DecoderConfig) -> StoredDrafts | None:
         return None
     decode, acceptance = (config.drafts.get(key) for key in ("decode", "acceptance"))
     remedy = "run jobs.calibrate target=drafts again, or take drafts out of config.json"
-    is_decode = isinstance(decode, dict) and isinstance(decode.get("method"), str)
-    if not is_decode or not isinstance(acceptance, list) or not all(map(_is_share, acceptance)):
+    has_method = isinstance(decode, dict) and isinstance(decode.get("method"), str)
+    has_shares = isinstance(acceptance, list) and all(map(_is_share, acceptance))
+    if not (has_method and has_shares):
         raise ValueError(
             f"decode.lossless: drafts in the checkpoint's config.json is not what jobs.calibrate writes; {remedy}"
         )
@@ -75,7 +76,7 @@ def stored_drafts(config: DecoderConfig) -> StoredDrafts | None:
             f"decode.lossless: drafts in the checkpoint's config.json are for {layers} layers, and this model has "
             f"{config.num_hidden_layers}; {remedy}"
         )
-    return StoredDrafts(decode, tuple(acceptance))
+    return StoredDrafts(cast(dict[str, Any], decode), tuple(cast(list[float], acceptance)))
 
 
 def _is_share(value: object) -> bool:
