@@ -71,11 +71,12 @@ NEVER = {"trainable": "all", "schedules": SWIFT["schedules"]}  # the upper layer
 def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = None) -> Curve:
     """One worker's part of a training; checkpoints and the best weights go to `folder`.
 
-    With `schedules` under SwiftKV the model gets its weights, and a teacher if all is trained. `shape` is its own.
+    With `schedules` under SwiftKV the model gets its weights, and a teacher if all is trained. `shape` is its own, and
+    `num_short` says how many prompts have one token.
     """
     torch.set_num_threads(1)
     start = changes.get("shape", SHAPE)
-    recipe = {key: value for key, value in (RECIPE | changes).items() if key != "shape"}
+    recipe = {key: value for key, value in (RECIPE | changes).items() if key not in ("shape", "num_short")}
     model, teacher = Decoder(start), None
     init_weights(model, 0)
     if any("prefill" in entry for entry in changes.get("schedules", ())):
@@ -95,6 +96,8 @@ def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = N
 
     hooks = Hooks(lambda r: found.append((r["step"], r.get("train_loss", r.get("mean")))), keep, write)
     pairs = make_pairs()
+    if num_short := changes.get("num_short"):  # prompts of one token, of eight
+        pairs = [(prompt[:1] if i < num_short else prompt, response) for i, (prompt, response) in enumerate(pairs[:8])]
     train(model, pairs, pairs[:16], TrainConfig(**recipe), hooks, resume, teacher)
     return found
 
@@ -169,6 +172,14 @@ def test_workers_change_nothing_where_a_step_takes_all_schedules(tmp_path: Path,
     assert whole[-1][1] < 0.9 * whole[0][1]
     assert_close(run(every | {"accumulate": 4, "recompute": True}, tmp_path), whole)
     assert_close(run_two(every | {"parallel": parallel, "accumulate": 2}, tmp_path / "two"), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_workers_make_the_same_calls_where_one_has_prompts_of_one_token(tmp_path: Path) -> None:
+    """Else they wait for each other for good: a batch of two pairs, short and long, is one worker's and the other's."""
+    odd: dict[str, Any] = {"draw": "all", "num_short": 3, "batch_size": 2, "epochs": 1.0, "validation_rows": 8}
+    assert_close(run_two(odd | {"parallel": "fsdp"}, tmp_path / "two"), run(odd, tmp_path))
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
