@@ -82,8 +82,7 @@ def train(
     teacher: Decoder | None = None,
 ) -> dict[str, Any]:
     """Trains in place and gives back the record of the best validation. `resume`: from `load_state`. Of a model with an
-    adapter (`skipdecode.lora`) that alone is trained, and hooks get no other weights; under autocast the linear layers
-    beside it are rounded to bfloat16 for good.
+    adapter (`skipdecode.lora`) that alone is trained and handed out; linear layers are rounded to bfloat16 by autocast.
 
     `teacher`: frozen, whole on each worker; None: the model's own full depth. FloatingPointError when the loss is
     no number any more.
@@ -107,9 +106,8 @@ def train(
         if step // per_epoch != epoch:
             epoch = step // per_epoch
             batches = length_sorted_batches(pairs, config.batch_size, f"{config.seed} epoch {epoch}")
-        drawn = schedules
-        if config.draw == "one":
-            drawn = [random.Random(f"{config.seed} step {step}").choice(schedules)]
+        one = random.Random(f"{config.seed} step {step}").choice(schedules)
+        drawn = [one] if config.draw == "one" else schedules
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, total, config)
         value = _step(module, optimizer, batches[step % per_epoch], drawn, config, model.device)

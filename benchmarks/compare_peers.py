@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import sys
 import tempfile
 from collections.abc import Callable
@@ -37,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer_engines import OURS, Prompts, Spec  # noqa: E402
+from benchmarks.peer_inputs import checkpoint, make_prompts, read_questions  # noqa: E402
 from benchmarks.peer_worker import Contestant, PeerError  # noqa: E402
 
 HUGGING_FACE = ["hf-dynamic", "hf-static-compiled"]
@@ -113,21 +113,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if "full" not in args.engines:
         parser.error("--engines: `full` is what the others are compared with")
     return args
-
-
-def read_questions(args: argparse.Namespace, model: Path) -> Prompts:
-    """Prompts of mixed lengths, as the model's template has them."""
-    from transformers import AutoTokenizer
-
-    lines = args.questions.read_text(encoding="utf-8").splitlines()[: args.limit]
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    chats = [[{"role": "user", "content": json.loads(line)[args.column]}] for line in lines]
-    return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
-
-
-def make_prompts(batch: int, length: int, vocabulary: int) -> Prompts:
-    rng = random.Random(batch)
-    return [[2, *(rng.randrange(4, vocabulary) for _ in range(length - 1))] for _ in range(batch)]
 
 
 def leave_out(name: str, error: PeerError, errors: Errors, at: str = "") -> None:
@@ -224,27 +209,6 @@ def check(contestants: list[Contestant], prompts: Prompts, num_new: int, errors:
         rows.append({"engine": name, "rows": len(prompts), "equal_rows": equal, "new_tokens": num_new})
         say(f"{name:26} {equal} of {len(prompts)} rows equal")
     return rows
-
-
-def checkpoint(source: str, work: Path, dtype: str) -> Path:
-    """The folder itself; or random weights of a released shape, with a vocabulary of its size."""
-    if Path(source).is_dir():
-        return Path(source).resolve()
-    import torch
-
-    from actors.bench import random_model
-    from skipdecode.families import released
-    from skipdecode.weights import save_model
-
-    target = work / f"{source}-{dtype}"
-    if not (target / "merges.txt").is_file():  # written last
-        config = released(source)
-        save_model(random_model(config, device="cpu", dtype=getattr(torch, dtype)), target)
-        words = {f"w{i}": i for i in range(config.vocab_size)} | {"</s>": 2, "<pad>": 1}
-        names = {i: w for w, i in words.items()}
-        (target / "vocab.json").write_text(json.dumps({names[i]: i for i in sorted(names)}))
-        (target / "merges.txt").write_text("#version: 0.2\n")
-    return target
 
 
 def processor() -> str:

@@ -41,9 +41,8 @@ class Branches:
         """`recompute`: for the backward pass, only the inputs of layers are kept, and keys and values of prompts."""
         assert model.placement is None, "layers on several devices"
         self._is_sharded = isinstance(model.layers[0], FSDPModule)
-        if (
-            batch.prompt_columns == 1 and self._is_sharded
-        ):  # every worker makes the same calls: a pass over prompts, too
+        # every worker makes the same calls: a pass over prompts, too
+        if batch.prompt_columns == 1 and self._is_sharded:
             batch = replace(batch, tokens=F.pad(batch.tokens, (1, 0)), num_pad=batch.num_pad + 1, prompt_columns=2)
         self.model, self.batch, self.recompute = model, batch, recompute
         columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -95,7 +94,7 @@ class Branches:
         if plan.kv_layers is None:
             self.model.layers[first].store(h, kv, first)
         else:
-            assert self.model.added is not None, "a plan for SwiftKV, and a model without"
+            assert self.model.added is not None, "a plan for upper layers' K/V from one state, and a model without"
             self.model.added.write(h, kv, plan.attn, self.model.layers)
         return {**kv.shared, **kv.kept}
 

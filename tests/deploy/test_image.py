@@ -43,10 +43,11 @@ def patterns() -> list[str]:
 
 
 def is_ignored(path: str) -> bool:
-    """As far as our patterns go: a name at the top with all below it, or `**/` and a name anywhere."""
+    """As far as our patterns go: a path from the top with all below it, or `**/` and a name anywhere."""
     parts = path.split("/")
     anywhere = [pattern.removeprefix("**/") for pattern in patterns() if pattern.startswith("**/")]
-    return parts[0] in patterns() or any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in anywhere)
+    is_below = any(f"{path}/".startswith(f"{pattern}/") for pattern in patterns())
+    return is_below or any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in anywhere)
 
 
 def checkout() -> list[str]:
