@@ -111,9 +111,14 @@ class Adapter:
         """A weight [out, in] of that module with the adapter in it, in float32; as it is where it is left alone."""
         if module not in self.modules or weight.dim() != 2:  # its bias stays
             return weight
-        a, b = (self._file.get_tensor(tensor_name(module, which)).float() for which in "AB")  # [r, in], [out, r]
+        a, b = self.matrices(module)
         merged: Tensor = weight.float() + self.keys.scale(module) * (b @ a)
         return merged
+
+    def matrices(self, module: str) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [out, r] of a module that it changes, in float32."""
+        a, b = (self._file.get_tensor(tensor_name(module, which)).float() for which in "AB")
+        return a, b
 
     @cached_property
     def _file(self) -> Any:

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from skipdecode.adapter import CONFIG_FILE, SCHEDULE_FILE, WEIGHTS_FILE, tensor_name
+from skipdecode.adapter import CONFIG_FILE, KEY, SCHEDULE_FILE, WEIGHTS_FILE, Adapter, tensor_name
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import Decoder
 from skipdecode.linear import Linear
-from skipdecode.weights import hf_parts
+from skipdecode.weights import adapter_of, hf_parts
 
 LINEARS = ("qkv", "out_proj", "fc1", "fc2")  # of a layer
 
@@ -74,23 +74,53 @@ def linear_names(config: DecoderConfig) -> list[str]:
     return [name.rpartition(".")[2] for part in LINEARS for name in config.layer_parts[part]]
 
 
-def add_lora(model: Decoder, shape: LoraShape, seed: int) -> None:
-    """Puts A and B beside the target layers of `model`, which then is for training alone. The same for a seed, on every
-    device. What it computes stays, as B is zero."""
+def add_lora(model: Decoder, shape: LoraShape, seed: int, start: Adapter | None = None) -> None:
+    """Puts A and B beside the target layers of `model`, which then is for training alone: those of `start`, which has
+    that shape (`check_start`). Without it A is the same for a seed on every device, and what the model computes stays,
+    as B is zero."""
     assert not model.is_packed, "packed weights cannot be trained"
     generator = torch.Generator().manual_seed(seed)
     for number, layer in enumerate(model.layers):
         for name in LINEARS:
             linear = cast(Linear, getattr(layer, name))
-            parts = [(last, rows or linear.out_features) for last, _, rows in _parts(model.config, number, name)]
+            named = list(_parts(model.config, number, name))
+            parts = [(last, rows or linear.out_features) for last, _, rows in named]
             if not {last for last, _ in parts} & set(shape.targets):
                 continue
             lora = Lora(linear, parts, shape)
             for a in lora.a.values():
-                start = torch.empty(a.shape)
-                nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
-                a.data.copy_(start)
+                drawn = torch.empty(a.shape)
+                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+                a.data.copy_(drawn)
+            for last, module, _ in named:
+                if start is not None and last in shape.targets:
+                    a, b = start.matrices(module)
+                    lora.a[last].data.copy_(a)
+                    lora.b[last].data.copy_(b)
             linear.lora = lora
+
+
+def check_start(folder: Path, shape: LoraShape, config: DecoderConfig) -> None:
+    """ValueError, which blames `model.adapter`, where the adapter in `folder` cannot be trained on in that shape."""
+    with torch.device("meta"):
+        adapter = adapter_of(folder, Decoder(config))
+    wanted = {
+        module
+        for number in range(config.num_hidden_layers)
+        for part in LINEARS
+        for last, module, _ in _parts(config, number, part)
+        if last in shape.targets
+    }
+    if other := min(wanted ^ adapter.modules, default=None):
+        has = "has none for" if other in wanted else "has one for"
+        raise ValueError(f"{KEY}: train.lora.targets does not fit it: it {has} {other!r}")
+    for module in sorted(wanted):
+        rank, scale = adapter.keys.rank(module), adapter.keys.scale(module)
+        if (rank, scale) != (shape.rank, shape.alpha / shape.rank):
+            raise ValueError(
+                f"{KEY}: has rank {rank} and alpha {scale * rank:g} at {module!r}, and train.lora asks for "
+                f"{shape.rank} and {shape.alpha:g}; an adapter keeps its shape when it is trained on"
+            )
 
 
 def lora_modules(module: nn.Module) -> list[Lora]:

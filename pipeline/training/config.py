@@ -32,6 +32,9 @@ class ModelShape(Section):
 class FinetuneModel(Section):
     source: str | None = None
     """The checkpoint to start from, a folder, a hub id or a .gguf file; null: from scratch, in `shape`."""
+    adapter: str | None = None
+    """The folder of a LoRA adapter of `source` to start from. `train.lora` trains on with it, in its shape; without
+    `train.lora` it is merged into `source` first."""
     shape: ModelShape = ModelShape()
     swiftkv: SwiftKVSection | None = None
     """Gives the model SwiftKV's weights, so that `train.schedules` may have `prefill: swiftkv`: those of `source` if

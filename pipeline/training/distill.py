@@ -8,14 +8,13 @@ from typing import TypedDict
 
 import torch
 
+from pipeline.checkpoint import find_model
 from pipeline.config import ConfigError
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.plan import stored_dtype
 from pipeline.units import Json, Note
-from skipdecode.families import read_config
-from skipdecode.hub import resolve_source
-from skipdecode.weights import check_folder, load_model, save_model
+from skipdecode.weights import load_model, save_model
 
 # arXiv 2410.03960, section 3.3, and its authors' training code: the model frozen, KL at temperature 2, Adam without
 # weight decay, learning rate 2e-4 falling linearly to 0, one epoch. (There the warm-up is 5 % of the steps.)
@@ -71,9 +70,7 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     if config.model.source is None or config.model.swiftkv is None:
         raise ConfigError("model", "give source and swiftkv, the model and the shape of what it is given")
     try:
-        folder = resolve_source(config.model.source)
-        opt = read_config(folder)
-        check_folder(folder)
+        folder, opt, adapter = find_model(config.model.source, config.model.adapter)
     except ValueError as error:
         raise ConfigError.parse(error) from error
     try:
@@ -83,7 +80,7 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     if opt.swiftkv is not None:
         note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
     dtype = getattr(torch, stored_dtype(config, opt))
-    model = load_model(folder, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
+    model = load_model(folder, adapter=adapter, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
     with written_whole(target) as staging:
         save_model(model, staging)
         for name, content in tokenizer_files(folder).items():

@@ -31,7 +31,7 @@ from pipeline.training.records import Fingerprint, TrainingRecord, TrainingState
 from pipeline.training.worker import Failed, Trained, TrainingJob, run_worker
 from pipeline.units import Note, count
 
-NOT_SAID_BEFORE: Fingerprint = {"train.draw": "one"}
+NOT_SAID_BEFORE: Fingerprint = {"train.draw": "one", "model.adapter": None}
 """What entries mean that the folders of earlier versions lack."""
 
 
@@ -110,16 +110,19 @@ def _fit(planned: PlannedTraining, pool: TrainPool) -> ValidationLine:
     pairs = ray.put((planned.pairs.tokens, planned.validation.tokens))
     named = str(config.model.teacher or config.model.source)
     teacher = None if planned.teacher is None else worker_path(named, planned.teacher)
+    adapter = None if planned.adapter is None else worker_path(str(config.model.adapter), planned.adapter)
     job = TrainingJob(
         planned.folder.root,
         source,
         planned.opt,
         teacher,
+        adapter if config.model.teacher is None else None,
         planned.train,
         stored_dtype(config, planned.opt),
         pool.threads,
         pairs,
         planned.lora,
+        adapter,
         str(config.model.source),
     )
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths are relative to where the job was started

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.train_config import TrainConfig, num_steps
+from pipeline.checkpoint import find_model
 from pipeline.config import ConfigError
 from pipeline.demo_corpus import vary_names
-from pipeline.store.digest import digest_files
+from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.model_folder import Files
 from pipeline.training.config import HOW, FinetuneConfig, FinetuneModel, TrainSection
 from pipeline.training.corpus import (
@@ -31,7 +32,7 @@ from pipeline.units import Note
 from skipdecode.config import DecoderConfig, SwiftKVConfig
 from skipdecode.families import OPTConfig, read_config
 from skipdecode.hub import resolve_source
-from skipdecode.lora import LoraShape, linear_names
+from skipdecode.lora import LoraShape, check_start, linear_names
 from skipdecode.weights import check_folder
 
 WARMUP_SHARE = 0.1  # of all steps, where the warm-up that was asked for has no room
@@ -50,6 +51,8 @@ class PlannedTraining:
     """`training/run.json` of the run to resume."""
     source: Path | None
     """The folder of the model to start from; None: from scratch."""
+    adapter: Path | None
+    """The folder of the adapter to start from."""
     opt: DecoderConfig
     """With the schedule and the SwiftKV shape that the result carries."""
     teacher: Path | None
@@ -66,8 +69,11 @@ class PlannedTraining:
 def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
-    source, opt = _check_model(config.model)
+    source, opt, adapter = _check_model(config.model)
     lora = check_lora(config, opt)
+    if lora is not None and adapter is not None:
+        with blame(""):
+            check_start(adapter, lora, opt)
     before, opt = opt.swiftkv, replace(opt, swiftkv=_check_swiftkv(config, opt))
     if before is not None:
         wanted = "none are asked for (model.swiftkv)" if opt.swiftkv is None else "another shape is asked for"
@@ -98,8 +104,9 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     )
     prints = _fingerprint(config, source, opt, teacher, train, held_out)
     prints["train.lora"] = None if lora is None else {**vars(lora), "targets": list(lora.targets)}
+    prints["model.adapter"] = None if adapter is None else digest_adapter(adapter)
     return PlannedTraining(
-        config, recipe, folder, earlier, source, opt, teacher, files, train, held_out, steps, prints, lora
+        config, recipe, folder, earlier, source, adapter, opt, teacher, files, train, held_out, steps, prints, lora
     )
 
 
@@ -126,7 +133,7 @@ def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, note: N
 def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState | None]:
     folder = TrainingFolder.open(config.output.path)
     others = [(f"data.{name}", path) for name in ("path", "validation") for path in getattr(config.data, name)]
-    models = [(f"model.{name}", getattr(config.model, name)) for name in ("source", "teacher")]
+    models = [(f"model.{name}", getattr(config.model, name)) for name in ("source", "adapter", "teacher")]
     check_apart(folder, others + [(key, path) for key, path in models if path is not None])
     existing = next(path for path in (folder.root, *folder.root.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -136,16 +143,15 @@ def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState
     return folder, folder.check(config.output.if_exists)
 
 
-def _check_model(model: FinetuneModel) -> tuple[Path | None, DecoderConfig]:
-    """Where the weights are, and their shape."""
+def _check_model(model: FinetuneModel) -> tuple[Path | None, DecoderConfig, Path | None]:
+    """Where the weights are, their shape, and where their adapter is."""
     if model.source is None:
+        if model.adapter is not None:
+            raise ConfigError("model.adapter", "an adapter is for a trained model; give model.source")
         with blame("model.shape: "):
-            return None, OPTConfig(**model.shape.model_dump())
+            return None, OPTConfig(**model.shape.model_dump()), None
     with blame(""):
-        folder = resolve_source(model.source)
-        opt = read_config(folder)
-        check_folder(folder)
-    return folder, opt
+        return find_model(model.source, model.adapter)
 
 
 def _check_swiftkv(config: FinetuneConfig, opt: DecoderConfig) -> SwiftKVConfig | None:

@@ -27,7 +27,7 @@ from pipeline.units import Json
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import Decoder
 from skipdecode.lora import LoraShape, add_lora, save_adapter
-from skipdecode.weights import load_model, save_model
+from skipdecode.weights import adapter_of, load_model, save_model
 
 Checkpoint: TypeAlias = dict[str, object]
 """What `actors.train_state` reads and writes: weights, moments and progress, of which only the step is our business."""
@@ -44,6 +44,8 @@ class TrainingJob:
     """With the schedule that the result carries."""
     teacher: str | None
     """The checkpoint that distillation compares with; None: full depth of the model itself."""
+    teacher_adapter: str | None
+    """Merged into it."""
     train: TrainConfig
     dtype: str
     """Of the stored weights."""
@@ -52,6 +54,8 @@ class TrainingJob:
     """Training and validation pairs, as tokens."""
     lora: LoraShape | None
     """The adapter that is trained in place of the model."""
+    adapter: str | None
+    """The one to start from, as the workers find it: trained on with `lora`, else merged."""
     base: str
     """What the adapter says it is for: the model, as the configuration names it."""
 
@@ -88,7 +92,7 @@ def run_worker(settings: WorkerSettings) -> Trained | Failed:
         folder.rewind_log(step)
         folder.append_log({"step": step, "start": describe(device)})
     try:
-        teacher = None if job.teacher is None else load_model(job.teacher, device=device)
+        teacher = None if job.teacher is None else load_model(job.teacher, adapter=job.teacher_adapter, device=device)
         state = None if resumed is None else resumed[1]
         best = train(model, pairs, validation, job.train, _hooks(job, folder), state, teacher)
         return Trained(cast(ValidationLine, best))
@@ -108,10 +112,12 @@ def _restore(folder: TrainingFolder) -> tuple[int, Checkpoint] | None:
 
 def _initial(job: TrainingJob, device: torch.device) -> Decoder:
     if job.source is not None:
-        model, shape = load_model(job.source, device=device), job.config.swiftkv
+        merged = job.adapter if job.lora is None else None
+        model, shape = load_model(job.source, adapter=merged, device=device), job.config.swiftkv
         if job.lora is not None:
             model = model.without_swiftkv()
-            add_lora(model, job.lora, job.train.seed)
+            start = None if job.adapter is None else adapter_of(job.adapter, model)
+            add_lora(model, job.lora, job.train.seed, start)
             return model
         if model.config.swiftkv == shape:
             return model

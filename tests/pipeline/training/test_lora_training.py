@@ -12,9 +12,13 @@ from jobs.finetune import main
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig, build_config, read_tree
 from pipeline.training.config import FinetuneConfig
+from pipeline.training.distill import init_swiftkv
 from pipeline.training.plan import plan_training
 from skipdecode.adapter import SCHEDULE_FILE
-from skipdecode.weights import load_model
+from skipdecode.forced import teacher_batch, teacher_forced_logits
+from skipdecode.lora import LoraShape, add_lora, lora_modules, save_adapter
+from skipdecode.plan import FullDepth
+from skipdecode.weights import adapter_of, load_model
 from tests.support.finetune_helpers import arguments, curve, validations, write_pairs
 
 LORA = "train.lora={rank: 4, targets: [q_proj, v_proj, fc1]}"
@@ -66,6 +70,75 @@ def test_what_is_settled(tiny_checkpoint: Path, pairs: Path, tmp_path: Path) -> 
     assert plan_training(build_config(FinetuneConfig, whole), print).fingerprint["train.lora"] is None
 
 
+START: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"rank": 4},
+        {"rank": 8},
+        "model.adapter: has rank 4 and alpha 8 at 'model.decoder.*asks for 8 and 16; an adapter",
+    ),
+    ({"rank": 4}, {"rank": 4, "alpha": 4}, "model.adapter: has rank 4 and alpha 8 .*asks for 4 and 4"),
+    ({"targets": ["fc1"]}, {"targets": ["fc1", "fc2"]}, "model.adapter: train.lora.targets .*has none for .*fc2'"),
+    ({"targets": ["fc1", "fc2"]}, {"targets": ["fc1"]}, "model.adapter: train.lora.targets .*has one for .*fc2'"),
+]
+
+
+def adapter_like(source: Path, folder: Path, shape: dict[str, Any]) -> Path:
+    """An adapter that changes what the model computes, as a training would have left it."""
+    model, targets = load_model(source), shape.get("targets", ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"])
+    lora = LoraShape(shape.get("rank", 16), 2.0 * shape.get("rank", 16), tuple(targets))
+    add_lora(model, lora, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    for module in lora_modules(model):
+        for b in module.b.values():
+            b.data.copy_(0.05 * torch.randn(b.shape, generator=generator))
+    folder.mkdir()
+    save_adapter(model.state_dict(), folder, model.config, lora, str(source))
+    return folder
+
+
+@pytest.mark.parametrize(("made", "asked", "message"), START, ids=[str(asked) for _, asked, _ in START])
+def test_an_adapter_of_another_shape_is_not_trained_on(
+    tiny_checkpoint: Path, pairs: Path, tmp_path: Path, made: dict[str, Any], asked: dict[str, Any], message: str
+) -> None:
+    folder = adapter_like(tiny_checkpoint, tmp_path / "adapter", made)
+    more = {"model": {"adapter": str(folder)}, "train": {"lora": asked}}
+    with pytest.raises(ConfigError, match=message):
+        plan_training(build_config(FinetuneConfig, tree_of(tiny_checkpoint, pairs, tmp_path / "out", more)), print)
+
+
+def test_an_adapter_to_start_from_is_what_the_model_computes(
+    tiny_checkpoint: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """Beside the weights as in them; and it is part of the fingerprint."""
+    folder = adapter_like(tiny_checkpoint, tmp_path / "adapter", {"rank": 4})
+    more = {"model": {"adapter": str(folder)}, "train": {"lora": {"rank": 4}}}
+    planned = plan_training(
+        build_config(FinetuneConfig, tree_of(tiny_checkpoint, pairs, tmp_path / "out", more)), print
+    )
+    assert planned.lora is not None
+    assert planned.fingerprint["model.adapter"] is not None
+    model = load_model(tiny_checkpoint)
+    add_lora(model, planned.lora, 1, adapter_of(folder, model))
+    batch = teacher_batch([([5, 6, 7, 8], [9, 10, 11]), ([6, 9], [12, 5, 7])], 1)
+    full = FullDepth(model.config.num_hidden_layers)
+    plain, merged, begun = (
+        teacher_forced_logits(one, batch, full).detach()
+        for one in (load_model(tiny_checkpoint), load_model(tiny_checkpoint, adapter=folder), model)
+    )
+    assert not torch.allclose(plain, merged, rtol=0, atol=0.01), "the adapter does something"
+    torch.testing.assert_close(begun, merged, rtol=0, atol=1e-5)
+
+
+def test_swiftkv_is_taken_from_the_model_with_its_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = adapter_like(tiny_checkpoint, tmp_path / "adapter", {"rank": 4})
+    model = {"source": str(tiny_checkpoint), "adapter": str(folder), "swiftkv": {"kv_layers": 3}}
+    tree = {"model": model, "output": {"path": str(tmp_path / "swift"), "dtype": "float32"}}
+    init_swiftkv(build_config(FinetuneConfig, tree), print)
+    made, merged = load_model(tmp_path / "swift"), load_model(tiny_checkpoint, adapter=folder)
+    for name, value in merged.state_dict().items():
+        assert torch.equal(made.state_dict()[name], value), name
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_training_its_resume_and_two_workers(
@@ -105,3 +178,8 @@ def test_a_training_its_resume_and_two_workers(
         torch.testing.assert_close(ours[2][name], value, rtol=0, atol=1e-3)
     assert main(lora_arguments(tiny_checkpoint, pairs, copied, "--resume", "train.lora.rank=5")) == 2
     assert "train.lora: the run was started with" in capsys.readouterr().err
+    on, begin = tmp_path / "on", f"model.adapter={output}"
+    assert main(lora_arguments(tiny_checkpoint, pairs, on, begin, epochs=1, learning_rate=1e-6, validate_every=1)) == 0
+    assert next(iter(validations(on).values())) == pytest.approx(list(validations(output).values())[-1], abs=1e-4)
+    assert main(lora_arguments(tiny_checkpoint, pairs, on, "--resume", epochs=1, learning_rate=1e-6)) == 2
+    assert "model.adapter: the run was started with" in capsys.readouterr().err
