@@ -21,6 +21,7 @@ from skipdecode.forced import TeacherBatch, teacher_batch
 from skipdecode.lossless import Lossless
 from skipdecode.plan import ChosenLayers, FullDepth, LayerPlan, Schedule
 from skipdecode.schedule import METHOD_KEYS, PRESETS, make_schedule, preset
+from skipdecode.shortlist import ENOUGH, SHARE
 
 Pair = tuple[list[int], list[int]]
 """Prompt tokens and the tokens that the model wrote at full depth."""
@@ -95,6 +96,8 @@ class DraftSample:
                 teacher_batch(half[at : at + batch_rows], pad, model.device) for at in range(0, len(half), batch_rows)
             ]
 
+        self.listed = _listed(model.config.vocab_size, self.prompts, long[::2], long[1::2] or long)
+        """Tokens that drafts choose among; None: all."""
         self._choosing = batches(long[::2])  # alike in lengths, since they are in order
         self._judging = batches(long[1::2] or long)
         self._held: tuple[TeacherBatch, DraftedText] | None = None
@@ -121,8 +124,18 @@ class DraftSample:
     def _drafted(self, batch: TeacherBatch) -> DraftedText:
         if self._held is None or self._held[0] is not batch:
             self._held = None  # one at a time: its keys and values are many
-            self._held = batch, DraftedText(self.model, batch)
+            self._held = batch, DraftedText(self.model, batch, self.listed)
         return self._held[1]
+
+
+def _listed(
+    vocab_size: int, prompts: Sequence[Sequence[int]], choosing: Sequence[Pair], judging: Sequence[Pair]
+) -> frozenset[int] | None:
+    """What drafts of a run will choose among, once it has seen such prompts and texts; None: all tokens."""
+    listed = {token for tokens in [*prompts, *(made for _, made in choosing)] for token in tokens}
+    asked = [token for _, made in judging for token in made]
+    is_enough = sum(token in listed for token in asked) >= ENOUGH * len(asked)
+    return frozenset(listed) if is_enough and len(listed) <= SHARE * vocab_size else None
 
 
 class Search:
@@ -133,6 +146,7 @@ class Search:
     ) -> None:
         self.sample, self.prices, self.batch_sizes, self.tell = sample, prices, tuple(batch_sizes), tell
         self.num_layers, self.max_new_tokens = sample.model.config.num_hidden_layers, max_new_tokens
+        prices.listed = None if sample.listed is None else len(sample.listed)
 
     def run(self) -> list[Candidate]:
         """The finalists, the best one first; none of them pays where nothing does."""
@@ -163,7 +177,7 @@ class Search:
             self.tell(f"times of passes, {turn + 1} of {TURNS}")
             time_full_depth(*self._shape, self.prices)
             for drafts, own in zip(finalists, prices, strict=True):
-                time_drafts(*self._shape, drafts, own)
+                time_drafts(*self._shape, drafts, own, self.sample.listed)
         for own in prices:
             own.learn(self.prices)
         return prices

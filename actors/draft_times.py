@@ -14,6 +14,8 @@ from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, Schedule, SkipDecode
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
+from skipdecode.short_head import ShortHead
+from skipdecode.shortlist import Shortlist
 from skipdecode.speculative import SpeculativeBatch
 
 VERIFIED = (0, 1, 3, MOST)  # drafts behind each row's newest token; others are priced like the nearest
@@ -37,7 +39,7 @@ class Verifications(Rounds):
 
     drafted = 0
 
-    def _skip(self, chains: Sequence[Chain]) -> None:
+    def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
         for chain in chains:
             chain.add([chain.tokens[0]] * self.drafted, SKIPPED, ())
 
@@ -65,11 +67,13 @@ def time_drafts(
     most_new: int,
     drafts: Schedule,
     prices: Prices,
+    listed: frozenset[int] | None = None,
 ) -> None:
-    """The same for passes of `drafts`."""
+    """The same for passes of `drafts`, which choose among the tokens `listed`; None: among all."""
     schedule = Lossless(drafts.num_layers, drafts, PASSES)
     for rows in batch_sizes:
-        _run(Rounds(model, schedule, length=DraftLength(schedule, prices)), prompts, rows, most_new)
+        length = DraftLength(schedule, prices, shortlist=Shortlist(model.config.vocab_size, listed or ()))
+        _run(Rounds(model, schedule, length=length), prompts, rows, most_new)
 
 
 def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> list[Request]:

@@ -29,6 +29,13 @@ class Chain:
     def num_drafts(self) -> int:
         return len(self.tokens) - 1
 
+    def num_equal(self, made: Sequence[int]) -> int:
+        """Drafts up to the first that is not what full depth made, by column."""
+        for i, draft in enumerate(self.tokens[1:]):
+            if draft != made[i]:
+                return i
+        return self.num_drafts
+
     def add(self, tokens: Sequence[int], kind: int, eos: Sequence[int]) -> None:
         """Drafts, up to one that would end the row."""
         for place, token in enumerate(tokens[: self.room - self.num_drafts], start=len(self.sources)):

@@ -112,11 +112,14 @@ def ffn_cost(config: DecoderConfig, *, tokens: int, itemsize: int, weight_itemsi
     return Cost(2.0 * tokens * weights, moved, FFN_CALLS)
 
 
-def head_cost(config: DecoderConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
+def head_cost(
+    config: DecoderConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None, outputs: int | None = None
+) -> Cost:
     """Final projection to the vocabulary and the choice of a token, logits written and read (which a kernel for greedy
-    tokens does without)."""
-    weights = config.vocab_size * config.embed_dim
-    moved = (weight_itemsize or itemsize) * weights + 8.0 * rows * config.vocab_size
+    tokens does without). `outputs`: tokens to choose among; None: all."""
+    outputs = outputs or config.vocab_size
+    weights = outputs * config.embed_dim
+    moved = (weight_itemsize or itemsize) * weights + 8.0 * rows * outputs
     return Cost(2.0 * rows * weights, moved, STEP_CALLS)
 
 

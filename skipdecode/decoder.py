@@ -29,6 +29,7 @@ from skipdecode.placing import Placement, in_phases
 from skipdecode.plan import LayerPlan
 from skipdecode.rope import rotations
 from skipdecode.sampler import likeliest
+from skipdecode.short_head import ShortHead
 from skipdecode.swiftkv import SwiftKV, hf_parts
 
 ADDED_PARTS: dict[str, Callable[[str, DecoderConfig], list[tuple[str, int]]]] = {"swift": hf_parts}
@@ -58,6 +59,7 @@ class Decoder(nn.Module):
         self.placement: Placement | None = None
         """Where layers are on several devices."""
         self._packed_head: Packed | None = None
+        self._short_head: tuple[frozenset[int], ShortHead] | None = None
         self._rotations: dict[torch.device, Tensor] = {}
         self.quantization: Quantization | None = None
         """Of the packed weights."""
@@ -205,6 +207,14 @@ class Decoder(nn.Module):
         if self._packed_head is not None:
             return self._packed_head.likeliest(self._head_states(h))
         return likeliest(self.head(h))
+
+    def short_head(self, tokens: frozenset[int]) -> ShortHead | None:
+        """The head for these tokens alone; the last one is kept. None where the head's weights are not: it is packed,
+        and not tied to the embedding."""
+        if self._short_head is None or self._short_head[0] is not tokens:
+            weight = self._head_weight
+            self._short_head = None if weight is None else (tokens, ShortHead.of(tokens, weight, self._head_states))
+        return None if self._short_head is None else self._short_head[1]
 
     def _head_states(self, h: Tensor) -> Tensor:
         """[..., D] -> what the rows of the head are compared with, [..., E]."""

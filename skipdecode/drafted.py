@@ -53,9 +53,11 @@ class DraftedText:
     """The texts of a batch, as full depth has them: drafts are made over its keys and values, which are kept."""
 
     @torch.inference_mode()
-    def __init__(self, model: Decoder, batch: TeacherBatch) -> None:
-        """`batch`: greedy texts of `model` at full depth."""
+    def __init__(self, model: Decoder, batch: TeacherBatch, listed: frozenset[int] | None = None) -> None:
+        """`batch`: greedy texts of `model` at full depth. `listed`: tokens that drafts choose among; None: all."""
         self._model, self._batch = model, batch
+        short = None if listed is None else model.short_head(listed)
+        self._likeliest = model.likeliest if short is None else short.likeliest
         columns, device = batch.tokens.shape[1], batch.tokens.device
         offsets = torch.arange(columns, device=device)
         self._positions = (offsets - batch.num_pad[:, None]).clamp(min=-1)  # [B, P + T - 1]
@@ -95,7 +97,7 @@ class DraftedText:
             )
             h, _ = run_layers(self._model, self._model.embed(tokens, positions), view, extents)
             same = torch.zeros_like(self._fed)
-            same[self._fed] = self._model.likeliest(h[self._fed]) == batch.targets[:, 1:][self._fed]
+            same[self._fed] = self._likeliest(h[self._fed]) == batch.targets[:, 1:][self._fed]
             found.append(F.pad(same[:, place:], (0, place)))  # of the draft that began so many columns before
         none = torch.zeros_like(self._fed)
         return torch.stack([*found, *[none] * (places - len(found))])

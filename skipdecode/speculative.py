@@ -35,9 +35,11 @@ from skipdecode.layer_loop import run_layers
 from skipdecode.logprobs import listed, top_logprobs
 from skipdecode.lossless import Lossless
 from skipdecode.plan import LayerPlan
+from skipdecode.prefix import Sharing
 from skipdecode.repeats import Repeats
-from skipdecode.request import DecodeText, Row, TokenLogprobs
+from skipdecode.request import DecodeText, Request, Row, TokenLogprobs
 from skipdecode.sampler import cuts, likeliest, pick
+from skipdecode.short_head import ShortHead
 
 # Ended rows keep their memory up to this share of the batch: where nothing is computed for them, to copy the others is
 # dearer than to carry them.
@@ -72,6 +74,12 @@ class SpeculativeBatch(ContinuousBatch):
         self._priced_s = 0.0  # of this round, by its passes
         self.stats = LosslessStats()
 
+    def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
+        rows = super().join(requests, sharing)
+        for request in requests:
+            self._length.shortlist.read(request.prompt_tokens)
+        return rows
+
     @torch.inference_mode()
     def step(self) -> None:
         """One round."""
@@ -85,10 +93,11 @@ class SpeculativeBatch(ContinuousBatch):
         if not chains:
             return
         start = now(self.model.device)
+        short = self._short_head()
         decision = self._decide(chains)
         for chain in chains:
             self._repeat(chain, decision)
-        self._skip(chains)
+        self._skip(chains, short)
         if decision.repeated and decision.skipped:
             for chain in chains:
                 self._continue(chain, decision)
@@ -101,6 +110,13 @@ class SpeculativeBatch(ContinuousBatch):
         super()._changed()
         rows = {member.row for member in self._members}
         self._repeats = {row: index for row, index in self._repeats.items() if row in rows}
+
+    def _short_head(self) -> ShortHead | None:
+        """What drafts of skipped passes choose by; None: by the head of the model."""
+        listed = self._length.shortlist.tokens() if self._lossless.drafts_by_skipping else None
+        head = None if listed is None else self.model.short_head(listed)
+        self._length.prices.listed = None if head is None else len(head.tokens)
+        return head
 
     # --- how many
 
@@ -161,9 +177,9 @@ class SpeculativeBatch(ContinuousBatch):
         index.add(row.tokens[len(index) - made :])
         return index
 
-    def _skip(self, chains: Sequence[Chain]) -> None:
-        """Drafts by skipped passes, one column of all rows that want one at a time. The rows that run a layer are the
-        youngest ones, as in the batch below."""
+    def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
+        """Drafts by skipped passes, one column of all rows that want one at a time, of the tokens of `short`. The rows
+        that run a layer are the youngest ones, as in the batch below."""
         rows = sorted((c for c in chains if c.wanted > 0 and c.room > 0), key=lambda c: -c.k)
         drafts = self._lossless.drafts
         while rows := [chain for chain in rows if chain.num_drafts < min(chain.wanted, chain.room)]:
@@ -171,7 +187,7 @@ class SpeculativeBatch(ContinuousBatch):
             start = now(self.model.device)
             h = self._feed(rows, [chain.num_drafts for chain in rows], extents_of(ages, *self._draft_ends))
             places = [chain.at for chain in rows]
-            _, made = self._choose_at(h, places, [age + 1 for age in ages])
+            _, made = self._choose_at(h, places, [age + 1 for age in ages], short)
             for chain, token, age in zip(rows, self._drafted(rows, made), ages, strict=True):
                 plan = drafts.step(age)
                 chain.layers += plan.num_layers_run
@@ -196,11 +212,14 @@ class SpeculativeBatch(ContinuousBatch):
         view = TokensView(self._arena, places, at, self.model.rotations)
         return run_layers(self.model, self.model.embed(tokens, at[:, None]), view, extents)[0]
 
-    def _choose_at(self, h: Tensor, places: Sequence[int], steps: Sequence[int]) -> tuple[Tensor | None, Tensor]:
-        """Logits [N, V] where somebody wants them, and token y_k of the row at `places[i]`, k = `steps[i]`: [N]."""
-        if self._params is None and not self._logprobs.is_asked:
-            return None, self.model.likeliest(h[:, -1])
-        logits = self.model.head(h[:, -1])
+    def _choose_at(
+        self, h: Tensor, places: Sequence[int], steps: Sequence[int], short: ShortHead | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Logits [N, V] where somebody wants them, and token y_k of the row at `places[i]`, k = `steps[i]`: [N]. By
+        `short` for drafts, whose logits nobody wants."""
+        if self._params is None and (short is not None or not self._logprobs.is_asked):
+            return None, (short or self.model).likeliest(h[:, -1])
+        logits = self.model.head(h[:, -1]) if short is None else short.logits(h[:, -1])
         if self._params is None:
             return logits, likeliest(logits)
         at = torch.tensor(places, device=logits.device)
@@ -208,7 +227,8 @@ class SpeculativeBatch(ContinuousBatch):
         uniforms = torch.tensor(numbers, dtype=torch.float32, device=logits.device)
         temperature, top_k, top_p = self._params
         has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
-        return logits, pick(logits, temperature[at], top_k[at], top_p[at], uniforms, cuts=has_cuts)
+        made = pick(logits, temperature[at], top_k[at], top_p[at], uniforms, cuts=has_cuts)
+        return logits, made if short is None else short.tokens[made]
 
     def _verify(self, chains: Sequence[Chain], start: float) -> None:
         """Feeds all chains at full depth, and gives the rows what they got."""
@@ -222,7 +242,7 @@ class SpeculativeBatch(ContinuousBatch):
         taken: list[tuple[Row, int, int]] = []  # rows, where their tokens begin, how many are theirs
         for chain in chains:
             row, own = self._members[chain.at].row, chosen[begin : begin + len(chain.tokens)]
-            accepted = _num_equal(chain.tokens[1:], own)
+            accepted = chain.num_equal(own)
             before = len(row.tokens)
             row.take(own[: accepted + 1], self.model.config.eos_token_ids, self._decode_text)
             kept = len(row.tokens) - before
@@ -231,6 +251,7 @@ class SpeculativeBatch(ContinuousBatch):
             row.layers += _spread(chain.layers, kept)
             row.ffns += _spread(chain.ffns, kept)
             newest[chain.at] = row.tokens[-1]
+            self._length.shortlist.wrote(row.tokens[before:])
             taken.append((row, begin, kept))
             begin += len(own)
             self._length.acceptance.see(chain.sources, accepted)
@@ -249,7 +270,7 @@ class SpeculativeBatch(ContinuousBatch):
 
     def _price(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
         """What a pass took, the host's work with it: for few rows of a small model that is most of it."""
-        model_s = self._length.prices.model_s(plan, rows, tokens, context)
+        model_s = self._length.prices.model_s(kind, plan, rows, tokens, context)
         self.stats.model_decode_s += model_s
         self._length.prices.saw(kind, plan, rows, tokens, context, took_s, model_s)
         self._priced_s += took_s
@@ -266,14 +287,6 @@ class SpeculativeBatch(ContinuousBatch):
             for _ in range(kept):
                 one = next(found)
                 row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))
-
-
-def _num_equal(drafts: Sequence[int], made: Sequence[int]) -> int:
-    """Drafts up to the first that is not what was made."""
-    for i, draft in enumerate(drafts):
-        if draft != made[i]:
-            return i
-    return len(drafts)
 
 
 def _spread(total: int, count: int) -> list[int]:

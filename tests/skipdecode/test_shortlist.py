@@ -1,0 +1,156 @@
+"""Drafts that choose among few tokens: the list, the head for it, and rows that stay those of full depth."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from skipdecode.backends import choice
+from skipdecode.decoder import Decoder
+from skipdecode.draft_length import SKIPPED, DraftLength, Prices
+from skipdecode.generate import generate
+from skipdecode.lossless import Lossless
+from skipdecode.plan import FullDepth, SkipDecode
+from skipdecode.request import Request, Row
+from skipdecode.shortlist import ENOUGH, SEEN, SHARE, Shortlist
+from skipdecode.speculative import SpeculativeBatch
+from tests.support.cpu_backends import forced
+from tests.support.cuda_models import random_model, some_requests
+
+LAYERS, VOCAB = 4, 200
+BACKENDS = ["torch", *(["kernels"] if choice.choose().name != "torch" else [])]
+
+
+def test_a_list_needs_texts_first_and_covers_them() -> None:
+    shortlist = Shortlist(1000)
+    shortlist.read([500, 501])
+    assert shortlist.tokens() is None, "nothing was made yet"
+    shortlist.wrote([1, 2, 3, 4] * (SEEN // 4 - 1))
+    assert shortlist.tokens() is None, "too few"
+    shortlist.wrote([1, 2, 3, 4] * SEEN)
+    listed = shortlist.tokens()
+    assert listed == {1, 2, 3, 4, 500, 501}
+    assert shortlist.tokens() is listed, "the same object"
+    shortlist.read([7])
+    assert shortlist.tokens() == {1, 2, 3, 4, 7, 500, 501}, "words of a new prompt are listed, rare as they are"
+
+
+def test_texts_of_other_words_give_it_up_and_get_another() -> None:
+    shortlist = Shortlist(4000)
+    shortlist.wrote([1, 2, 3] * SEEN)
+    assert shortlist.tokens() == {1, 2, 3}
+    shortlist.wrote(list(range(100, 700)))
+    assert shortlist.coverage < ENOUGH
+    assert shortlist.tokens() is None
+    shortlist.wrote(list(range(100, 700)) * 8)
+    assert shortlist.tokens() is None, "words that were not in the list when they came"
+
+
+def test_it_stays_small_and_keeps_what_comes_often() -> None:
+    shortlist = Shortlist(100)
+    often = [1, 2, 3]
+    for token in range(10, 100):
+        shortlist.wrote(often * 12 + [token])
+        listed = shortlist.tokens()
+        assert listed is None or len(listed) <= SHARE * 100
+    assert listed is not None
+    assert listed.issuperset(often)
+
+
+def test_a_fixed_list_stays() -> None:
+    shortlist = Shortlist(100, [5, 6])
+    shortlist.wrote([1, 2, 3] * SEEN)
+    assert shortlist.tokens() == {5, 6}
+
+
+@pytest.fixture(params=BACKENDS)
+def model(request: pytest.FixtureRequest) -> Iterator[Decoder]:
+    """OPT's shape, whose head is the embedding."""
+    with forced("torch" if request.param == "torch" else choice.choose().name):
+        yield random_model("opt", layers=LAYERS).pack()
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 129])
+def test_the_head_for_some_tokens(model: Decoder, count: int) -> None:
+    """Against the logits of all, cut to these: the same choices, the lower one of equals."""
+    rng = torch.Generator().manual_seed(count)
+    listed = frozenset(torch.randperm(VOCAB, generator=rng)[:count].tolist())
+    head, ids = model.short_head(listed), torch.tensor(sorted(listed))
+    assert head is not None
+    assert head is model.short_head(listed), "kept"
+    h = torch.randn(9, 128, generator=rng)
+    wanted = model.head(h)[:, ids]
+    torch.testing.assert_close(head.logits(h), wanted, rtol=0, atol=1e-5)
+    assert head.likeliest(h).tolist() == ids[wanted.argmax(dim=-1)].tolist()
+    model.embed_tokens.weight.data[ids] = model.embed_tokens.weight.data[ids[0]].clone()
+    again = model.short_head(frozenset(sorted(listed)))
+    assert again is not None
+    assert again.likeliest(h).tolist() == [min(listed)] * 9, "all are equal"
+
+
+def test_no_head_where_its_weights_are_gone() -> None:
+    llama = random_model("llama", layers=LAYERS)
+    assert llama.lm_head is not None
+    assert llama.short_head(frozenset([1, 2])) is not None
+    if choice.choose().name != "torch":
+        assert random_model("llama", layers=LAYERS).pack().short_head(frozenset([1, 2])) is None
+
+
+def lossless(
+    model: Decoder, requests: list[Request], drafts: SkipDecode, listed: frozenset[int] | None
+) -> tuple[list[Row], float]:
+    """Rows whose drafts choose among those tokens (None: among all), and the share accepted of skipped passes."""
+    schedule = Lossless(LAYERS, drafts, 3)
+    shortlist = None if listed is None else Shortlist(VOCAB, listed)
+    length = DraftLength(schedule, Prices(model.config, 4), shortlist=shortlist)
+    batch = SpeculativeBatch(model, schedule, length=length)
+    rows = batch.join(requests)
+    while not batch.is_done:
+        batch.step()
+    counts = length.acceptance
+    tried, accepted = (
+        sum(n for (kind, _), n in one.items() if kind == SKIPPED) for one in (counts.tried, counts.accepted)
+    )
+    return rows, accepted / tried
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_are_those_of_full_depth_whatever_is_listed(model: Decoder, temperature: float) -> None:
+    """Drafts of all layers are right wherever the next token is listed, and never elsewhere."""
+    requests = some_requests(20, temperature=temperature)
+    wanted = [one.tokens for one in generate(model, requests, FullDepth(LAYERS)).completions]
+    made = frozenset(token for tokens in wanted for token in tokens)
+    drafts = SkipDecode(LAYERS, LAYERS, LAYERS, 1, 1)
+    rates = []
+    for listed in (None, made, frozenset(list(made)[::2]), frozenset(range(VOCAB)) - made):
+        rows, rate = lossless(model, requests, drafts, listed)
+        assert [row.tokens for row in rows] == wanted
+        rates.append(rate)
+    assert rates[0] == 1.0
+    assert rates[1] > (0.99 if temperature == 0 else 0.5), "listed ones alone: nearly the same draws"
+    assert 0 < rates[2] < rates[1]
+    assert rates[3] == 0
+
+
+def test_a_run_learns_its_list_and_prices_know_it(model: Decoder) -> None:
+    """Texts of few words: from then on drafts choose among these, and are as good."""
+    schedule = Lossless(LAYERS, SkipDecode(LAYERS, 3, 3, 1, 1), 3)
+    length = DraftLength(schedule, Prices(model.config, 4))
+    plan = schedule.drafts.step(0)
+    whole_s = length.prices.model_s("draft", plan, 4, 4, 10)
+    requests = [Request(str(i), [2, 5 + i % 3, 9], r.sampling) for i, r in enumerate(some_requests(80) * 3)]
+    wanted = [one.tokens for one in generate(model, requests, FullDepth(LAYERS)).completions]
+    rates, listed = [], []
+    for _ in range(2):
+        batch = SpeculativeBatch(model, schedule, length=length)
+        rows = batch.join(requests)
+        while not batch.is_done:
+            batch.step()
+        assert [row.tokens for row in rows] == wanted
+        rates.append(sum(batch.stats.accepted_at) / sum(batch.stats.drafted_at))
+        listed.append(length.prices.listed)
+    assert listed[-1] is not None
+    assert listed[-1] <= SHARE * VOCAB
+    assert rates[1] == pytest.approx(rates[0], abs=0.05)
+    assert length.prices.model_s("draft", plan, 4, 4, 10) < whole_s
+    assert length.prices.model_s("verify", plan, 4, 4, 10) == whole_s, "a verification takes all tokens"
