@@ -11,11 +11,14 @@ B rows, P prompt columns, T response tokens, D width, G heads of keys and values
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
@@ -23,7 +26,9 @@ from skipdecode.ffns import ALL_ROWS
 from skipdecode.forced import ForcedView, TeacherBatch, column_extents
 from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.layer_loop import run_layers
+from skipdecode.layers import Layer
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
+from skipdecode.rope import Turn, turn_of
 
 Kept = Mapping[int, tuple[Tensor, Tensor]]
 """By layer, keys and values of prompts: [B, G, P - 1, K] each."""
@@ -52,9 +57,18 @@ class Branches:
         self._has_padding = bool(batch.num_pad.any())
         self._kept: dict[tuple[LayerPlan, tuple[int, ...], bool], Kept] = {}  # by what prompts run, and with a gradient
 
-    def states(self, schedule: Schedule) -> Tensor:
-        """[B, T, D]: what enters the head for each response token. Without gradients it may use what a pass with them
-        has made, not the other way round."""
+    def states(self, schedules: Sequence[Schedule]) -> list[Tensor]:
+        """[B, T, D] of each: what enters the head for each response token. Without gradients it may use what a pass
+        with them has made, not the other way round."""
+        branches = [self._begin(schedule) for schedule in schedules]
+        together = [branch for branch in branches if branch.runs_whole_layers]
+        for branch in branches:
+            if branch not in together:
+                branch.h, _ = run_layers(self.model, branch.h, branch.kv, branch.extents, recompute=self.recompute)
+        self._run_together(together)
+        return [branch.h for branch in branches]
+
+    def _begin(self, schedule: Schedule) -> "Branch":
         assert schedule.is_settled, f"{schedule} leaves blocks to rows"
         model, start = self.model, self.batch.prompt_columns - 1
         tokens, positions = self.batch.tokens[:, start:], self._positions[:, start:]
@@ -64,8 +78,24 @@ class Branches:
         mask = self._valid & seen if self._has_padding else seen[None, None]
         kv = BranchView(positions, mask, model.rotations, owners, before=self._prompts(schedule.prefill(), owners))
         extents = column_extents(schedule.prefill(), plans, 1, ALL_ROWS)
-        h, _ = run_layers(model, model.embed(tokens, positions), kv, extents, recompute=self.recompute)
-        return h
+        return Branch(model.embed(tokens, positions), kv, extents)
+
+    def _run_together(self, branches: Sequence["Branch"]) -> None:
+        """Each layer once for the columns of all that run it: a response is short, and a product of few rows slow."""
+        call = partial(checkpoint, use_reentrant=False) if self.recompute else _call
+        views: dict[tuple[int, ...], JointView] = {}
+        for i, layer in enumerate(self.model.layers):
+            widths = [branch.columns(i) for branch in branches]
+            if not any(widths):
+                continue
+            key, running = tuple(widths), [branch for branch, width in zip(branches, widths, strict=True) if width]
+            if key not in views:
+                views[key] = JointView([branch.kv.part(slice(branch.columns(i))) for branch in running])
+            h = torch.cat([branch.h[:, : branch.columns(i)] for branch in running], dim=1)
+            made = call(layer, h, kv=views[key], number=i, attends=True, feeds=True)
+            for branch, own in zip(running, torch.split(made, list(filter(None, widths)), dim=1), strict=True):
+                rest = branch.h[:, own.shape[1] :]
+                branch.h = torch.cat([own, rest], dim=1) if rest.shape[1] else own
 
     def _prompts(self, plan: LayerPlan, owners: tuple[int, ...]) -> Kept:
         with_gradient = (plan, owners, True)
@@ -108,6 +138,31 @@ class Branches:
 
 def _before(first: int, runs: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(own and layer < first for layer, own in enumerate(runs))
+
+
+def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:
+    made: Tensor = layer(h, **how)
+    return made
+
+
+@dataclass(eq=False)
+class Branch:
+    """The responses under one schedule, in the layers."""
+
+    h: Tensor
+    """[B, T, D]"""
+    kv: "BranchView"
+    extents: Extents
+
+    @property
+    def runs_whole_layers(self) -> bool:
+        """Attention and feed-forward of the same columns, over keys and values of its own."""
+        return self.extents.attn == self.extents.ffn and self.extents.kv_layers is None
+
+    def columns(self, layer: int) -> int:
+        """That run it."""
+        part = self.extents.attn[layer]
+        return 0 if part is None else int(part.stop)
 
 
 @dataclass
@@ -153,3 +208,24 @@ class BranchView(ForcedView):
         assert self.mask is not None
         mask = self.mask[:, :, :n, : self.mask.shape[-1] - (old - n)]
         return BranchView(self.positions[:, :n], mask, self.table, self.owners, self.shared, before=self.before)
+
+
+@dataclass
+class JointView:
+    """The columns of several branches side by side, each of which attends to its own and to the prompt's."""
+
+    views: Sequence[BranchView]
+
+    has_kernels = stores_by_kernel = False
+
+    @cached_property
+    def turn(self) -> Turn | None:
+        return turn_of(self.views[0].table, torch.cat([view.positions for view in self.views], dim=1))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """q [B, H, n, K] of the columns of all."""
+        assert k is not None
+        assert v is not None
+        widths = [view.positions.shape[1] for view in self.views]
+        parts = zip(self.views, *(torch.split(t, widths, dim=2) for t in (q, k, v)), strict=True)
+        return torch.cat([view.attend(layer, *own) for view, *own in parts], dim=2)

@@ -54,7 +54,7 @@ class ResponseLoss(nn.Module):
         """[number of schedules]: nats of each."""
         kept = batch.targets != IGNORE
         states_of = self._passes(batch, schedules)
-        states = {schedule: states_of(schedule)[kept] for schedule in schedules}
+        states = {one: found[kept] for one, found in zip(schedules, states_of(schedules), strict=True)}
         taught = self._taught(batch, states_of, states, kept) if self._learns(schedules) else None
         call = partial(checkpoint, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else _call
         losses = []
@@ -63,12 +63,13 @@ class ResponseLoss(nn.Module):
             losses.append(call(self._loss, states[schedule], batch.targets[kept], None if is_teacher else taught))
         return torch.stack(losses)
 
-    def _passes(self, batch: TeacherBatch, schedules: Sequence[Schedule]) -> Callable[[Schedule], Tensor]:
-        """States [B, T, D] by schedule. Prompts apart from responses only where that saves work: it takes memory."""
+    def _passes(self, batch: TeacherBatch, schedules: Sequence[Schedule]) -> "Passes":
+        """What gives the states [B, T, D] of schedules. Prompts apart from responses only where that saves work: it
+        takes memory."""
         saves = len(schedules) > 1 or schedules[0].prefill().kv_layers is not None
         if saves and all(schedule.is_settled for schedule in schedules):
             return Branches(self.model, batch, recompute=self.recompute).states
-        return partial(teacher_forced_states, self.model, batch, recompute=self.recompute)
+        return lambda asked: [teacher_forced_states(self.model, batch, one, recompute=self.recompute) for one in asked]
 
     def _learns(self, schedules: Sequence[Schedule]) -> bool:
         """Whether any of them has somebody to learn from."""
@@ -79,7 +80,7 @@ class ResponseLoss(nn.Module):
     def _taught(
         self,
         batch: TeacherBatch,
-        states_of: Callable[[Schedule], Tensor],
+        states_of: "Passes",
         own: Mapping[Schedule, Tensor],
         kept: Tensor,
     ) -> "_Taught":
@@ -89,7 +90,7 @@ class ResponseLoss(nn.Module):
             states = teacher_forced_states(teacher, batch, FullDepth(teacher.config.num_hidden_layers))[kept]
         else:
             teacher = self.model
-            states = own[self.full].detach() if self.full in own else states_of(self.full)[kept]
+            states = own[self.full].detach() if self.full in own else states_of([self.full])[0][kept]
         soft = teacher.head(states).float() / self.temperature
         return _Taught(states, soft.log_softmax(-1))
 
@@ -105,6 +106,9 @@ class ResponseLoss(nn.Module):
         if self.hidden:
             loss = loss + self.hidden * (states - taught.states).float().square().mean(-1).sum()
         return loss
+
+
+Passes = Callable[[Sequence[Schedule]], list[Tensor]]
 
 
 def _call(function: Callable[..., Tensor], *given: object) -> Tensor:

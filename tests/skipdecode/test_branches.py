@@ -69,7 +69,7 @@ def test_states_and_gradients_are_those_of_a_pass_for_each(kind: str, lengths: s
         return list(torch.autograd.grad(total, list(model.parameters()), allow_unused=True))
 
     branches = Branches(model, batch, recompute=recompute)
-    states = [branches.states(schedule) for schedule in schedules]
+    states = branches.states(schedules)
     wanted = [teacher_forced_states(model, batch, schedule) for schedule in schedules]
     for state, other in zip(states, wanted, strict=True):
         torch.testing.assert_close(state[kept], other[kept], atol=1e-9, rtol=0)
@@ -86,9 +86,9 @@ def test_prompts_are_run_once_for_all_that_run_them_alike(monkeypatch: pytest.Mo
     monkeypatch.setattr(Branches, "_run_prompts", lambda self, *of: ran.append(of) or whole(self, *of))
     branches = Branches(model, batch_of("padded"))
     for schedule in (*PLAIN, *SWIFT):
-        branches.states(schedule)
+        branches.states([schedule])
     with torch.no_grad():
-        branches.states(FullDepth(L))
+        branches.states([FullDepth(L)])
     assert len(ran) == 2
 
 
@@ -96,10 +96,10 @@ def test_a_pass_without_gradients_is_not_lent_to_one_with_them() -> None:
     model, batch = made("llama"), batch_of("padded")
     branches = Branches(model, batch)
     with torch.no_grad():
-        branches.states(PLAIN[0])
+        branches.states(PLAIN[:1])
     grads = []
     for made_by in (branches, Branches(model, batch)):
-        (grad,) = torch.autograd.grad(made_by.states(PLAIN[1]).sum(), [model.layers[3].qkv.weight])
+        (grad,) = torch.autograd.grad(made_by.states(PLAIN[1:2])[0].sum(), [model.layers[3].qkv.weight])
         grads.append(grad)
     assert torch.equal(*grads)
 
