@@ -3,11 +3,14 @@
 Expected is what `jobs.calibrate` expects: of passes that are timed one by one before, and of the acceptance that was
 seen. `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
 
-`demo`: the demo model on made prompts, with its own drafts. `opt-1.3b` and `tinyllama-1.1b`: random weights in these
-shapes, whose drafts are scripted: a drafted token is that of full depth with probability ACCEPTED, else another; the
-passes that make it run all the same. The last line on stdout is one JSON document.
+`demo`: the demo model on made prompts, with its own drafts. `own`: likewise any checkpoint (`--source`, `--adapter`),
+on the prompts of a JSONL file, with the drafts that it carries or `--draft`. Each round takes other prompts, as a run
+does. `opt-1.3b` and `tinyllama-1.1b`: random weights in these shapes, whose drafts are scripted: a drafted token is
+that of full depth with probability ACCEPTED, else another; the passes that make it run all the same. The last line on
+stdout is one JSON document.
 
     python -m benchmarks.lossless --models demo opt-1.3b tinyllama-1.1b --output benchmarks/results/x.json
+    python -m benchmarks.lossless --models own --source MODEL --adapter ADAPTER --prompts FILE --draft '{"method": ...}'
 """
 
 import argparse
@@ -34,7 +37,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.families import config_of, released
 from skipdecode.generate import BatchResult, generate, run_to_the_end
-from skipdecode.lossless import Lossless
+from skipdecode.lossless import Lossless, stored_drafts
 from skipdecode.placing import choose_dtype
 from skipdecode.plan import FullDepth
 from skipdecode.request import Request
@@ -50,7 +53,7 @@ TINYLLAMA = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-BATCHES = {"demo": (1, 8, 32), "opt-1.3b": (1, 4, 8, 16), "tinyllama-1.1b": (1, 4, 8, 16)}
+BATCHES = {"demo": (1, 8, 32), "own": (1, 4, 8, 16), "opt-1.3b": (1, 4, 8, 16), "tinyllama-1.1b": (1, 4, 8, 16)}
 WAYS = {
     "4 drafts": {"lossless": True, "draft_tokens": 4},
     "true": {"lossless": True},
@@ -73,12 +76,22 @@ class Scripted(SpeculativeBatch):
         return drafts
 
 
-def model_and_requests(name: str, dtype: torch.dtype, rows: int) -> tuple[Decoder, list[Request]]:
-    sampling = Sampling(NEW_TOKENS, ignore_eos=name != "demo")
+DRAFT = {"method": "skipdecode", "max_layers": 4, "min_layers": 4}
+SCRIPTED = ("opt-1.3b", "tinyllama-1.1b")
+
+
+def model_and_requests(
+    name: str, dtype: torch.dtype, rows: int, given: argparse.Namespace
+) -> tuple[Decoder, list[Request]]:
+    sampling = Sampling(NEW_TOKENS, ignore_eos=name in SCRIPTED)
     if name == "demo":
         model = load_model(DEMO, device="cpu", dtype=dtype)
         prompts = [str(row["prompt"]) for row in make_prompts(rows)]
         tokens = Tokenizer(DEMO, model.config).encode(prompts)
+    elif name == "own":
+        model = load_model(given.source, adapter=given.adapter, device="cpu", dtype=dtype)
+        prompts = [json.loads(line)["prompt"] for line in given.prompts.read_text(encoding="utf-8").splitlines()]
+        tokens = Tokenizer(given.source, model.config).encode(prompts[:rows])
     else:
         shape = config_of(TINYLLAMA) if name == "tinyllama-1.1b" else released(name)
         model = random_model(shape, device="cpu", dtype=dtype)
@@ -99,11 +112,12 @@ def decode(
 
 
 def compare(
-    name: str, model: Decoder, requests: list[Request], ceilings: Ceilings, repeats: int
+    name: str, model: Decoder, pool: list[Request], rows: int, ceilings: Ceilings, repeats: int, draft: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    """Batches of so many `rows`, each of the next of the pool."""
+    requests = pool[:rows]
     layers, sizes = model.config.num_hidden_layers, (model.dtype.itemsize, model.weight_itemsize)
     full = FullDepth(layers)
-    draft = {"method": "skipdecode", "max_layers": 4, "min_layers": 4}
     timed = Prices(model.config, *sizes, ceilings, keep=None)
     drafts = make_schedule(draft, num_layers=layers, max_new_tokens=NEW_TOKENS)
     for _ in range(TURNS):
@@ -118,11 +132,12 @@ def compare(
         lengths[way] = schedule, DraftLength(schedule, Prices(model.config, *sizes, ceilings))
     wanted: dict[str, list[int]] = {}
     for repeat in range(repeats + 1):  # the first warms up
+        requests = pool[repeat * rows : (repeat + 1) * rows]
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *WAYS]:
             if way == "full":
                 made = generate(model, requests, full)
-                if name != "demo":
+                if name in SCRIPTED:
                     wanted = {r.id: c.tokens for r, c in zip(requests, made.completions, strict=True)}
             else:
                 made = decode(model, requests, *lengths[way], wanted)
@@ -139,7 +154,7 @@ def expected_speedup(
 ) -> float:
     """Of that way, had it known acceptance and prices from the start."""
     length = DraftLength(schedule, timed)
-    length.acceptance = learnt.acceptance
+    length.acceptance, timed.listed = learnt.acceptance, learnt.prices.listed
     context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + NEW_TOKENS // 2
     speedups = length.speedups(len(requests), NEW_TOKENS // 2, context)
     if schedule.draft_tokens is not None:
@@ -151,25 +166,27 @@ def _line(
     name: str, way: str, results: dict[str, list[BatchResult]], ceilings: Ceilings, model: Decoder, expected: float
 ) -> dict[str, Any]:
     full, ours = results["full"], results[way]
-    seconds = [median(r.stats.decode_s for r in own) for own in (full, ours)]
+    rates = [median((r.stats.output_tokens - r.stats.rows) / r.stats.decode_s for r in own) for own in (full, ours)]
+    speedups = [a.stats.decode_s / b.stats.decode_s for a, b in zip(full, ours, strict=True)]
     stats: Any = ours[-1].stats
     itemsize = model.dtype.itemsize
     _, full_s = predict_s(
         model.config, FullDepth(model.config.num_hidden_layers), ceilings, prompt_columns=stats.prompt_columns,
         batch_rows=stats.batch_rows, itemsize=itemsize, weight_itemsize=model.weight_itemsize, rows=stats.rows,
     )  # fmt: skip
-    equal = sum(a.tokens == b.tokens for a, b in zip(full[-1].completions, ours[-1].completions, strict=True))
+    pairs = [pair for a, b in zip(full, ours, strict=True) for pair in zip(a.completions, b.completions, strict=True)]
     line = {
         "model": name,
         "batch": stats.rows,
         "drafts": way,
-        "full_tokens_per_s": (full[-1].stats.output_tokens - stats.rows) / seconds[0],
-        "tokens_per_s": (stats.output_tokens - stats.rows) / seconds[1],
-        "speedup": seconds[0] / seconds[1],
+        "full_tokens_per_s": rates[0],
+        "tokens_per_s": rates[1],
+        "speedup": median(speedups),
         "expected": expected,
         "by_cost_model": full_s / stats.model_decode_s,
-        "speedups": [a.stats.decode_s / b.stats.decode_s for a, b in zip(full, ours, strict=True)],
-        "rows_equal": equal,
+        "speedups": speedups,
+        "rows": len(pairs),
+        "rows_equal": sum(a.tokens == b.tokens for a, b in pairs),
         "tokens_per_pass": (stats.output_tokens - stats.rows) / stats.row_steps,
         "acceptance_by_position": [a / d for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)],
         "draft_s": stats.draft_s,
@@ -181,7 +198,11 @@ def _line(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=list(BATCHES))
+    parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=["demo", *SCRIPTED])
+    parser.add_argument("--source", help="of `own`: a checkpoint")
+    parser.add_argument("--adapter", help="of `own`: a LoRA folder")
+    parser.add_argument("--prompts", type=Path, help="of `own`: JSONL with `prompt`")
+    parser.add_argument("--draft", type=json.loads, help="of `own`: a `decode:` mapping, in place of what it carries")
     parser.add_argument("--batches", nargs="+", type=int, help="instead of those of each model")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
@@ -194,15 +215,20 @@ def main() -> None:
     ceilings, results = measure_ceilings("cpu", kind), list[dict[str, Any]]()
     for name in arguments.models:
         batches = arguments.batches or BATCHES[name]
-        model, requests = model_and_requests(name, dtype, max(batches))
+        model, pool = model_and_requests(name, dtype, max(batches) * (arguments.repeats + 1), arguments)
+        draft = DRAFT
+        if name == "own":
+            carried = stored_drafts(model.config)
+            draft = arguments.draft or (carried.decode if carried else DRAFT)
         for batch in batches:
-            results += compare(name, model, requests[:batch], ceilings, arguments.repeats)
+            results += compare(name, model, pool, batch, ceilings, arguments.repeats, draft)
         del model
     document = provenance(device) | {
         "date": datetime.date.today().isoformat(),
         "dtype": kind,
         "new_tokens": NEW_TOKENS,
         "scripted_acceptance": ACCEPTED,
+        "own": {key: str(getattr(arguments, key)) for key in ("source", "adapter", "prompts", "draft")},
         "results": results,
     }
     if arguments.output:
