@@ -96,7 +96,7 @@ class DraftSample:
                 teacher_batch(half[at : at + batch_rows], pad, model.device) for at in range(0, len(half), batch_rows)
             ]
 
-        self.listed = _listed(model.config.vocab_size, self.prompts, long[::2], long[1::2] or long)
+        self.listed = _listed(model, self.prompts, long[::2], long[1::2] or long)
         """Tokens that drafts choose among; None: all."""
         self._choosing = batches(long[::2])  # alike in lengths, since they are in order
         self._judging = batches(long[1::2] or long)
@@ -129,13 +129,14 @@ class DraftSample:
 
 
 def _listed(
-    vocab_size: int, prompts: Sequence[Sequence[int]], choosing: Sequence[Pair], judging: Sequence[Pair]
+    model: Decoder, prompts: Sequence[Sequence[int]], choosing: Sequence[Pair], judging: Sequence[Pair]
 ) -> frozenset[int] | None:
     """What drafts of a run will choose among, once it has seen such prompts and texts; None: all tokens."""
-    listed = {token for tokens in [*prompts, *(made for _, made in choosing)] for token in tokens}
+    listed = frozenset(token for tokens in [*prompts, *(made for _, made in choosing)] for token in tokens)
     asked = [token for _, made in judging for token in made]
     is_enough = sum(token in listed for token in asked) >= ENOUGH * len(asked)
-    return frozenset(listed) if is_enough and len(listed) <= SHARE * vocab_size else None
+    is_short = len(listed) <= SHARE * model.config.vocab_size
+    return listed if is_enough and is_short and model.short_head(listed) is not None else None
 
 
 class Search:
@@ -146,7 +147,6 @@ class Search:
     ) -> None:
         self.sample, self.prices, self.batch_sizes, self.tell = sample, prices, tuple(batch_sizes), tell
         self.num_layers, self.max_new_tokens = sample.model.config.num_hidden_layers, max_new_tokens
-        prices.listed = None if sample.listed is None else len(sample.listed)
 
     def run(self) -> list[Candidate]:
         """The finalists, the best one first; none of them pays where nothing does."""
@@ -202,6 +202,7 @@ class Search:
         acceptance alone, as if no text ended."""
         drafts = self.schedule(decode)
         length = DraftLength(Lossless(self.num_layers, drafts, may_rest=True), prices or self.prices, acceptance)
+        length.listed = None if self.sample.listed is None else len(self.sample.listed)
         expected = expected or length.acceptance.expected(SKIPPED, MOST)
         gains, nearest = [], 0.0
         for rows in self.batch_sizes:

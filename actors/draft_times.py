@@ -72,7 +72,7 @@ def time_drafts(
     """The same for passes of `drafts`, which choose among the tokens `listed`; None: among all."""
     schedule = Lossless(drafts.num_layers, drafts, PASSES)
     for rows in batch_sizes:
-        length = DraftLength(schedule, prices, shortlist=Shortlist(model.config.vocab_size, listed or ()))
+        length = DraftLength(schedule, prices, shortlist=Shortlist(model.config.vocab_size, listed or (), learns=False))
         _run(Rounds(model, schedule, length=length), prompts, rows, most_new)
 
 

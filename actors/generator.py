@@ -30,6 +30,7 @@ from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.prefix import Sharing
 from skipdecode.schedule import known_acceptance, make_schedule
+from skipdecode.shortlist import Shortlist
 from skipdecode.step_graphs import plans_of
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
@@ -50,6 +51,7 @@ class Generator:
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
         self._draft_lengths: dict[Lossless, DraftLength] = {}
+        self._shortlist = Shortlist(self.model.config.vocab_size)  # one, since the model keeps one head for it
         if config.baseline_fraction > 0 or config.decode.get("lossless"):
             dtype = str(self.dtype).removeprefix("torch.")
             self.ceilings = measure_ceilings(str(self.device), dtype)
@@ -98,7 +100,8 @@ class Generator:
         if schedule not in self._draft_lengths:
             sizes = self.dtype.itemsize, self.model.weight_itemsize
             prices = Prices(self.model.config, *sizes, self.ceilings)
-            self._draft_lengths[schedule] = DraftLength(schedule, prices, known_acceptance(self.model.config, schedule))
+            known = known_acceptance(self.model.config, schedule)
+            self._draft_lengths[schedule] = DraftLength(schedule, prices, known, shortlist=self._shortlist)
         return self._draft_lengths[schedule]
 
     def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:

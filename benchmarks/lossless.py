@@ -123,7 +123,7 @@ def compare(
     for _ in range(TURNS):
         shape = [request.prompt_tokens for request in requests], (len(requests),), NEW_TOKENS
         time_full_depth(model, *shape, timed)
-        time_drafts(model, *shape, drafts, timed)
+        time_drafts(model, *shape, drafts, timed)  # of the whole head; prices know how much less a short one is
     results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in WAYS}}
     lengths: dict[str, tuple[Lossless, DraftLength]] = {}
     for way, keys in WAYS.items():
@@ -133,14 +133,12 @@ def compare(
     wanted: dict[str, list[int]] = {}
     for repeat in range(repeats + 1):  # the first warms up
         requests = pool[repeat * rows : (repeat + 1) * rows]
+        if name in SCRIPTED:
+            texts = generate(model, requests, full).completions
+            wanted = {request.id: text.tokens for request, text in zip(requests, texts, strict=True)}
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *WAYS]:
-            if way == "full":
-                made = generate(model, requests, full)
-                if name in SCRIPTED:
-                    wanted = {r.id: c.tokens for r, c in zip(requests, made.completions, strict=True)}
-            else:
-                made = decode(model, requests, *lengths[way], wanted)
+            made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)
             if repeat:
                 results[way].append(made)
     return [
@@ -154,7 +152,7 @@ def expected_speedup(
 ) -> float:
     """Of that way, had it known acceptance and prices from the start."""
     length = DraftLength(schedule, timed)
-    length.acceptance, timed.listed = learnt.acceptance, learnt.prices.listed
+    length.acceptance, length.listed = learnt.acceptance, learnt.listed
     context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + NEW_TOKENS // 2
     speedups = length.speedups(len(requests), NEW_TOKENS // 2, context)
     if schedule.draft_tokens is not None:
@@ -208,6 +206,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if "own" in arguments.models and not (arguments.source and arguments.prompts):
+        parser.error("--models own needs --source and --prompts")
     torch.set_num_threads(num_cores())
     device = torch.device("cpu")
     dtype = choose_dtype(arguments.dtype, device)
@@ -215,7 +215,10 @@ def main() -> None:
     ceilings, results = measure_ceilings("cpu", kind), list[dict[str, Any]]()
     for name in arguments.models:
         batches = arguments.batches or BATCHES[name]
-        model, pool = model_and_requests(name, dtype, max(batches) * (arguments.repeats + 1), arguments)
+        num_requests = max(batches) * (arguments.repeats + 1)
+        model, pool = model_and_requests(name, dtype, num_requests, arguments)
+        if len(pool) < num_requests:
+            parser.error(f"--prompts: {arguments.prompts} has {len(pool)}, and {num_requests} are asked for")
         draft = DRAFT
         if name == "own":
             carried = stored_drafts(model.config)

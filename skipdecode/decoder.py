@@ -201,9 +201,11 @@ class Decoder(nn.Module):
             return self._packed_head.into(x, out)
         return torch.mm(x, self._head_weight.t(), out=out)
 
-    def likeliest(self, h: Tensor) -> Tensor:
+    def likeliest(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
         """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
-        do without them they are not written."""
+        do without them they are not written. `short`: among its tokens alone."""
+        if short is not None:
+            return short.likeliest(self._head_states(h))
         if self._packed_head is not None:
             return self._packed_head.likeliest(self._head_states(h))
         return likeliest(self.head(h))
@@ -213,7 +215,7 @@ class Decoder(nn.Module):
         and not tied to the embedding."""
         if self._short_head is None or self._short_head[0] is not tokens:
             weight = self._head_weight
-            self._short_head = None if weight is None else (tokens, ShortHead.of(tokens, weight, self._head_states))
+            self._short_head = None if weight is None else (tokens, ShortHead.of(tokens, weight, self.quantization))
         return None if self._short_head is None else self._short_head[1]
 
     def _head_states(self, h: Tensor) -> Tensor:

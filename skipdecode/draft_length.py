@@ -93,28 +93,28 @@ class Prices:
         self._ceilings, self.is_timed, self._keep = ceilings or REFERENCE, ceilings is not None, keep
         self._ratios: dict[tuple[str, int, int], deque[float]] = {}
         self._rounds_s: dict[int, deque[float]] = {}
-        self.listed: int | None = None
-        """Tokens that drafts choose among; None: all."""
 
     @property
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
-    def model_s(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int) -> float:
-        """By the cost model: `tokens` new columns of `rows` rows that see `context` columns, and the head on each."""
+    def model_s(self, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None) -> float:
+        """By the cost model: `tokens` new columns of `rows` rows that see `context` columns, and the head on each.
+        `outputs`: tokens that it chooses among; None: all."""
         shape = {"rows": tokens, "new_columns": 1, "context": context}
         attn = attention_cost(self._config, **shape, **self._sizes)  # type: ignore[arg-type]
         read_once = attn.cache_bytes * (1 - rows / tokens)  # columns of a row read its cache together
         attn = Cost(attn.flops, attn.bytes - read_once, attn.calls, attn.cache_flops, attn.cache_bytes - read_once)
         ffn = ffn_cost(self._config, tokens=tokens, **self._sizes)  # type: ignore[arg-type]
-        outputs = self.listed if kind == "draft" else None
         head = head_cost(self._config, rows=tokens, outputs=outputs, **self._sizes)  # type: ignore[arg-type]
         seconds = self._ceilings.seconds
         return sum(plan.attn) * seconds(attn) + sum(plan.ffn) * seconds(ffn) + seconds(head)
 
-    def seconds(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int) -> float:
+    def seconds(
+        self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None
+    ) -> float:
         """The same as this machine has it: `kind` is draft or verify, or full for a step without any of that."""
-        return self.model_s(kind, plan, rows, tokens, context) * self._ratio(kind, rows, tokens)
+        return self.model_s(plan, rows, tokens, context, outputs) * self._ratio(kind, rows, tokens)
 
     def saw(
         self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float,
@@ -123,7 +123,7 @@ class Prices:
         """What such a pass took. `model_s`: by the cost model, where that is known."""
         if self.is_timed:
             ratios = self._ratios.setdefault((kind, *_size(rows, tokens)), deque(maxlen=self._keep))
-            ratios.append(took_s / (model_s or self.model_s(kind, plan, rows, tokens, context)))
+            ratios.append(took_s / (model_s or self.model_s(plan, rows, tokens, context)))
 
     def saw_round(self, rows: int, took_s: float) -> None:
         """What a round of so many rows took beside its passes: the host's work, whatever the model."""
@@ -196,6 +196,8 @@ class DraftLength:
         one that learns from these batches alone."""
         self.schedule, self.prices = schedule, prices
         self.shortlist = Shortlist(prices.vocab_size) if shortlist is None else shortlist
+        self.listed: int | None = None
+        """Tokens that drafts of the batch at hand choose among; None: all."""
         self.acceptance = Acceptance(known)
         self._resting = 0
 
@@ -239,7 +241,9 @@ class DraftLength:
         before_s = self.prices.round_s(rows)  # and drafts
         rates = [rows / (before_s + passes_s[0])]
         for n, tokens in enumerate(expected[1:], start=1):
-            before_s += self.prices.seconds("draft", self.schedule.drafts.step(k + n - 1), rows, rows, context)
+            before_s += self.prices.seconds(
+                "draft", self.schedule.drafts.step(k + n - 1), rows, rows, context, self.listed
+            )
             rates.append(rows * tokens / (before_s + passes_s[n]))
         return rates
 

@@ -11,6 +11,7 @@ full depth, K head dim.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ class DraftedText:
         """`batch`: greedy texts of `model` at full depth. `listed`: tokens that drafts choose among; None: all."""
         self._model, self._batch = model, batch
         short = None if listed is None else model.short_head(listed)
-        self._likeliest = model.likeliest if short is None else short.likeliest
+        self._likeliest = partial(model.likeliest, short=short)
         columns, device = batch.tokens.shape[1], batch.tokens.device
         offsets = torch.arange(columns, device=device)
         self._positions = (offsets - batch.num_pad[:, None]).clamp(min=-1)  # [B, P + T - 1]

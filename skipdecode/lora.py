@@ -116,7 +116,7 @@ def check_start(folder: Path, shape: LoraShape, config: DecoderConfig) -> None:
         raise ValueError(f"{KEY}: train.lora.targets does not fit it: it {has} {other!r}")
     for module in sorted(wanted):
         rank, scale = adapter.keys.rank(module), adapter.keys.scale(module)
-        if (rank, scale) != (shape.rank, shape.alpha / shape.rank):
+        if rank != shape.rank or not math.isclose(scale, shape.alpha / shape.rank, rel_tol=1e-6):
             raise ValueError(
                 f"{KEY}: has rank {rank} and alpha {scale * rank:g} at {module!r}, and train.lora asks for "
                 f"{shape.rank} and {shape.alpha:g}; an adapter keeps its shape when it is trained on"

@@ -4,66 +4,80 @@ The head is a product with a row for every token of the vocabulary: a fifth of t
 tokens, and more than that of a draft, which runs few layers. A draft needs no more than the tokens that are likely
 here, since full depth verifies it with all of them. Compare the lexical shortlists of machine translation (arXiv
 1412.2007) and FR-Spec (arXiv 2502.14856), which take theirs from a corpus beforehand; this one learns what the texts at
-hand are made of. No torch.
+hand are made of. For greedy drafts alone: a draw by the same random number lands elsewhere where tokens before it are
+left out. No torch.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 
 SHARE = 1 / 4  # of the vocabulary that is listed at most: with more of it there is little to gain
-ENOUGH = 0.95  # of the tokens that were made are to be listed ones: a draft of another one is refused
-SEEN = 256  # tokens that were made before their share says anything
-KEEP = 0.999  # of what was counted, at each token: old text says little about new
-NEW = 1 / 16  # of the list: so many tokens come before it is made anew, which copies rows of the head
+RARE = 1 / 4  # of a full list that words of late may take, however seldom they came
+# Of the tokens that come so many are to be listed ones, or drafts of the others are refused; and the list is given up
+# below the second.
+ENOUGH, TOO_FEW = 0.95, 0.92
+SEEN = 256  # tokens that were made before the first list, and until a share of them says anything
+KEEP = 0.996  # of what was counted of that share, at each token: old text says little about new
+NEW = 1 / 16  # of the list: so often others come before it is made anew, which copies rows of the head
+HALVED_EVERY = 1 << 16  # tokens, after which older ones count half
 
 
 class Shortlist:
-    """Of the batches of one schedule, and learns from each."""
+    """Of a model in a process, and learns from all of its texts."""
 
-    def __init__(self, vocab_size: int, tokens: Iterable[int] = ()) -> None:
-        """`tokens`: a list to keep to, whatever comes; empty: to be learnt."""
+    def __init__(self, vocab_size: int, tokens: Iterable[int] = (), *, learns: bool = True) -> None:
+        """Without `learns` it keeps to `tokens`; none: to no list."""
         self._most = int(SHARE * vocab_size)
-        self._listed = frozenset(tokens)
-        self._is_fixed = bool(self._listed)
+        self._listed, self._learns, self._is_used = frozenset(tokens), learns, not learns
         self._counts: Counter[int] = Counter()
+        self._num_counted = 0
         self._tried = self._found = 0.0
-        self._missed: set[int] = set()
+        self._missed: dict[int, None] = {}  # those not listed, in the order in which they came
+        self._num_missed = 0
 
     def read(self, tokens: Iterable[int]) -> None:
         """A prompt that rows of the next rounds go on with: texts repeat its words, rare ones too."""
-        own = set(tokens)
-        self._counts.update(own)
-        self._missed |= own - self._listed
+        own = dict.fromkeys(tokens)
+        self._counts.update(own.keys())
+        self._miss(own)
 
     def wrote(self, tokens: Sequence[int]) -> None:
         """Tokens that full depth made."""
-        listed = self._listed or self._counts
-        for token in tokens:
-            is_listed = token in listed
-            self._tried = KEEP * self._tried + 1.0
-            self._found = KEEP * self._found + is_listed
-            if not is_listed:
-                self._missed.add(token)
-            self._counts[token] += 1
+        if self._listed:
+            for token in tokens:
+                self._tried = KEEP * self._tried + 1.0
+                self._found = KEEP * self._found + (token in self._listed)
+        self._counts.update(tokens)
+        self._miss(tokens)
+        self._num_counted += len(tokens)
+        if self._num_counted >= HALVED_EVERY:
+            self._counts = Counter({token: count // 2 for token, count in self._counts.items() if count > 1})
+            self._num_counted = 0
 
     @property
     def coverage(self) -> float:
-        """The share of the tokens made lately that were listed when they came; 0 before enough of them did."""
-        return self._found / self._tried if self._tried >= SEEN else 0.0
+        """The share of the tokens made lately that were listed when they came; 0 before it can be said."""
+        return self._found / self._tried if self._tried >= SEEN / 2 else 0.0
 
     def tokens(self) -> frozenset[int] | None:
         """The list, the same object as long as it stays; None: drafts choose among all tokens."""
-        if self._is_fixed:
-            return self._listed
-        if self.coverage < ENOUGH:
-            return None
-        if not self._listed or len(self._missed) > NEW * len(self._listed):
-            self._list()
-        return self._listed
+        if self._learns:
+            if self._num_missed > NEW * len(self._listed) and (self._listed or self._num_counted >= SEEN):
+                self._list()
+            self._is_used = self.coverage >= (TOO_FEW if self._is_used else ENOUGH)
+        return self._listed if self._is_used and self._listed else None
+
+    def _miss(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if token not in self._listed:
+                self._missed.pop(token, None)  # to the end
+                self._missed[token] = None
+                self._num_missed += 1
 
     def _list(self) -> None:
-        """Those that came most often, and those that came lately."""
-        lately = set(list(self._missed)[: self._most])
-        often = [token for token, _ in self._counts.most_common(self._most) if token not in lately]
-        self._listed = frozenset(lately.union(often[: self._most - len(lately)]))
-        self._missed = set()
+        """Those that came lately, as far as there is room for rare ones, and those that came most often."""
+        lately = list(self._missed)[-int(RARE * self._most) :]
+        often = (token for token, _ in self._counts.most_common())
+        self._listed = frozenset(islice(dict.fromkeys(chain(lately, often)), self._most))
+        self._missed, self._num_missed = {}, 0

@@ -113,9 +113,10 @@ class SpeculativeBatch(ContinuousBatch):
 
     def _short_head(self) -> ShortHead | None:
         """What drafts of skipped passes choose by; None: by the head of the model."""
-        listed = self._length.shortlist.tokens() if self._lossless.drafts_by_skipping else None
+        may_list = self._lossless.drafts_by_skipping and self._params is None
+        listed = self._length.shortlist.tokens() if may_list else None
         head = None if listed is None else self.model.short_head(listed)
-        self._length.prices.listed = None if head is None else len(head.tokens)
+        self._length.listed = None if head is None else len(head.tokens)
         return head
 
     # --- how many
@@ -216,10 +217,10 @@ class SpeculativeBatch(ContinuousBatch):
         self, h: Tensor, places: Sequence[int], steps: Sequence[int], short: ShortHead | None = None
     ) -> tuple[Tensor | None, Tensor]:
         """Logits [N, V] where somebody wants them, and token y_k of the row at `places[i]`, k = `steps[i]`: [N]. By
-        `short` for drafts, whose logits nobody wants."""
+        `short` for greedy drafts, whose logits nobody wants."""
         if self._params is None and (short is not None or not self._logprobs.is_asked):
-            return None, (short or self.model).likeliest(h[:, -1])
-        logits = self.model.head(h[:, -1]) if short is None else short.logits(h[:, -1])
+            return None, self.model.likeliest(h[:, -1], short)
+        logits = self.model.head(h[:, -1])
         if self._params is None:
             return logits, likeliest(logits)
         at = torch.tensor(places, device=logits.device)
@@ -227,8 +228,7 @@ class SpeculativeBatch(ContinuousBatch):
         uniforms = torch.tensor(numbers, dtype=torch.float32, device=logits.device)
         temperature, top_k, top_p = self._params
         has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
-        made = pick(logits, temperature[at], top_k[at], top_p[at], uniforms, cuts=has_cuts)
-        return logits, made if short is None else short.tokens[made]
+        return logits, pick(logits, temperature[at], top_k[at], top_p[at], uniforms, cuts=has_cuts)
 
     def _verify(self, chains: Sequence[Chain], start: float) -> None:
         """Feeds all chains at full depth, and gives the rows what they got."""
@@ -270,7 +270,8 @@ class SpeculativeBatch(ContinuousBatch):
 
     def _price(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
         """What a pass took, the host's work with it: for few rows of a small model that is most of it."""
-        model_s = self._length.prices.model_s(kind, plan, rows, tokens, context)
+        listed = self._length.listed if kind == "draft" else None
+        model_s = self._length.prices.model_s(plan, rows, tokens, context, listed)
         self.stats.model_decode_s += model_s
         self._length.prices.saw(kind, plan, rows, tokens, context, took_s, model_s)
         self._priced_s += took_s

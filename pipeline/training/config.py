@@ -41,7 +41,7 @@ class FinetuneModel(Section):
     they have that shape, else taken from its own. null: none, not even those that `source` may have."""
     teacher: str | None = None
     """A frozen checkpoint with the same tokenizer that `train.distill` compares with; null: with `swiftkv` it is
-    `source`, else full depth of what is trained, as it is at that step."""
+    `source` with its `adapter`, else full depth of what is trained, as it is at that step."""
 
 
 class FinetuneData(Section):

@@ -83,9 +83,9 @@ def test_expected_speedups_are_those_that_decoding_decides_by() -> None:
     for n in range(1, MOST + 1):
         chance *= 0.95 if n == 1 else 0.9
         tokens += chance
-        drafts_s += prices.model_s("draft", plan, 1, 1, context)
-        rate = tokens / (drafts_s + prices.model_s("verify", full, 1, 1 + n, context))
-        best = max(best, rate * prices.model_s("verify", full, 1, 1, context))
+        drafts_s += prices.model_s(plan, 1, 1, context)
+        rate = tokens / (drafts_s + prices.model_s(full, 1, 1 + n, context))
+        best = max(best, rate * prices.model_s(full, 1, 1, context))
     assert good.gains[0].speedup == pytest.approx(best)
     assert good.nearest >= best * 0.999
     assert good.mean_speedup**3 == pytest.approx(prod(gain.speedup for gain in good.gains))
@@ -159,7 +159,7 @@ def test_the_best_are_priced_by_their_times(monkeypatch: pytest.MonkeyPatch) -> 
         _, _, batch_sizes, _, prices = given
         full = FullDepth(L).prefill()
         for rows in batch_sizes:
-            prices.saw("verify", full, rows, rows, 9, prices.model_s("verify", full, rows, rows, 9))
+            prices.saw("verify", full, rows, rows, 9, prices.model_s(full, rows, rows, 9))
 
     model = model_with((2, 3, 5))
     search = Search(DraftSample(model, pairs_of(model), 4), Prices(model.config, 4, None, CEILINGS), (1, 8), N, print)
@@ -176,7 +176,7 @@ def test_a_gain_is_over_full_depth_as_it_decodes() -> None:
     search.prices = prices = Prices(search.sample.model.config, 4, None, CEILINGS)
     decode, full = {"method": "layers", "layers": [0, 1]}, FullDepth(L).prefill()
     before = search.candidate(decode, (0.95,)).gains[0].speedup
-    step_s = prices.model_s("verify", full, 1, 1, 9)
+    step_s = prices.model_s(full, 1, 1, 9)
     prices.saw("verify", full, 1, 1, 9, step_s)
     prices.saw("full", full, 1, 1, 9, step_s / 1.25)
     assert search.candidate(decode, (0.95,)).gains[0].speedup == pytest.approx(before / 1.25)

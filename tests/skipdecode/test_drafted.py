@@ -7,7 +7,7 @@ import torch
 
 from skipdecode.batch_stats import LosslessStats
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MOST
+from skipdecode.draft_length import MOST, DraftLength, Prices
 from skipdecode.drafted import Counts, DraftedText
 from skipdecode.ffn_skip import SkipBand
 from skipdecode.forced import teacher_batch
@@ -16,6 +16,7 @@ from skipdecode.lossless import Lossless
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.repeats import Repeats
 from skipdecode.request import Request
+from skipdecode.shortlist import Shortlist
 from skipdecode.weights import load_model
 from tests.support.cuda_models import random_model, some_requests
 
@@ -45,11 +46,11 @@ def quiet(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Decoder:
     return model
 
 
-def texts(model: Decoder) -> tuple[list[Request], DraftedText]:
+def texts(model: Decoder, listed: frozenset[int] | None = None) -> tuple[list[Request], DraftedText]:
     requests = some_requests(N)
     made = generate(model, requests, FULL).completions
     pairs = [(r.prompt_tokens, c.tokens) for r, c in zip(requests, made, strict=True)]
-    return requests, DraftedText(model, teacher_batch(pairs, model.config.filler_token_id))
+    return requests, DraftedText(model, teacher_batch(pairs, model.config.filler_token_id), listed)
 
 
 def expected_counts(hits: list[list[bool]], number: int) -> tuple[list[int], list[int]]:
@@ -66,14 +67,20 @@ def expected_counts(hits: list[list[bool]], number: int) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize("quiet", MODELS, indirect=True)
-@pytest.mark.parametrize("is_packed", [False, True], ids=["parts", "packed"])
+@pytest.mark.parametrize(
+    ("is_packed", "listed"),
+    [(False, None), (True, None), (False, range(0, 320, 2)), (True, range(0, 320, 2))],
+    ids=["parts", "packed", "parts, few tokens", "packed, few tokens"],
+)
 def test_every_draft_is_the_one_that_rows_make(
-    quiet: Decoder, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+    quiet: Decoder, is_packed: bool, listed: range | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds of real rows, one by one: as many drafts as there are, accepted as far as was measured."""
+    """Rounds of real rows, one by one: as many drafts as there are, accepted as far as was measured. They choose among
+    all tokens, or among those listed."""
     monkeypatch.setattr(Repeats, "find", lambda *_: (0, []))
     model = quiet.pack() if is_packed else quiet
-    requests, text = texts(model)
+    tokens = None if listed is None else frozenset(listed).intersection(range(model.config.vocab_size))
+    requests, text = texts(model, tokens)
     seen = set()
     for drafts in DRAFTS:
         hits = text.hits(drafts, MOST)
@@ -83,7 +90,10 @@ def test_every_draft_is_the_one_that_rows_make(
                 drafted, accepted = expected_counts(hits[:, row].tolist(), number)
                 wanted = [a + b for a, b in zip(wanted, drafted, strict=True)]
                 got = [a + b for a, b in zip(got, accepted, strict=True)]
-            result = generate_lossless(model, requests, Lossless(L, drafts, number))
+            schedule, prices = Lossless(L, drafts, number), Prices(model.config, model.dtype.itemsize)
+            shortlist = Shortlist(model.config.vocab_size, tokens or (), learns=False)
+            length = DraftLength(schedule, prices, shortlist=shortlist)
+            result = generate_lossless(model, requests, schedule, length=length)
             stats = result.stats
             assert isinstance(stats, LosslessStats)
             most = [place for place, count in enumerate(wanted) if count]

@@ -122,7 +122,7 @@ def test_without_a_clock_times_decide_nothing(accepted: list[int], rows: int, k:
 def test_measured_times_decide() -> None:
     """A machine on which passes of several columns take as much longer as they have columns."""
     decider, full = length(ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
-    one_s = decider.prices.model_s("verify", full, 4, 4, 100)
+    one_s = decider.prices.model_s(full, 4, 4, 100)
     decider.prices.saw("verify", full, 4, 4, 100, one_s)
     assert decider.decide(4, 0, 100).skipped > 0
     for columns in range(2, MOST + 2):
@@ -144,7 +144,7 @@ def test_what_passes_without_drafts_take_is_measured_first() -> None:
 
 def test_other_processes_do_not_sway_prices() -> None:
     decider, full = length(ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
-    model_s = decider.prices.model_s("verify", full, 4, 4, 100)
+    model_s = decider.prices.model_s(full, 4, 4, 100)
     for factor in (9.0, 1.5, 30.0):
         decider.prices.saw("verify", full, 4, 4, 100, factor * model_s)
     assert decider.prices.seconds("verify", full, 4, 4, 100) == pytest.approx(1.5 * model_s)
@@ -164,6 +164,6 @@ def test_acceptance_is_counted_up_to_the_first_refusal() -> None:
 def test_prices_know_columns_of_a_row_from_rows() -> None:
     """The cache of a row is read once for all of its columns, weights once for all rows."""
     prices, full, few = Prices(OPT, 2), FullDepth(L).prefill(), Unified(L, 4).step(0)
-    assert prices.model_s("verify", full, 4, 20, 1500) < prices.model_s("verify", full, 20, 20, 1500)
-    assert prices.model_s("verify", full, 4, 20, 1500) < 2 * prices.model_s("verify", full, 4, 4, 1500)
-    assert prices.model_s("draft", few, 4, 4, 100) < prices.model_s("verify", full, 4, 4, 100) / 2
+    assert prices.model_s(full, 4, 20, 1500) < prices.model_s(full, 20, 20, 1500)
+    assert prices.model_s(full, 4, 20, 1500) < 2 * prices.model_s(full, 4, 4, 1500)
+    assert prices.model_s(few, 4, 4, 100) < prices.model_s(full, 4, 4, 100) / 2
