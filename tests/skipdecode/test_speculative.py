@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from skipdecode.backends import choice
 from skipdecode.decoder import Decoder
+from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.ffn_skip import SkipBand
 from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.request import Request, Row
 from skipdecode.sampling import Sampling
+from skipdecode.shortlist import Shortlist
 from skipdecode.speculative import SpeculativeBatch
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
@@ -247,8 +249,10 @@ def test_very_many_rows(models: dict[str, Decoder]) -> None:
         pool = [
             Request(f"{done}-{i}", p, sampling) for i, p in enumerate(random_prompts(lengths, seed=done, vocab=200))
         ]
-        drafts = DRAFTS[done % len(DRAFTS)]
-        ours = generate_lossless(model, pool, Lossless(L, drafts, (None, 1, 3, 6)[done % 4])).completions
+        schedule = Lossless(L, DRAFTS[done % len(DRAFTS)], (None, 1, 3, 6)[done % 4])
+        listed = Shortlist(model.config.vocab_size, range(0, 200, 2), learns=False) if done % 5 == 0 else None
+        length = DraftLength(schedule, Prices(model.config, 4), shortlist=listed)
+        ours = generate_lossless(model, pool, schedule, length=length).completions
         full = generate(model, pool, FULL).completions
         for request, a, b in zip(pool, ours, full, strict=True):
             tokens += len(b.tokens)
