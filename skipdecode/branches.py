@@ -11,7 +11,7 @@ B rows, P prompt columns, T response tokens, D width, G heads of keys and values
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.layer_loop import run_layers
 from skipdecode.layers import Layer
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
-from skipdecode.rope import Turn, turn_of
 
 Kept = Mapping[int, tuple[Tensor, Tensor]]
 """By layer, keys and values of prompts: [B, G, P - 1, K] each."""
@@ -90,7 +89,7 @@ class Branches:
                 continue
             key, running = tuple(widths), [branch for branch, width in zip(branches, widths, strict=True) if width]
             if key not in views:
-                views[key] = JointView([branch.kv.part(slice(branch.columns(i))) for branch in running])
+                views[key] = JointView.of([branch.kv.part(slice(branch.columns(i))) for branch in running])
             h = torch.cat([branch.h[:, : branch.columns(i)] for branch in running], dim=1)
             made = call(layer, h, kv=views[key], number=i, attends=True, feeds=True)
             for branch, own in zip(running, torch.split(made, list(filter(None, widths)), dim=1), strict=True):
@@ -211,16 +210,14 @@ class BranchView(ForcedView):
 
 
 @dataclass
-class JointView:
+class JointView(ForcedView):
     """The columns of several branches side by side, each of which attends to its own and to the prompt's."""
 
-    views: Sequence[BranchView]
+    views: Sequence[BranchView] = ()
 
-    has_kernels = stores_by_kernel = False
-
-    @cached_property
-    def turn(self) -> Turn | None:
-        return turn_of(self.views[0].table, torch.cat([view.positions for view in self.views], dim=1))
+    @classmethod
+    def of(cls, views: Sequence[BranchView]) -> "JointView":
+        return cls(torch.cat([view.positions for view in views], dim=1), None, views[0].table, (), views=views)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """q [B, H, n, K] of the columns of all."""
