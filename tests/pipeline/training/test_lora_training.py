@@ -179,7 +179,8 @@ def test_a_training_its_resume_and_two_workers(
     assert main(lora_arguments(tiny_checkpoint, pairs, copied, "--resume", "train.lora.rank=5")) == 2
     assert "train.lora: the run was started with" in capsys.readouterr().err
     on, begin = tmp_path / "on", f"model.adapter={output}"
-    assert main(lora_arguments(tiny_checkpoint, pairs, on, begin, epochs=1, learning_rate=1e-6, validate_every=1)) == 0
+    slow = {"epochs": 1, "learning_rate": 1e-6, "final_learning_rate": 0, "validate_every": 1}
+    assert main(lora_arguments(tiny_checkpoint, pairs, on, begin, **slow)) == 0
     assert next(iter(validations(on).values())) == pytest.approx(list(validations(output).values())[-1], abs=1e-4)
-    assert main(lora_arguments(tiny_checkpoint, pairs, on, "--resume", epochs=1, learning_rate=1e-6)) == 2
+    assert main(lora_arguments(tiny_checkpoint, pairs, on, "--resume", **slow)) == 2
     assert "model.adapter: the run was started with" in capsys.readouterr().err
