@@ -136,7 +136,7 @@ def _listed(
     asked = [token for _, made in judging for token in made]
     is_enough = sum(token in listed for token in asked) >= ENOUGH * len(asked)
     is_short = len(listed) <= SHARE * model.config.vocab_size
-    return listed if is_enough and is_short and model.short_head(listed) is not None else None
+    return listed if is_enough and is_short and model.has_head_rows else None
 
 
 class Search:

@@ -11,22 +11,18 @@ B rows, P prompt columns, T response tokens, D width, G heads of keys and values
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 
 from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
 from skipdecode.ffns import ALL_ROWS
 from skipdecode.forced import ForcedView, TeacherBatch, column_extents
 from skipdecode.kv.view import causal_mask, diagonal
-from skipdecode.layer_loop import run_layers
-from skipdecode.layers import Layer
+from skipdecode.layer_loop import layer_call, run_layers
 from skipdecode.plan import LayerPlan, Schedule, kv_owners
 
 Kept = Mapping[int, tuple[Tensor, Tensor]]
@@ -81,7 +77,7 @@ class Branches:
 
     def _run_together(self, branches: Sequence["Branch"]) -> None:
         """Each layer once for the columns of all that run it: a response is short, and a product of few rows slow."""
-        call = partial(checkpoint, use_reentrant=False) if self.recompute else _call
+        call = layer_call(recompute=self.recompute)
         views: dict[tuple[int, ...], JointView] = {}
         for i, layer in enumerate(self.model.layers):
             widths = [branch.columns(i) for branch in branches]
@@ -137,11 +133,6 @@ class Branches:
 
 def _before(first: int, runs: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(own and layer < first for layer, own in enumerate(runs))
-
-
-def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:
-    made: Tensor = layer(h, **how)
-    return made
 
 
 @dataclass(eq=False)

@@ -210,13 +210,16 @@ class Decoder(nn.Module):
             return self._packed_head.likeliest(self._head_states(h))
         return likeliest(self.head(h))
 
-    def short_head(self, tokens: frozenset[int]) -> ShortHead | None:
-        """The head for these tokens alone; the last one is kept. None where the head's weights are not: it is packed,
-        and not tied to the embedding."""
+    @property
+    def has_head_rows(self) -> bool:
+        """Whether the head's weights are there as rows; not where it is packed, and not tied to the embedding."""
+        return self._head_weight is not None
+
+    def short_head(self, tokens: frozenset[int]) -> ShortHead:
+        """The head for these tokens alone; the last one is kept. Of a model that `has_head_rows`."""
         if self._short_head is None or self._short_head[0] is not tokens:
-            weight = self._head_weight
-            self._short_head = None if weight is None else (tokens, ShortHead.of(tokens, weight, self.quantization))
-        return None if self._short_head is None else self._short_head[1]
+            self._short_head = (tokens, ShortHead.of(tokens, self._head_weight, self.quantization))
+        return self._short_head[1]
 
     def _head_states(self, h: Tensor) -> Tensor:
         """[..., D] -> what the rows of the head are compared with, [..., E]."""

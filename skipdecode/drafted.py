@@ -57,7 +57,7 @@ class DraftedText:
     def __init__(self, model: Decoder, batch: TeacherBatch, listed: frozenset[int] | None = None) -> None:
         """`batch`: greedy texts of `model` at full depth. `listed`: tokens that drafts choose among; None: all."""
         self._model, self._batch = model, batch
-        short = None if listed is None else model.short_head(listed)
+        short = None if listed is None or not model.has_head_rows else model.short_head(listed)
         self._likeliest = partial(model.likeliest, short=short)
         columns, device = batch.tokens.shape[1], batch.tokens.device
         offsets = torch.arange(columns, device=device)

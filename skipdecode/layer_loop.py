@@ -103,7 +103,7 @@ def _run(
             if attn is not None and not is_upper:
                 layers[i].store(h, kv, i)
             h, kv = kv.last(h)
-        call = partial(checkpoint, use_reentrant=False) if recompute else _call
+        call = layer_call(recompute=recompute)
         feeds_too = ffn is not None and ffn == attn and not (extents.apart and extents.apart[i])
         if attn is not None:
             queries = model.added if is_upper else None
@@ -113,6 +113,11 @@ def _run(
             alone = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
             h = _on(h, ffn, extents.axis, partial(ffns.run, i, layers[i], alone))
     return h, kv
+
+
+def layer_call(*, recompute: bool) -> Callable[..., Tensor]:
+    """Calls a layer as `Layer.forward`; `recompute`: keeping its input alone for the backward pass."""
+    return partial(checkpoint, use_reentrant=False) if recompute else _call
 
 
 def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:

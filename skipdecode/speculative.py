@@ -72,12 +72,14 @@ class SpeculativeBatch(ContinuousBatch):
         self._held: tuple[int, int, Decision] | None = None  # rounds left, rows, what was decided
         self._carry = CARRY_ENDED[backend_on(model.device).takes_places]
         self._priced_s = 0.0  # of this round, by its passes
+        self._lists = schedule.drafts_by_skipping and model.has_head_rows  # else a list would be learnt in vain
         self.stats = LosslessStats()
 
     def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
         rows = super().join(requests, sharing)
-        for request in requests:
-            self._length.shortlist.read(request.prompt_tokens)
+        if self._lists:
+            for request in requests:
+                self._length.shortlist.read(request.prompt_tokens)
         return rows
 
     @torch.inference_mode()
@@ -113,8 +115,7 @@ class SpeculativeBatch(ContinuousBatch):
 
     def _short_head(self) -> ShortHead | None:
         """What drafts of skipped passes choose by; None: by the head of the model."""
-        may_list = self._lossless.drafts_by_skipping and self._params is None
-        listed = self._length.shortlist.tokens() if may_list else None
+        listed = self._length.shortlist.tokens() if self._lists and self._params is None else None
         head = None if listed is None else self.model.short_head(listed)
         self._length.listed = None if head is None else len(head.tokens)
         return head
@@ -251,11 +252,14 @@ class SpeculativeBatch(ContinuousBatch):
             row.layers += _spread(chain.layers, kept)
             row.ffns += _spread(chain.ffns, kept)
             newest[chain.at] = row.tokens[-1]
-            self._length.shortlist.wrote(row.tokens[before:])
             taken.append((row, begin, kept))
             begin += len(own)
             self._length.acceptance.see(chain.sources, accepted)
             self.stats.count(chain.num_drafts, accepted)
+        if self._lists:
+            self._length.shortlist.wrote(
+                [token for row, _, kept in taken for token in row.tokens[len(row.tokens) - kept :]]
+            )
         if logits is not None:
             self._give_logprobs(taken, logits, made)
         self._newest = torch.tensor(newest, device=self.model.device)

@@ -82,8 +82,8 @@ class MetricsCollector:
         }
 
     def counts(self) -> Counts:
-        """What has been decoded so far in this session; the time since the first worker was ready, whose loading says
-        nothing about the pace."""
+        """What has been decoded since this start of the run; the time since the first worker was ready, whose loading
+        says nothing about the pace."""
         self._live.refresh()
         working_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
         return {**self._counts, "working_s": round(working_s, 1)}

@@ -47,7 +47,7 @@ METRICS = (
     Metric("counter", "skipdecode_worker_starts", "Workers that were ready; more than workers: restarts"),
     Metric("counter", "skipdecode_load_seconds", "Time for workers to load the model, summed over worker_starts"),
     Metric("gauge", "skipdecode_split_batches", "Parts of batches that could not be decoded whole, so far"),
-    Metric("gauge", "skipdecode_rows_planned", "Rows that this session has to do"),
+    Metric("gauge", "skipdecode_rows_planned", "Rows that this start of the run has to do"),
     Metric("gauge", "skipdecode_workers", "Workers seen so far"),
     Metric("gauge", "skipdecode_speedup", "Measured speedup over full depth so far, prompts included"),
     Metric("gauge", "skipdecode_token_match", "Share of tokens as at full depth so far"),

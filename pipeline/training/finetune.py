@@ -172,7 +172,7 @@ def describe(folder: TrainingFolder) -> str | None:
         return "starting workers"
     last = lines[-1]
     validations = [record for record in records if "mean" in record]
-    # of this session alone: a resumed run may be on another machine
+    # since the last start alone: a resumed run may be on another machine
     started = max((i for i, record in enumerate(records) if "start" in record), default=0)
     recent = losses_in(records[started:])[-10:]
     steps = recent[-1]["step"] - recent[0]["step"] if recent else 0

@@ -147,7 +147,7 @@ def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
 
 
 def describe(device: torch.device) -> dict[str, Json]:
-    """Where and with what this session trains: rank 0's process and device."""
+    """Where and with what it trains from here on: rank 0's process and device."""
     here: dict[str, Json] = {
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
