@@ -25,7 +25,7 @@ MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno 
 FLAGS = ("-O3", *MATH.split(), "-fopenmp", "-fPIC", "-std=c++17")
 # What each back end may use beyond AVX2, by the CPU's flag. Named one by one, not -march=native, so that a machine can
 # make every back end that it can run.
-AMD = {"sse4a": "-DFETCHES_NEAR"}  # which only AMD's cores have
+AMD = {"sse4a": "-DIS_AMD"}  # which only AMD's cores have
 EXTRAS = {
     "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"} | AMD,
     "amx": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},

@@ -1,4 +1,4 @@
-// AMX tiles in plain C++, put in front of the kernels (`-include`) by test_amx_emulated.py: the whole `amx` back end then
+// AMX tiles in plain C++, put in front of the kernels (`-include`) by test_cpu_others.py: the whole `amx` back end then
 // runs on a CPU without AMX. Eight tiles per thread, as the instructions see them; slow, and right by the manual's
 // pseudocode. What it cannot show is speed, and the hardware's own rounding of bfloat16 sums: pairs are added one after
 // the other in float32, subnormal numbers kept.

@@ -158,6 +158,23 @@ inline void fetch_rows(const T* x, int64_t count) {
   for (; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
 }
 
+// Rows as a product reads them, in the layout that they have. Where that takes other numbers, the blocks from `first` to
+// `end` are widened in memory of the thread's own.
+template <typename T>
+inline const Row<T>* as_read(const T* tiles, int64_t rows, int64_t first, int64_t end, Layout layout) {
+  if constexpr (std::is_same<Row<T>, T>::value) {
+    return tiles;
+  } else {
+    thread_local Buffer<Row<T>> kept;
+    Row<T>* wide = kept.room((rows + 31) / 32 * layout.group);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t k = first; k < end; ++k)
+        for (int64_t half = 0, at = layout.at(row, k); half < 32; half += 16)
+          store16(wide + at + half, load_first(tiles + at + half, 16));
+    return wide;
+  }
+}
+
 // The same for rows in tiles. A thread that has them to itself, not more than ROWS, takes first the first inputs of all rows
 // (INPUTS), which stay in its core's L2 cache. Threads that share them have parts of the outputs, and as many rows at a
 // time as stay there whole. Of a block's weights DEEP_BYTES at a time stay in the L1 cache while the rows go by.
@@ -165,8 +182,8 @@ template <typename T, typename Finish>
 void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, const T* tiles, const T* w, Layout from_,
                     Finish finish) {
   constexpr int64_t LINES = BLOCK * sizeof(T) / 64, DEEP = DEEP_BYTES / (64 * LINES);
-  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, fit = ROWS_BYTES / (32 * sizeof(T) * inputs);
-  const int64_t at_once = team.is_alone ? INPUTS / 32 : steps, all_groups = (rows + 31) / 32;
+  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, fit = ROWS_BYTES / (32 * sizeof(Row<T>) * inputs);
+  const int64_t at_once = team.is_alone ? INPUTS * sizeof(T) / sizeof(Row<T>) / 32 : steps, all_groups = (rows + 31) / 32;
   const int64_t some = team.is_alone || fit > all_groups ? all_groups : fit < 1 ? 1 : fit;
   const bool is_whole = steps <= at_once;
 #ifdef BACKEND_AMX
@@ -181,6 +198,7 @@ void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, co
     if (!team.is_alone) fetch_rows(tiles + from_.at(from, 0), (to - from) * inputs);
     for (int64_t first = 0; first < steps; first += at_once) {
       const int64_t end = first + at_once < steps ? first + at_once : steps, most = are_few ? end - first : DEEP;
+      const Row<T>* x = as_read(tiles + from_.at(from, 0), to - from, first, end, from_);
       team.share(blocks, [&](int64_t block) {
         float* block_sums = sums + (is_whole ? 0 : block) * groups * 1024;
         for (int64_t k = first; k < end; k += most) {
@@ -191,7 +209,7 @@ void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, co
           for (int64_t group = 0; group < groups; ++group) {
             const int64_t row = from + 32 * group;
             const int count = to - row < 32 ? int(to - row) : 32;
-            multiply_tiles(tiles + from_.at(row, k), from_.block, count, weights, deep, block_sums + group * 1024, k == 0,
+            multiply_tiles(x + from_.at(row - from, k), from_.block, count, weights, deep, block_sums + group * 1024, k == 0,
                            next + group * ahead * 64, ahead);
             if (k + deep == steps) finish(block_sums + group * 1024, row, count, block);
           }

@@ -78,7 +78,7 @@ template <typename T>
 // way there as are half of memory's speed, to the L2 cache.
 template <typename T>
 inline void fetch(const T* number) {
-#ifdef FETCHES_NEAR
+#ifdef IS_AMD
   __builtin_prefetch(number, 0, 3);
 #else
   __builtin_prefetch(number, 0, 2);

@@ -20,6 +20,13 @@ void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16*
 }
 #endif
 
+#ifdef HAS_PAIRED
+void multiply_tiles(const float* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
+                    const char* next, int64_t lines) {
+  multiply_any<Paired, 16>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
+}
+#endif
+
 #ifdef HAS_INT8
 void multiply_whole(const uint8_t* x, int64_t apart, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
                     int64_t lines) {

@@ -19,6 +19,10 @@
 #define HAS_INT8
 #endif
 
+#if defined(BACKEND_AVX512) && defined(HAS_BFLOAT16) && !defined(IS_AMD)
+#define HAS_PAIRED
+#endif
+
 #include <type_traits>
 
 namespace cpu {
@@ -29,6 +33,14 @@ template <typename T>
 constexpr bool READS_LINES = std::is_same<T, bfloat16>::value;
 #else
 constexpr bool READS_LINES = false;
+#endif
+
+// As what a product of weights T reads rows: see `Paired`.
+template <typename T>
+#ifdef HAS_PAIRED
+using Row = float;
+#else
+using Row = T;
 #endif
 
 // Each thread of a parallel region needs one while it multiplies.
@@ -50,6 +62,10 @@ void multiply_tiles(const float* x, int64_t block, int count, const float* w, in
                     const char* next, int64_t lines);
 #ifdef HAS_BFLOAT16
 void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
+                    const char* next, int64_t lines);
+#endif
+#ifdef HAS_PAIRED
+void multiply_tiles(const float* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines);
 #endif
 
