@@ -4,7 +4,8 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,7 @@ from actors.profile import profile_step
 from actors.room import free_bytes
 from skipdecode.batch_rows import row_rounding, rows_within
 from skipdecode.config import DecoderConfig
-from skipdecode.cost import cache_bytes_per_row, measure_ceilings, predict_s, training_flops
+from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s, training_flops
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch
 from skipdecode.generate import Request, generate
@@ -86,24 +87,29 @@ def _requests(config: DecoderConfig, case: BenchCase) -> list[Request]:
 
 
 def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
-    """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat."""
+    """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat.
+
+    The ceilings are those of the same repeat: on a shared machine they change from minute to minute.
+    """
     config = model.config
     named = _named_schedules(config, case, schedules)
     requests, graphs = _requests(config, case), make_graphs(model, max_rows=case.batch_size)
     for _, schedule in named:
         generate(model, requests, schedule, graphs=graphs)  # warm up, capture
     runs: dict[str, list[Any]] = {name: [] for name, _ in named}
+    ceilings: list[Ceilings] = []
     for _ in range(repeats):
+        ceilings.append(measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch.")))
         for name, schedule in named:
             runs[name].append(generate(model, requests, schedule, graphs=graphs).stats)
-    ceilings = measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch."))
+    typical = Ceilings(*(median(values) for values in zip(*map(astuple, ceilings), strict=True)))
     rows, predictions = [], {}
     for name, schedule in named:
         stats = runs[name][0]
-        predictions[name] = predict_s(
+        predict = partial(
+            predict_s,
             config,
             schedule,
-            ceilings,
             prompt_columns=case.prompt_tokens,
             batch_rows=stats.batch_rows,
             itemsize=model.dtype.itemsize,
@@ -111,6 +117,8 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             apart=stats.ffns_apart,
             in_graphs=graphs is not None and graphs.failure is None,
         )
+        predictions[name] = predict(ceilings=typical)
+        fractions = [predict(ceilings=c)[1] / s.decode_s for c, s in zip(ceilings, runs[name], strict=True)]
         decode_s, prefill_s = (median(getattr(s, key) for s in runs[name]) for key in ("decode_s", "prefill_s"))
         steps = stats.decode_steps
         rows.append(
@@ -125,7 +133,7 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
                 "layers_per_token": stats.layers_run / (case.batch_size * steps),
                 "ffns_per_token": stats.ffns_run / (case.batch_size * steps),
                 "cache_mb": stats.cache_bytes / 1e6,
-                "fraction_of_roofline": predictions[name][1] / decode_s,
+                "fraction_of_roofline": median(fractions),
                 "speedup_decode_measured": median(
                     f.decode_s / s.decode_s for f, s in zip(runs["full"], runs[name], strict=True)
                 ),
