@@ -89,7 +89,8 @@ def _requests(config: DecoderConfig, case: BenchCase) -> list[Request]:
 def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
     """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat.
 
-    The ceilings are those of the same repeat: on a shared machine they change from minute to minute.
+    A fraction of the roofline takes ceilings of right before the run: on a shared machine they change from minute to
+    minute. Predicted speedups take the medians of these. A GPU's are measured once, at the end: they need memory.
     """
     config = model.config
     named = _named_schedules(config, case, schedules)
@@ -97,12 +98,17 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
     for _, schedule in named:
         generate(model, requests, schedule, graphs=graphs)  # warm up, capture
     runs: dict[str, list[Any]] = {name: [] for name, _ in named}
-    ceilings: list[Ceilings] = []
+    measure = partial(measure_ceilings, str(model.device), str(model.dtype).removeprefix("torch."))
+    ceilings: dict[str, list[Ceilings]] = {name: [] for name, _ in named}
     for _ in range(repeats):
-        ceilings.append(measure_ceilings(str(model.device), str(model.dtype).removeprefix("torch.")))
         for name, schedule in named:
+            if model.device.type == "cpu":
+                ceilings[name].append(measure())
             runs[name].append(generate(model, requests, schedule, graphs=graphs).stats)
-    typical = Ceilings(*(median(values) for values in zip(*map(astuple, ceilings), strict=True)))
+    if model.device.type != "cpu":
+        ceilings = dict.fromkeys(ceilings, [measure()] * repeats)
+    measured = zip(*(astuple(one) for own in ceilings.values() for one in own), strict=True)
+    typical = Ceilings(*map(median, measured))
     rows, predictions = [], {}
     for name, schedule in named:
         stats = runs[name][0]
@@ -118,7 +124,7 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             in_graphs=graphs is not None and graphs.failure is None,
         )
         predictions[name] = predict(ceilings=typical)
-        fractions = [predict(ceilings=c)[1] / s.decode_s for c, s in zip(ceilings, runs[name], strict=True)]
+        fractions = [predict(ceilings=c)[1] / s.decode_s for c, s in zip(ceilings[name], runs[name], strict=True)]
         decode_s, prefill_s = (median(getattr(s, key) for s in runs[name]) for key in ("decode_s", "prefill_s"))
         steps = stats.decode_steps
         rows.append(

@@ -26,8 +26,9 @@ FLAGS = ("-O3", *MATH.split(), "-fopenmp", "-fPIC", "-std=c++17")
 # What each back end may use beyond AVX2, by the CPU's flag. Named one by one, not -march=native, so that a machine can
 # make every back end that it can run.
 AMD = {"sse4a": "-DIS_AMD"}  # which only AMD's cores have
+SAPPHIRE_RAPIDS = {"avx512_fp16": "-DIS_SAPPHIRE_RAPIDS"}  # and later; Cooper Lake, which has bfloat16 too, does not
 EXTRAS = {
-    "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"} | AMD,
+    "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"} | AMD | SAPPHIRE_RAPIDS,
     "amx": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},
     "avx2": AMD,
 }

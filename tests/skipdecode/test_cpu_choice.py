@@ -18,7 +18,13 @@ ROOT = Path(skipdecode.__file__).parents[1]
 SKYLAKE = NEEDS["avx512"] | {"sse2"}
 CPUS = {  # flags -> possible names, automatic dtype of the first, whether that one has int8
     "sapphire rapids": (NEEDS["amx"] | {"avx512_vnni"}, ["amx", "avx512", "avx2", "torch"], "bfloat16", True),
-    "zen 4": (SKYLAKE | {"avx512_bf16", "avx512_vnni"}, ["avx512", "avx2", "torch"], "bfloat16", True),
+    "its amx hidden": (
+        SKYLAKE | {"avx512_bf16", "avx512_vnni", "avx512_fp16"},
+        ["avx512", "avx2", "torch"],
+        "bfloat16",
+        True,
+    ),
+    "zen 4": (SKYLAKE | {"avx512_bf16", "avx512_vnni", "sse4a"}, ["avx512", "avx2", "torch"], "bfloat16", True),
     "ice lake": (SKYLAKE | {"avx512_vnni"}, ["avx512", "avx2", "torch"], "float32", False),
     "haswell": (NEEDS["avx2"], ["avx2", "torch"], "float32", False),
     "arm": (frozenset(), ["torch"], "float32", False),
@@ -121,7 +127,7 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("cpu", ["sapphire rapids", "ice lake"])
+@pytest.mark.parametrize("cpu", ["sapphire rapids", "its amx hidden", "zen 4", "ice lake"])
 def test_the_source_compiles_for_cpus_that_are_not_here(cpu: str, tmp_path: Path) -> None:
     """What this machine can run has been compiled, and is tested; the rest is compiled at least."""
     flags = frozenset(CPUS[cpu][0])

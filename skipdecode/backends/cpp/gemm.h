@@ -23,7 +23,7 @@ constexpr int64_t ROWS_BYTES = 3 << 19;   // of x, at a time: with the weights o
 constexpr int64_t ROWS_BYTES = 1 << 19;
 #endif
 constexpr int64_t MANY = 256;             // rows per thread that are worth that each thread reads all weights
-constexpr int64_t ROWS = 256, INPUTS = 2048;  // of a thread: 1 MiB of rows in bfloat16
+constexpr int64_t ROWS = 256, INPUTS = 2048;  // of a thread: 1 MiB of rows in bfloat16; of widened ones half the inputs
 constexpr int64_t DEEP_BYTES = 16384;     // of weights at a time, which stay in the L1 cache
 constexpr int64_t NEAR = 8192;            // bytes that weights are fetched ahead where few rows stay in registers
 

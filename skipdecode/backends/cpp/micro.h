@@ -19,7 +19,7 @@
 #define HAS_INT8
 #endif
 
-#if defined(BACKEND_AVX512) && defined(HAS_BFLOAT16) && !defined(IS_AMD)
+#if defined(BACKEND_AVX512) && defined(HAS_BFLOAT16) && defined(IS_SAPPHIRE_RAPIDS) && !defined(IS_AMD)
 #define HAS_PAIRED
 #endif
 

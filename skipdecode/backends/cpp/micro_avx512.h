@@ -1,7 +1,7 @@
 // Micro-kernels of AVX-512: float32 by FMA, bfloat16 by `vdpbf16ps`, bytes by VNNI. One loop for all three, since each takes
 // four bytes of x (one float32, two bfloat16, four bytes), the same for 16 outputs, by a line of 64 bytes of weights.
-// Intel's cores multiply a pair of bfloat16 in the time of four float32, so there a line of pairs is widened to two of
-// float32, once for up to AT_ONCE rows, whose numbers were widened before (`Paired`).
+// Intel's cores since Sapphire Rapids multiply a pair of bfloat16 in the time of four float32. There a line of pairs is
+// widened to two of float32, once for up to AT_ONCE rows, whose numbers were widened before (`Paired`).
 //
 // Up to AT_ONCE rows and 32 outputs stay in registers; weights are loaded once for all these rows. A number of x is
 // broadcast as it is loaded. Rows that are not there cost nothing.
@@ -12,7 +12,7 @@
 
 namespace cpu {
 
-constexpr int AT_ONCE = 12;  // rows: 24 sums, two lines of weights (Paired: and what they lie in), one number of x
+constexpr int AT_ONCE = 12;  // rows: 24 sums, two lines of weights, one number of x: 27 of 32 registers (Paired: 33, one spilled)
 
 template <typename T>
 struct Dot;
