@@ -97,16 +97,7 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
     requests, graphs = _requests(config, case), make_graphs(model, max_rows=case.batch_size)
     for _, schedule in named:
         generate(model, requests, schedule, graphs=graphs)  # warm up, capture
-    runs: dict[str, list[Any]] = {name: [] for name, _ in named}
-    measure = partial(measure_ceilings, str(model.device), str(model.dtype).removeprefix("torch."))
-    ceilings: dict[str, list[Ceilings]] = {name: [] for name, _ in named}
-    for _ in range(repeats):
-        for name, schedule in named:
-            if model.device.type == "cpu":
-                ceilings[name].append(measure())
-            runs[name].append(generate(model, requests, schedule, graphs=graphs).stats)
-    if model.device.type != "cpu":
-        ceilings = dict.fromkeys(ceilings, [measure()] * repeats)
+    runs, ceilings = _run_in_turns(model, requests, named, graphs, repeats)
     measured = zip(*(astuple(one) for own in ceilings.values() for one in own), strict=True)
     typical = Ceilings(*map(median, measured))
     rows, predictions = [], {}
@@ -152,6 +143,27 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             }
         )
     return rows
+
+
+def _run_in_turns(
+    model: Decoder,
+    requests: list[Request],
+    named: list[tuple[str, Schedule]],
+    graphs: StepGraphs | None,
+    repeats: int,
+) -> tuple[dict[str, list[Any]], dict[str, list[Ceilings]]]:
+    """What each schedule's runs counted, and the ceilings of each run."""
+    runs: dict[str, list[Any]] = {name: [] for name, _ in named}
+    ceilings: dict[str, list[Ceilings]] = {name: [] for name, _ in named}
+    measure = partial(measure_ceilings, str(model.device), str(model.dtype).removeprefix("torch."))
+    for _ in range(repeats):
+        for name, schedule in named:
+            if model.device.type == "cpu":
+                ceilings[name].append(measure())
+            runs[name].append(generate(model, requests, schedule, graphs=graphs).stats)
+    if model.device.type != "cpu":
+        ceilings = dict.fromkeys(ceilings, [measure()] * repeats)
+    return runs, ceilings
 
 
 def bench_training(
