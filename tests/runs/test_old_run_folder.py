@@ -39,7 +39,8 @@ CONFIG: dict[str, Any] = {
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: the runs and their input, as old as they say, on a machine where `auto` means bfloat16."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.0 to 3.11.3 have none
+        archive.extractall(tmp_path)
     (tmp_path / "models").symlink_to(ROOT / "models")
     [(_, _, mtime_ns, _, _)] = state(tmp_path / "finished")["input"]["files"]
     os.utime(tmp_path / "prompts.jsonl", ns=(mtime_ns, mtime_ns))
