@@ -237,7 +237,7 @@ def cache_bytes_per_row(
 
 
 def measure_ceilings(device: str, dtype: str) -> Ceilings:
-    """A micro-benchmark of about half a second: a product, a read of memory larger than caches, a chain of tiny calls.
+    """A micro-benchmark of up to a second: a product, a read of memory larger than caches, a chain of tiny calls.
 
     Fixed routines of torch, whatever kernels decode here, so that a slower kernel does not look better beside them. The
     product is the fastest of torch's; for int8 weights it is that of `dtype` too. On CPUs float32's counts too: some

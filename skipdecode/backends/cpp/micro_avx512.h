@@ -115,8 +115,8 @@ inline void multiply_any(const void* x, int64_t apart, int count, const void* w,
   const int64_t each = (lines + parts * steps - 1) / (parts * steps);
   for (int part = 0; part < parts; ++part) {
     const int from = count * part / parts, to = count * (part + 1) / parts;
-    RUNS[to - from - 1](static_cast<const char*>(x) + 4 * Dot<T>::PARTS * LINES * from, apart, static_cast<const char*>(w), steps,
-                        sums + 32 * from, fresh, next + part * steps * each * 64, each);
+    RUNS[to - from - 1](static_cast<const char*>(x) + 4 * Dot<T>::PARTS * LINES * from, apart,
+                        static_cast<const char*>(w), steps, sums + 32 * from, fresh, next + part * steps * each * 64, each);
   }
 }
 
