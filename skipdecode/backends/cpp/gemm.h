@@ -24,7 +24,11 @@ constexpr int64_t ROWS_BYTES = 1 << 19;
 #endif
 constexpr int64_t MANY = 256;             // rows per thread that are worth that each thread reads all weights
 constexpr int64_t ROWS = 256, INPUTS = 2048;  // of a thread: 1 MiB of rows in bfloat16; of widened ones half the inputs
-constexpr int64_t DEEP_BYTES = 16384;     // of weights at a time, which stay in the L1 cache
+#ifdef HAS_PAIRED
+constexpr int64_t DEEP_BYTES = 8192;      // of weights at a time, which stay in the L1 cache
+#else
+constexpr int64_t DEEP_BYTES = 16384;
+#endif
 constexpr int64_t NEAR = 8192;            // bytes that weights are fetched ahead where few rows stay in registers
 
 // What follows on a product. SWIGLU: of each 32 outputs the first 16 are gates, the last 16 what they let through, and

@@ -5,6 +5,10 @@
 
 #pragma once
 
+#if defined(BACKEND_AVX512) && defined(__AVX512BF16__) && defined(IS_SAPPHIRE_RAPIDS) && !defined(IS_AMD)
+#define HAS_PAIRED
+#endif
+
 #if defined(BACKEND_AMX)
 #include "micro_amx.h"
 #elif defined(BACKEND_AVX512)
@@ -17,10 +21,6 @@
 
 #if defined(BACKEND_AMX) || (defined(BACKEND_AVX512) && defined(HAS_BFLOAT16) && defined(__AVX512VNNI__))
 #define HAS_INT8
-#endif
-
-#if defined(BACKEND_AVX512) && defined(HAS_BFLOAT16) && defined(IS_SAPPHIRE_RAPIDS) && !defined(IS_AMD)
-#define HAS_PAIRED
 #endif
 
 #include <type_traits>

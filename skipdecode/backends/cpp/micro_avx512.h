@@ -4,15 +4,22 @@
 // widened to two of float32, once for up to AT_ONCE rows, whose numbers were widened before (`Paired`).
 //
 // Up to AT_ONCE rows and 32 outputs stay in registers; weights are loaded once for all these rows. A number of x is
-// broadcast as it is loaded. Rows that are not there cost nothing.
+// broadcast as it is loaded. Rows that are not there cost nothing. On Intel's newer cores more rows go by 16 outputs
+// (`multiply_tile`).
 
 #pragma once
 
 #include "numbers.h"
 
+#include <array>
+#include <utility>
+
 namespace cpu {
 
 constexpr int AT_ONCE = 12;  // rows: 24 sums, two lines of weights, one number of x: 27 of 32 registers (Paired: 33, one spilled)
+
+// On newer cores of Intel: sums of 16 outputs, a line of weights (Paired: two of it, and a mask), a number of x in memory.
+constexpr int TILE_ROWS = 28;
 
 template <typename T>
 struct Dot;
@@ -25,6 +32,11 @@ struct Dot<float> {
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum load(const float* from) { return _mm512_load_ps(from); }
   static void store(float* to, Sum sum) { _mm512_store_ps(to, sum); }
+  static __m512i broadcast(const char* x) {  // as a float: only so it becomes an operand of the product
+    float number;
+    std::memcpy(&number, x, 4);
+    return _mm512_castps_si512(_mm512_set1_ps(number));
+  }
   static Sum add(Sum sum, __m512i x, __m512i w) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
   }
@@ -57,6 +69,11 @@ struct Dot<uint8_t> {  // x without a sign, weights with one
   static Sum zero() { return _mm512_setzero_si512(); }
   static Sum load(const int32_t* from) { return _mm512_load_si512(from); }
   static void store(int32_t* to, Sum sum) { _mm512_store_si512(to, sum); }
+  static __m512i broadcast(const char* x) {
+    int32_t number;
+    std::memcpy(&number, x, 4);
+    return _mm512_set1_epi32(number);
+  }
   static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
 };
 #endif
@@ -85,9 +102,7 @@ inline void multiply_rows(const char* x, int64_t apart, const char* w, int64_t s
         const __m512i v0 = D::part(w0, p), v1 = D::part(w1, p);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
-          int32_t number;
-          std::memcpy(&number, x + 4 * (PARTS * (LINES * r + i) + p), 4);
-          const __m512i b = _mm512_set1_epi32(number);
+          const __m512i b = D::broadcast(x + 4 * (PARTS * (LINES * r + i) + p));
           a[r][0] = D::add(a[r][0], b, v0);
           a[r][1] = D::add(a[r][1], b, v1);
         }
@@ -101,23 +116,75 @@ inline void multiply_rows(const char* x, int64_t apart, const char* w, int64_t s
   }
 }
 
-// The same for any `count` of rows up to 32, in parts of AT_ONCE at most that are as even as can be; `lines` are of all.
+// The same, one tile of 16 outputs behind the other, for up to TILE_ROWS rows. Each product takes its number of x from
+// memory, so that a core issues little beside products, and a line of pairs is widened for more of them. Bits are those of
+// `multiply_rows`. Lines from `next` on are fetched one by one, lest a burst of them hold up what the L1 cache waits for.
+template <typename T, int LINES, int ROWS, typename Number>
+inline void multiply_tile(const char* x, int64_t apart, const char* w, int64_t steps, Number* sums, bool fresh,
+                          const char* next, int64_t lines) {
+  using D = Dot<T>;
+  constexpr int PARTS = D::PARTS;
+  const int64_t forward = 32 * lines / LINES;  // bytes, with each line of weights
+  for (int tile = 0; tile < 2; ++tile, w += 64 * LINES, sums += 16) {
+    typename D::Sum a[ROWS];
+#pragma GCC unroll 28
+    for (int r = 0; r < ROWS; ++r) a[r] = fresh ? D::zero() : D::load(sums + 32 * r);
+    const char *rows = x, *weights = w;
+    for (int64_t step = 0; step < steps; ++step, rows += apart, weights += 128 * LINES) {
+#pragma GCC unroll 1
+      for (int i = 0; i < LINES; ++i, next += forward) {
+        _mm_prefetch(next, _MM_HINT_T1);
+        const __m512i line = _mm512_loadu_si512(weights + 64 * i);
+#pragma GCC unroll 2
+        for (int p = 0; p < PARTS; ++p) {
+          const __m512i part = D::part(line, p);
+#pragma GCC unroll 28
+          for (int r = 0; r < ROWS; ++r)
+            a[r] = D::add(a[r], D::broadcast(rows + 4 * (PARTS * (LINES * r + i) + p)), part);
+        }
+      }
+    }
+#pragma GCC unroll 28
+    for (int r = 0; r < ROWS; ++r) D::store(sums + 32 * r, a[r]);
+  }
+}
+
+template <typename Number>
+using Run = void (*)(const char*, int64_t, const char*, int64_t, Number*, bool, const char*, int64_t);
+
+// `count` rows by parts of `most` at most that are as even as can be; `lines` are of all. runs[0]: of `least` rows.
 template <typename T, int LINES, typename Number>
-inline void multiply_any(const void* x, int64_t apart, int count, const void* w, int64_t steps, Number* sums, bool fresh,
-                         const char* next, int64_t lines) {
-  using Run = void (*)(const char*, int64_t, const char*, int64_t, Number*, bool, const char*, int64_t);
-  static constexpr Run RUNS[AT_ONCE] = {
-      multiply_rows<T, LINES, 1, Number>, multiply_rows<T, LINES, 2, Number>,  multiply_rows<T, LINES, 3, Number>,
-      multiply_rows<T, LINES, 4, Number>, multiply_rows<T, LINES, 5, Number>,  multiply_rows<T, LINES, 6, Number>,
-      multiply_rows<T, LINES, 7, Number>, multiply_rows<T, LINES, 8, Number>,  multiply_rows<T, LINES, 9, Number>,
-      multiply_rows<T, LINES, 10, Number>, multiply_rows<T, LINES, 11, Number>, multiply_rows<T, LINES, 12, Number>};
-  const int parts = (count + AT_ONCE - 1) / AT_ONCE;
+inline void in_parts(const Run<Number>* runs, int least, int most, const void* x, int64_t apart, int count, const void* w, int64_t steps,
+                     Number* sums, bool fresh, const char* next, int64_t lines) {
+  const int parts = (count + most - 1) / most;
   const int64_t each = (lines + parts * steps - 1) / (parts * steps);
   for (int part = 0; part < parts; ++part) {
     const int from = count * part / parts, to = count * (part + 1) / parts;
-    RUNS[to - from - 1](static_cast<const char*>(x) + 4 * Dot<T>::PARTS * LINES * from, apart,
-                        static_cast<const char*>(w), steps, sums + 32 * from, fresh, next + part * steps * each * 64, each);
+    runs[to - from - least](static_cast<const char*>(x) + 4 * Dot<T>::PARTS * LINES * from, apart, static_cast<const char*>(w),
+                    steps, sums + 32 * from, fresh, next + part * steps * each * 64, each);
   }
+}
+
+template <typename T, int LINES, typename Number, int... I>
+constexpr std::array<Run<Number>, sizeof...(I)> few_runs(std::integer_sequence<int, I...>) {
+  return {multiply_rows<T, LINES, 1 + I, Number>...};
+}
+template <typename T, int LINES, typename Number, int... I>
+constexpr std::array<Run<Number>, sizeof...(I)> more_runs(std::integer_sequence<int, I...>) {
+  return {multiply_tile<T, LINES, AT_ONCE + 1 + I, Number>...};
+}
+
+// The same for any `count` of rows up to 32.
+template <typename T, int LINES, typename Number>
+inline void multiply_any(const void* x, int64_t apart, int count, const void* w, int64_t steps, Number* sums, bool fresh,
+                         const char* next, int64_t lines) {
+  static constexpr auto FEW = few_runs<T, LINES, Number>(std::make_integer_sequence<int, AT_ONCE>());
+#ifdef HAS_PAIRED
+  static constexpr auto MORE = more_runs<T, LINES, Number>(std::make_integer_sequence<int, TILE_ROWS - AT_ONCE>());
+  if (count > AT_ONCE)
+    return in_parts<T, LINES>(MORE.data(), AT_ONCE + 1, TILE_ROWS, x, apart, count, w, steps, sums, fresh, next, lines);
+#endif
+  in_parts<T, LINES>(FEW.data(), 1, AT_ONCE, x, apart, count, w, steps, sums, fresh, next, lines);
 }
 
 }  // namespace cpu
