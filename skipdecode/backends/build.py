@@ -26,9 +26,8 @@ FLAGS = ("-O3", *MATH.split(), "-fopenmp", "-fPIC", "-std=c++17")
 # What each back end may use beyond AVX2, by the CPU's flag. Named one by one, not -march=native, so that a machine can
 # make every back end that it can run.
 AMD = {"sse4a": "-DIS_AMD"}  # which only AMD's cores have
-SAPPHIRE_RAPIDS = {"avx512_fp16": "-DIS_SAPPHIRE_RAPIDS"}  # and later; Cooper Lake, which has bfloat16 too, does not
 EXTRAS = {
-    "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"} | AMD | SAPPHIRE_RAPIDS,
+    "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"} | AMD,
     "amx": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},
     "avx2": AMD,
 }
@@ -42,11 +41,18 @@ class BuildError(RuntimeError):
     """There is no compiler, or it failed; the message says which."""
 
 
+def has_slow_bfloat16(flags: Set[str]) -> bool:
+    """Whether a CPU takes as long for a pair of bfloat16 as for four float32, outside of AMX: Intel's since Sapphire
+    Rapids. AMD's do not, nor does Cooper Lake, which has no FP16."""
+    return flags >= {"avx512_bf16", "avx512_fp16"} and not flags & AMD.keys()
+
+
 def compile_flags(name: str, flags: Set[str]) -> tuple[str, ...]:
     """The compiler's flags for a back end on a CPU with these flags, without sources and output."""
     wide = () if name == "avx2" else AVX512
     tiles = AMX if name == "amx" else ()
     extras = [option for flag, option in EXTRAS[name].items() if flag in flags]
+    extras += ["-DHAS_PAIRED"] if name == "avx512" and has_slow_bfloat16(flags) else []
     # a namespace of its own: where a process loads two back ends, the second must not find the first one's templates
     return (*FLAGS, *AVX2, *wide, *extras, *tiles, f"-DBACKEND_{name.upper()}", f"-Dcpu=cpu_{name}")
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, cast
 
-from skipdecode.backends.build import BuildError, load
+from skipdecode.backends.build import BuildError, has_slow_bfloat16, load
 
 Name = Literal["amx", "avx512", "avx2", "torch", "triton"]
 NAMES: tuple[Name, ...] = ("amx", "avx512", "avx2", "torch")
@@ -83,7 +83,8 @@ def describe_cpu(flags: Set[str] | None = None) -> str:
     if "amx" in names:
         return "AMX with BF16 and int8"
     if "avx512" in names:
-        extras = [name for name, flag in (("BF16", "avx512_bf16"), ("VNNI", "avx512_vnni")) if flag in have]
+        bfloat16 = "slow BF16" if has_slow_bfloat16(have) else "BF16"
+        extras = [name for name, flag in ((bfloat16, "avx512_bf16"), ("VNNI", "avx512_vnni")) if flag in have]
         return f"AVX-512 {'with ' + ' and '.join(extras) if extras else 'without BF16'}; no AMX"
     return "AVX2; no AVX-512" if "avx2" in names else "no AVX2"
 

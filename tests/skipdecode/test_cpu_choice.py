@@ -42,6 +42,16 @@ def test_what_a_cpu_can_run(cpu: str) -> None:
     assert has_int8 or first.name in str(first.no_int8)
 
 
+def test_a_slow_bfloat16_is_said_and_widened() -> None:
+    """Intel's since Sapphire Rapids multiply float32 faster."""
+    for cpu, (flags, names, _, _) in CPUS.items():
+        is_slow = cpu == "its amx hidden"
+        assert ("slow BF16" in choice.describe_cpu(flags)) == is_slow
+        for name in set(names) - {"torch"}:
+            is_widened = "-DHAS_PAIRED" in build.compile_flags(name, flags)
+            assert is_widened == (is_slow and name == "avx512")
+
+
 @pytest.mark.parametrize("name", ["avx2", "torch"])
 def test_no_back_end_but_two_has_int8(name: str) -> None:
     zen4 = frozenset(CPUS["zen 4"][0])

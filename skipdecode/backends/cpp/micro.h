@@ -2,12 +2,9 @@
 //
 // Back ends differ in how they multiply (micro_*.h), in how they want rows of x to lie, and in how 16-bit numbers are cut
 // into bytes (`Bytes`): AMX multiplies bytes with and without a sign by weights with one, VNNI only those without.
+// HAS_PAIRED, from the compiler's flags: bfloat16 is multiplied as float32 (`Paired`).
 
 #pragma once
-
-#if defined(BACKEND_AVX512) && defined(__AVX512BF16__) && defined(IS_SAPPHIRE_RAPIDS) && !defined(IS_AMD)
-#define HAS_PAIRED
-#endif
 
 #if defined(BACKEND_AMX)
 #include "micro_amx.h"
