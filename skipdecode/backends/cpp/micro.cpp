@@ -9,7 +9,7 @@ void multiply_tiles(const float* x, int64_t block, int count, const float* w, in
   multiply_any<float, 32>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
 }
 
-#ifdef HAS_BFLOAT16
+#if defined(HAS_BFLOAT16) && !defined(HAS_PAIRED)
 void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines) {
 #ifdef BACKEND_AMX

@@ -57,7 +57,7 @@ struct Unit {
 // `next` on are on their way to the L2 cache afterwards.
 void multiply_tiles(const float* x, int64_t block, int count, const float* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines);
-#ifdef HAS_BFLOAT16
+#if defined(HAS_BFLOAT16) && !defined(HAS_PAIRED)
 void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines);
 #endif

@@ -1,10 +1,10 @@
 // Micro-kernels of AVX-512: float32 by FMA, bfloat16 by `vdpbf16ps`, bytes by VNNI. One loop for all three, since each takes
 // four bytes of x (one float32, two bfloat16, four bytes), the same for 16 outputs, by a line of 64 bytes of weights.
 // Intel's cores since Sapphire Rapids multiply a pair of bfloat16 in the time of four float32. There a line of pairs is
-// widened to two of float32, once for up to AT_ONCE rows, whose numbers were widened before (`Paired`).
+// widened to two of float32, once for all rows in registers, whose numbers were widened before (`Paired`).
 //
 // Up to AT_ONCE rows and 32 outputs stay in registers; weights are loaded once for all these rows. A number of x is
-// broadcast as it is loaded. Rows that are not there cost nothing. On Intel's newer cores more rows go by 16 outputs
+// broadcast as it is loaded. Rows that are not there cost nothing. Where there is `Paired`, more rows go by 16 outputs
 // (`multiply_tile`).
 
 #pragma once
@@ -12,14 +12,14 @@
 #include "numbers.h"
 
 #include <array>
+#include <type_traits>
 #include <utility>
 
 namespace cpu {
 
 constexpr int AT_ONCE = 12;  // rows: 24 sums, two lines of weights, one number of x: 27 of 32 registers (Paired: 33, one spilled)
 
-// On newer cores of Intel: sums of 16 outputs, a line of weights (Paired: two of it, and a mask), a number of x in memory.
-constexpr int TILE_ROWS = 28;
+constexpr int TILE_ROWS = 28;  // of 16 outputs: 28 sums, a line of weights (Paired: two of it, and a mask), x in memory
 
 template <typename T>
 struct Dot;
@@ -180,9 +180,11 @@ inline void multiply_any(const void* x, int64_t apart, int count, const void* w,
                          const char* next, int64_t lines) {
   static constexpr auto FEW = few_runs<T, LINES, Number>(std::make_integer_sequence<int, AT_ONCE>());
 #ifdef HAS_PAIRED
-  static constexpr auto MORE = more_runs<T, LINES, Number>(std::make_integer_sequence<int, TILE_ROWS - AT_ONCE>());
-  if (count > AT_ONCE)
-    return in_parts<T, LINES>(MORE.data(), AT_ONCE + 1, TILE_ROWS, x, apart, count, w, steps, sums, fresh, next, lines);
+  if constexpr (std::is_same<Number, float>::value) {  // a product of bytes takes x from a register alone
+    static constexpr auto MORE = more_runs<T, LINES, Number>(std::make_integer_sequence<int, TILE_ROWS - AT_ONCE>());
+    if (count > AT_ONCE)
+      return in_parts<T, LINES>(MORE.data(), AT_ONCE + 1, TILE_ROWS, x, apart, count, w, steps, sums, fresh, next, lines);
+  }
 #endif
   in_parts<T, LINES>(FEW.data(), 1, AT_ONCE, x, apart, count, w, steps, sums, fresh, next, lines);
 }
