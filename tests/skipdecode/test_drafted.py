@@ -84,7 +84,7 @@ def test_every_draft_is_the_one_that_rows_make(
     seen = set()
     for drafts in DRAFTS:
         hits = text.hits(drafts, MOST)
-        for number in (1, 3, MOST):
+        for number in (1, 3, MOST) if listed is None and not is_packed else (3,):
             wanted, got = [0] * number, [0] * number
             for row in range(len(requests)):
                 drafted, accepted = expected_counts(hits[:, row].tolist(), number)

@@ -15,6 +15,7 @@ from actors.generator import Generator, GeneratorConfig
 from jobs import calibrate, generate
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig, build_config
+from skipdecode.cost import Ceilings
 from skipdecode.draft_length import SKIPPED
 from skipdecode.plan import FullDepth
 from skipdecode.request import Completion, Request
@@ -23,6 +24,7 @@ from tests.support.verbs import Call
 
 L = 6
 IDLE = (1, 3, 4)
+CEILINGS = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
 LEFT = {"method": "layers", "layers": [0, 2, 5]}
 Verb = Callable[..., tuple[int, dict[str, Any], str]]
 
@@ -49,7 +51,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def verb(call: Call, monkeypatch: pytest.MonkeyPatch) -> Verb:
-    """By the cost model alone: what passes of so small a model take says nothing, and changes."""
+    """By the cost model alone: what passes of so small a model take, and a busy machine's ceilings, say nothing."""
+    monkeypatch.setattr("pipeline.evaluation.calibrate_drafts.measure_ceilings", lambda *_: CEILINGS)
     for name in ("time_full_depth", "time_drafts"):
         monkeypatch.setattr(f"actors.draft_search.{name}", lambda *_: None)
     settings = ["target=drafts", "max_new_tokens=16", "threads=1", "model.dtype=float32"]
