@@ -181,7 +181,7 @@ def hugging_face_drafts(spec: Spec) -> Engine:
 
     torch.set_num_threads(spec.threads)
     model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=getattr(torch, spec.dtype)).to(spec.device).eval()
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = model.config.vocab_size  # no token's; None fails where prompts repeat
     more: dict[str, Any] = {"prompt_lookup_num_tokens": DRAFTED}
     if spec.name == "hf-assisted":
         more = {"assistant_early_exit": model.config.num_hidden_layers // EXITS_AT}
