@@ -154,14 +154,15 @@ using Run = void (*)(const char*, int64_t, const char*, int64_t, Number*, bool, 
 
 // `count` rows by parts of `most` at most that are as even as can be; `lines` are of all. runs[0]: of `least` rows.
 template <typename T, int LINES, typename Number>
-inline void in_parts(const Run<Number>* runs, int least, int most, const void* x, int64_t apart, int count, const void* w, int64_t steps,
-                     Number* sums, bool fresh, const char* next, int64_t lines) {
+inline void in_parts(const Run<Number>* runs, int least, int most, const void* x, int64_t apart, int count,
+                     const void* w, int64_t steps, Number* sums, bool fresh, const char* next, int64_t lines) {
   const int parts = (count + most - 1) / most;
   const int64_t each = (lines + parts * steps - 1) / (parts * steps);
   for (int part = 0; part < parts; ++part) {
     const int from = count * part / parts, to = count * (part + 1) / parts;
-    runs[to - from - least](static_cast<const char*>(x) + 4 * Dot<T>::PARTS * LINES * from, apart, static_cast<const char*>(w),
-                    steps, sums + 32 * from, fresh, next + part * steps * each * 64, each);
+    const char* rows = static_cast<const char*>(x) + 4 * Dot<T>::PARTS * LINES * from;
+    runs[to - from - least](rows, apart, static_cast<const char*>(w), steps, sums + 32 * from, fresh,
+                            next + part * steps * each * 64, each);
   }
 }
 
