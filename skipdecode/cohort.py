@@ -71,7 +71,7 @@ class Cohort:
             assert not has_fixed_shape, "whose company a row is in must not choose a shape"
             self._shared = shared_prompts(model, requests, schedule, sharing, self._allocate, copies=graphs is not None)
             self._cache = self._shared.cache
-        columns, num_rows = max(len(r.prompt_tokens) for r in requests), len(self._cache.num_pad)
+        self._longest, num_rows = max(len(r.prompt_tokens) for r in requests), len(self._cache.num_pad)
         empty = num_rows - len(requests)
         ids = [r.id for r in requests] + [""] * empty
         samplings = [r.sampling for r in requests] + [Sampling()] * empty
@@ -86,7 +86,7 @@ class Cohort:
         saved = 0 if sharing is None else sharing.tokens_saved
         self.stats = BatchStats(
             len(self.rows),
-            columns if prompt_columns is None else prompt_columns,
+            self._longest if prompt_columns is None else prompt_columns,
             num_input,
             prefix_tokens_saved=saved,
             cache_bytes=self._cache.nbytes,
@@ -142,8 +142,9 @@ class Cohort:
         if self._graphs is not None:
             made = self._graphs(newest, cache, plan, ffns, only_likeliest=self._is_plain)
         else:
-            last = self.model.config.max_position_embeddings - 1
-            positions = cache.next_positions[:, None].clamp(max=last)  # [B, 1]; only ended rows get that far
+            positions = cache.next_positions[:, None]  # [B, 1]
+            if self._longest + k > (last := self.model.config.max_position_embeddings - 1):
+                positions = positions.clamp(max=last)  # only ended rows get that far
             made = self.model(newest[:, None], positions, cache, plan, ffns, only_likeliest=self._is_plain)
         self._choose(made)
         stats.ffns_apart.append(ffns.rows_run)
@@ -166,7 +167,8 @@ class Cohort:
         is_last = self._num_made == self.num_new
         if len(self._made) == self.check_every or is_last:
             asking, seen = self._logprobs.take()
-            self._looks.send([torch.stack(self._made, dim=1), *seen], (self._live, asking))
+            made = self._made[0][:, None] if len(self._made) == 1 else torch.stack(self._made, dim=1)
+            self._looks.send([made, *seen], (self._live, asking))
             self._made = []
         # Nobody waits for the first tokens longer than need be; counts are not copied ahead.
         is_eager = is_last or self._num_made == 1 or self._ffns.has_counts
@@ -175,12 +177,14 @@ class Cohort:
 
     def _look(self) -> None:
         """Looks at the tokens sent first; drops ended rows when enough have ended."""
-        rows, counts = self.rows, self._ffns.history()
+        rows = self.rows
         (tokens, *seen), (live, asking) = self._looks.take()  # [B, n]
         give(asking, seen)
-        for index, new, ran in zip(live, tokens.tolist(), counts, strict=False):
+        if self._ffns.has_counts:
+            for index, ran in zip(live, self._ffns.history(), strict=False):
+                rows[index].ffns += ran
+        for index, new in zip(live, tokens.tolist(), strict=False):
             row = rows[index]
-            row.ffns += ran
             if row.is_running:
                 row.take(new, self.model.config.eos_token_ids, self._decode_text)
         live, size = self._live, len(self._newest)

@@ -72,22 +72,19 @@ class Row:
 
     def take(self, new: Sequence[int], eos: Collection[int], decode: DecodeText | None) -> None:
         """Adds tokens that the device made, up to the one that ends the row."""
-        sampling, checked = self.request.sampling, len(self.tokens)
-        self.tokens += new[: sampling.max_new_tokens - checked]
-        if len(self.tokens) == sampling.max_new_tokens:
-            self.finish_reason = "length"
-        ends = (at for at in range(checked, len(self.tokens)) if self.tokens[at] in eos)
-        if not sampling.ignore_eos and (end := next(ends, None)) is not None:
-            del self.tokens[end + 1 :]
-            self.finish_reason = "stop"
-        if sampling.stop:
+        sampling = self.request.sampling
+        if sampling.stop and self._scan is None:
             assert decode is not None, "a request has stop strings, and there is no decoder of text"
-            self._scan = self._scan or StopScan(sampling.stop, decode)
-            for at in range(checked, len(self.tokens)):
-                if self._scan.push(self.tokens[at]):
-                    del self.tokens[at + 1 :]
-                    self.finish_reason = "stop"
-                    break
+            self._scan = StopScan(sampling.stop, decode)
+        for token in new:
+            self.tokens.append(token)
+            is_eos = token in eos and not sampling.ignore_eos
+            if is_eos or (self._scan is not None and self._scan.push(token)):
+                self.finish_reason = "stop"
+                return
+            if len(self.tokens) == sampling.max_new_tokens:
+                self.finish_reason = "length"
+                return
 
     def cancel(self) -> None:
         """Nobody waits for it any more; without effect on a row that has ended."""

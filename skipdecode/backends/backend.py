@@ -158,16 +158,17 @@ class Backend:
         """
         return None
 
-    def step(
+    def prepare_step(
         self,
         layers: Sequence[FusedLayer],
-        h: Tensor,
+        rows: int,
         columns: Sequence[Columns | TableColumns] | None,
         *,
         feeds: bool,
-    ) -> Tensor:
-        """h [B, 1, D] through layers that this back end fused, one behind the other, in place: attention of each over
-        its `columns` (None: none attends), and its feed-forward block (where it `feeds`)."""
+    ) -> Callable[[Tensor], Tensor]:
+        """A call for h [B, 1, D] through layers that this back end fused, one behind the other, in place: attention of
+        each over its `columns` (None: none attends), and its feed-forward block (where it `feeds`). It serves as long
+        as the columns' memory; numbers in there, which column is the last among them, may change."""
         raise AssertionError("nothing is fused here")
 
     def fuse_store(

@@ -26,7 +26,7 @@ from skipdecode.backends.backend import (
     activate,
 )
 from skipdecode.backends.backend import Product as AnyProduct
-from skipdecode.backends.layer import LayerKernel, StoreKernel, step
+from skipdecode.backends.layer import LayerKernel, Step, StoreKernel
 from skipdecode.backends.layer_parts import Product
 from skipdecode.backends.memory import large_pages, spare_bytes
 from skipdecode.config import Quantization
@@ -78,16 +78,15 @@ class CompiledBackend(Backend):
         qkv, out, fc1, fc2 = cast(Sequence[Product], products)
         return LayerKernel(shape, norms[0], qkv, out, norms[1], fc1, fc2, q_norm=q_norm, k_norm=k_norm)
 
-    def step(
+    def prepare_step(
         self,
         layers: Sequence[FusedLayer],
-        h: Tensor,
+        rows: int,
         columns: Sequence[Columns | TableColumns] | None,
         *,
         feeds: bool,
-    ) -> Tensor:
-        own = cast(Sequence[Columns] | None, columns)
-        return step(cast(Sequence[LayerKernel], layers), h, own, feeds=feeds)
+    ) -> Step:
+        return Step(cast(Sequence[LayerKernel], layers), rows, cast(Sequence[Columns] | None, columns), feeds=feeds)
 
     def fuse_store(
         self,

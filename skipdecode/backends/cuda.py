@@ -9,6 +9,7 @@ B rows, D width, H heads of queries, G of keys and values, K head dim, F feed-fo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -158,15 +159,20 @@ class CudaBackend(Backend):
             return None
         return CudaLayer(self.kernels, shape, norms, cast(Sequence[CudaProduct], products), q_norm, k_norm)
 
-    def step(
+    def prepare_step(
         self,
         layers: Sequence[FusedLayer],
-        h: Tensor,
+        rows: int,
         columns: Sequence[Columns | TableColumns] | None,
         *,
         feeds: bool,
+    ) -> Callable[[Tensor], Tensor]:
+        return partial(self._step, cast(Sequence[CudaLayer], layers), columns, feeds)
+
+    def _step(
+        self, own: Sequence[CudaLayer], columns: Sequence[Columns | TableColumns] | None, feeds: bool, h: Tensor
     ) -> Tensor:
-        states, own = h.view(len(h), -1), cast(Sequence[CudaLayer], layers)
+        states = h.view(len(h), -1)
         pending: Tensor | None = None  # what the next norm adds to the states, and its bias
         bias: Tensor | None = None
         for norm, product, run in _blocks(own, columns, feeds=feeds):

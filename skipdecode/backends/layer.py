@@ -172,44 +172,52 @@ class LayerKernel:
         return h
 
 
-def step(layers: Sequence[LayerKernel], h: Tensor, columns: Sequence[Columns] | None, *, feeds: bool) -> Tensor:
-    """h [B, 1, D] through layers of one type, one behind the other, in place: attention of each over its `columns`
-    (None: none attends), and its feed-forward block (where it `feeds`)."""
-    rows, count, dtype = len(h), len(layers), layers[0].dtype
-    memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
-    places = shared = None
-    if columns is not None:
-        places = columns[0].places
-        assert all(of.places is places for of in columns), "layers of other rows"
-        if places is not None:
-            _check_indices(rows, places)
-        heads = [at.shared.struct(rows, at.k) for at in columns if at.shared is not None]
-        assert len(heads) in (0, count), "shared columns in some of the layers"
-        shared = (Shared * count)(*heads) if heads else None
-        memory = [kernel.pointers(rows, at) for kernel, at in zip(layers, columns, strict=True)]
-    for kernel in layers:
-        assert kernel.dtype == dtype, kernel.dtype
-        _check_states(dtype, h, (rows, 1, kernel.width))
-    k, v, capacities, first, last = zip(*memory, strict=True)
-    pointers = POINTER * count
-    cpu.function("step", dtype)(
-        pointers(*(kernel.address for kernel in layers)),
-        count,
-        rows,
-        h.data_ptr(),
-        columns is not None,
-        feeds,
-        pointers(*k),
-        pointers(*v),
-        (INT64 * count)(*capacities),
-        pointers(*first),
-        pointers(*last),
-        pointer(places),
-        shared,
-        pointer(LayerKernel.seconds),
-        torch.get_num_threads(),
-    )
-    return h
+class Step:
+    """Layers of one type, one behind the other, for one new column per row. All they take is checked and laid out once,
+    so that no step does it: weights have pushed Python out of the caches since the step before."""
+
+    def __init__(
+        self, layers: Sequence[LayerKernel], rows: int, columns: Sequence[Columns] | None, *, feeds: bool
+    ) -> None:
+        """As `Backend.prepare_step`."""
+        count, dtype = len(layers), layers[0].dtype
+        memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
+        places = shared = None
+        if columns is not None:
+            places = columns[0].places
+            assert all(of.places is places for of in columns), "layers of other rows"
+            if places is not None:
+                _check_indices(rows, places)
+            heads = [at.shared.struct(rows, at.k) for at in columns if at.shared is not None]
+            assert len(heads) in (0, count), "shared columns in some of the layers"
+            shared = (Shared * count)(*heads) if heads else None
+            memory = [kernel.pointers(rows, at) for kernel, at in zip(layers, columns, strict=True)]
+        for kernel in layers:
+            assert (kernel.dtype, kernel.width) == (dtype, layers[0].width), (kernel.dtype, kernel.width)
+        self._held = (layers, columns)  # what the pointers point to
+        self._dtype, self._shape = dtype, (rows, 1, layers[0].width)
+        k, v, capacities, first, last = zip(*memory, strict=True)
+        pointers = POINTER * count
+        self._call = cpu.function("step", dtype)
+        self._layers = (pointers(*(kernel.address for kernel in layers)), count, rows)
+        self._columns = (
+            columns is not None,
+            feeds,
+            pointers(*k),
+            pointers(*v),
+            (INT64 * count)(*capacities),
+            pointers(*first),
+            pointers(*last),
+            pointer(places),
+            shared,
+        )
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """h [B, 1, D], in place."""
+        _check_states(self._dtype, h, self._shape)
+        threads = torch.get_num_threads()
+        self._call(*self._layers, h.data_ptr(), *self._columns, pointer(LayerKernel.seconds), threads)
+        return h
 
 
 # wrong ones would be read as if they were right

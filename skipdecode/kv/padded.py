@@ -8,14 +8,14 @@ view of their own (`unpadded`).
 B rows, T new columns, S columns, H heads of queries, G of keys and values, K head dim, D width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns
+from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
 from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.shared import SharedHeads
@@ -47,7 +47,9 @@ class KVCache:
         self.num_pad, self.paddings = num_pad, paddings  # [B] int64, columns of left padding
         self.length = 0
         self.shared: SharedHeads | None = None
-        self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it
+        self._last: Tensor | None = None  # [B] int64, all `length`; always in the same memory
+        self._last_length = -1  # what is in there
+        self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}
         self._elsewhere: dict[torch.device, Self] = {}
         self._parts: list[tuple[slice, Self]] = []
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
@@ -105,10 +107,31 @@ class KVCache:
     def columns(self, layer: int) -> Columns:
         """Memory, first and last column of every row for one new column per row (`ColumnAttention`)."""
         assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
-        if self._last is None or self._last[0] != self.length:  # once per step, not once per layer
-            self._last = (self.length, torch.full_like(self.num_pad, self.length))
         shared = None if self.shared is None else self.shared.columns(layer)
-        return Columns(self.k[layer], self.v[layer], self.num_pad, self._last[1], shared=shared)
+        return Columns(self.k[layer], self.v[layer], self.num_pad, self._newest(), shared=shared)
+
+    def _newest(self) -> Tensor:
+        """[B] int64: the column that a step writes. Filled once per step, not once per layer."""
+        if self._last is None:
+            self._last = torch.empty_like(self.num_pad)
+        if self._last_length != self.length:
+            self._last_length = self.length
+            self._last.fill_(self.length)
+        return self._last
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        """As `KVView.run`, for one new column per row. Calls are kept: from step to step `length` alone changes."""
+        key = (*layers, *kernels, attends, feeds)
+        if attends:
+            self._newest()
+            least = min(self.k[layer].shape[2] for layer in layers)
+            assert self.length < least, f"a layer of {layers} has room for {least} columns"
+        if key not in self._steps:
+            columns = [self.columns(layer) for layer in layers] if attends else None
+            self._steps[key] = backend_on(h.device).prepare_step(kernels, len(h), columns, feeds=feeds)
+        return self._steps[key](h)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [B, G, T, K] behind the filled columns; gives back all of the layer's K and V, [B, G, S, K]."""
@@ -246,6 +269,11 @@ class PaddedView(StepView):
 
     def columns(self, layer: int) -> Columns:
         return self._cache.columns(layer)
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        return self._cache.run(kernels, h, layers, attends=attends, feeds=feeds)
 
     @cached_property
     def _mask(self) -> Tensor | None:

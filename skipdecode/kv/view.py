@@ -72,7 +72,7 @@ class StepView:
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
         columns = [self.columns(layer) for layer in layers] if attends else None
-        return backend_on(h.device).step(kernels, h, columns, feeds=feeds)
+        return backend_on(h.device).prepare_step(kernels, len(h), columns, feeds=feeds)(h)
 
     def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("a kernel for prompts, and one column")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skipdecode.backends.compiled import attend_one
 from skipdecode.backends.heads import Columns
-from skipdecode.backends.layer import LayerKernel, StoreKernel, step
+from skipdecode.backends.layer import LayerKernel, Step, StoreKernel
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
@@ -78,7 +78,7 @@ class OneLayer:
         return attend_one(q, k, v, self.held)
 
     def run(self, kernels: list[LayerKernel], h: Tensor, _: list[int], *, attends: bool, feeds: bool) -> Tensor:
-        return step(kernels, h, [self.held] * len(kernels) if attends else None, feeds=feeds)
+        return Step(kernels, len(h), [self.held] * len(kernels) if attends else None, feeds=feeds)(h)
 
 
 @given(
@@ -152,7 +152,9 @@ def test_threads_with_many_rows_take_them_through_all_layers(
         own = [[x.clone() for x in cache] for cache in caches]
         columns = [Columns(*cache, first, last) for cache in own] if does[0] else None
         with torch.inference_mode(), num_threads(threads):
-            made.append([step(kernels, h.clone(), columns, feeds=does[1]), *(x for cache in own for x in cache)])
+            made.append(
+                [Step(kernels, len(h), columns, feeds=does[1])(h.clone()), *(x for cache in own for x in cache)]
+            )
     assert not torch.equal(made[0][0], h)
     for several in made[1:]:
         assert all(map(torch.equal, several, made[0]))

@@ -380,7 +380,7 @@ def test_the_check_interval_does_not_matter(
     wanted = defined_end(tokens, stop, tokenizer.decode)
     row = Row(Request("x", [2], Sampling(len(tokens) + 1, stop=tuple(stop), ignore_eos=True)))
     for checked in range(0, len(tokens), interval):
-        row.take(tokens[checked : checked + interval], 2, tokenizer.decode)
+        row.take(tokens[checked : checked + interval], {2}, tokenizer.decode)
         if not row.is_running:
             break
     assert (len(row.tokens) if row.finish_reason == "stop" else None) == wanted

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from skipdecode.backends import choice
 from skipdecode.backends.heads import Columns
-from skipdecode.backends.layer import LayerKernel, step
+from skipdecode.backends.layer import LayerKernel, Step
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config import Quantization
 
@@ -96,4 +96,4 @@ def read_last(
 
 def step_one(kernel: LayerKernel, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
     """`step` of one layer."""
-    return step([kernel], h, None if columns is None else [columns], feeds=feeds)
+    return Step([kernel], len(h), None if columns is None else [columns], feeds=feeds)(h)
