@@ -113,9 +113,9 @@ class Backend:
     """torch's operators, which serve on every device, and are the reference for all other back ends."""
 
     takes_places = False
-    """`step` and `column_attention` take `Columns` with `places`: several new columns of a row."""
+    """`prepare_step` and `column_attention` take `Columns` with `places`: several new columns of a row."""
     reads_tables = False
-    """`step` and `column_attention` take `TableColumns`: a captured step then reads its bounds on the device."""
+    """`prepare_step` and `column_attention` take `TableColumns`: captured steps read their bounds on the device."""
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:

@@ -113,16 +113,18 @@ class KVCache:
     def _newest(self) -> Tensor:
         """[B] int64: the column that a step writes. Filled once per step, not once per layer."""
         if self._last is None:
-            self._last = torch.empty_like(self.num_pad)
+            with torch.inference_mode(False):  # else no step outside of that mode could fill it
+                self._last = torch.empty_like(self.num_pad)
         if self._last_length != self.length:
-            self._last_length = self.length
             self._last.fill_(self.length)
+            self._last_length = self.length
         return self._last
 
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """As `KVView.run`, for one new column per row. Calls are kept: from step to step `length` alone changes."""
+        """As `KVView.run`, for one new column per row. Calls are kept, since `length` alone changes from step to step:
+        once there is one, nobody may exchange the memory, `num_pad` or `shared`."""
         key = (*layers, *kernels, attends, feeds)
         if attends:
             self._newest()

@@ -238,6 +238,22 @@ def test_a_full_cache_refuses_by_layer(loaded: Decoder) -> None:
         loaded(torch.tensor([[2, 5, 6, 7]]), torch.arange(4)[None], cache, FullDepth(6).prefill())
 
 
+def test_steps_of_a_cache_are_kept_and_refuse_when_it_is_full(tiny_checkpoint: Path) -> None:
+    """In and out of inference mode, which marks what is made in it."""
+    model, plan, made = load_model(tiny_checkpoint).pack(), FullDepth(6).step(0), []
+    for modes in ((torch.no_grad, torch.inference_mode) * 2, (torch.inference_mode, torch.no_grad) * 2):
+        cache = KVCache.allocate(
+            model.config, num_pad=torch.tensor([0, 0]), capacities=[6] * 5 + [5], dtype=torch.float32
+        )
+        tokens = torch.tensor([[2], [7]])
+        for at, mode in enumerate((torch.inference_mode, *modes)):
+            with mode():
+                made.append(model(tokens + at, cache.next_positions[:, None], cache, plan))
+        with pytest.raises(AssertionError, match="has room for 5 columns"), torch.inference_mode():
+            model(tokens, cache.next_positions[:, None], cache, plan)
+    assert all(torch.equal(one, other) for one, other in zip(made[:5], made[5:], strict=True))
+
+
 def test_cache_bytes_and_keep() -> None:
     config = OPTConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=2)
     cache = KVCache.allocate(config, num_pad=torch.tensor([0, 2, 1]), capacities=[7, 4], dtype=torch.bfloat16)

@@ -95,5 +95,5 @@ def read_last(
 
 
 def step_one(kernel: LayerKernel, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
-    """`step` of one layer."""
+    """`Step` of one layer."""
     return Step([kernel], len(h), None if columns is None else [columns], feeds=feeds)(h)
