@@ -137,7 +137,13 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("cpu", ["sapphire rapids", "its amx hidden", "zen 4", "ice lake"])
+@pytest.mark.parametrize(
+    "cpu",
+    [
+        "sapphire rapids",
+        *(pytest.param(cpu, marks=pytest.mark.slow) for cpu in ("its amx hidden", "zen 4", "ice lake")),
+    ],
+)
 def test_the_source_compiles_for_cpus_that_are_not_here(cpu: str, tmp_path: Path) -> None:
     """What this machine can run has been compiled, and is tested; the rest is compiled at least."""
     flags = frozenset(CPUS[cpu][0])
