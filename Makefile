@@ -41,11 +41,11 @@ FAST := $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not ra
 # Two at a time on any machine: each takes several processes, which wait for each other half of the time.
 RAY := $(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and (ray or process)"
 
-test: .venv/installed-test check  ## what CI runs: lint, types, tests; about twelve minutes on two cores
+test: .venv/installed-test check  ## what CI runs: lint, types, tests; 16 to 20 minutes on two cores
 	$(FAST)
 	$(RAY)
 
-test-fast: .venv/installed-test  ## what starts no Ray and no process; under three minutes on two cores
+test-fast: .venv/installed-test  ## what starts no Ray and no process; 6 to 9 minutes on two cores
 	$(FAST)
 
 test-all: .venv/installed-test  ## the slow tests, too

@@ -162,22 +162,30 @@ inline void fetch_rows(const T* x, int64_t count) {
   for (; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
 }
 
-// Rows as a product reads them, in the layout that they have. Where that takes other numbers, the blocks from `first` to
-// `end` are widened in memory of the thread's own.
+// Rows as a product reads them. Where that takes other numbers, the blocks from `first` to `end` are widened in memory of
+// the thread's own, and all rows are one group: the more of them share a line of weights, the less often it is widened.
 template <typename T>
-inline const Row<T>* as_read(const T* tiles, int64_t rows, int64_t first, int64_t end, Layout layout) {
-  if constexpr (std::is_same<Row<T>, T>::value) {
-    return tiles;
-  } else {
-    thread_local Buffer<Row<T>> kept;
-    Row<T>* wide = kept.room((rows + 31) / 32 * layout.group);
-    for (int64_t row = 0; row < rows; ++row)
+struct Read {
+  static constexpr bool IS_WIDER = !std::is_same<Row<T>, T>::value;
+
+  const Row<T>* x;
+  Layout layout;
+  int64_t group;  // rows of one
+
+  Read(const T* tiles, int64_t rows, int64_t first, int64_t end, Layout from) {
+    if constexpr (IS_WIDER) {
+      thread_local Buffer<Row<T>> kept;
+      Row<T>* wide = kept.room(rows * end * 32);
+      layout = {1024, 32 * rows, 32}, group = rows, x = wide;
       for (int64_t k = first; k < end; ++k)
-        for (int64_t half = 0, at = layout.at(row, k); half < 32; half += 16)
-          store16(wide + at + half, load_first(tiles + at + half, 16));
-    return wide;
+        for (int64_t row = 0; row < rows; ++row)
+          for (int64_t half = 0; half < 32; half += 16)
+            store16(wide + layout.at(row, k) + half, load_first(tiles + from.at(row, k) + half, 16));
+    } else {
+      layout = from, group = 32, x = tiles;
+    }
   }
-}
+};
 
 // The same for rows in tiles. A thread that has them to itself, not more than ROWS, takes first the first inputs of all rows
 // (INPUTS), which stay in its core's L2 cache. Threads that share them have parts of the outputs, and as many rows at a
@@ -198,24 +206,27 @@ void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, co
   thread_local Buffer<float> kept;
   float* sums = kept.room((is_whole ? 1 : blocks) * some * 1024);
   for (int64_t from = 0; from < rows; from += 32 * some) {
-    const int64_t to = from + 32 * some < rows ? from + 32 * some : rows, groups = (to - from + 31) / 32;
+    const int64_t to = from + 32 * some < rows ? from + 32 * some : rows;
     if (!team.is_alone) fetch_rows(tiles + from_.at(from, 0), (to - from) * inputs);
     for (int64_t first = 0; first < steps; first += at_once) {
       const int64_t end = first + at_once < steps ? first + at_once : steps, most = are_few ? end - first : DEEP;
-      const Row<T>* x = as_read(tiles + from_.at(from, 0), to - from, first, end, from_);
+      const Read<T> read(tiles + from_.at(from, 0), to - from, first, end, from_);
+      const int64_t groups = (to - from + read.group - 1) / read.group;
       team.share(blocks, [&](int64_t block) {
-        float* block_sums = sums + (is_whole ? 0 : block) * groups * 1024;
+        float* block_sums = sums + (is_whole ? 0 : block) * some * 1024;
         for (int64_t k = first; k < end; k += most) {
           const int64_t deep = end - k < most ? end - k : most, ahead = (deep * LINES + groups - 1) / groups;
           const T* weights = w + (block * steps + k) * BLOCK;
           const char* next = are_few ? reinterpret_cast<const char*>(weights) + NEAR
                                      : reinterpret_cast<const char*>(weights + (k + deep < end ? deep : steps - k + first) * BLOCK);
           for (int64_t group = 0; group < groups; ++group) {
-            const int64_t row = from + 32 * group;
-            const int count = to - row < 32 ? int(to - row) : 32;
-            multiply_tiles(x + from_.at(row - from, k), from_.block, count, weights, deep, block_sums + group * 1024, k == 0,
+            const int64_t row = read.group * group, left = to - from - row, count = left < read.group ? left : read.group;
+            float* group_sums = block_sums + 32 * row;
+            multiply_tiles(read.x + read.layout.at(row, k), read.layout.block, int(count), weights, deep, group_sums, k == 0,
                            next + group * ahead * 64, ahead);
-            if (k + deep == steps) finish(block_sums + group * 1024, row, count, block);
+            if (k + deep == steps)
+              for (int64_t done = 0; done < count; done += 32)
+                finish(group_sums + 32 * done, from + row + done, int(count - done < 32 ? count - done : 32), block);
           }
         }
       });

@@ -52,9 +52,9 @@ struct Unit {
   Unit(const Unit&) = delete;
 };
 
-// `count` rows of x in tiles, at most 32, times the weights of 32 outputs: `steps` blocks of 32 inputs. sums [32][32] are
-// added to where they are not `fresh`. x: `block` numbers from one block to the next. `lines` lines of 64 bytes from
-// `next` on are on their way to the L2 cache afterwards.
+// `count` rows of x in tiles, at most 32 (where bfloat16 is widened, any), times the weights of 32 outputs: `steps` blocks
+// of 32 inputs. sums [rows][32] are added to where they are not `fresh`. x: `block` numbers from one block to the next.
+// `lines` lines of 64 bytes from `next` on are on their way to the L2 cache afterwards.
 void multiply_tiles(const float* x, int64_t block, int count, const float* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines);
 #if defined(HAS_BFLOAT16) && !defined(HAS_PAIRED)

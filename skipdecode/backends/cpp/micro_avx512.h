@@ -175,7 +175,7 @@ constexpr std::array<Run<Number>, sizeof...(I)> more_runs(std::integer_sequence<
   return {multiply_tile<T, LINES, AT_ONCE + 1 + I, Number>...};
 }
 
-// The same for any `count` of rows up to 32.
+// The same for any `count` of rows.
 template <typename T, int LINES, typename Number>
 inline void multiply_any(const void* x, int64_t apart, int count, const void* w, int64_t steps, Number* sums, bool fresh,
                          const char* next, int64_t lines) {
