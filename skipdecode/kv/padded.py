@@ -28,7 +28,6 @@ class KVCache:
     """k[l], v[l]: [B, G, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
 
     `shared`: where the heads of prompts are that several rows read; then the columns here are those behind them.
-
     `owners` [L]: whose memory a layer's K and V are; its own, unless neighbours share theirs (AcrossKV).
     """
 
@@ -47,8 +46,7 @@ class KVCache:
         self.num_pad, self.paddings = num_pad, paddings  # [B] int64, columns of left padding
         self.length = 0
         self.shared: SharedHeads | None = None
-        self._last: Tensor | None = None  # [B] int64, all `length`; always in the same memory
-        self._last_length = -1  # what is in there
+        self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it, always in the same memory
         self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}
         self._elsewhere: dict[torch.device, Self] = {}
         self._parts: list[tuple[slice, Self]] = []
@@ -90,7 +88,7 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes held for K and V; what layers or rows share counts once."""
         own = [t for owner in set(self.owners) for t in (self.k[owner], self.v[owner])]
-        own += [] if self.shared is None else self.shared.memory
+        own += self.shared.memory if self.shared else []
         return sum(t.numel() * t.element_size() for t in own)
 
     @property
@@ -114,23 +112,21 @@ class KVCache:
         """[B] int64: the column that a step writes. Filled once per step, not once per layer."""
         if self._last is None:
             with torch.inference_mode(False):  # else no step outside of that mode could fill it
-                self._last = torch.empty_like(self.num_pad)
-        if self._last_length != self.length:
-            self._last.fill_(self.length)
-            self._last_length = self.length
-        return self._last
+                self._last = (-1, torch.empty_like(self.num_pad))
+        filled, last = self._last
+        if filled != self.length:
+            self._last = (self.length, last.fill_(self.length))
+        return last
 
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """As `KVView.run`, for one new column per row. Calls are kept, since `length` alone changes from step to step:
-        once there is one, nobody may exchange the memory, `num_pad` or `shared`."""
-        key = (*layers, *kernels, attends, feeds)
+        """As `KVView.run`. Calls are kept: `length` alone changes from step to step, nobody exchanges the memory."""
         if attends:
             self._newest()
             least = min(self.k[layer].shape[2] for layer in layers)
             assert self.length < least, f"a layer of {layers} has room for {least} columns"
-        if key not in self._steps:
+        if (key := (*layers, *kernels, attends, feeds)) not in self._steps:
             columns = [self.columns(layer) for layer in layers] if attends else None
             self._steps[key] = backend_on(h.device).prepare_step(kernels, len(h), columns, feeds=feeds)
         return self._steps[key](h)
