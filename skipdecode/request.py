@@ -76,15 +76,14 @@ class Row:
         if sampling.stop and self._scan is None:
             assert decode is not None, "a request has stop strings, and there is no decoder of text"
             self._scan = StopScan(sampling.stop, decode)
-        for token in new:
+        for token in new[: sampling.max_new_tokens - len(self.tokens)]:
             self.tokens.append(token)
             is_eos = token in eos and not sampling.ignore_eos
             if is_eos or (self._scan is not None and self._scan.push(token)):
                 self.finish_reason = "stop"
                 return
-            if len(self.tokens) == sampling.max_new_tokens:
-                self.finish_reason = "length"
-                return
+        if len(self.tokens) == sampling.max_new_tokens:
+            self.finish_reason = "length"
 
     def cancel(self) -> None:
         """Nobody waits for it any more; without effect on a row that has ended."""

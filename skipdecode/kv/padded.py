@@ -47,7 +47,7 @@ class KVCache:
         self.length = 0
         self.shared: SharedHeads | None = None
         self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it, always in the same memory
-        self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}
+        self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}  # calls that `run` keeps
         self._elsewhere: dict[torch.device, Self] = {}
         self._parts: list[tuple[slice, Self]] = []
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)

@@ -526,3 +526,11 @@ def test_constant_budget_is_the_naive_decoder_with_fixed_layers(
         prompts = random_prompts([5, 2], seed=budget)
         wanted = [naive_decode(hf(tiny_checkpoint), p, schedule, num_new) for p in prompts]
         assert tokens_of(generate(loaded, requests_for(prompts, greedy(num_new)), schedule)) == wanted
+
+
+def test_a_row_takes_no_token_beyond_what_it_may_make() -> None:
+    """Of a row whose prompt alone is scored, none."""
+    for limit, ends, wanted in ((0, set(), "length"), (2, set(), "length"), (2, {6}, "stop"), (1, {6}, "length")):
+        row = Row(Request("x", [2], Sampling(limit)))
+        row.take([5, 6, 7], ends, None)
+        assert (row.tokens, row.finish_reason) == ([5, 6, 7][:limit], wanted)
