@@ -99,7 +99,8 @@ class Generator:
         """Decides how many tokens that schedule's batches draft; one for all of them, which learns from each."""
         if schedule not in self._draft_lengths:
             sizes = self.dtype.itemsize, self.model.weight_itemsize
-            prices = Prices(self.model.config, *sizes, self.ceilings)
+            # timing decides nothing where a run is to be repeated
+            prices = Prices(self.model.config, *sizes, None if self.config.deterministic else self.ceilings)
             known = known_acceptance(self.model.config, schedule)
             self._draft_lengths[schedule] = DraftLength(schedule, prices, known, shortlist=self._shortlist)
         return self._draft_lengths[schedule]

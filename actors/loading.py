@@ -22,6 +22,11 @@ from skipdecode.weights import load_model
 
 logger = logging.getLogger(__name__)
 
+NEEDS_KERNELS = (
+    "rows that get several tokens at a time have no fixed batch shapes, so under sampling.deterministic they need the "
+    "CPU kernels, which give a token the same bits in any shape"
+)
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -35,7 +40,8 @@ class Loaded:
 
 
 def load(config: GeneratorConfig) -> Loaded:
-    """ValueError where there are fewer devices, or the weights leave no room on them, before any is read."""
+    """ValueError where there are fewer devices, or the weights leave no room on them, before any is read; and where
+    `decode.lossless` could not be `deterministic`."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
@@ -46,6 +52,8 @@ def load(config: GeneratorConfig) -> Loaded:
         refuse_too_large(shape, config.source, devices, dtype.itemsize, share)
     model = load_model(config.source, adapter=config.adapter, device=devices[0], dtype=dtype, devices=devices)
     packed = model.pack(config.quantization)
+    if config.deterministic and config.decode.get("lossless") and not packed.keeps_bits:
+        raise ValueError(f"decode.lossless: {NEEDS_KERNELS}; here products of this model are torch's")
     if (reason := backend_on(devices[0]).why_slow) is not None:
         logger.warning("decoding is slower than it could be: %s", reason)
     return Loaded(packed, devices, dtype)

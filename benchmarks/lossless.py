@@ -112,9 +112,16 @@ def decode(
 
 
 def compare(
-    name: str, model: Decoder, pool: list[Request], rows: int, ceilings: Ceilings, repeats: int, draft: dict[str, Any]
+    name: str,
+    model: Decoder,
+    pool: list[Request],
+    rows: int,
+    ceilings: Ceilings,
+    repeats: int,
+    draft: dict[str, Any],
+    ways: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Batches of so many `rows`, each of the next of the pool."""
+    """Batches of so many `rows`, each of the next of the pool; `ways` of WAYS."""
     requests = pool[:rows]
     layers, sizes = model.config.num_hidden_layers, (model.dtype.itemsize, model.weight_itemsize)
     full = FullDepth(layers)
@@ -124,10 +131,10 @@ def compare(
         shape = [request.prompt_tokens for request in requests], (len(requests),), NEW_TOKENS
         time_full_depth(model, *shape, timed)
         time_drafts(model, *shape, drafts, timed)  # of the whole head; prices know how much less a short one is
-    results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in WAYS}}
+    results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in ways}}
     lengths: dict[str, tuple[Lossless, DraftLength]] = {}
-    for way, keys in WAYS.items():
-        schedule = make_schedule(draft | keys, num_layers=layers, max_new_tokens=NEW_TOKENS).lossless
+    for way in ways:
+        schedule = make_schedule(draft | WAYS[way], num_layers=layers, max_new_tokens=NEW_TOKENS).lossless
         assert schedule is not None
         lengths[way] = schedule, DraftLength(schedule, Prices(model.config, *sizes, ceilings))
     wanted: dict[str, list[int]] = {}
@@ -137,7 +144,7 @@ def compare(
             texts = generate(model, requests, full).completions
             wanted = {request.id: text.tokens for request, text in zip(requests, texts, strict=True)}
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
-        for way in order if repeat else ["full", *WAYS]:
+        for way in order if repeat else ["full", *ways]:
             made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)
             if repeat:
                 results[way].append(made)
@@ -202,6 +209,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="of `own`: JSONL with `prompt`")
     parser.add_argument("--draft", type=json.loads, help="of `own`: a `decode:` mapping, in place of what it carries")
     parser.add_argument("--batches", nargs="+", type=int, help="instead of those of each model")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="to draft")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path)
@@ -224,7 +232,7 @@ def main() -> None:
             carried = stored_drafts(model.config)
             draft = arguments.draft or (carried.decode if carried else DRAFT)
         for batch in batches:
-            results += compare(name, model, pool, batch, ceilings, arguments.repeats, draft)
+            results += compare(name, model, pool, batch, ceilings, arguments.repeats, draft, arguments.ways)
         del model
     document = provenance(device) | {
         "date": datetime.date.today().isoformat(),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ray
 
+from actors.loading import NEEDS_KERNELS
 from actors.room import DETERMINISTIC_ROWS
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
@@ -44,7 +45,7 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
         decode = resolve_decode(config, opt, note)
         new = config.sampling.max_new_tokens
         schedule = make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
-        check_lossless(decode, config.prefill.method, config.sampling.deterministic)
+        check_lossless(decode, config.prefill.method)
         if config.actors.num_devices > 1:
             check_placement(config, schedule)
         if config.prefill.method == "swiftkv" and opt.swiftkv is None:
@@ -136,18 +137,23 @@ def check_drafts(decode: dict[str, Json], opt: DecoderConfig) -> None:
         ) from error
 
 
-def check_lossless(decode: dict[str, Json], prefill: str, deterministic: bool) -> None:
+def check_lossless(decode: dict[str, Json], prefill: str) -> None:
     """ConfigError for what `decode.lossless` cannot be combined with, beside what `make_schedule` refuses."""
     if decode.get("lossless") and prefill == "swiftkv":
         raise ConfigError(
             "decode.lossless", "full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
         )
-    if decode.get("lossless") and deterministic:
-        raise ConfigError(
-            "decode.lossless",
-            "rows that get several tokens at a time have no fixed batch shapes; use sampling.deterministic=false, or "
-            "decode.lossless=false",
-        )
+
+
+def check_exact_drafts(decode: dict[str, Json], deterministic: bool, device: str, torch_on: str | None) -> None:
+    """ConfigError where workers on `device` could not draft under `sampling.deterministic`. `torch_on`: a node whose
+    back end is torch's operators; None where there is none, or where nobody knows yet."""
+    if not (deterministic and decode.get("lossless")) or (device == "cpu" and torch_on is None):
+        return
+    why = f"this would decode on {device}" if device != "cpu" else f"the back end is torch (on {torch_on})"
+    raise ConfigError(
+        "decode.lossless", f"{NEEDS_KERNELS}; {why}; use sampling.deterministic=false, or decode.lossless=false"
+    )
 
 
 def check_placement(config: JobConfig, schedule: Schedule) -> None:

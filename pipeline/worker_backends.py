@@ -60,6 +60,11 @@ def why_no_int8(nodes: Sequence[NodeBackend]) -> str | None:
     return None
 
 
+def torch_node(nodes: Sequence[NodeBackend]) -> str | None:
+    """A node that has no kernels; None where all have some."""
+    return next((node.node for node in nodes if node.backend is not None and node.backend.name == "torch"), None)
+
+
 def look() -> NodeBackend:
     """Of this process."""
     try:

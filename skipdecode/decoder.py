@@ -24,7 +24,7 @@ from skipdecode.kv.unpadded import PromptsView
 from skipdecode.kv.view import KVView
 from skipdecode.layer_loop import run_layers, run_placed
 from skipdecode.layers import Layer, make_norm
-from skipdecode.linear import Linear, pack
+from skipdecode.linear import Linear, pack, product
 from skipdecode.placing import Placement, in_phases
 from skipdecode.plan import LayerPlan
 from skipdecode.rope import rotations
@@ -130,6 +130,12 @@ class Decoder(nn.Module):
     def reads_shared(self) -> bool:
         """Whether rows read one copy of the columns that they share, where they lie (`Backend.reads_shared`)."""
         return backend_on(self.device).reads_shared(self._fused)
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether a token's logits are the same, bit by bit, whatever is fed beside it (`Backend.keeps_bits`)."""
+        by_kernels = self.project_in is None and product(self._packed_head, None) is not None
+        return by_kernels and self.placement is None and backend_on(self.device).keeps_bits(self._fused)
 
     def takes_unpadded(self, cache: KVCache) -> bool:
         """Whether prompts are fed into `cache` without their padding (`Backend.takes_unpadded`)."""

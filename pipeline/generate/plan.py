@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from pipeline.checkpoint import ResolvedModel, check_model, check_quantization
+from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, start_ray
-from pipeline.config import ConfigError, JobConfig, ModelConfig
+from pipeline.config import ConfigError, JobConfig
 from pipeline.generate.chat import find_chat_template, used_chat_template
 from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint, keeps_newlines
@@ -26,7 +26,7 @@ from pipeline.schema import score_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from pipeline.units import Note, count
-from pipeline.worker_backends import find_backends, settle_dtype, why_no_int8
+from pipeline.worker_backends import find_backends, settle_dtype, torch_node, why_no_int8
 from skipdecode.backends.choice import VARIABLE
 
 
@@ -71,9 +71,7 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     stop_on_sigterm()
     note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = find_pool(config.actors, cluster)
-    device = "cuda" if pool.num_gpus else "cpu"
-    dtype, no_int8 = settle_numbers(config.model, begun_in(earlier), device, cluster, pool)
-    check_quantization(config.model.quantization, model.config, dtype, device, no_int8)
+    dtype = settle_numbers(config, model, begun_in(earlier), cluster, pool)
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, note, sum_ids=index_all or not is_finished)
@@ -119,15 +117,18 @@ def begun_in(earlier: RunState | None) -> str | None:
     return dtype if isinstance(dtype, str) else None
 
 
-def settle_numbers(
-    model: ModelConfig, begun: str | None, device: str, cluster: Cluster, pool: Pool
-) -> tuple[str, str | None]:
-    """The type that all workers decode in, and why they have no kernels for int8 weights (None: they have).
+def settle_numbers(config: JobConfig, model: ResolvedModel, begun: str | None, cluster: Cluster, pool: Pool) -> str:
+    """The type that all workers decode in; ConfigError where they could not load the model for it.
 
     `auto` is what the run was `begun` in, wherever it goes on; else what suits the nodes that decode. These are asked
     only where their answer matters.
     """
-    name = begun if model.dtype == "auto" and begun is not None else model.dtype
-    is_asked = name == "auto" or model.quantization is not None or bool(os.environ.get(VARIABLE))
+    numbers, device = config.model, "cuda" if pool.num_gpus else "cpu"
+    name = begun if numbers.dtype == "auto" and begun is not None else numbers.dtype
+    is_exact = config.sampling.deterministic and bool(model.decode.get("lossless"))
+    is_asked = name == "auto" or numbers.quantization is not None or is_exact or bool(os.environ.get(VARIABLE))
     nodes = find_backends(cluster, pool.num_cpus) if device == "cpu" and is_asked else ()
-    return settle_dtype(name, device, nodes), why_no_int8(nodes)
+    dtype = settle_dtype(name, device, nodes)
+    check_quantization(numbers.quantization, model.config, dtype, device, why_no_int8(nodes))
+    check_exact_drafts(model.decode, config.sampling.deterministic, device, torch_node(nodes))
+    return dtype

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
-from pipeline.checkpoint import check_model, check_quantization
+from pipeline.checkpoint import check_model
 from pipeline.cluster import STAGE_CPUS, find_pool, look_at_cluster
 from pipeline.config import JobConfig, build_config, load_config
 from pipeline.estimate.forecast import window_rows
@@ -71,9 +71,7 @@ class Processor:
             check_columns(schema.names, config)
         cluster = look_at_cluster()
         pool = find_pool(config.actors, cluster)
-        device = "cuda" if pool.num_gpus else "cpu"
-        dtype, no_int8 = settle_numbers(config.model, None, device, cluster, pool)
-        check_quantization(config.model.quantization, self._model.config, dtype, device, no_int8)
+        dtype = settle_numbers(config, self._model, None, cluster, pool)
         shares = shares_prefixes(config, None)
         tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0, shares=shares)
         size = window_rows(config, pool.max_size, sys.maxsize, has_gpu=bool(pool.num_gpus))

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
-from pipeline.checkpoint import adapter_path, check_lossless, check_model, check_quantization, worker_path
+from pipeline.checkpoint import adapter_path, check_model, check_quantization, worker_path
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
@@ -74,7 +74,6 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     sampling = SamplingConfig(max_new_tokens=config.sampling.max_new_tokens)
     job = JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling)
     model = check_model(job, logging.getLogger("ray.serve").warning)
-    check_lossless(model.decode, config.prefill.method, config.sampling.deterministic)
     device, dtype = "auto", config.model.dtype
     if config.model.quantization is not None:  # a replica must not try what it has no kernel for, again and again
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype

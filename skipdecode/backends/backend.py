@@ -212,6 +212,11 @@ class Backend:
         prompts that it `takes_unpadded` and for steps. Else every row needs a copy."""
         return False
 
+    def keeps_bits(self, layers: Sequence[FusedLayer | None]) -> bool:
+        """Whether `layers` make the same of a token, bit by bit, whatever is fed beside it: other rows, or more columns
+        of its own. What torch brings chooses its sums by the shape."""
+        return False
+
     def argmax(self, logits: Tensor) -> Tensor:
         """[B, V] -> [B] int64; the lower index where two are equal."""
         return logits.argmax(dim=-1)

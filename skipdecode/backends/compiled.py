@@ -111,6 +111,9 @@ class CompiledBackend(Backend):
     def reads_shared(self, layers: Sequence[FusedLayer | None]) -> bool:
         return _are_kernels(layers)
 
+    def keeps_bits(self, layers: Sequence[FusedLayer | None]) -> bool:
+        return _are_kernels(layers)
+
     def argmax(self, logits: Tensor) -> Tensor:
         return cpu.argmax(logits) if cpu.is_available(logits) else super().argmax(logits)
 

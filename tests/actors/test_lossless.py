@@ -1,5 +1,7 @@
 """Lossless decoding through the generator and both schedulers of the engine: the tokens of full depth. Float32."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from actors.batches import EngineConfig
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
+from skipdecode.backends import choice
 from skipdecode.generate import generate
 from skipdecode.request import Completion, Request
 from skipdecode.sampling import Sampling
@@ -65,6 +68,34 @@ def test_a_run_measures_itself_against_full_depth(tiny_checkpoint: Path) -> None
         assert record["full_output_tokens"] == record["output_tokens"]
         assert record["predicted_decode_s"] > 0
         assert record["full_predicted_decode_s"] > 0
+
+
+KERNELS = choice.choose()
+
+
+@pytest.mark.skipif(KERNELS.name == "torch", reason="this machine has no kernels")
+def test_deterministic_rows_are_those_of_fixed_batches(checkpoint_factory: Callable[..., Path]) -> None:
+    """In bfloat16 where there are kernels for it: no tie is forgiven, whatever a window holds, and no clock decides."""
+    fixed = GeneratorConfig(
+        str(checkpoint_factory("1.3b")), {"method": "full"}, dtype=KERNELS.dtype, num_threads=1, batch_size=4,
+        deterministic=True, length_buckets=(16, 64),
+    )  # fmt: skip
+    requests = pool_of(20)
+    wanted = [answer.tokens for answer in Generator(fixed)(requests).answers if isinstance(answer, Completion)]
+    ours = Generator(replace(fixed, decode=LOSSLESS[1]))
+    for order in (range(20), range(19, -1, -1), [7, 3]):
+        answers = ours([requests[i] for i in order]).answers
+        assert [a.tokens for a in answers if isinstance(a, Completion)] == [wanted[i] for i in order]
+    (length,) = {id(one): one for one in ours._draft_lengths.values()}.values()
+    assert not length.prices.is_timed
+
+
+def test_deterministic_drafts_need_kernels(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "torch")
+    config = GeneratorConfig(str(tiny_checkpoint), LOSSLESS[0], dtype="float32", num_threads=1, deterministic=True)
+    with pytest.raises(ValueError, match=r"^decode\.lossless: .* sampling\.deterministic .* need the CPU kernels"):
+        Generator(config)
+    Generator(replace(config, decode={"method": "full"}))
 
 
 @pytest.mark.parametrize("scheduler", ["cohort", "continuous"])

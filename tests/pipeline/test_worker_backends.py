@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster as RayCluster
 
 from pipeline.cluster import Cluster
 from pipeline.config import ConfigError
-from pipeline.worker_backends import NodeBackend, find_backends, settle_dtype, why_no_int8
+from pipeline.worker_backends import NodeBackend, find_backends, settle_dtype, torch_node, why_no_int8
 from skipdecode.backends import choice
 from skipdecode.backends.choice import Choice
 
@@ -39,6 +39,12 @@ def test_one_type_for_all_workers() -> None:
 def test_int8_is_refused_by_node() -> None:
     assert why_no_int8((WIDE, WIDE)) is None
     assert why_no_int8((WIDE, OLD)) == "the back end is avx2, which has none (on old)"
+
+
+def test_a_node_without_kernels_is_found() -> None:
+    bare = NodeBackend("bare", Choice("torch", "no AVX2", "float32", "the back end is torch"))
+    assert torch_node((WIDE, OLD)) is None
+    assert torch_node((WIDE, bare)) == "bare"
 
 
 def test_an_embedded_ray_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

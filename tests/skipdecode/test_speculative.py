@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.backends import choice
+from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import DraftLength, Prices
 from skipdecode.ffn_skip import SkipBand
@@ -23,12 +24,12 @@ from skipdecode.shortlist import Shortlist
 from skipdecode.speculative import SpeculativeBatch
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
-from tests.support.cpu_backends import forced, product_dtype
+from tests.support.cpu_backends import forced, kind, product_dtype
 from tests.support.cuda_models import random_model
 from tests.support.naive import greedy, random_prompts, requests_for
 from tests.support.ties import is_tie
 
-__all__ = ["product_dtype"]  # a fixture
+__all__ = ["kind", "product_dtype"]  # fixtures
 
 L = 6
 FULL = FullDepth(L)
@@ -60,7 +61,7 @@ def models(request: pytest.FixtureRequest, ending_checkpoint: Callable[[str], Pa
     """Narrow random models, by torch's operators and by the kernels of this machine: one whose rows end, and a Llama
     whose heads share keys."""
     with forced("torch" if request.param == "torch" else choice.choose().name):
-        opt = is_quiet(load_model(ending_checkpoint("125m")))
+        opt = is_quiet(load_model(ending_checkpoint("1.3b")))  # as wide as kernels take it
         llama = is_quiet(random_model("llama", layers=L))
         yield {"opt": opt.pack(), "llama": llama.pack()}
 
@@ -211,6 +212,37 @@ def test_the_kernels_give_the_same_bits_whatever_was_drafted(product_dtype: torc
         rows = run(SpeculativeBatch(model, schedule), {0: pool}, {}).values()
         made.append([(row.tokens, [one.logprob for one in row.logprobs[: len(row.tokens)]]) for row in rows])
     assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize("shape", ["opt", "llama", "qwen3"])
+def test_the_kernels_give_the_bits_of_fixed_shapes(kind: tuple[torch.dtype, Quantization | None], shape: str) -> None:
+    """Of a batch with padded rows and prompts, which `sampling.deterministic` asks for, whoever is beside a row."""
+    dtype, quantization = kind
+    model = random_model(shape, layers=L, dtype=dtype).pack(quantization)
+    assert model.keeps_bits
+    pool = [
+        Request(str(i), p, greedy(16, ignore_eos=True, temperature=0.5 * (i % 2)), top_logprobs=0)
+        for i, p in enumerate(random_prompts([1 + 5 * i % 29 for i in range(14)], vocab=200))
+    ]
+    wanted = [
+        generate(model, [request], FULL, prompt_columns=32, batch_rows=8, compact=False).completions[0]
+        for request in pool
+    ]
+    for size, schedule in ((1, Lossless(L, Unified(L, 4), 3)), (14, Lossless(L, SkipDecode(L, 6, 6, 1, 1), 5))):
+        made = [
+            completion
+            for start in range(0, len(pool), size)
+            for completion in generate_lossless(model, pool[start : start + size], schedule).completions
+        ]
+        assert [(c.tokens, c.logprobs) for c in made] == [(c.tokens, c.logprobs) for c in wanted]
+
+
+def test_no_others_promise_these_bits() -> None:
+    with forced("torch"):
+        assert not random_model("llama", layers=L).pack().keeps_bits
+    assert not random_model("llama", layers=L).keeps_bits  # not packed
+    narrower = random_model("opt, norms behind", layers=L).pack()  # torch's products before and behind the layers
+    assert not narrower.keeps_bits
 
 
 def test_stop_strings_end_rows_within_a_draft(tiny_checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import generate as verb
-from pipeline.checkpoint import check_model, resolve_decode
+from pipeline.checkpoint import check_exact_drafts, check_model, resolve_decode
 from pipeline.config import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import compare_fingerprints, fingerprint, list_files
 from skipdecode.families import read_config
@@ -48,7 +48,6 @@ def test_it_stands_beside_whatever_schedule_holds(tmp_path: Path, tiny_checkpoin
     [
         ({"decode__lossless": True, "decode__ffn_skip": {"cold_start": 1, "cold_end": 1}}, "decode.ffn_skip.mode"),
         ({"decode__lossless": True, "prefill__method": "swiftkv"}, "decode.lossless"),
-        ({"decode__lossless": "auto", "sampling__deterministic": True}, "decode.lossless"),
         ({"decode__draft_tokens": 4}, "decode.draft_tokens"),
         ({"decode__lossless": True, "decode__draft_tokens": 0}, "decode.draft_tokens"),
         ({"decode__lossless": "maybe"}, "decode.lossless"),
@@ -59,6 +58,16 @@ def test_what_it_cannot_be_combined_with_is_named(tiny_checkpoint: Path, overrid
         check_model(config_of(tiny_checkpoint, **overrides), lambda _: None)
     assert {name for name, _ in caught.value.problems} == {key}
     assert caught.value.exit_code == 2
+
+
+def test_it_is_deterministic_where_workers_have_kernels() -> None:
+    for decode, deterministic in (({"lossless": "auto"}, False), ({"lossless": False}, True), ({}, True)):
+        check_exact_drafts(decode, deterministic, "cuda", "a")
+    check_exact_drafts({"lossless": "auto"}, True, "cpu", None)
+    for device, torch_on, why in (("cuda", None, "decode on cuda"), ("cpu", "old", r"end is torch \(on old\)")):
+        with pytest.raises(ConfigError, match=rf"decode\.lossless: .*{why}; use sampling\.") as caught:
+            check_exact_drafts({"lossless": "auto"}, True, device, torch_on)
+        assert caught.value.exit_code == 2
 
 
 def test_a_run_goes_on_with_more_drafts_but_not_without(tmp_path: Path, tiny_checkpoint: Path) -> None:
