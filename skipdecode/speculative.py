@@ -207,12 +207,11 @@ class SpeculativeBatch(ContinuousBatch):
     def _feed(self, chains: Sequence[Chain], offsets: Sequence[int], extents: Extents) -> Tensor:
         """The states [N, 1, D] behind the layers of token `offsets[i]` of `chains[i]`."""
         device, prompts = self.model.device, self._arena.prompts
-        tokens = torch.tensor([[chain.tokens[i]] for chain, i in zip(chains, offsets, strict=True)], device=device)
+        tokens = [chain.tokens[i] for chain, i in zip(chains, offsets, strict=True)]
         columns = [prompts[chain.at] + chain.k + i for chain, i in zip(chains, offsets, strict=True)]
-        at = torch.tensor(columns, device=device)
-        places = torch.tensor([chain.at for chain in chains], device=device)
+        fed, at, places = torch.tensor([tokens, columns, [chain.at for chain in chains]], device=device)
         view = TokensView(self._arena, places, at, self.model.rotations)
-        return run_layers(self.model, self.model.embed(tokens, at[:, None]), view, extents)[0]
+        return run_layers(self.model, self.model.embed(fed[:, None], at[:, None]), view, extents)[0]
 
     def _choose_at(
         self, h: Tensor, places: Sequence[int], steps: Sequence[int], short: ShortHead | None = None

@@ -8,13 +8,14 @@ B rows, R rows with memory, S columns visible, H heads of queries, G of keys and
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns
+from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
 from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
 from skipdecode.kv.padded import KVCache
@@ -23,6 +24,7 @@ from skipdecode.rope import Turn, turn_of
 from skipdecode.uploads import uploaded
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
+KEPT_STEPS = 8  # calls of layers, for as many numbers of tokens
 
 
 class Arena:
@@ -48,6 +50,7 @@ class Arena:
         """Prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
         self._lengths: list[int] = []  # columns written
+        self._steps: dict[tuple[Any, ...], tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
         self._clear()
 
     @property
@@ -71,6 +74,7 @@ class Arena:
 
         Where memory runs out, the batch is as it was.
         """
+        self._steps.clear()
         needed = len(self.prompts) + len(prompts)
         columns = self._columns([*self.prompts, *prompts], [*self._limits, *limits])
         if self.first + needed > self._num_rows or not self._has(columns):
@@ -93,6 +97,7 @@ class Arena:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all rows but these (rising). What falls off at the ends costs nothing."""
+        self._steps.clear()  # which hold memory, too
         prompts, limits = [self.prompts[row] for row in rows], [self._limits[row] for row in rows]
         if not rows:
             self._clear()  # a burst of long rows leaves nothing behind
@@ -128,6 +133,23 @@ class Arena:
         """K and V of all rows of the batch: [B, G, columns of the layer, K]."""
         owner, rows = self._owners[layer], slice(self.first, self.first + self.num_rows)
         return self._k[owner][rows], self._v[owner][rows]
+
+    def step_of(
+        self, kernels: Sequence[FusedLayer], layers: Sequence[int], places: Tensor, columns: Tensor, *, feeds: bool
+    ) -> Callable[[Tensor], Tensor]:
+        """`Backend.prepare_step` for the tokens of a `TokensView`, which attend. Calls are kept as long as rows and
+        their memory stay, so that a step of as many tokens lays out none."""
+        key = (len(places), feeds, *layers, *kernels)
+        if key not in self._steps:
+            if len(self._steps) >= KEPT_STEPS:
+                self._steps.clear()
+            held = torch.stack([torch.zeros_like(columns), columns, places])  # a call knows where they lie
+            first, last, own = held
+            of = [Columns(*self.memory_of(layer), first, last, places=own) for layer in layers]
+            self._steps[key] = held, self._backend.prepare_step(kernels, len(places), of, feeds=feeds)
+        held, step = self._steps[key]
+        held[1], held[2] = columns, places
+        return step
 
     def view(self, table: Tensor | None = None) -> "ArenaSlice":
         """All rows of the batch, in the step begun; `table` as in `ArenaSlice`."""

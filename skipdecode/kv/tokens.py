@@ -9,12 +9,13 @@ N tokens, B rows of the batch, T most tokens of a place, S columns visible, H he
 head dim.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import Columns
+from skipdecode.backends.backend import Columns, FusedLayer
 from skipdecode.backends.device import backend_on
 from skipdecode.kv.ragged import Arena
 from skipdecode.kv.view import StepView, attention
@@ -41,6 +42,14 @@ class TokensView(StepView):
 
     def columns(self, layer: int) -> Columns:
         return Columns(*self._arena.memory_of(layer), self._first, self._columns, places=self._places)
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        """As `KVView.run`."""
+        if not attends:
+            return super().run(kernels, h, layers, attends=attends, feeds=feeds)
+        return self._arena.step_of(kernels, layers, self._places, self._columns, feeds=feeds)(h)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self._attend_one is not None:
