@@ -312,8 +312,8 @@ void weigh(int64_t each, int64_t count, const GroupRoom<T>& room) {
 
 // A thread's part of it, to be called by all threads of a team, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
-// `places` [rows]: the row of the cache that each row has, where several may have one, whose keys and values are all there
-// (`store_all`); null: its own. `shared` (null: none) comes before a row's own columns; a row's bits are those it has with
+// `places` [rows]: the row of the cache that each row has; null: its own. Where several have one, keys and values of all are
+// there (`store_all`). `shared` (null: none) comes before a row's own columns; a row's bits are those it has with
 // all columns in one piece. put(row, head, numbers) is called with each row's and head's result [dim].
 template <typename T, int DIM, typename Put>
 void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride,

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <chrono>
 #include <omp.h>
+#include <vector>
 
 namespace {
 
@@ -110,11 +111,22 @@ class Clock {
   std::chrono::steady_clock::time_point begun_;
 };
 
-// A layer, by all threads of a team.
+// Whether several rows have one of the `places`.
+bool meet(const int64_t* places, int64_t rows) {
+  if (!places || !rows) return false;
+  std::vector<bool> is_taken(*std::max_element(places, places + rows) + 1);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (is_taken[places[row]]) return true;
+    is_taken[places[row]] = true;
+  }
+  return false;
+}
+
+// A layer, by all threads of a team. `meets`: several rows have one place.
 template <typename T>
 void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
-               const int64_t* first, const int64_t* last, const int64_t* places, const Shared* shared, const Room<T>& room,
-               Clock& clock) {
+               const int64_t* first, const int64_t* last, const int64_t* places, bool meets, const Shared* shared,
+               const Room<T>& room, Clock& clock) {
   const Heads& heads = block->heads;
   const int64_t width = block->width(), attended = heads.width(), made = block->qkv.outputs;
   const bool is_pre = block->is_pre_norm;
@@ -128,7 +140,7 @@ void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, i
     clock.end(QKV);
     const T* new_k = made > attended ? wide + attended : nullptr;  // not where they are in the cache (SwiftKV)
     const T* new_v = new_k ? new_k + heads.kv_width() : nullptr;
-    if (places && new_k) {
+    if (meets && new_k) {
       store_all(heads, rows, new_k, new_v, made, k, v, capacity, first, last, places, shared);
       new_k = nullptr;
     }
@@ -166,8 +178,9 @@ void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int
               T* const* v, const int64_t* capacities, const int64_t* const* first, const int64_t* const* last,
               const int64_t* places, const Shared* shared, double* seconds, int num_threads) {
   // rows of one place, or with columns that several read, stay together
+  const bool meets = meet(places, rows);
   const int64_t most = ROWS * num_threads, least = OWN_ROWS * num_threads;
-  const bool is_apart = num_threads > 1 && rows >= least && rows <= most && !places && !shared;
+  const bool is_apart = num_threads > 1 && rows >= least && rows <= most && !meets && !shared;
   const Room<T> together(blocks, is_apart ? 0 : count, rows);
 #pragma omp parallel num_threads(num_threads)
   {
@@ -179,9 +192,10 @@ void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int
     Clock clock(team, seconds);
     for (int64_t i = 0; i < count; ++i) {
       const Heads& heads = blocks[i]->heads;
-      const int64_t before = from * heads.groups * heads.dim * capacities[i];
+      const int64_t before = places ? 0 : from * heads.groups * heads.dim * capacities[i];
       run_layer<T>(team, blocks[i], own, h + from * blocks[i]->width(), attends, feeds, k[i] + before, v[i] + before,
-                   capacities[i], first[i] + from, last[i] + from, places, shared ? shared + i : nullptr, room, clock);
+                   capacities[i], first[i] + from, last[i] + from, places ? places + from : nullptr, meets,
+                   shared ? shared + i : nullptr, room, clock);
     }
   }
 }
