@@ -22,7 +22,7 @@ from skipdecode.weights import load_model
 
 logger = logging.getLogger(__name__)
 
-NEEDS_KERNELS = (
+DRAFTS_NEED_SAME_BITS = (
     "rows that get several tokens at a time have no fixed batch shapes, so under sampling.deterministic they need the "
     "CPU kernels, which give a token the same bits in any shape"
 )
@@ -53,7 +53,7 @@ def load(config: GeneratorConfig) -> Loaded:
     model = load_model(config.source, adapter=config.adapter, device=devices[0], dtype=dtype, devices=devices)
     packed = model.pack(config.quantization)
     if config.deterministic and config.decode.get("lossless") and not packed.keeps_bits:
-        raise ValueError(f"decode.lossless: {NEEDS_KERNELS}; here products of this model are torch's")
+        raise ValueError(f"decode.lossless: {DRAFTS_NEED_SAME_BITS}; here products of this model are torch's")
     if (reason := backend_on(devices[0]).why_slow) is not None:
         logger.warning("decoding is slower than it could be: %s", reason)
     return Loaded(packed, devices, dtype)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from actors.loading import NEEDS_KERNELS
+from actors.loading import DRAFTS_NEED_SAME_BITS
 from actors.room import DETERMINISTIC_ROWS
 from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
@@ -152,7 +152,7 @@ def check_exact_drafts(decode: dict[str, Json], deterministic: bool, device: str
         return
     why = f"this would decode on {device}" if device != "cpu" else f"the back end is torch (on {torch_on})"
     raise ConfigError(
-        "decode.lossless", f"{NEEDS_KERNELS}; {why}; use sampling.deterministic=false, or decode.lossless=false"
+        "decode.lossless", f"{DRAFTS_NEED_SAME_BITS}; {why}; use sampling.deterministic=false, or decode.lossless=false"
     )
 
 
