@@ -40,8 +40,8 @@ class Loaded:
 
 
 def load(config: GeneratorConfig) -> Loaded:
-    """ValueError where there are fewer devices, or the weights leave no room on them, before any is read; and where
-    `decode.lossless` could not be `deterministic`."""
+    """ValueError where there are fewer devices, or the weights leave no room on them, before any is read; behind that,
+    where `decode.lossless` could not be `deterministic`."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)

@@ -145,15 +145,23 @@ def check_lossless(decode: dict[str, Json], prefill: str) -> None:
         )
 
 
-def check_exact_drafts(decode: dict[str, Json], deterministic: bool, device: str, torch_on: str | None) -> None:
-    """ConfigError where workers on `device` could not draft under `sampling.deterministic`. `torch_on`: a node whose
-    back end is torch's operators; None where there is none, or where nobody knows yet."""
-    if not (deterministic and decode.get("lossless")) or (device == "cpu" and torch_on is None):
+def check_exact_drafts(
+    decode: dict[str, Json], deterministic: bool, opt: DecoderConfig, device: str, lacking: str | None
+) -> None:
+    """ConfigError where workers on `device` could not draft under `sampling.deterministic`. `lacking`: a node without
+    kernels for the model's type; None where there is none, or where nobody knows yet."""
+    if not (deterministic and decode.get("lossless")):
         return
-    why = f"this would decode on {device}" if device != "cpu" else f"the back end is torch (on {torch_on})"
-    raise ConfigError(
-        "decode.lossless", f"{DRAFTS_NEED_SAME_BITS}; {why}; use sampling.deterministic=false, or decode.lossless=false"
-    )
+    widths = {"hidden_size": opt.hidden_size, "the feed-forward width": opt.ffn_dim, "the width of heads": opt.q_dim}
+    odd = [f"{name} {width} is no multiple of 32" for name, width in widths.items() if width % 32]
+    if opt.embed_dim != opt.hidden_size:
+        odd.append("torch multiplies before and behind the layers of this model")
+    why = f"this would decode on {device}" if device != "cpu" else odd[0] if odd else lacking
+    if why is not None:
+        raise ConfigError(
+            "decode.lossless",
+            f"{DRAFTS_NEED_SAME_BITS}; {why}; use sampling.deterministic=false, or decode.lossless=false",
+        )
 
 
 def check_placement(config: JobConfig, schedule: Schedule) -> None:

@@ -60,9 +60,14 @@ def why_no_int8(nodes: Sequence[NodeBackend]) -> str | None:
     return None
 
 
-def torch_node(nodes: Sequence[NodeBackend]) -> str | None:
-    """A node that has no kernels; None where all have some."""
-    return next((node.node for node in nodes if node.backend is not None and node.backend.name == "torch"), None)
+def why_by_torch(nodes: Sequence[NodeBackend], dtype: str) -> str | None:
+    """Why a worker would leave products of that type to torch, and where; None where all have kernels for it."""
+    for node in nodes:
+        backend = node.backend
+        multiplies = ("float32", backend.dtype) if backend is not None and backend.name != "torch" else ()
+        if backend is not None and dtype not in multiplies:
+            return f"the back end {backend.name} (on {node.node}) has no kernels for {dtype}"
+    return None
 
 
 def look() -> NodeBackend:

@@ -30,7 +30,7 @@ from pipeline.input.files import Listing, list_input
 from pipeline.machine import provenance
 from pipeline.store.run_folder import RunFolder
 from pipeline.units import Json, Note
-from pipeline.worker_backends import NodeBackend, find_backends, look, settle_dtype, torch_node, why_no_int8
+from pipeline.worker_backends import NodeBackend, find_backends, look, settle_dtype, why_by_torch, why_no_int8
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.hub import resolve_source
 from skipdecode.placing import choose_device
@@ -187,7 +187,8 @@ def choice(
     model = worker.model = check_model(config, note)
     dtype = settle_dtype(config.model.dtype, device.type, nodes)
     check_quantization(config.model.quantization, model.config, dtype, device.type, why_no_int8(nodes))
-    check_exact_drafts(model.decode, config.sampling.deterministic, device.type, torch_node(nodes))
+    lacking = why_by_torch(nodes, dtype)
+    check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device.type, lacking)
     new = config.sampling.max_new_tokens
     buckets = [b for b in config.actors.length_buckets if b + new <= model.config.max_position_embeddings]
     swiftkv = model.config.kv_layers(config.prefill.method)

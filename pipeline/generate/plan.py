@@ -26,7 +26,7 @@ from pipeline.schema import score_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from pipeline.units import Note, count
-from pipeline.worker_backends import find_backends, settle_dtype, torch_node, why_no_int8
+from pipeline.worker_backends import find_backends, settle_dtype, why_by_torch, why_no_int8
 from skipdecode.backends.choice import VARIABLE
 
 
@@ -130,5 +130,6 @@ def settle_numbers(config: JobConfig, model: ResolvedModel, begun: str | None, c
     nodes = find_backends(cluster, pool.num_cpus) if device == "cpu" and is_asked else ()
     dtype = settle_dtype(name, device, nodes)
     check_quantization(numbers.quantization, model.config, dtype, device, why_no_int8(nodes))
-    check_exact_drafts(model.decode, config.sampling.deterministic, device, torch_node(nodes))
+    lacking = why_by_torch(nodes, dtype)
+    check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device, lacking)
     return dtype

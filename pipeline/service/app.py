@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
-from pipeline.checkpoint import adapter_path, check_model, check_quantization, worker_path
+from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, check_quantization, worker_path
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
@@ -78,6 +78,9 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     if config.model.quantization is not None:  # a replica must not try what it has no kernel for, again and again
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
         check_quantization(config.model.quantization, model.config, dtype, device, no_int8=None)
+    if config.sampling.deterministic and model.decode.get("lossless"):  # nor what needs kernels on a GPU
+        device = "cpu"
+        check_exact_drafts(model.decode, True, model.config, device, lacking=None)
     if config.engine.scheduler == "continuous":
         if config.sampling.deterministic:
             raise ConfigError(

@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster as RayCluster
 
 from pipeline.cluster import Cluster
 from pipeline.config import ConfigError
-from pipeline.worker_backends import NodeBackend, find_backends, settle_dtype, torch_node, why_no_int8
+from pipeline.worker_backends import NodeBackend, find_backends, settle_dtype, why_by_torch, why_no_int8
 from skipdecode.backends import choice
 from skipdecode.backends.choice import Choice
 
@@ -43,8 +43,11 @@ def test_int8_is_refused_by_node() -> None:
 
 def test_a_node_without_kernels_is_found() -> None:
     bare = NodeBackend("bare", Choice("torch", "no AVX2", "float32", "the back end is torch"))
-    assert torch_node((WIDE, OLD)) is None
-    assert torch_node((WIDE, bare)) == "bare"
+    assert why_by_torch((WIDE, OLD), "float32") is None
+    assert why_by_torch((WIDE,), "bfloat16") is None
+    assert why_by_torch((WIDE, OLD), "bfloat16") == "the back end avx2 (on old) has no kernels for bfloat16"
+    assert why_by_torch((WIDE, bare), "float32") == "the back end torch (on bare) has no kernels for float32"
+    assert why_by_torch((WIDE,), "float16") is not None
 
 
 def test_an_embedded_ray_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

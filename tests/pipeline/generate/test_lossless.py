@@ -13,7 +13,8 @@ from jobs import generate as verb
 from pipeline.checkpoint import check_exact_drafts, check_model, resolve_decode
 from pipeline.config import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import compare_fingerprints, fingerprint, list_files
-from skipdecode.families import read_config
+from skipdecode.families import read_config, released
+from skipdecode.families.opt import OPTConfig
 from tests.support.input_helpers import make_plan, write_jsonl
 from tests.support.verbs import Call
 
@@ -61,12 +62,18 @@ def test_what_it_cannot_be_combined_with_is_named(tiny_checkpoint: Path, overrid
 
 
 def test_it_is_deterministic_where_workers_have_kernels() -> None:
-    for decode, deterministic in (({"lossless": "auto"}, False), ({"lossless": False}, True), ({}, True)):
-        check_exact_drafts(decode, deterministic, "cuda", "a")
-    check_exact_drafts({"lossless": "auto"}, True, "cpu", None)
-    for device, torch_on, why in (("cuda", None, "decode on cuda"), ("cpu", "old", r"end is torch \(on old\)")):
-        with pytest.raises(ConfigError, match=rf"decode\.lossless: .*{why}; use sampling\.") as caught:
-            check_exact_drafts({"lossless": "auto"}, True, device, torch_on)
+    opt, auto = released("opt-125m"), {"lossless": "auto"}
+    for decode, deterministic in ((auto, False), ({"lossless": False}, True), ({}, True)):
+        check_exact_drafts(decode, deterministic, released("opt-350m"), "cuda", "no kernels")
+    check_exact_drafts(auto, True, opt, "cpu", None)
+    for model, device, lacking, why in (
+        (opt, "cuda", None, "decode on cuda"),
+        (opt, "cpu", "the back end is old", "the back end is old"),
+        (released("opt-350m"), "cpu", None, "torch multiplies before"),
+        (OPTConfig(hidden_size=48, num_attention_heads=4), "cpu", None, "hidden_size 48 is no multiple of 32"),
+    ):
+        with pytest.raises(ConfigError, match=rf"decode\.lossless: .*{why}.*; use sampling\.") as caught:
+            check_exact_drafts(auto, True, model, device, lacking)
         assert caught.value.exit_code == 2
 
 

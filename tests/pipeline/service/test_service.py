@@ -465,6 +465,15 @@ def test_bad_configurations_name_the_key(overrides: list[str], message: str, mon
     assert message in str(caught.value)
 
 
+def test_drafts_in_fixed_bits_are_for_cpus(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replica is started for what no GPU has, or no model of that width."""
+    monkeypatch.setattr("pipeline.service.app.worker_path", lambda source, folder: source)
+    keys = ["engine.scheduler=cohort", "decode.lossless=auto", "sampling.deterministic=true"]
+    assert make_spec(load(CONFIG, [f"model.source={DEMO}", *keys], None, None).args).generator.device == "cpu"
+    with pytest.raises(ConfigError, match=r"decode\.lossless: .*hidden_size 48 is no multiple of 32"):
+        make_spec(load(CONFIG, [f"model.source={tiny_checkpoint}", *keys], None, None).args)
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
