@@ -152,8 +152,7 @@ def check_exact_drafts(
     kernels for the model's type; None where there is none, or where nobody knows yet."""
     if not (deterministic and decode.get("lossless")):
         return
-    widths = {"hidden_size": opt.hidden_size, "the feed-forward width": opt.ffn_dim, "the width of heads": opt.q_dim}
-    odd = [f"{name} {width} is no multiple of 32" for name, width in widths.items() if width % 32]
+    odd = [f"{key} {width} is no multiple of 32" for key, width in product_inputs(opt).items() if width % 32]
     if opt.embed_dim != opt.hidden_size:
         odd.append("torch multiplies before and behind the layers of this model")
     why = f"this would decode on {device}" if device != "cpu" else odd[0] if odd else lacking
@@ -254,12 +253,20 @@ def check_quantization(
             f"{quantization} weights need a back end that has kernels for them; {no_int8}; null keeps the weights as "
             "they are",
         )
-    ffn = "intermediate_size" if "intermediate_size" in opt.sizes else "ffn_dim"
-    widths = {"hidden_size": opt.hidden_size, ffn: opt.ffn_dim, "word_embed_proj_dim": opt.embed_dim}
-    widths["num_attention_heads * head_dim"] = opt.q_dim
-    for key, width in widths.items():
+    for key, width in product_inputs(opt).items():
         if (problem := int8_misfit(width)) is not None:
             raise ConfigError("model.quantization", f"{key} {width} of this model is {problem}; null takes it")
+
+
+def product_inputs(opt: DecoderConfig) -> dict[str, int]:
+    """Inputs of a model's products, by what says so in its `config.json`."""
+    ffn = "intermediate_size" if "intermediate_size" in opt.sizes else "ffn_dim"
+    return {
+        "hidden_size": opt.hidden_size,
+        ffn: opt.ffn_dim,
+        "word_embed_proj_dim": opt.embed_dim,
+        "num_attention_heads * head_dim": opt.q_dim,
+    }
 
 
 def adapter_path(asked: str | None, model: ResolvedModel) -> str | None:

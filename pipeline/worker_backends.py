@@ -63,7 +63,7 @@ def why_no_int8(nodes: Sequence[NodeBackend]) -> str | None:
 def why_by_torch(nodes: Sequence[NodeBackend], dtype: str) -> str | None:
     """Why a worker would leave products of that type to torch, and where; None where all have kernels for it."""
     for node in nodes:
-        backend = node.backend
+        backend = node.backend  # with kernels it multiplies float32, and bfloat16 where that is its own type
         multiplies = ("float32", backend.dtype) if backend is not None and backend.name != "torch" else ()
         if backend is not None and dtype not in multiplies:
             return f"the back end {backend.name} (on {node.node}) has no kernels for {dtype}"

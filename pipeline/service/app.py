@@ -78,8 +78,11 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
     if config.model.quantization is not None:  # a replica must not try what it has no kernel for, again and again
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
         check_quantization(config.model.quantization, model.config, dtype, device, no_int8=None)
-    if config.sampling.deterministic and model.decode.get("lossless"):  # nor what needs kernels on a GPU
+    if config.sampling.deterministic and model.decode.get("lossless"):  # nor draft where nothing keeps the bits
         device = "cpu"
+        logging.getLogger("ray.serve").warning(
+            "decode.lossless under sampling.deterministic: replicas decode on CPUs, and GPUs that they reserve idle"
+        )
         check_exact_drafts(model.decode, True, model.config, device, lacking=None)
     if config.engine.scheduler == "continuous":
         if config.sampling.deterministic:
