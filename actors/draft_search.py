@@ -15,11 +15,12 @@ from typing import Any
 
 from actors.draft_times import TURNS, time_drafts, time_full_depth
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MARGIN, MOST, SKIPPED, DraftLength, Prices
+from skipdecode.draft_length import MARGIN, MOST, SKIPPED, DraftLength
 from skipdecode.drafted import Counts, DraftedText
 from skipdecode.forced import TeacherBatch, teacher_batch
 from skipdecode.lossless import Lossless
 from skipdecode.plan import ChosenLayers, FullDepth, LayerPlan, Schedule
+from skipdecode.prices import Prices
 from skipdecode.schedule import METHOD_KEYS, PRESETS, make_schedule, preset
 from skipdecode.shortlist import ENOUGH, SHARE
 

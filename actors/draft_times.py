@@ -9,39 +9,43 @@ from collections.abc import Sequence
 from skipdecode.chain import Chain
 from skipdecode.cohort import Cohort, now
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MOST, SKIPPED, Decision, DraftLength, Prices
+from skipdecode.draft_length import MOST, SKIPPED, DraftLength
 from skipdecode.lossless import Lossless
+from skipdecode.pace import Decision
 from skipdecode.plan import FullDepth, Schedule, SkipDecode
+from skipdecode.prices import Prices
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 from skipdecode.short_head import ShortHead
 from skipdecode.shortlist import Shortlist
 from skipdecode.speculative import SpeculativeBatch
 
-VERIFIED = (0, 1, 3, MOST)  # drafts behind each row's newest token; others are priced like the nearest
+VERIFIED = (1, 3, MOST)  # drafts behind each row's newest token; others are priced like the nearest
 # Everything is timed in turns, since other processes may slow one down and not the other; prices are by the least of a
-# few times (`Prices`).
+# few times (`skipdecode.prices`).
 TURNS = 3
 ROUNDS = 2  # of each, in a turn
 PASSES = 2  # of drafts in a round
 STEPS = 12  # at full depth, without drafts
 
 
-class Rounds(SpeculativeBatch):
-    """So many drafts a round, none by repetition."""
+class Always(DraftLength):
+    """Drafts so many tokens by skipped passes, whatever they bring, and none by repetition."""
 
-    def _repeat(self, chain: Chain, decision: Decision) -> None:
-        chain.wanted = decision.skipped
+    def __init__(self, schedule: Lossless, prices: Prices, drafted: int, shortlist: Shortlist | None = None) -> None:
+        super().__init__(schedule, prices, shortlist=shortlist)
+        self._decision = Decision(drafted, {})
+
+    def decide(self, rows: int, k: int, context: int) -> Decision:
+        return self._decision
 
 
-class Verifications(Rounds):
+class Verifications(SpeculativeBatch):
     """Drafts that cost nothing: each row's newest token again."""
-
-    drafted = 0
 
     def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
         for chain in chains:
-            chain.add([chain.tokens[0]] * self.drafted, SKIPPED, ())
+            chain.add([chain.tokens[0]] * chain.wanted, SKIPPED, ())
 
 
 def time_full_depth(
@@ -53,11 +57,8 @@ def time_full_depth(
     for rows in batch_sizes:
         _time_steps(model, _requests(prompts, rows, min(most_new, STEPS + 1)), prices)
         for drafted in VERIFIED:
-            # drafts of all layers, so that nobody asks whether they pay; none is run
-            whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1), drafted or 1)
-            batch = Verifications(model, whole, length=DraftLength(whole, prices))
-            batch.drafted = drafted
-            _run(batch, prompts, rows, most_new)
+            whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1))  # none of which is run
+            _run(Verifications(model, whole, length=Always(whole, prices, drafted)), prompts, rows, most_new)
 
 
 def time_drafts(
@@ -70,10 +71,11 @@ def time_drafts(
     listed: frozenset[int] | None = None,
 ) -> None:
     """The same for passes of `drafts`, which choose among the tokens `listed`; None: among all."""
-    schedule = Lossless(drafts.num_layers, drafts, PASSES)
+    schedule = Lossless(drafts.num_layers, drafts)
     for rows in batch_sizes:
-        length = DraftLength(schedule, prices, shortlist=Shortlist(model.config.vocab_size, listed or (), learns=False))
-        _run(Rounds(model, schedule, length=length), prompts, rows, most_new)
+        shortlist = Shortlist(model.config.vocab_size, listed or (), learns=False)
+        length = Always(schedule, prices, PASSES, shortlist)
+        _run(SpeculativeBatch(model, schedule, length=length), prompts, rows, most_new)
 
 
 def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> list[Request]:

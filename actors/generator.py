@@ -24,11 +24,12 @@ from actors.room import DETERMINISTIC_ROWS, Room
 from actors.scoring import is_scored_alone, score_alone, scored
 from actors.sharing_plan import NOMINAL, PromptPrices
 from skipdecode.cost import Ceilings, measure_ceilings
-from skipdecode.draft_length import DraftLength, Prices
+from skipdecode.draft_length import DraftLength
 from skipdecode.generate import BatchResult, Completion, Request, generate, generate_lossless
 from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.prefix import Sharing
+from skipdecode.prices import Prices
 from skipdecode.schedule import known_acceptance, make_schedule
 from skipdecode.shortlist import Shortlist
 from skipdecode.step_graphs import plans_of

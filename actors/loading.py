@@ -3,6 +3,7 @@
 Left out: what is decoded with it, and which steps are captured (`generator`); how many rows fit (`room`).
 """
 
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,13 @@ def load(config: GeneratorConfig) -> Loaded:
     if (reason := backend_on(devices[0]).why_slow) is not None:
         logger.warning("decoding is slower than it could be: %s", reason)
     return Loaded(packed, devices, dtype)
+
+
+def keep_loaded() -> None:
+    """Takes all there is now out of Python's searches for garbage, for a process that keeps it to its end. With torch
+    and Ray in it, a search of everything takes a quarter of a second, in the midst of decoding."""
+    gc.collect()
+    gc.freeze()
 
 
 def make_graphs(config: GeneratorConfig, model: Decoder, room: Room) -> StepGraphs | None:

@@ -28,18 +28,20 @@ from torch import Tensor
 
 from actors.bench import random_model
 from actors.draft_times import TURNS, time_drafts, time_full_depth
+from actors.loading import keep_loaded
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
 from skipdecode.chain import Chain
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import DraftLength, Prices
+from skipdecode.draft_length import DraftLength
 from skipdecode.families import config_of, released
 from skipdecode.generate import BatchResult, generate, run_to_the_end
 from skipdecode.lossless import Lossless, stored_drafts
 from skipdecode.placing import choose_dtype
 from skipdecode.plan import FullDepth
+from skipdecode.prices import Prices
 from skipdecode.request import Request
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
@@ -225,6 +227,7 @@ def main() -> None:
         batches = arguments.batches or BATCHES[name]
         num_requests = max(batches) * (arguments.repeats + 1)
         model, pool = model_and_requests(name, dtype, num_requests, arguments)
+        keep_loaded()  # as a worker does
         if len(pool) < num_requests:
             parser.error(f"--prompts: {arguments.prompts} has {len(pool)}, and {num_requests} are asked for")
         draft = DRAFT

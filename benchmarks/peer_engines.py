@@ -101,9 +101,10 @@ def ours(spec: Spec) -> Engine:
 
     from actors.bench import make_graphs
     from skipdecode.cost import measure_ceilings
-    from skipdecode.draft_length import DraftLength, Prices
+    from skipdecode.draft_length import DraftLength
     from skipdecode.generate import Request, generate, generate_lossless
     from skipdecode.lossless import Lossless, stored_drafts
+    from skipdecode.prices import Prices
     from skipdecode.sampling import Sampling
     from skipdecode.schedule import make_schedule
     from skipdecode.weights import load_model

@@ -4,7 +4,9 @@ Costs no layer at all, and pays where outputs quote inputs: summaries, edits, te
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from skipdecode.request import Row
 
 SHORTEST, LONGEST = 2, 4  # tokens that must repeat; longer repeats are looked for first
 _BYTES = array("i").itemsize
@@ -45,3 +47,23 @@ class Repeats:
                 return at // _BYTES
             end = at + len(tail) - 1
         return None
+
+
+class RepeatsOfRows:
+    """The indexes of the rows of a batch, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[Row, Repeats] = {}
+
+    def of(self, row: Row) -> Repeats:
+        """With all tokens that the row has by now."""
+        prompt = row.request.prompt_tokens
+        index = self._made.get(row)
+        if index is None:
+            index = self._made[row] = Repeats(prompt)
+        index.add(row.tokens[len(index) - len(prompt) :])
+        return index
+
+    def keep(self, rows: Collection[Row]) -> None:
+        """Forgets all others."""
+        self._made = {row: index for row, index in self._made.items() if row in rows}

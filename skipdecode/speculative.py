@@ -11,10 +11,8 @@ Verification writes keys and values of every column that it feeds, those of draf
 accepted one are rubbish until the next round writes them. Rows that have ended cost nothing where kernels take places
 (`skipdecode.kv.tokens`), and little elsewhere, until enough of them are dropped.
 
-Not here: how many tokens to draft (`draft_length`), where repeats are found (`repeats`), a row's drafts (`chain`), a
-batch run to its end (`generate`).
-
-B rows, N tokens of all rows in a pass, V vocabulary.
+Not here: how many tokens to draft, if any (`draft_length`), where repeats are found (`repeats`), a row's drafts
+(`chain`), passes, and rounds without drafts (`uneven`), a batch run to its end (`generate`).
 """
 
 from collections.abc import Sequence
@@ -22,32 +20,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.backends.device import backend_on
-from skipdecode.batch_stats import LosslessStats
 from skipdecode.chain import Chain
 from skipdecode.cohort import now
-from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import SKIPPED, Decision, DraftLength, Prices
+from skipdecode.draft_length import SKIPPED, DraftLength
 from skipdecode.extents import Extents, extents_of, layer_ends
-from skipdecode.kv.tokens import TokensView
-from skipdecode.layer_loop import run_layers
-from skipdecode.logprobs import listed, top_logprobs
 from skipdecode.lossless import Lossless
+from skipdecode.pace import Decision, Hold
 from skipdecode.plan import LayerPlan
 from skipdecode.prefix import Sharing
-from skipdecode.repeats import Repeats
-from skipdecode.request import DecodeText, Request, Row, TokenLogprobs
-from skipdecode.sampler import cuts, likeliest, pick
+from skipdecode.prices import Prices, size_of
+from skipdecode.repeats import RepeatsOfRows
+from skipdecode.request import DecodeText, Request, Row
 from skipdecode.short_head import ShortHead
+from skipdecode.uneven import UnevenBatch
 
-# Ended rows keep their memory up to this share of the batch: where nothing is computed for them, to copy the others is
-# dearer than to carry them.
-CARRY_ENDED = {True: 7 / 8, False: 1 / 2}
 SURE = 3  # tokens that repeat from which on a repeat comes before a skipped pass, where nobody decides
 
 
-class SpeculativeBatch(ContinuousBatch):
+class SpeculativeBatch(UnevenBatch):
     """A `ContinuousBatch` at full depth whose steps are rounds: every row gets one token or several."""
 
     def __init__(
@@ -61,19 +52,15 @@ class SpeculativeBatch(ContinuousBatch):
     ) -> None:
         """`length`: decides for this batch, and learns from it; None: one of its own, without a clock. `is_closed` as
         in `ContinuousBatch`."""
-        # looks_behind: drafts stand on what was made
-        super().__init__(model, schedule, decode_text=decode_text, looks_behind=0, is_closed=is_closed)
+        super().__init__(model, schedule, decode_text, is_closed=is_closed)
         prices = Prices(model.config, model.dtype.itemsize, model.weight_itemsize)
         self._lossless = schedule
         self._length = length or DraftLength(schedule, prices)
         self._draft_ends = layer_ends(schedule.drafts, model.config.max_position_embeddings)
-        self._full = Extents.of_plan(schedule.prefill())
-        self._repeats: dict[Row, Repeats] = {}  # of rows of the batch
-        self._held: tuple[int, int, Decision] | None = None  # rounds left, rows, what was decided
-        self._carry = CARRY_ENDED[backend_on(model.device).takes_places]
+        self._repeats = RepeatsOfRows()
+        self._hold: Hold | None = None  # what was decided, and for how long
         self._priced_s = 0.0  # of this round, by its passes
         self._lists = schedule.drafts_by_skipping and model.has_head_rows  # else a list would be learnt in vain
-        self.stats = LosslessStats()
 
     def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
         rows = super().join(requests, sharing)
@@ -85,33 +72,23 @@ class SpeculativeBatch(ContinuousBatch):
     @torch.inference_mode()
     def step(self) -> None:
         """One round."""
-        begin, self._priced_s = now(self.model.device), 0.0
-        self._drop_ended(carry=self._carry)
-        chains = [
-            Chain(at, len(row.tokens) - 1, [row.tokens[-1]], row.request.sampling.max_new_tokens - 1 - len(row.tokens))
-            for at, row in enumerate(member.row for member in self._members)
-            if row.is_running
-        ]
-        if not chains:
+        begin = now(self._device)
+        running = self._running()
+        if not running:
             return
-        start = now(self.model.device)
-        short = self._short_head()
-        decision = self._decide(chains)
-        for chain in chains:
-            self._repeat(chain, decision)
-        self._skip(chains, short)
-        if decision.repeated and decision.skipped:
-            for chain in chains:
-                self._continue(chain, decision)
-        drafted = now(self.model.device)
-        self._verify(chains, drafted)
-        self.stats.draft_s += drafted - start
-        self._length.prices.saw_round(len(chains), now(self.model.device) - begin - self._priced_s)
+        hold = self._holding(running)
+        if hold.decision.has_drafts:
+            made = self._draft(running, hold.decision, begin)
+        else:
+            made = self._without_drafts(running, hold, begin)
+        self.row_steps += len(running)
+        self.stats.decode_steps += 1
+        self.stats.row_steps += len(running)
+        hold.add(made, now(self._device) - begin)
 
     def _changed(self) -> None:
         super()._changed()
-        rows = {member.row for member in self._members}
-        self._repeats = {row: index for row, index in self._repeats.items() if row in rows}
+        self._repeats.keep({member.row for member in self._members})
 
     def _short_head(self) -> ShortHead | None:
         """What drafts of skipped passes choose by; None: by the head of the model."""
@@ -122,20 +99,53 @@ class SpeculativeBatch(ContinuousBatch):
 
     # --- how many
 
-    def _decide(self, chains: Sequence[Chain]) -> Decision:
-        if self._held is None or self._held[0] == 0 or self._held[1] != len(chains):
-            middle = sorted(chain.k for chain in chains)[len(chains) // 2]
-            decision = self._length.decide(len(chains), middle, self._context(chains))
-            self._held = (decision.rounds, len(chains), decision)
-        left, rows, decision = self._held
-        self._held = (left - 1, rows, decision)
-        return decision
+    def _holding(self, running: Sequence[int]) -> Hold:
+        """The decision for this round: the last one, as long as it holds and the batch is about as large."""
+        hold, rows = self._hold, len(running)
+        if hold is None or hold.num_rounds == hold.decision.rounds or size_of(hold.rows) != size_of(rows):
+            if hold is not None:
+                self._length.saw(hold)
+            ages = sorted(len(self._members[at].row.tokens) - 1 for at in running)
+            context = sum(self._arena.prompts[at] for at in running) + sum(ages)
+            self._hold = hold = self._length.hold(rows, ages[rows // 2], context // rows + 1)
+        return hold
+
+    def _without_drafts(self, running: Sequence[int], hold: Hold, begin: float) -> int:
+        """The tokens made."""
+        tokens, rows = self._rest(running), len(running)
+        if self._lists and hold.num_rounds == 0:  # some of the text says enough, and counting takes time
+            self._length.shortlist.wrote(tokens)
+        took_s, model_s = now(self._device) - begin, hold.step_s * rows / hold.rows
+        self.stats.verify_s += took_s
+        self.stats.model_decode_s += model_s
+        self._length.prices.saw("full", self._lossless.prefill(), rows, rows, 0, took_s, model_s)
+        return rows
+
+    # --- drafts
+
+    def _draft(self, running: Sequence[int], decision: Decision, begin: float) -> int:
+        """A round with drafts; the tokens made."""
+        self._priced_s, start = 0.0, now(self._device)
+        chains = [
+            Chain(at, len(row.tokens) - 1, [row.tokens[-1]], row.request.sampling.max_new_tokens - 1 - len(row.tokens))
+            for at, row in ((at, self._members[at].row) for at in running)
+        ]
+        short = self._short_head()
+        for chain in chains:
+            self._repeat(chain, decision)
+        self._skip(chains, short)
+        if decision.repeated and decision.skipped:
+            for chain in chains:
+                self._continue(chain, decision)
+        drafted = now(self._device)
+        made = self._verify(chains, drafted)
+        self.stats.draft_s += drafted - start
+        self._length.prices.saw_round(len(chains), now(self._device) - begin - self._priced_s)
+        return made
 
     def _context(self, chains: Sequence[Chain]) -> int:
         """Columns that a row sees in the mean."""
         return sum(self._arena.prompts[chain.at] + chain.k for chain in chains) // len(chains) + 1
-
-    # --- drafts
 
     def _eos(self, chain: Chain) -> Sequence[int]:
         sampling = self._members[chain.at].row.request.sampling
@@ -146,7 +156,7 @@ class SpeculativeBatch(ContinuousBatch):
         chain.wanted = decision.skipped
         if not decision.repeated or chain.room <= 0:
             return
-        found, tokens = self._index(chain).find(
+        found, tokens = self._repeats.of(self._members[chain.at].row).find(
             min(max(decision.repeated.values()), chain.room), min(decision.repeated)
         )
         count = decision.repeated.get(found, 0)
@@ -164,20 +174,11 @@ class SpeculativeBatch(ContinuousBatch):
         room, drafts = chain.room - chain.num_drafts, chain.tokens[1:]
         if not drafts or room <= 0 or chain.sources[0][0] != SKIPPED or self._lossless.draft_tokens is not None:
             return
-        index = self._index(chain)
+        index = self._repeats.of(self._members[chain.at].row)
         index.add(drafts)
         found, tokens = index.find(min(max(decision.repeated.values()), room), SURE)
         index.drop(len(drafts))
         chain.add(tokens[: decision.repeated.get(found, 0)], found or SURE, self._eos(chain))
-
-    def _index(self, chain: Chain) -> Repeats:
-        """Of the row, with all its tokens."""
-        row = self._members[chain.at].row
-        if row not in self._repeats:
-            self._repeats[row] = Repeats(row.request.prompt_tokens)
-        index, made = self._repeats[row], len(row.request.prompt_tokens)
-        index.add(row.tokens[len(index) - made :])
-        return index
 
     def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
         """Drafts by skipped passes, one column of all rows that want one at a time, of the tokens of `short`. The rows
@@ -186,8 +187,8 @@ class SpeculativeBatch(ContinuousBatch):
         drafts = self._lossless.drafts
         while rows := [chain for chain in rows if chain.num_drafts < min(chain.wanted, chain.room)]:
             ages = [chain.k + chain.num_drafts for chain in rows]
-            start = now(self.model.device)
-            h = self._feed(rows, [chain.num_drafts for chain in rows], extents_of(ages, *self._draft_ends))
+            start = now(self._device)
+            h = self._feed_chains(rows, [chain.num_drafts for chain in rows], extents_of(ages, *self._draft_ends))
             places = [chain.at for chain in rows]
             _, made = self._choose_at(h, places, [age + 1 for age in ages], short)
             for chain, token, age in zip(rows, self._drafted(rows, made), ages, strict=True):
@@ -195,49 +196,30 @@ class SpeculativeBatch(ContinuousBatch):
                 chain.layers += plan.num_layers_run
                 chain.ffns += sum(plan.ffn)
                 chain.add([token], SKIPPED, self._eos(chain))
-            took_s, context = now(self.model.device) - start, self._context(chains)
+            took_s, context = now(self._device) - start, self._context(chains)
             self._price("draft", drafts.step(ages[len(ages) // 2]), len(rows), len(rows), context, took_s)
 
     def _drafted(self, chains: Sequence[Chain], made: Tensor) -> list[int]:
         """The drafts of a skipped pass, from what it made of each chain [n]. A measurement may script them."""
         return list(made.tolist())
 
-    # --- passes
-
-    def _feed(self, chains: Sequence[Chain], offsets: Sequence[int], extents: Extents) -> Tensor:
+    def _feed_chains(self, chains: Sequence[Chain], offsets: Sequence[int], extents: Extents) -> Tensor:
         """The states [N, 1, D] behind the layers of token `offsets[i]` of `chains[i]`."""
-        device, prompts = self.model.device, self._arena.prompts
+        prompts = self._arena.prompts
         tokens = [chain.tokens[i] for chain, i in zip(chains, offsets, strict=True)]
         columns = [prompts[chain.at] + chain.k + i for chain, i in zip(chains, offsets, strict=True)]
-        fed, at, places = torch.tensor([tokens, columns, [chain.at for chain in chains]], device=device)
-        view = TokensView(self._arena, places, at, self.model.rotations)
-        return run_layers(self.model, self.model.embed(fed[:, None], at[:, None]), view, extents)[0]
+        places = [chain.at for chain in chains]
+        fed, at, where = torch.tensor([tokens, columns, places], device=self._device)
+        return self._feed(fed, where, at, extents)
 
-    def _choose_at(
-        self, h: Tensor, places: Sequence[int], steps: Sequence[int], short: ShortHead | None = None
-    ) -> tuple[Tensor | None, Tensor]:
-        """Logits [N, V] where somebody wants them, and token y_k of the row at `places[i]`, k = `steps[i]`: [N]. By
-        `short` for greedy drafts, whose logits nobody wants."""
-        if self._params is None and (short is not None or not self._logprobs.is_asked):
-            return None, self.model.likeliest(h[:, -1], short)
-        logits = self.model.head(h[:, -1])
-        if self._params is None:
-            return logits, likeliest(logits)
-        at = torch.tensor(places, device=logits.device)
-        numbers = [[self._members[place].uniform(k)] for place, k in zip(places, steps, strict=True)]
-        uniforms = torch.tensor(numbers, dtype=torch.float32, device=logits.device)
-        temperature, top_k, top_p = self._params
-        has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
-        return logits, pick(logits, temperature[at], top_k[at], top_p[at], uniforms, cuts=has_cuts)
-
-    def _verify(self, chains: Sequence[Chain], start: float) -> None:
-        """Feeds all chains at full depth, and gives the rows what they got."""
+    def _verify(self, chains: Sequence[Chain], start: float) -> int:
+        """Feeds all chains at full depth, and gives the rows what they got: so many tokens."""
         spread = [(chain, i) for chain in chains for i in range(len(chain.tokens))]
         of, offsets = [chain for chain, _ in spread], [i for _, i in spread]
-        h = self._feed(of, offsets, self._full)
+        h = self._feed_chains(of, offsets, self._full)
         logits, made = self._choose_at(h, [c.at for c in of], [c.k + i + 1 for c, i in spread])
         chosen, begin = made.tolist(), 0
-        full, context = self._lossless.prefill(), self._context(chains)
+        context = self._context(chains)
         newest = [0] * len(self._members)
         taken: list[tuple[Row, int, int]] = []  # rows, where their tokens begin, how many are theirs
         for chain in chains:
@@ -246,8 +228,8 @@ class SpeculativeBatch(ContinuousBatch):
             before = len(row.tokens)
             row.take(own[: accepted + 1], self.model.config.eos_token_ids, self._decode_text)
             kept = len(row.tokens) - before
-            chain.layers += len(own) * full.num_layers_run
-            chain.ffns += len(own) * full.num_layers_run
+            chain.layers += len(own) * self._depth
+            chain.ffns += len(own) * self._depth
             row.layers += _spread(chain.layers, kept)
             row.ffns += _spread(chain.ffns, kept)
             newest[chain.at] = row.tokens[-1]
@@ -261,15 +243,12 @@ class SpeculativeBatch(ContinuousBatch):
             )
         if logits is not None:
             self._give_logprobs(taken, logits, made)
-        self._newest = torch.tensor(newest, device=self.model.device)
-        self._arena.reach([p + len(m.row.tokens) - 1 for p, m in zip(self._arena.prompts, self._members, strict=True)])
-        self.row_steps += len(chains)
-        self.stats.decode_steps += 1
-        self.stats.row_steps += len(chains)
+        self._newest = torch.tensor(newest, device=self._device)
         self.stats.layer_row_steps += sum(chain.layers for chain in chains)
-        took_s = now(self.model.device) - start
+        took_s = now(self._device) - start
         self.stats.verify_s += took_s
-        self._price("verify", full, len(chains), len(spread), context, took_s)
+        self._price("verify", self._lossless.prefill(), len(chains), len(spread), context, took_s)
+        return sum(kept for _, _, kept in taken)
 
     def _price(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
         """What a pass took, the host's work with it: for few rows of a small model that is most of it."""
@@ -278,19 +257,6 @@ class SpeculativeBatch(ContinuousBatch):
         self.stats.model_decode_s += model_s
         self._length.prices.saw(kind, plan, rows, tokens, context, took_s, model_s)
         self._priced_s += took_s
-
-    def _give_logprobs(self, taken: Sequence[tuple[Row, int, int]], logits: Tensor, made: Tensor) -> None:
-        """To the rows that ask for them, of the tokens that are theirs."""
-        asking = [(row, begin, kept) for row, begin, kept in taken if row.request.top_logprobs is not None]
-        if not asking:
-            return
-        at = torch.tensor([begin + i for _, begin, kept in asking for i in range(kept)], device=logits.device)
-        most = max(1, *(row.request.top_logprobs or 0 for row, _, _ in asking))
-        found = iter(listed(*top_logprobs(logits[at], made[at], most)))
-        for row, _, kept in asking:
-            for _ in range(kept):
-                one = next(found)
-                row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))
 
 
 def _spread(total: int, count: int) -> list[int]:

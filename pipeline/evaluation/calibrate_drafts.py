@@ -15,8 +15,8 @@ from pipeline.config import ConfigError
 from pipeline.evaluation.documents import Decode, DraftGain, DraftProposal
 from pipeline.units import Json, Note
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings
-from skipdecode.draft_length import Prices
 from skipdecode.plan import FullDepth
+from skipdecode.prices import Prices
 from skipdecode.schedule import make_schedule
 
 if TYPE_CHECKING:

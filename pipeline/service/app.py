@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
+from actors.loading import keep_loaded
 from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, check_quantization, worker_path
 from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
@@ -43,6 +44,7 @@ class Completions:
             spec = replace(spec, generator=replace(spec.generator, num_threads=replica_threads(num_cores(), reserved)))
         self.endpoint = Endpoint(spec)
         self.metrics = RayMetrics(self.endpoint)
+        keep_loaded()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.endpoint, self.metrics, partial(scrape, serve.get_replica_context().app_name))

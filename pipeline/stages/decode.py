@@ -13,6 +13,7 @@ import pyarrow as pa
 import ray
 
 from actors.generator import GeneratorConfig
+from actors.loading import keep_loaded
 from pipeline.faults import fault_point
 from pipeline.handles import CollectorHandle, LedgerHandle, LeftoversHandle, Process, fetch
 from pipeline.stages.attempts import StopRun
@@ -49,6 +50,7 @@ class DecodeStage:
             raise StopRun(stop)
         fault_point("load")
         decoder = self._load(config)
+        keep_loaded()
         ledger.ready.remote(self.worker)
         collector.worker_started.remote(
             self.worker,

@@ -11,9 +11,10 @@ from actors.draft_search import Candidate, DraftSample, Pair, Search, named_deco
 from actors.draft_times import VERIFIED, time_drafts, time_full_depth
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MARGIN, MOST, Prices
+from skipdecode.draft_length import MARGIN, MOST
 from skipdecode.generate import generate
 from skipdecode.plan import ChosenLayers, FullDepth, SkipDecode, Unified
+from skipdecode.prices import Prices
 from skipdecode.schedule import make_schedule
 from tests.support.cuda_models import random_model, some_requests
 

@@ -7,13 +7,14 @@ import torch
 
 from skipdecode.batch_stats import LosslessStats
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MOST, DraftLength, Prices
+from skipdecode.draft_length import MOST, DraftLength
 from skipdecode.drafted import Counts, DraftedText
 from skipdecode.ffn_skip import SkipBand
 from skipdecode.forced import teacher_batch
 from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.prices import Prices
 from skipdecode.repeats import Repeats
 from skipdecode.request import Request
 from skipdecode.shortlist import Shortlist

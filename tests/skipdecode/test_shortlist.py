@@ -9,10 +9,11 @@ import torch
 
 from skipdecode.backends import choice
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import SKIPPED, DraftLength, Prices
+from skipdecode.draft_length import SKIPPED, DraftLength
 from skipdecode.generate import generate
 from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, SkipDecode
+from skipdecode.prices import Prices
 from skipdecode.request import Request, Row
 from skipdecode.shortlist import HALVED_EVERY, SEEN, SHARE, TOO_FEW, Shortlist
 from skipdecode.speculative import SpeculativeBatch

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from skipdecode.backends import choice
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import DraftLength, Prices
+from skipdecode.draft_length import DraftLength
 from skipdecode.ffn_skip import SkipBand
 from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.prices import Prices
 from skipdecode.request import Request, Row
 from skipdecode.sampling import Sampling
 from skipdecode.shortlist import Shortlist

@@ -1,0 +1,106 @@
+"""Whether drafts pay, by a clock that sees whole rounds: seconds per token with them, and without.
+
+Prices of passes (`skipdecode.prices`) say how many tokens to draft. Where little is to be gained they are not exact
+enough to say whether: passes of one size differ by more than that from one to the next, and the host's work is nobody's
+pass. So rounds are timed as they come, all of them, and drafts that did not pay are left alone for longer and longer.
+
+Seconds per token count in those of a step at full depth by the cost model, so that long contexts do not look slow.
+No torch.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+from statistics import median
+
+HOLDS, RESTS = 8, 32  # rounds of a decision, with drafts and without: prices cost more than looking at a clock
+LOOK = 4  # rounds without drafts by which one learns what these take
+# Rounds with drafts until such ones are looked at again: where drafts gain less than PLAIN, and where they gain more.
+LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
+TRY = 4  # rounds with drafts before these are judged, of each decision
+# Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
+TRY_EVERY, AT_MOST = 32, 2048
+KEPT = 5  # decisions of each kind, of which the middle one counts
+ENOUGH = 2  # of them before drafts are judged
+
+
+@dataclass(frozen=True)
+class Decision:
+    """For some rounds of a batch."""
+
+    skipped: int
+    """Tokens to draft by skipped passes."""
+    repeated: dict[int, int]
+    """The same by repeats, by how many tokens repeat; none: not even to be looked for."""
+    rounds: int = HOLDS
+    """That it holds for."""
+
+    @property
+    def has_drafts(self) -> bool:
+        return bool(self.skipped or self.repeated)
+
+
+@dataclass
+class Hold:
+    """Rounds under one decision, and what they came to."""
+
+    decision: Decision
+    rows: int
+    """When it was made."""
+    step_s: float
+    """Of a step of these rows at full depth, by the cost model."""
+    num_rounds: int = 0
+    num_made: int = 0
+    """Tokens."""
+    took_s: float = 0.0
+
+    def add(self, made: int, took_s: float) -> None:
+        """One round."""
+        self.num_rounds += 1
+        self.num_made += made
+        self.took_s += took_s
+
+    @property
+    def pace(self) -> float:
+        """Seconds per token over those that the cost model has for full depth."""
+        return self.took_s / self.num_made / (self.step_s / self.rows)
+
+
+class Pace:
+    """Of batches of about one size."""
+
+    def __init__(self) -> None:
+        self._drafting: deque[float] = deque(maxlen=KEPT)
+        self._resting: deque[float] = deque(maxlen=KEPT)
+        self._drafted = self._rested = 0  # rounds since the last that did not
+        self._patience = TRY_EVERY
+
+    def saw(self, hold: Hold) -> None:
+        if hold.decision.has_drafts:
+            self._drafting.append(hold.pace)
+            self._drafted, self._rested = self._drafted + hold.num_rounds, 0
+        else:
+            self._resting.append(hold.pace)
+            self._drafted, self._rested = 0, self._rested + hold.num_rounds
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast tokens come with drafts as without; None: too little is known."""
+        if len(self._drafting) < ENOUGH or not self._resting:
+            return None
+        return median(self._resting) / median(self._drafting)
+
+    def judge(self, wanted: Decision) -> Decision:
+        """The drafts that prices want, or none."""
+        gain = self.gain
+        if not self._resting or self._drafted >= (SELDOM if (gain or 0.0) >= PLAIN else LOOK_EVERY):
+            return Decision(0, {}, LOOK)
+        if gain is None:
+            return replace(wanted, rounds=TRY)
+        if gain >= 1.0:
+            self._patience = TRY_EVERY
+            return wanted
+        if self._rested < self._patience:
+            return Decision(0, {}, RESTS)
+        self._patience = min(2 * self._patience, AT_MOST)
+        self._drafting.clear()  # what they gained then is not what they gain now
+        return replace(wanted, rounds=TRY)

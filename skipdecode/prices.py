@@ -1,0 +1,142 @@
+"""Seconds of the passes of one model: by the cost model, and as this machine has them.
+
+By pass: a draft, the verification of several columns of each row, a step at full depth, and what the host does beside
+them. What drafts gain by these prices is for `skipdecode.draft_length`. No torch.
+"""
+
+import math
+from collections import deque
+from statistics import median
+
+from skipdecode.config import DecoderConfig
+from skipdecode.cost import Ceilings, Cost, attention_cost, ffn_cost, head_cost
+from skipdecode.plan import LayerPlan
+
+KEPT_TIMES = 7  # of passes of one size
+# A machine to decide by where the one at hand is not to be measured: 2 cores with matrix units, by order of magnitude.
+REFERENCE = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
+COLUMNS = 16  # of context are priced alike
+MOST_KNOWN = 4096  # prices that are kept
+Pass = tuple[str, int, int]
+"""Its kind, and its size (`_size`)."""
+
+
+def size_of(rows: int) -> int:
+    """The same for batches that are priced alike: half as many rows again are others."""
+    return round(2 * math.log2(rows))
+
+
+def _size(rows: int, tokens: int) -> tuple[int, int]:
+    """Of passes, for which a draft more for each row counts as well."""
+    return size_of(rows), round(tokens / rows) - 1
+
+
+class Prices:
+    """Seconds of passes of one model."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        itemsize: int,
+        weight_itemsize: int | None = None,
+        ceilings: Ceilings | None = None,
+        *,
+        keep: int | None = KEPT_TIMES,
+    ) -> None:
+        """`ceilings`: of this machine, whose measured times then count, too; None: decide without a clock. `keep`: the
+        newest times of each size of pass; None: all."""
+        self._config, self._sizes = config, {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+        self._ceilings, self.is_timed, self._keep = ceilings or REFERENCE, ceilings is not None, keep
+        self._ratios: dict[Pass, deque[float]] = {}
+        # A decision asks for some twenty prices, in the time that a small model takes for a step.
+        self._nearest: dict[Pass, deque[float]] = {}
+        self._known: dict[tuple[int | None, ...], float] = {}
+        self._rounds_s: dict[int, deque[float]] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    def model_s(self, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None) -> float:
+        """By the cost model: `tokens` new columns of `rows` rows that see about `context` columns, and the head on
+        each. `outputs`: tokens that it chooses among; None: all."""
+        about = context // COLUMNS * COLUMNS + COLUMNS // 2
+        key = sum(plan.attn), sum(plan.ffn), rows, tokens, about, outputs
+        if (seconds := self._known.get(key)) is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            seconds = self._known[key] = self._model_s(*key)
+        return seconds
+
+    def _model_s(
+        self, attn_runs: int, ffn_runs: int, rows: int, tokens: int, context: int, outputs: int | None
+    ) -> float:
+        shape = {"rows": tokens, "new_columns": 1, "context": context}
+        attn = attention_cost(self._config, **shape, **self._sizes)  # type: ignore[arg-type]
+        read_once = attn.cache_bytes * (1 - rows / tokens)  # columns of a row read its cache together
+        attn = Cost(attn.flops, attn.bytes - read_once, attn.calls, attn.cache_flops, attn.cache_bytes - read_once)
+        ffn = ffn_cost(self._config, tokens=tokens, **self._sizes)  # type: ignore[arg-type]
+        head = head_cost(self._config, rows=tokens, outputs=outputs, **self._sizes)  # type: ignore[arg-type]
+        seconds = self._ceilings.seconds
+        return attn_runs * seconds(attn) + ffn_runs * seconds(ffn) + seconds(head)
+
+    def seconds(
+        self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None
+    ) -> float:
+        """The same as this machine has it: `kind` is draft or verify, or full for a step without any of that."""
+        return self.model_s(plan, rows, tokens, context, outputs) * self._ratio(kind, rows, tokens)
+
+    def saw(
+        self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float,
+        model_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """What such a pass took. `model_s`: by the cost model, where that is known."""
+        if self.is_timed:
+            of = (kind, *_size(rows, tokens))
+            if of not in self._ratios:
+                self._ratios[of] = deque(maxlen=self._keep)
+                self._nearest.clear()
+            self._ratios[of].append(took_s / (model_s or self.model_s(plan, rows, tokens, context)))
+
+    def saw_round(self, rows: int, took_s: float) -> None:
+        """What a round of so many rows took beside its passes: the host's work, whatever the model."""
+        if self.is_timed:
+            self._rounds_s.setdefault(size_of(rows), deque(maxlen=self._keep)).append(took_s)
+
+    def round_s(self, rows: int) -> float:
+        """The least of that, for the nearest number of rows that was seen; 0 for none."""
+        if not self._rounds_s:
+            return 0.0
+        size = size_of(rows)
+        return min(self._rounds_s[min(self._rounds_s, key=lambda other: abs(other - size))])
+
+    def learn(self, other: "Prices") -> None:
+        """Takes over the times that `other`, of the same model, has seen."""
+        self._ratios |= other._ratios
+        self._nearest.clear()
+        self._rounds_s |= other._rounds_s
+
+    def spread(self, kind: str) -> float:
+        """How many times as long as the shortest pass of a size the middle one took, of the size where these are
+        farthest apart; 1 without any."""
+        seen = [ratios for (one, *_), ratios in self._ratios.items() if one == kind]
+        return max((median(ratios) / min(ratios) for ratios in seen), default=1.0)
+
+    def has_seen(self, kind: str, rows: int, tokens: int) -> bool:
+        """Whether a pass of about that size was timed."""
+        return (kind, *_size(rows, tokens)) in self._ratios
+
+    def _ratio(self, kind: str, rows: int, tokens: int) -> float:
+        """Measured over predicted for passes of about that size: the nearest that were seen. The least of the last,
+        since other processes make passes longer, never shorter, and one size may have met them where another did not.
+        """
+        if not self._ratios:
+            return 1.0
+        of = (kind, *_size(rows, tokens))
+        if of not in self._nearest:
+            self._nearest[of] = self._ratios[min(self._ratios, key=lambda seen: _distance(seen, of))]
+        return min(self._nearest[of])
+
+
+def _distance(one: Pass, other: Pass) -> int:
+    return abs(one[1] - other[1]) + abs(one[2] - other[2]) + 100 * (one[0] != other[0])

@@ -1,0 +1,117 @@
+"""A batch at full depth whose rows advance unevenly: a pass feeds tokens, each at a place and a column of its own.
+
+A row is fed its newest token, and drafts behind it where there are any (`skipdecode.speculative`). Here are the passes
+themselves, and the round without drafts, which is measured by a step of a batch that never drafts: it does as little
+beside the model as that.
+
+B rows, N tokens of a pass, D width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends.device import backend_on
+from skipdecode.batch_stats import LosslessStats
+from skipdecode.continuous import ContinuousBatch
+from skipdecode.decoder import Decoder
+from skipdecode.extents import Extents
+from skipdecode.kv.tokens import TokensView
+from skipdecode.layer_loop import run_layers
+from skipdecode.logprobs import listed, top_logprobs
+from skipdecode.plan import FullDepth
+from skipdecode.request import DecodeText, Row, TokenLogprobs
+from skipdecode.sampler import cuts, likeliest, pick
+from skipdecode.short_head import ShortHead
+
+# Ended rows keep their memory up to this share of the batch: where nothing is computed for them, to copy the others is
+# dearer than to carry them.
+CARRY_ENDED = {True: 7 / 8, False: 1 / 2}
+
+
+class UnevenBatch(ContinuousBatch):
+    """Rows of any age, of which each pass takes those that run."""
+
+    def __init__(self, model: Decoder, schedule: FullDepth, decode_text: DecodeText | None, *, is_closed: bool) -> None:
+        # looks_behind: the next round stands on what this one makes
+        super().__init__(model, schedule, decode_text=decode_text, looks_behind=0, is_closed=is_closed)
+        self._full = Extents.of_plan(schedule.prefill())
+        self._depth = schedule.prefill().num_layers_run
+        self._device = model.device
+        self._carry = CARRY_ENDED[backend_on(self._device).takes_places]
+        self._num_running: int | None = None  # when it was last seen to that ended rows are dropped
+        self.stats = LosslessStats()
+
+    def _running(self) -> list[int]:
+        """The rows of the batch that are to be fed; enough ended ones are dropped before."""
+        running = [at for at, member in enumerate(self._members) if member.row.finish_reason is None]
+        if len(running) == self._num_running:
+            return running
+        self._drop_ended(carry=self._carry)
+        running = [at for at, member in enumerate(self._members) if member.row.finish_reason is None]
+        self._num_running = len(running)
+        return running
+
+    def _drop_ended(self, carry: float) -> None:
+        prompts, members = self._arena.prompts, self._members
+        self._arena.reach([p + len(m.row.tokens) - 1 for p, m in zip(prompts, members, strict=True)])
+        super()._drop_ended(carry)
+
+    def _changed(self) -> None:
+        super()._changed()
+        self._num_running = None
+
+    def _feed(self, tokens: Tensor, places: Tensor, columns: Tensor, extents: Extents) -> Tensor:
+        """The states [N, 1, D] of tokens [N] behind their layers; `places`, `columns` as in `TokensView`."""
+        view = TokensView(self._arena, places, columns, self.model.rotations)
+        return run_layers(self.model, self.model.embed(tokens[:, None], columns[:, None]), view, extents)[0]
+
+    def _choose_at(
+        self, h: Tensor, places: Sequence[int], steps: Sequence[int], short: ShortHead | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Logits [N, V] where somebody wants them, and token y_k of the row at `places[i]`, k = `steps[i]`: [N]. By
+        `short` for greedy drafts, whose logits nobody wants."""
+        if self._params is None and (short is not None or not self._logprobs.is_asked):
+            return None, self.model.likeliest(h[:, -1], short)
+        logits = self.model.head(h[:, -1])
+        if self._params is None:
+            return logits, likeliest(logits)
+        at = torch.tensor(places, device=logits.device)
+        numbers = [[self._members[place].uniform(k)] for place, k in zip(places, steps, strict=True)]
+        uniforms = torch.tensor(numbers, dtype=torch.float32, device=logits.device)
+        temperature, top_k, top_p = self._params
+        has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
+        return logits, pick(logits, temperature[at], top_k[at], top_p[at], uniforms, cuts=has_cuts)
+
+    def _rest(self, running: Sequence[int]) -> list[int]:
+        """A round without drafts: the tokens it makes, one for each of the rows `running`."""
+        rows, prompts, device = [self._members[at].row for at in running], self._arena.prompts, self._device
+        columns = [prompts[at] + len(row.tokens) - 1 for at, row in zip(running, rows, strict=True)]
+        at, places = torch.tensor([columns, running], device=device)
+        is_whole = len(running) == len(self._members)
+        h = self._feed(self._newest if is_whole else self._newest[places], places, at, self._full)
+        logits, made = self._choose_at(h, running, [len(row.tokens) for row in rows])
+        self._newest = made if is_whole else self._newest.index_copy(0, places, made)
+        tokens, eos, depth = made.tolist(), self.model.config.eos_token_ids, self._depth
+        for row, token in zip(rows, tokens, strict=True):
+            row.take([token], eos, self._decode_text)
+            row.layers.append(depth)
+            row.ffns.append(depth)
+        if logits is not None:
+            self._give_logprobs([(row, i, 1) for i, row in enumerate(rows)], logits, made)
+        self.stats.layer_row_steps += depth * len(rows)
+        return tokens
+
+    def _give_logprobs(self, taken: Sequence[tuple[Row, int, int]], logits: Tensor, made: Tensor) -> None:
+        """To the rows that ask for them, of the tokens that are theirs."""
+        asking = [(row, begin, kept) for row, begin, kept in taken if row.request.top_logprobs is not None]
+        if not asking:
+            return
+        at = torch.tensor([begin + i for _, begin, kept in asking for i in range(kept)], device=logits.device)
+        most = max(1, *(row.request.top_logprobs or 0 for row, _, _ in asking))
+        found = iter(listed(*top_logprobs(logits[at], made[at], most)))
+        for row, _, kept in asking:
+            for _ in range(kept):
+                one = next(found)
+                row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))

@@ -1,0 +1,146 @@
+"""Whether drafts pay, by a clock of whole rounds: simulated machines, and how much is lost until it is known."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from skipdecode.cost import Ceilings
+from skipdecode.draft_length import DraftLength
+from skipdecode.families import released
+from skipdecode.lossless import Lossless
+from skipdecode.pace import AT_MOST, HOLDS, LOOK, LOOK_EVERY, SELDOM, TRY, TRY_EVERY, Decision, Hold, Pace
+from skipdecode.plan import SkipDecode
+from skipdecode.prices import Prices
+
+OPT = released("opt-1.3b")
+WANTED, NONE = Decision(3, {2: 1}), Decision(0, {})
+
+
+def hold(decision: Decision, round_s: float, tokens: float = 1.0, rounds: int = 0) -> Hold:
+    """Of a batch of 4 rows whose steps take 1 s by the cost model."""
+    made = Hold(decision, 4, 1.0)
+    for _ in range(rounds or decision.rounds):
+        made.add(round(4 * tokens), round_s)
+    return made
+
+
+def simulate(pace: Pace, gain: float, rounds: int, noise: float = 0.0, seed: int = 0) -> tuple[float, int]:
+    """Seconds per token over those of a batch that never drafts, and rounds with drafts, of `rounds` in all. Drafts
+    bring 3 tokens a round and are `gain` times as fast."""
+    rng, took, tokens, drafted, done = random.Random(seed), 0.0, 0.0, 0, 0
+    while done < rounds:
+        decision = pace.judge(WANTED)
+        own, per_round = (3.0, 3.0 / gain) if decision.has_drafts else (1.0, 1.0)
+        one = Hold(decision, 4, 1.0)
+        for _ in range(decision.rounds):
+            slow = 1 + noise * rng.random()
+            one.add(round(4 * own), per_round * slow)
+            took, tokens = took + per_round, tokens + own
+        drafted += decision.rounds * decision.has_drafts
+        done += decision.rounds
+        pace.saw(one)
+    return took / tokens, drafted
+
+
+def test_a_hold_counts_tokens_and_seconds() -> None:
+    assert hold(WANTED, 2.0, tokens=3.0).pace == pytest.approx(2 / 3)
+    assert hold(NONE, 1.5).pace == pytest.approx(1.5)
+    assert not NONE.has_drafts
+    assert Decision(0, {4: 1}).has_drafts
+
+
+def test_rounds_without_drafts_are_looked_at_first_and_again() -> None:
+    pace = Pace()
+    assert pace.judge(WANTED) == Decision(0, {}, LOOK)
+    pace.saw(hold(Decision(0, {}, LOOK), 1.0))
+    rounds = 0
+    while (decision := pace.judge(WANTED)).has_drafts:
+        assert decision.rounds == (TRY if rounds < 2 * TRY else HOLDS)
+        pace.saw(hold(decision, 2.7, tokens=3.0))  # they gain a tenth
+        rounds += decision.rounds
+    assert decision == Decision(0, {}, LOOK)
+    assert LOOK_EVERY <= rounds < LOOK_EVERY + HOLDS
+
+
+@pytest.mark.parametrize(("gain", "loss"), [(3.0, 0.01), (1.1, 0.01), (1.0, 0.001), (0.9, 0.01), (0.5, 0.05)])
+def test_little_is_lost_of_what_is_best(gain: float, loss: float) -> None:
+    """In the long run; where drafts lose they are tried less and less often."""
+    per_token, _ = simulate(Pace(), gain, 6000)
+    assert per_token <= min(1.0, 1 / gain) * (1 + loss)
+
+
+def test_few_rounds_lose_little_where_drafts_cost_twice() -> None:
+    per_token, drafted = simulate(Pace(), 0.5, 1000)
+    assert drafted <= 2 * TRY * 6  # two decisions until they are judged, and five tries
+    assert per_token < 1.25
+
+
+def test_vain_tries_become_rare() -> None:
+    pace, at, tries = Pace(), 0, list[int]()
+    while at < 4 * AT_MOST:
+        decision = pace.judge(WANTED)
+        if decision.has_drafts:
+            tries.append(at)
+        pace.saw(hold(decision, 6.0 if decision.has_drafts else 1.0, tokens=3.0 if decision.has_drafts else 1.0))
+        at += decision.rounds
+    waits = [after - before for before, after in pairwise(tries) if after - before > HOLDS]
+    assert waits[0] >= TRY_EVERY
+    assert waits == sorted(waits)
+    assert waits[-1] <= AT_MOST + 3 * HOLDS
+
+
+def test_drafts_that_begin_to_pay_are_taken_up_again() -> None:
+    pace = Pace()
+    simulate(pace, 0.8, 800)
+    _, drafted = simulate(pace, 2.0, 3000)
+    assert drafted > 2000
+    _, drafted = simulate(pace, 0.8, 1000)
+    assert drafted < 300, "and left when they pay no more"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_machine_with_other_work_does_not_sway_it(seed: int) -> None:
+    """Rounds take up to half as long again, at random."""
+    for gain in (0.8, 1.25):
+        per_token, _ = simulate(Pace(), gain, 8000, noise=0.5, seed=seed)
+        assert per_token == pytest.approx(min(1.0, 1 / gain), rel=0.03)
+
+
+def test_where_drafts_plainly_pay_one_seldom_looks() -> None:
+    pace, looks, at = Pace(), list[int](), 0
+    while at < 3 * SELDOM:
+        decision = pace.judge(WANTED)
+        looks += [] if decision.has_drafts else [at]
+        pace.saw(hold(decision, 1.0, tokens=3.0 if decision.has_drafts else 1.0))
+        at += decision.rounds
+    assert looks[0] == 0
+    assert all(after - before >= SELDOM for before, after in pairwise(looks))
+
+
+def test_a_length_is_judged_by_its_rounds() -> None:
+    """Prices that promise too much, and a clock that has it otherwise; other batch sizes are judged by themselves."""
+    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
+    length = DraftLength(schedule, Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6)))
+    drafted = 0
+    for _ in range(4):
+        made = length.hold(4, 0, 100)
+        for _ in range(made.decision.rounds):
+            made.add(4, made.step_s * (1.3 if made.decision.has_drafts else 1.0))
+        drafted += made.decision.rounds * made.decision.has_drafts
+        length.saw(made)
+    assert drafted == 2 * TRY
+    other = length.hold(64, 0, 100)
+    assert other.decision == Decision(0, {}, LOOK)
+    pinned = DraftLength(Lossless(24, schedule.drafts), length.prices)
+    assert pinned.hold(4, 0, 100).decision.skipped > 0, "where nothing may rest drafts are not judged"
+
+
+def test_without_a_clock_rounds_say_nothing() -> None:
+    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
+    length = DraftLength(schedule, Prices(OPT, 2))
+    for _ in range(8):
+        made = length.hold(4, 0, 100)
+        assert made.decision.has_drafts
+        made.add(4, 100.0)
+        length.saw(made)
