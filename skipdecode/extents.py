@@ -91,12 +91,21 @@ def extents_of(
     """Of a continuous batch: each sublayer runs on the youngest rows, of k < end (`layer_ends`). `ages`: k of each row,
     falling."""
     minus_ages = [-k for k in ages]
+    starts = [(end, bisect_left(minus_ages, 1 - end)) for end in sorted({*attn_ends, *ffn_ends})]
+    return _from_starts(tuple(attn_ends), tuple(ffn_ends), tuple(starts), len(ages), kv_layers)
 
-    def runs(ends: Sequence[int]) -> tuple[Run, ...]:
-        starts = {end: bisect_left(minus_ages, 1 - end) for end in set(ends)}
-        return tuple(slice(starts[end], None) if starts[end] < len(ages) else None for end in ends)
 
-    return Extents(runs(attn_ends), runs(ffn_ends), kv_layers=kv_layers)
+@lru_cache(maxsize=4096)
+def _from_starts(
+    attn_ends: tuple[int, ...],
+    ffn_ends: tuple[int, ...],
+    starts: tuple[tuple[int, int], ...],
+    num_rows: int,
+    kv_layers: int | None,
+) -> Extents:
+    """Kept with its groups, which a step of a small model has no time for. `starts`: the first row, by end."""
+    runs: dict[int, Run] = {end: None if at == num_rows else slice(at, None) if at else ALL for end, at in starts}
+    return Extents(tuple(runs[end] for end in attn_ends), tuple(runs[end] for end in ffn_ends), kv_layers=kv_layers)
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ B rows, R rows with memory, S columns visible, H heads of queries, G of keys and
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,11 @@ class Arena:
     def num_rows(self) -> int:
         """Of the batch."""
         return len(self.prompts)
+
+    @cached_property
+    def attention_at_places(self) -> ColumnAttention | None:
+        """What `TokensView` attends by; None: torch's operators."""
+        return self._backend.column_attention(self._k[0]) if self._backend.takes_places else None
 
     def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of all rows of the batch: [B, G, columns of the layer, K]."""

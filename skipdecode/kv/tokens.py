@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.backend import Columns, FusedLayer
-from skipdecode.backends.device import backend_on
 from skipdecode.kv.ragged import Arena
 from skipdecode.kv.view import StepView, attention
 from skipdecode.rope import Turn, turn_of
@@ -28,8 +27,7 @@ class TokensView(StepView):
     def __init__(self, arena: Arena, places: Tensor, columns: Tensor, table: Tensor | None) -> None:
         """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotations`."""
         self._arena, self._places, self._columns, self._table = arena, places, columns, table
-        k, _ = arena.memory_of(0)
-        self._attend_one = backend_on(k.device).column_attention(k) if backend_on(k.device).takes_places else None
+        self._attend_one = arena.attention_at_places
         self.has_kernels = self._attend_one is not None
 
     @cached_property
