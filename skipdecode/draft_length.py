@@ -9,7 +9,7 @@ A decision changes how fast tokens come, never which. No torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skipdecode.lossless import Lossless
 from skipdecode.pace import HOLDS, RESTS, Decision, Hold, Pace
@@ -22,6 +22,7 @@ MOST = 8  # tokens drafted at a time, where their number is free
 MARGIN = 1.03
 # Rounds without drafts until one tries again whether they are accepted, and rounds of a try: a percent at most.
 PROBE_EVERY, PROBE = 128, 4
+STALE_S = 0.02  # after which drafts are counted anew: prices take 0.2 ms
 LEAST_CHANCE = 0.1  # of a repeated token: below it, looking for it costs more than it brings
 KEEP = 0.998  # of what was counted, at each count: old text says little about new
 # What acceptance is taken for before anything is known, as if so many drafts had been seen: of skipped passes (a tuned
@@ -94,27 +95,42 @@ class DraftLength:
         step_s = self.prices.model_s(self.schedule.prefill(), rows, rows, context)
         return Hold(self.decide(rows, k, context), rows, step_s)
 
+    def again(self, hold: Hold, rows: int, k: int, context: int) -> None:
+        """Before a later round of that hold: counts drafts anew, where that is cheap beside rounds."""
+        if not self.prices.is_timed or not hold.decision.has_drafts or hold.took_s - hold.counted_s < STALE_S:
+            return
+        hold.counted_s, counted = hold.took_s, self._wanted(rows, k, context)
+        if counted.has_drafts:
+            hold.decision = replace(counted, rounds=hold.decision.rounds)
+
     def saw(self, hold: Hold) -> None:
         """What these came to."""
         if self.prices.is_timed and hold.num_rounds:
             self._pace(hold.rows).saw(hold)
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
-        lengths = range(SHORTEST, LONGEST + 1)
-        drafts_by_skipping, number = self.schedule.drafts_by_skipping, self.schedule.draft_tokens
-        if number is not None and not self.schedule.may_rest:
-            return Decision(number if drafts_by_skipping else 0, dict.fromkeys(lengths, number))
-        wanted = self._by_prices(rows, k, context)
+        drafts_by_skipping, wanted = self.schedule.drafts_by_skipping, self._wanted(rows, k, context)
         if not self.schedule.may_rest:
-            if drafts_by_skipping:
-                return Decision(max(wanted.skipped, 1), wanted.repeated)
-            return Decision(0, {length: wanted.repeated.get(length, 1) for length in lengths})
+            return wanted
         is_idle = not wanted.skipped if drafts_by_skipping else not wanted.repeated
         self._idle = self._idle + wanted.rounds if is_idle else 0
         if self._idle >= PROBE_EVERY:  # what was not accepted may be by now
             self._idle = 0
-            return Decision(1 if drafts_by_skipping else 0, dict.fromkeys(lengths, 1), PROBE)
+            return Decision(1 if drafts_by_skipping else 0, dict.fromkeys(range(SHORTEST, LONGEST + 1), 1), PROBE)
         return self._pace(rows).judge(wanted) if wanted.has_drafts and self.prices.is_timed else wanted
+
+    def _wanted(self, rows: int, k: int, context: int) -> Decision:
+        """The drafts that prices speak for; a schedule that may not rest has some in any case."""
+        drafts_by_skipping, number = self.schedule.drafts_by_skipping, self.schedule.draft_tokens
+        lengths = range(SHORTEST, LONGEST + 1)
+        if number is not None and not self.schedule.may_rest:
+            return Decision(number if drafts_by_skipping else 0, dict.fromkeys(lengths, number))
+        wanted = self._by_prices(rows, k, context)
+        if self.schedule.may_rest:
+            return wanted
+        if drafts_by_skipping:
+            return Decision(max(wanted.skipped, 1), wanted.repeated)
+        return Decision(0, {length: wanted.repeated.get(length, 1) for length in lengths})
 
     def _pace(self, rows: int) -> Pace:
         return self._paces.setdefault(size_of(rows), Pace())

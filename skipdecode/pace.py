@@ -52,6 +52,8 @@ class Hold:
     num_made: int = 0
     """Tokens."""
     took_s: float = 0.0
+    counted_s: float = 0.0
+    """Of these, up to when drafts were counted last."""
 
     def add(self, made: int, took_s: float) -> None:
         """One round."""

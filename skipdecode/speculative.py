@@ -102,13 +102,18 @@ class SpeculativeBatch(UnevenBatch):
     def _holding(self, running: Sequence[int]) -> Hold:
         """The decision for this round: the last one, as long as it holds and the batch is about as large."""
         hold, rows = self._hold, len(running)
-        if hold is None or hold.num_rounds == hold.decision.rounds or size_of(hold.rows) != size_of(rows):
-            if hold is not None:
-                self._length.saw(hold)
-            ages = sorted(len(self._members[at].row.tokens) - 1 for at in running)
-            context = sum(self._arena.prompts[at] for at in running) + sum(ages)
-            self._hold = hold = self._length.hold(rows, ages[rows // 2], context // rows + 1)
-        return hold
+        goes_on = hold is not None and hold.num_rounds < hold.decision.rounds and size_of(hold.rows) == size_of(rows)
+        if hold is not None and goes_on and not hold.decision.has_drafts:
+            return hold
+        ages = sorted(len(self._members[at].row.tokens) - 1 for at in running)
+        context = (sum(self._arena.prompts[at] for at in running) + sum(ages)) // rows + 1
+        if hold is not None and goes_on:
+            self._length.again(hold, rows, ages[rows // 2], context)
+            return hold
+        if hold is not None:
+            self._length.saw(hold)
+        self._hold = self._length.hold(rows, ages[rows // 2], context)
+        return self._hold
 
     def _without_drafts(self, running: Sequence[int], hold: Hold, begin: float) -> int:
         """The tokens made."""

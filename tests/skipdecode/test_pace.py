@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from skipdecode.cost import Ceilings
-from skipdecode.draft_length import DraftLength
+from skipdecode.draft_length import SKIPPED, STALE_S, DraftLength
 from skipdecode.families import released
 from skipdecode.lossless import Lossless
 from skipdecode.pace import AT_MOST, HOLDS, LOOK, LOOK_EVERY, SELDOM, TRY, TRY_EVERY, Decision, Hold, Pace
@@ -136,6 +136,22 @@ def test_a_length_is_judged_by_its_rounds() -> None:
     assert pinned.hold(4, 0, 100).decision.skipped > 0, "where nothing may rest drafts are not judged"
 
 
+def test_slow_rounds_have_drafts_counted_anew() -> None:
+    """Acceptance and prices of the rounds before count at once; a decision of short rounds stays."""
+    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32))
+    for took_s, is_counted in ((STALE_S, True), (STALE_S / 10, False)):
+        length = DraftLength(schedule, Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6)))
+        made = length.hold(1, 0, 100)
+        before = made.decision
+        assert before.skipped > 2
+        for _ in range(100):
+            length.acceptance.see([(SKIPPED, 0)], 0)
+        made.add(1, took_s)
+        length.again(made, 1, 1, 101)
+        assert (made.decision.skipped < before.skipped) == is_counted
+        assert made.decision.rounds == before.rounds
+
+
 def test_without_a_clock_rounds_say_nothing() -> None:
     schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
     length = DraftLength(schedule, Prices(OPT, 2))
@@ -143,4 +159,7 @@ def test_without_a_clock_rounds_say_nothing() -> None:
         made = length.hold(4, 0, 100)
         assert made.decision.has_drafts
         made.add(4, 100.0)
+        decision = made.decision
+        length.again(made, 4, 1, 101)
+        assert made.decision == decision
         length.saw(made)
