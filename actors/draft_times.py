@@ -11,7 +11,7 @@ from skipdecode.cohort import Cohort, now
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MOST, SKIPPED, DraftLength
 from skipdecode.lossless import Lossless
-from skipdecode.pace import Decision
+from skipdecode.pace import Decision, Hold
 from skipdecode.plan import FullDepth, Schedule, SkipDecode
 from skipdecode.prices import Prices
 from skipdecode.request import Request
@@ -38,6 +38,9 @@ class Always(DraftLength):
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
         return self._decision
+
+    def again(self, hold: Hold, rows: int, k: int, context: int) -> None:
+        """It stays."""
 
 
 class Verifications(SpeculativeBatch):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from skipdecode.draft_length import Source
 
@@ -38,7 +39,8 @@ class Chain:
 
     def add(self, tokens: Sequence[int], kind: int, eos: Sequence[int]) -> None:
         """Drafts, up to one that would end the row."""
-        for place, token in enumerate(tokens[: self.room - self.num_drafts], start=len(self.sources)):
+        before = sum(1 for _ in takewhile(lambda source: source[0] == kind, reversed(self.sources)))
+        for place, token in enumerate(tokens[: self.room - self.num_drafts], start=before):
             self.tokens.append(token)
             self.sources.append((kind, place))
             if token in eos:

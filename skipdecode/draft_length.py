@@ -10,6 +10,7 @@ A decision changes how fast tokens come, never which. No torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from skipdecode.lossless import Lossless
 from skipdecode.pace import HOLDS, RESTS, Decision, Hold, Pace
@@ -31,7 +32,7 @@ PRIOR, PRIOR_WEIGHT = {0: 0.8, 2: 0.3, 3: 0.5, 4: 0.7}, 8.0
 SKIPPED = 0
 """The source of a draft by a skipped pass; that of a repeat is how many tokens repeat."""
 Source = tuple[int, int]
-"""Where a drafted token comes from: SKIPPED or the length of a repeat, and how many of the same draft come before."""
+"""Where a drafted token comes from: SKIPPED or the length of a repeat, and how many of that kind come before."""
 
 
 @dataclass
@@ -129,7 +130,7 @@ class DraftLength:
         if self.schedule.may_rest:
             return wanted
         if drafts_by_skipping:
-            return Decision(max(wanted.skipped, 1), wanted.repeated)
+            return replace(wanted, skipped=max(wanted.skipped, 1), rounds=HOLDS)
         return Decision(0, {length: wanted.repeated.get(length, 1) for length in lengths})
 
     def _pace(self, rows: int) -> Pace:
@@ -143,7 +144,11 @@ class DraftLength:
             skipped, rate = self._skipped(rows, k, context, passes_s)
         lengths = range(SHORTEST, LONGEST + 1)
         repeated = {length: number or n for length in lengths if (n := self._repeated(length, rows, rate, passes_s))}
-        return Decision(skipped, repeated, HOLDS if skipped or repeated else RESTS)
+        continued = dict[int, int]()
+        if skipped and number is None:
+            behind = {length: self._repeated(length, rows, rate, passes_s, skipped) for length in lengths}
+            continued = {length: n for length, n in behind.items() if n}
+        return Decision(skipped, repeated, HOLDS if skipped or repeated else RESTS, continued)
 
     def _full_s(self, rows: int, context: int) -> float:
         return self.prices.seconds("full", self.schedule.prefill(), rows, rows, context)
@@ -180,12 +185,13 @@ class DraftLength:
         rates = self._rates(rows, k, context, passes_s, expected or self.acceptance.expected(SKIPPED, MOST))
         return [rate / rates[0] for rate in rates]
 
-    def _repeated(self, length: int, rows: int, rate: float, passes_s: Sequence[float]) -> int:
-        """Tokens to draft by a repeat of `length`: each of which is to bring more than the time it costs could."""
-        chance, count = 1.0, 0
-        for n, of_place in enumerate(self.acceptance.rates(length, len(passes_s) - 1), start=1):
+    def _repeated(self, length: int, rows: int, rate: float, passes_s: Sequence[float], behind: int = 0) -> int:
+        """Tokens to draft by a repeat of `length`, `behind` so many of skipped passes: each of which is to bring more
+        than the time it costs could."""
+        chance, count = prod(self.acceptance.rates(SKIPPED, behind)), 0
+        for n, of_place in enumerate(self.acceptance.rates(length, len(passes_s) - 1 - behind), start=1):
             chance *= of_place
-            token_s = (passes_s[n] - passes_s[n - 1]) / rows
+            token_s = (passes_s[behind + n] - passes_s[behind]) / n / rows  # in the mean: prices are not that exact
             if chance < LEAST_CHANCE or chance / rate < MARGIN * token_s:
                 break
             count = n

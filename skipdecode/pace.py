@@ -9,7 +9,7 @@ No torch.
 """
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 HOLDS, RESTS = 8, 32  # rounds of a decision, with drafts and without: prices cost more than looking at a clock
@@ -33,6 +33,8 @@ class Decision:
     """The same by repeats, by how many tokens repeat; none: not even to be looked for."""
     rounds: int = HOLDS
     """That it holds for."""
+    continued: dict[int, int] = field(default_factory=dict)
+    """As `repeated`, of repeats behind drafts of skipped passes."""
 
     @property
     def has_drafts(self) -> bool:

@@ -139,7 +139,7 @@ class SpeculativeBatch(UnevenBatch):
         for chain in chains:
             self._repeat(chain, decision)
         self._skip(chains, short)
-        if decision.repeated and decision.skipped:
+        if decision.continued:
             for chain in chains:
                 self._continue(chain, decision)
         drafted = now(self._device)
@@ -177,13 +177,13 @@ class SpeculativeBatch(UnevenBatch):
     def _continue(self, chain: Chain, decision: Decision) -> None:
         """Behind drafts of skipped passes: what follows on them elsewhere."""
         room, drafts = chain.room - chain.num_drafts, chain.tokens[1:]
-        if not drafts or room <= 0 or chain.sources[0][0] != SKIPPED or self._lossless.draft_tokens is not None:
+        if not drafts or room <= 0 or chain.sources[0][0] != SKIPPED:
             return
         index = self._repeats.of(self._members[chain.at].row)
         index.add(drafts)
-        found, tokens = index.find(min(max(decision.repeated.values()), room), SURE)
+        found, tokens = index.find(min(max(decision.continued.values()), room), min(decision.continued))
         index.drop(len(drafts))
-        chain.add(tokens[: decision.repeated.get(found, 0)], found or SURE, self._eos(chain))
+        chain.add(tokens[: decision.continued.get(found, 0)], found, self._eos(chain))
 
     def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
         """Drafts by skipped passes, one column of all rows that want one at a time, of the tokens of `short`. The rows

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipdecode.chain import Chain
 from skipdecode.cost import Ceilings
 from skipdecode.draft_length import MOST, PROBE_EVERY, SKIPPED, DraftLength
 from skipdecode.families import config_of
@@ -139,6 +140,30 @@ def test_other_processes_do_not_sway_prices() -> None:
     for factor in (9.0, 1.5, 30.0):
         decider.prices.saw("verify", full, 4, 4, 100, factor * model_s)
     assert decider.prices.seconds("verify", full, 4, 4, 100) == pytest.approx(1.5 * model_s)
+
+
+def test_repeats_behind_skipped_passes_are_worth_what_these_are() -> None:
+    """They come to nothing where a skipped pass before them is refused, so fewer are drafted than at the front."""
+    decider = length()
+    for n in range(3000):
+        decider.acceptance.see([(4, 0)], int(n % 10 < 6))
+        for place in range(MOST):
+            decider.acceptance.see([(SKIPPED, place)], int(n % 10 < 7))
+    few, many = (decider.decide(rows, 0, 100) for rows in (12, 24))
+    assert few.skipped == 2
+    assert 0 < few.continued[4] < few.repeated[4]
+    assert many.skipped
+    assert many.repeated
+    assert not many.continued
+    assert length(tokens=3).decide(1, 0, 100).continued == {}
+
+
+def test_a_repeat_behind_others_counts_its_own_places() -> None:
+    chain = Chain(0, 0, [7], 9)
+    for token in (1, 2):
+        chain.add([token], SKIPPED, ())
+    chain.add([3, 4], 4, ())
+    assert chain.sources == [(SKIPPED, 0), (SKIPPED, 1), (4, 0), (4, 1)]
 
 
 def test_acceptance_is_counted_up_to_the_first_refusal() -> None:
