@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from skipdecode.lossless import Lossless
-from skipdecode.pace import HOLDS, RESTS, Decision, Hold, Pace
+from skipdecode.pace import HOLDS, PLAIN, RESTS, Decision, Hold, Pace
 from skipdecode.prices import Prices, size_of
 from skipdecode.repeats import LONGEST, SHORTEST
 from skipdecode.shortlist import Shortlist
@@ -118,7 +118,10 @@ class DraftLength:
         if self._idle >= PROBE_EVERY:  # what was not accepted may be by now
             self._idle = 0
             return Decision(1 if drafts_by_skipping else 0, dict.fromkeys(range(SHORTEST, LONGEST + 1), 1), PROBE)
-        return self._pace(rows).judge(wanted) if wanted.has_drafts and self.prices.is_timed else wanted
+        if not (wanted.has_drafts and self.prices.is_timed):
+            return wanted
+        is_likely = any((pace.gain or 0.0) >= PLAIN for size, pace in self._paces.items() if size > size_of(rows))
+        return self._pace(rows).judge(wanted, is_likely=is_likely)
 
     def _wanted(self, rows: int, k: int, context: int) -> Decision:
         """The drafts that prices speak for; a schedule that may not rest has some in any case."""

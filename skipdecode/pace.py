@@ -93,10 +93,11 @@ class Pace:
             return None
         return median(self._resting) / median(self._drafting)
 
-    def judge(self, wanted: Decision) -> Decision:
-        """The drafts that prices want, or none."""
+    def judge(self, wanted: Decision, *, is_likely: bool = False) -> Decision:
+        """The drafts that prices want, or none. `is_likely`: batches of more rows gain plainly, so fewer do; then one
+        need not look at rounds without drafts first."""
         gain = self.gain
-        if not self._resting or self._drafted >= (SELDOM if (gain or 0.0) >= PLAIN else LOOK_EVERY):
+        if not (self._resting or is_likely) or self._drafted >= (SELDOM if (gain or 0.0) >= PLAIN else LOOK_EVERY):
             return Decision(0, {}, LOOK)
         if gain is None:
             return replace(wanted, rounds=TRY)

@@ -136,6 +136,21 @@ def test_a_length_is_judged_by_its_rounds() -> None:
     assert pinned.hold(4, 0, 100).decision.skipped > 0, "where nothing may rest drafts are not judged"
 
 
+def test_what_larger_batches_gain_need_not_be_looked_at_in_smaller_ones() -> None:
+    """Rows of a batch end one by one, and every size would be looked at anew."""
+    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
+    for pace, first in ((0.5, 0), (1.0, LOOK)):
+        length = DraftLength(schedule, Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6)))
+        for _ in range(4):
+            made = length.hold(8, 0, 100)
+            for _ in range(made.decision.rounds):
+                made.add(8, made.step_s * (pace if made.decision.has_drafts else 1.0))
+            length.saw(made)
+        decision = length.hold(3, 0, 100).decision
+        assert decision.has_drafts == (first == 0)
+        assert length.hold(20, 0, 100).decision == Decision(0, {}, LOOK), "of fewer rows nothing follows"
+
+
 def test_slow_rounds_have_drafts_counted_anew() -> None:
     """Acceptance and prices of the rounds before count at once; a decision of short rounds stays."""
     schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32))
