@@ -2,7 +2,7 @@
 
 Tried are the schedules that people name, and sets of layers: from all of them the one goes whose loss costs least,
 again and again. One half of the texts chooses; the other half says what the best are good for, since what was chosen
-for its figures looks better by them than it is. Prices are those that decoding decides by (`skipdecode.draft_length`).
+for its figures looks better by them than it is. Prices are those that decoding decides by (`skipdecode.prices`).
 The best are priced by the times that their passes take here, where `prices` are those of this machine. No Ray, no
 files.
 """

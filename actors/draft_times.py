@@ -54,7 +54,7 @@ class Verifications(SpeculativeBatch):
 def time_full_depth(
     model: Decoder, prompts: Sequence[Sequence[int]], batch_sizes: Sequence[int], most_new: int, prices: Prices
 ) -> None:
-    """Times passes at full depth of so many rows, with 0 to MOST drafts each, and steps of decoding without drafts, for
+    """Times passes at full depth of so many rows, with 1 to MOST drafts each, and steps of decoding without drafts, for
     `prices`. `most_new`: tokens that there is room for behind each prompt."""
     num_layers = model.config.num_hidden_layers
     for rows in batch_sizes:

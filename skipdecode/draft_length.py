@@ -93,31 +93,38 @@ class DraftLength:
 
     def hold(self, rows: int, k: int, context: int) -> Hold:
         """The next rounds of `rows` rows, in the middle at decode step k with `context` columns."""
-        step_s = self.prices.model_s(self.schedule.prefill(), rows, rows, context)
-        return Hold(self.decide(rows, k, context), rows, step_s)
+        return Hold(self.decide(rows, k, context), rows, context)
+
+    def step_s(self, rows: int, context: int) -> float:
+        """Of a step at full depth, by the cost model."""
+        return self.prices.model_s(self.schedule.prefill(), rows, rows, context)
 
     def again(self, hold: Hold, rows: int, k: int, context: int) -> None:
         """Before a later round of that hold: counts drafts anew, where that is cheap beside rounds."""
-        if not self.prices.is_timed or not hold.decision.has_drafts or hold.took_s - hold.counted_s < STALE_S:
+        decision = hold.decision
+        if not self.prices.is_timed or not decision.has_drafts or decision.is_probe:
+            return
+        if hold.took_s - hold.counted_s < STALE_S:
             return
         hold.counted_s, counted = hold.took_s, self._wanted(rows, k, context)
         if counted.has_drafts:
-            hold.decision = replace(counted, rounds=hold.decision.rounds)
+            hold.decision = replace(counted, rounds=decision.rounds, is_idle=decision.is_idle)
 
     def saw(self, hold: Hold) -> None:
-        """What these came to."""
-        if self.prices.is_timed and hold.num_rounds:
+        """What these came to, all or as many as there were."""
+        self._idle = self._idle + hold.num_rounds if hold.decision.is_idle else 0
+        if self.prices.is_timed and hold.num_rounds and not hold.decision.is_probe:
             self._pace(hold.rows).saw(hold)
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
         drafts_by_skipping, wanted = self.schedule.drafts_by_skipping, self._wanted(rows, k, context)
         if not self.schedule.may_rest:
             return wanted
-        is_idle = not wanted.skipped if drafts_by_skipping else not wanted.repeated
-        self._idle = self._idle + wanted.rounds if is_idle else 0
-        if self._idle >= PROBE_EVERY:  # what was not accepted may be by now
-            self._idle = 0
-            return Decision(1 if drafts_by_skipping else 0, dict.fromkeys(range(SHORTEST, LONGEST + 1), 1), PROBE)
+        wanted = replace(wanted, is_idle=not wanted.skipped if drafts_by_skipping else not wanted.repeated)
+        if wanted.is_idle and self._idle >= PROBE_EVERY:  # what was not accepted may be by now
+            number = self.schedule.draft_tokens or 1
+            repeated = dict.fromkeys(range(SHORTEST, LONGEST + 1), number)
+            return Decision(number if drafts_by_skipping else 0, repeated, PROBE, is_probe=True)
         if not (wanted.has_drafts and self.prices.is_timed):
             return wanted
         is_likely = any((pace.gain or 0.0) >= PLAIN for size, pace in self._paces.items() if size > size_of(rows))

@@ -35,10 +35,17 @@ class Decision:
     """That it holds for."""
     continued: dict[int, int] = field(default_factory=dict)
     """As `repeated`, of repeats behind drafts of skipped passes."""
+    is_idle: bool = False
+    """Prices speak against drafts (of skipped passes, where there are such)."""
+    is_probe: bool = False
+    """Some are made all the same, to see whether they are accepted."""
 
     @property
     def has_drafts(self) -> bool:
         return bool(self.skipped or self.repeated)
+
+    def without_drafts(self, rounds: int) -> "Decision":
+        return Decision(0, {}, rounds, is_idle=self.is_idle)
 
 
 @dataclass
@@ -47,26 +54,31 @@ class Hold:
 
     decision: Decision
     rows: int
-    """When it was made."""
-    step_s: float
-    """Of a step of these rows at full depth, by the cost model."""
+    context: int
+    """Columns that a row saw in the mean. Both when it was made."""
     num_rounds: int = 0
+    num_fed: int = 0
+    """Rows of all rounds."""
     num_made: int = 0
-    """Tokens."""
+    """Tokens of these."""
     took_s: float = 0.0
+    steps_s: float = 0.0
+    """Of as many steps at full depth with these rows, by the cost model."""
     counted_s: float = 0.0
     """Of these, up to when drafts were counted last."""
 
-    def add(self, made: int, took_s: float) -> None:
+    def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
         """One round."""
         self.num_rounds += 1
+        self.num_fed += rows
+        self.steps_s += step_s
         self.num_made += made
         self.took_s += took_s
 
     @property
     def pace(self) -> float:
         """Seconds per token over those that the cost model has for full depth."""
-        return self.took_s / self.num_made / (self.step_s / self.rows)
+        return self.took_s / self.num_made / (self.steps_s / self.num_fed)
 
 
 class Pace:
@@ -98,14 +110,14 @@ class Pace:
         need not look at rounds without drafts first."""
         gain = self.gain
         if not (self._resting or is_likely) or self._drafted >= (SELDOM if (gain or 0.0) >= PLAIN else LOOK_EVERY):
-            return Decision(0, {}, LOOK)
+            return wanted.without_drafts(LOOK)
         if gain is None:
             return replace(wanted, rounds=TRY)
         if gain >= 1.0:
             self._patience = TRY_EVERY
             return wanted
         if self._rested < self._patience:
-            return Decision(0, {}, RESTS)
+            return wanted.without_drafts(RESTS)
         self._patience = min(2 * self._patience, AT_MOST)
         self._drafting.clear()  # what they gained then is not what they gain now
         return replace(wanted, rounds=TRY)

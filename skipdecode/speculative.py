@@ -26,7 +26,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.draft_length import SKIPPED, DraftLength
 from skipdecode.extents import Extents, extents_of, layer_ends
 from skipdecode.lossless import Lossless
-from skipdecode.pace import Decision, Hold
+from skipdecode.pace import HOLDS, Decision, Hold
 from skipdecode.plan import LayerPlan
 from skipdecode.prefix import Sharing
 from skipdecode.prices import Prices, size_of
@@ -84,7 +84,11 @@ class SpeculativeBatch(UnevenBatch):
         self.row_steps += len(running)
         self.stats.decode_steps += 1
         self.stats.row_steps += len(running)
-        hold.add(made, now(self._device) - begin)
+        step_s = self._length.step_s(len(running), hold.context)
+        hold.add(len(running), made, now(self._device) - begin, step_s)
+        if self.is_done:  # what it came to is for the batches behind it
+            self._length.saw(hold)
+            self._hold = None
 
     def _changed(self) -> None:
         super()._changed()
@@ -112,15 +116,16 @@ class SpeculativeBatch(UnevenBatch):
             return hold
         if hold is not None:
             self._length.saw(hold)
+        self._short_head()  # drafts of few tokens are cheaper
         self._hold = self._length.hold(rows, ages[rows // 2], context)
         return self._hold
 
     def _without_drafts(self, running: Sequence[int], hold: Hold, begin: float) -> int:
         """The tokens made."""
         tokens, rows = self._rest(running), len(running)
-        if self._lists and hold.num_rounds == 0:  # some of the text says enough, and counting takes time
+        if self._lists and hold.num_rounds % HOLDS == 0:  # some of the text says enough, and counting takes time
             self._length.shortlist.wrote(tokens)
-        took_s, model_s = now(self._device) - begin, hold.step_s * rows / hold.rows
+        took_s, model_s = now(self._device) - begin, self._length.step_s(rows, hold.context)
         self.stats.verify_s += took_s
         self.stats.model_decode_s += model_s
         self._length.prices.saw("full", self._lossless.prefill(), rows, rows, 0, took_s, model_s)

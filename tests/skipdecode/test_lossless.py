@@ -85,7 +85,7 @@ def test_a_number_is_kept_to() -> None:
 def test_auto_drafts_that_number_or_none() -> None:
     assert length(tokens=3).decide(1, 0, 100).skipped == 3
     assert set(length(tokens=3).decide(1, 0, 100).repeated.values()) <= {3}
-    assert length(tokens=3).decide(512, 0, 100) == Decision(0, {}, RESTS)
+    assert length(tokens=3).decide(512, 0, 100) == Decision(0, {}, RESTS, is_idle=True)
     assert length(tokens=1500).decide(1, 0, 100).skipped == 0
 
 
@@ -105,8 +105,15 @@ def test_what_is_refused_is_drafted_no_more_but_tried_again() -> None:
         decider.acceptance.see([(SKIPPED, 0)], 0)
         for kind in (2, 3, 4):
             decider.acceptance.see([(kind, 0)], 0)
-    decisions = [decider.decide(4, 0, 100) for _ in range(2 * PROBE_EVERY // RESTS + 1)]
-    assert [bool(decision.skipped) for decision in decisions].count(True) == 2
+    decisions = []
+    for _ in range(2 * (PROBE_EVERY // RESTS + 1)):
+        hold = decider.hold(4, 0, 100)
+        hold.add(4, 4, 1.0, 1.0)
+        hold.num_rounds = hold.decision.rounds
+        decider.saw(hold)
+        decisions.append(hold.decision)
+    assert [decision.is_probe for decision in decisions].count(True) == 2
+    assert [decision.has_drafts for decision in decisions].count(True) == 2
     for _ in range(3000):
         decider.acceptance.see([(SKIPPED, place) for place in range(MOST)], MOST)
     assert decider.decide(4, 0, 100).skipped > 4

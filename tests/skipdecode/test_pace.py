@@ -6,22 +6,22 @@ from itertools import pairwise
 import pytest
 
 from skipdecode.cost import Ceilings
-from skipdecode.draft_length import SKIPPED, STALE_S, DraftLength
+from skipdecode.draft_length import PROBE_EVERY, SKIPPED, STALE_S, DraftLength
 from skipdecode.families import released
 from skipdecode.lossless import Lossless
-from skipdecode.pace import AT_MOST, HOLDS, LOOK, LOOK_EVERY, SELDOM, TRY, TRY_EVERY, Decision, Hold, Pace
+from skipdecode.pace import AT_MOST, HOLDS, LOOK, LOOK_EVERY, RESTS, SELDOM, TRY, TRY_EVERY, Decision, Hold, Pace
 from skipdecode.plan import SkipDecode
 from skipdecode.prices import Prices
 
-OPT = released("opt-1.3b")
+OPT, CEILINGS = released("opt-1.3b"), Ceilings(1e12, 1e10, 1e-6)
 WANTED, NONE = Decision(3, {2: 1}), Decision(0, {})
 
 
 def hold(decision: Decision, round_s: float, tokens: float = 1.0, rounds: int = 0) -> Hold:
     """Of a batch of 4 rows whose steps take 1 s by the cost model."""
-    made = Hold(decision, 4, 1.0)
+    made = Hold(decision, 4, 100)
     for _ in range(rounds or decision.rounds):
-        made.add(round(4 * tokens), round_s)
+        made.add(4, round(4 * tokens), round_s, 1.0)
     return made
 
 
@@ -32,10 +32,10 @@ def simulate(pace: Pace, gain: float, rounds: int, noise: float = 0.0, seed: int
     while done < rounds:
         decision = pace.judge(WANTED)
         own, per_round = (3.0, 3.0 / gain) if decision.has_drafts else (1.0, 1.0)
-        one = Hold(decision, 4, 1.0)
+        one = Hold(decision, 4, 100)
         for _ in range(decision.rounds):
             slow = 1 + noise * rng.random()
-            one.add(round(4 * own), per_round * slow)
+            one.add(4, round(4 * own), per_round * slow, 1.0)
             took, tokens = took + per_round, tokens + own
         drafted += decision.rounds * decision.has_drafts
         done += decision.rounds
@@ -121,12 +121,12 @@ def test_where_drafts_plainly_pay_one_seldom_looks() -> None:
 def test_a_length_is_judged_by_its_rounds() -> None:
     """Prices that promise too much, and a clock that has it otherwise; other batch sizes are judged by themselves."""
     schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
-    length = DraftLength(schedule, Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6)))
+    length = DraftLength(schedule, Prices(OPT, 2, ceilings=CEILINGS))
     drafted = 0
     for _ in range(4):
         made = length.hold(4, 0, 100)
         for _ in range(made.decision.rounds):
-            made.add(4, made.step_s * (1.3 if made.decision.has_drafts else 1.0))
+            made.add(4, 4, 1.3 if made.decision.has_drafts else 1.0, 1.0)
         drafted += made.decision.rounds * made.decision.has_drafts
         length.saw(made)
     assert drafted == 2 * TRY
@@ -140,28 +140,57 @@ def test_what_larger_batches_gain_need_not_be_looked_at_in_smaller_ones() -> Non
     """Rows of a batch end one by one, and every size would be looked at anew."""
     schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
     for pace, first in ((0.5, 0), (1.0, LOOK)):
-        length = DraftLength(schedule, Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6)))
+        length = DraftLength(schedule, Prices(OPT, 2, ceilings=CEILINGS))
         for _ in range(4):
             made = length.hold(8, 0, 100)
             for _ in range(made.decision.rounds):
-                made.add(8, made.step_s * (pace if made.decision.has_drafts else 1.0))
+                made.add(8, 8, pace if made.decision.has_drafts else 1.0, 1.0)
             length.saw(made)
         decision = length.hold(3, 0, 100).decision
         assert decision.has_drafts == (first == 0)
         assert length.hold(20, 0, 100).decision == Decision(0, {}, LOOK), "of fewer rows nothing follows"
 
 
+def test_rows_that_join_or_end_change_no_pace() -> None:
+    """Where weights bind a step takes as long with more rows; so it does by the cost model."""
+    few, more = Hold(NONE, 7, 100), Hold(NONE, 7, 100)
+    for n in range(10):
+        few.add(7, 7, 1.0, 1.0)
+        more.add(7 + n // 5, 7 + n // 5, 1.0, 1.0)
+    assert few.pace == more.pace == 1.0
+
+
+def test_probes_say_nothing_of_the_pace() -> None:
+    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
+    for _ in range(300):
+        length.acceptance.see([(SKIPPED, 0)], 0)
+        for kind in (2, 3, 4):
+            length.acceptance.see([(kind, 0)], 0)
+    probes = 0
+    for _ in range(40):
+        made = length.hold(4, 0, 100)
+        probe = made.decision
+        for _ in range(probe.rounds):
+            made.add(4, 4, 9.0 if probe.has_drafts else 1.0, 1.0)
+            length.again(made, 4, 1, 100)
+            assert made.decision == probe
+        length.saw(made)
+        probes += probe.is_probe
+        assert length._pace(4).gain is None
+    assert probes == 40 * RESTS // (PROBE_EVERY + RESTS)
+
+
 def test_slow_rounds_have_drafts_counted_anew() -> None:
     """Acceptance and prices of the rounds before count at once; a decision of short rounds stays."""
     schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32))
     for took_s, is_counted in ((STALE_S, True), (STALE_S / 10, False)):
-        length = DraftLength(schedule, Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6)))
+        length = DraftLength(schedule, Prices(OPT, 2, ceilings=CEILINGS))
         made = length.hold(1, 0, 100)
         before = made.decision
         assert before.skipped > 2
         for _ in range(100):
             length.acceptance.see([(SKIPPED, 0)], 0)
-        made.add(1, took_s)
+        made.add(1, 1, took_s, 1.0)
         length.again(made, 1, 1, 101)
         assert (made.decision.skipped < before.skipped) == is_counted
         assert made.decision.rounds == before.rounds
@@ -173,7 +202,7 @@ def test_without_a_clock_rounds_say_nothing() -> None:
     for _ in range(8):
         made = length.hold(4, 0, 100)
         assert made.decision.has_drafts
-        made.add(4, 100.0)
+        made.add(4, 4, 100.0, 1.0)
         decision = made.decision
         length.again(made, 4, 1, 101)
         assert made.decision == decision

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from skipdecode.backends import choice
 from skipdecode.config import Quantization
+from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import DraftLength
 from skipdecode.ffn_skip import SkipBand
 from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
+from skipdecode.pace import Hold
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.prices import Prices
 from skipdecode.request import Request, Row
@@ -162,6 +164,25 @@ def test_layers_count_what_was_refused(models: dict[str, Decoder]) -> None:
     assert completion.layers_run == completion.ffns_run
     assert stats.layers_run == completion.layers_run
     assert stats.layer_row_steps >= completion.layers_run
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 30])
+def test_what_every_round_took_is_handed_over(models: dict[str, Decoder], tokens: int) -> None:
+    """By short batches too, which end within a decision; so that those behind them learn of it."""
+
+    class Listening(DraftLength):
+        heard = 0
+
+        def saw(self, hold: Hold) -> None:
+            super().saw(hold)
+            self.heard += hold.num_rounds
+
+    model, schedule, steps = models["opt"], Lossless(L, Unified(L, 2), None, True), 0
+    length = Listening(schedule, Prices(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
+    for batch in range(12):
+        pool = requests_for(random_prompts([5, 9], seed=batch, vocab=200), greedy(tokens, ignore_eos=True))
+        steps += generate_lossless(model, pool, schedule, length=length).stats.decode_steps
+    assert length.heard == steps > 0
 
 
 def test_one_token_is_that_of_the_prompt(models: dict[str, Decoder]) -> None:
