@@ -182,7 +182,8 @@ def test_workers_make_the_same_calls_where_one_has_prompts_of_one_token(tmp_path
     assert_close(run_two(odd | {"parallel": "fsdp"}, tmp_path / "two"), run(odd, tmp_path))
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_workers_change_nothing(alone: tuple[Path, Curve], tmp_path: Path, parallel: str) -> None:
     changes = {"parallel": parallel, "accumulate": 2}
     assert_close(run_two(changes, tmp_path / "two"), alone[1])

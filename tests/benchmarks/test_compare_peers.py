@@ -66,6 +66,7 @@ def test_vllm_may_have_its_own_interpreter(monkeypatch: pytest.MonkeyPatch) -> N
     assert arguments(["--vllm-python", "/other/python"]).vllm_python == "/other/python"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_worker_decodes_and_rests(spec: Callable[[str], Spec], hf: Callable[[Path], OPTForCausalLM]) -> None:
     prompts = make_prompts(3, 8, VOCABULARY)
@@ -148,6 +149,7 @@ def test_a_peer_that_dies_loses_nothing_but_itself(spec: Callable[[str], Spec]) 
             compare(args, [full, other], works, errors, keep)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_prompts_of_mixed_lengths_come_back_in_their_order(spec: Callable[[str], Spec]) -> None:
     prompts = [make_prompts(1, length, VOCABULARY)[0] for length in (3, 9, 5, 12, 4)]
