@@ -117,6 +117,7 @@ class DraftLength:
             self._pace(hold.rows).saw(hold)
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
+        """What prices want, as far as it may rest and the clock has nothing against it."""
         drafts_by_skipping, wanted = self.schedule.drafts_by_skipping, self._wanted(rows, k, context)
         if not self.schedule.may_rest:
             return wanted

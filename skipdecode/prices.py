@@ -122,10 +122,6 @@ class Prices:
         seen = [ratios for (one, *_), ratios in self._ratios.items() if one == kind]
         return max((median(ratios) / min(ratios) for ratios in seen), default=1.0)
 
-    def has_seen(self, kind: str, rows: int, tokens: int) -> bool:
-        """Whether a pass of about that size was timed."""
-        return (kind, *_size(rows, tokens)) in self._ratios
-
     def _ratio(self, kind: str, rows: int, tokens: int) -> float:
         """Measured over predicted for passes of about that size: the nearest that were seen. The least of the last,
         since other processes make passes longer, never shorter, and one size may have met them where another did not.
