@@ -24,4 +24,9 @@ def uploaded(
     """As `torch.tensor`: the shape of the list, and by default int64 or float32, or the type of the array."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    if isinstance(numbers, np.ndarray):  # which torch.tensor does not pin
+        given = torch.from_numpy(numbers)
+        pinned = torch.empty(given.shape, dtype=dtype or given.dtype, pin_memory=True).copy_(given)
+    else:
+        pinned = torch.tensor(numbers, dtype=dtype, pin_memory=True)
+    return pinned.to(device, non_blocking=True)

@@ -102,6 +102,8 @@ class Host(TorchFunctionMode):
             A.copy_.default(*args, **(kwargs or {}))
             return args[0]
         if func in (torch.tensor, torch.empty) and (kwargs or {}).pop("pin_memory", False):
+            if isinstance(args[0], np.ndarray):  # as torch says itself
+                raise RuntimeError("Can't pin tensor constructed from numpy")
             return pinned(func(*args, **(kwargs or {})))
         if func is torch.Tensor.data_ptr:  # no address; equal where addresses would be
             return args[0].untyped_storage()._cdata, args[0].storage_offset()
