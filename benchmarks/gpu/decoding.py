@@ -3,6 +3,7 @@
 import random
 import time
 from copy import copy
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -32,29 +33,33 @@ SMALL = {
 
 
 def check_tokens(bench: Bench) -> Found:
-    """float32 tokens of a small model are those of a CPU, with graphs and without."""
+    """float32 tokens of a small model are those of a CPU, greedy and sampled, with graphs and without."""
     config = config_of(SMALL)
     torch.backends.cuda.matmul.allow_tf32 = False
     here = random_model(config, device="cpu", dtype=torch.float32)
     requests = bench.requests([1, 9, 40, 200, 130], 24, config.vocab_size)
+    drawn = [replace(one, sampling=replace(one.sampling, temperature=0.8, top_p=0.95)) for one in requests]
     schedule = make_schedule(
         {"method": "skipdecode", "max_layers": 3, "min_layers": 2}, num_layers=4, max_new_tokens=24
     )
-    wanted = generate(here, requests, schedule).completions
+    kinds = {"greedy": requests, "sampled": drawn}
+    wanted = {kind: generate(here, rows, schedule).completions for kind, rows in kinds.items()}
     there = here.to(bench.device).pack()
-    graphs = StepGraphs(there, 64 << 20, max_rows=8)
-    made = {
-        "without graphs": generate(there, requests, schedule).completions,
-        "captured": generate(there, requests, schedule, graphs=graphs).completions,
-        "replayed": generate(there, requests, schedule, graphs=graphs).completions,
-    }
-    _refuse_failed(graphs)
-    for how, completions in made.items():
-        pairs = enumerate(zip(completions, wanted, strict=True))
-        wrong = [str(row) for row, (made_one, wanted_one) in pairs if made_one.tokens != wanted_one.tokens]
-        if wrong:
-            raise Wrong(f"{how}: tokens of rows {', '.join(wrong)} of a small float32 model are not those of a CPU")
-    return {"rows": len(requests), "tokens": sum(len(c.tokens) for c in wanted)}
+    for kind, rows in kinds.items():
+        graphs = StepGraphs(there, 64 << 20, max_rows=8)
+        made = {
+            "without graphs": generate(there, rows, schedule).completions,
+            "captured": generate(there, rows, schedule, graphs=graphs).completions,
+            "replayed": generate(there, rows, schedule, graphs=graphs).completions,
+        }
+        _refuse_failed(graphs)
+        for how, completions in made.items():
+            pairs = enumerate(zip(completions, wanted[kind], strict=True))
+            wrong = [str(row) for row, (made_one, wanted_one) in pairs if made_one.tokens != wanted_one.tokens]
+            if wrong:
+                rows_named = ", ".join(wrong)
+                raise Wrong(f"{how}, {kind}: tokens of rows {rows_named} of a small float32 model are not a CPU's")
+    return {"rows": len(requests), "tokens": sum(len(c.tokens) for one in wanted.values() for c in one)}
 
 
 def check_captures(bench: Bench) -> Found:

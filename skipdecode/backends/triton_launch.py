@@ -20,6 +20,9 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 MAX_SPLITS = 16
 MIN_CHUNK = 256
 """Columns that a program reads at least: below, a program's start and the sum at the end cost what they gain."""
+BLOCK, WARPS = 32, 2
+"""Columns at a time, and warps that share them. Sums over columns cross the warps, and that is what costs: on an H200
+OPT-1.3B's attention takes half the time that four warps with 64 columns take, OPT-6.7B's 0.84 of it."""
 ENOUGH_PROGRAMS = 1024
 """On the device at once, some eight for each of an H100's 132 multiprocessors: with that many, memory is busy."""
 
@@ -83,9 +86,9 @@ class TritonKernels:
             0 if where is not None else keys.stride(0), 0 if where is not None else keys.stride(1),
             columns.last.stride(0), 1 if table is None else len(table), K**-0.5, heads.epsilon,
             G=G, GROUP=group, M=1 if group == 1 else max(16, _power(group)), K=K, KP=padded, HALF=rotating // 2,
-            BLOCK=64 if padded <= 64 else 32, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new,
+            BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new,
             HAS_TABLE=where is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
-            IN_FLOAT32=IS_INTERPRETED, num_warps=4,
+            IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
         return out
 

@@ -157,7 +157,9 @@ def test_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         self._tokens[0].fill_(7)
 
     monkeypatch.setattr(StepGraphs, "_step", off_by_one)
-    assert first_wrong("tokens") == "tokens: captured: tokens of rows 0 of a small float32 model are not those of a CPU"
+    assert (
+        first_wrong("tokens") == "tokens: captured, greedy: tokens of rows 0 of a small float32 model are not a CPU's"
+    )
 
 
 def test_graphs_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ pytestmark = [
         importlib.util.find_spec("triton") is None, reason="Triton is not installed (Linux alone has it)"
     ),
 ]
-MAX_REGISTERS = 128
-"""Of attention, with 128 threads: then four programs or more share a multiprocessor of any of the three."""
+MAX_REGISTERS = 65536 // 4
+"""Of a program of attention: then four or more share a multiprocessor of any of the three."""
 
 
 def said_by(module: str, folder: Path, *words: str, interpreted: bool) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def check_compiled(found: dict[str, Any]) -> None:
         wide = made["loads"].get("16", 0)
         assert wide >= max(1, made["tile_loads"]), f"{name}: loads of less than 16 bytes: {made}"
         if name.startswith("attention"):
-            assert made["registers"] <= MAX_REGISTERS, f"{name}: {made}"
+            assert made["registers"] * 32 * made["warps"] <= MAX_REGISTERS, f"{name}: {made}"
             assert made["tile_loads"] >= 2
             assert made["shared_bytes"] <= 96 << 10, f"{name}: {made}"
 
