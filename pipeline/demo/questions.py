@@ -76,6 +76,37 @@ KINDS: tuple[tuple[str, list[str]], ...] = (
     ("Write a short, polite email to {}.", REQUESTS),
     ("Write a friendly text message to {}.", REQUESTS),
 )
+# Other tasks for the same subjects: what an adapter for plain instructions is trained on, and the demo never asks.
+TRAINING_KINDS: tuple[tuple[str, list[str]], ...] = (
+    ("Describe {} to someone who has never seen one.", THINGS),
+    ("What would the world be like without {}?", THINGS),
+    ("Who might need {}, and why?", THINGS),
+    ("List four words that come to mind when you think of {}.", THINGS),
+    ("Write the first lines of a children's book about {}.", THINGS),
+    ("What is the most surprising thing about {}?", THINGS),
+    ("Write a short advertisement for {}.", THINGS),
+    ("Give a one-sentence definition of {}.", TOPICS),
+    ("What do people often get wrong about {}?", TOPICS),
+    ("How does {} affect everyday life?", TOPICS),
+    ("Give an example of {}.", TOPICS),
+    ("Write a short dialogue between a teacher and a pupil about {}.", TOPICS),
+    ("Summarise {} in three bullet points.", TOPICS),
+    ("Which question about {} would you ask an expert?", TOPICS),
+    ("How much time does {} take in a week?", HOBBIES),
+    ("Convince a friend to try {}.", HOBBIES),
+    ("How can I stay motivated for {}?", HOBBIES),
+    ("What does {} teach you?", HOBBIES),
+    ("Is {} expensive? Explain briefly.", HOBBIES),
+    ("Describe a first lesson in {}.", HOBBIES),
+    ("Which of them is older or more common: {}?", PAIRS),
+    ("Name two things that they have in common: {}.", PAIRS),
+    ("Write two sentences with these words: {}.", PAIRS),
+    ("How can I remember which is which: {}?", PAIRS),
+    ("Write a formal letter to {}.", REQUESTS),
+    ("What should I keep in mind when I {}?", REQUESTS),
+    ("Give me a subject line for an email to {}.", REQUESTS),
+    ("Write a note of one sentence to {}.", REQUESTS),
+)
 
 
 def make_questions(rows: int, seed: int = 0) -> Iterator[dict[str, str]]:
@@ -86,3 +117,11 @@ def make_questions(rows: int, seed: int = 0) -> Iterator[dict[str, str]]:
     random.Random(seed).shuffle(every)
     for number, prompt in enumerate(every[:rows]):
         yield {"id": f"q{number:04d}", "prompt": prompt}
+
+
+def make_training_questions(seed: int = 0) -> Iterator[dict[str, str]]:
+    """`id` and `prompt` of all instructions that are there to be trained on (1,120), none of which the demo asks."""
+    every = [kind.format(subject) for kind, subjects in TRAINING_KINDS for subject in subjects]
+    random.Random(seed).shuffle(every)
+    for number, prompt in enumerate(every):
+        yield {"id": f"t{number:04d}", "prompt": prompt}

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config_tree import ConfigError
 from pipeline.demo.model import FILE, PACKAGE, digest, fetch_chat_model
-from pipeline.demo.questions import make_questions
+from pipeline.demo.questions import make_questions, make_training_questions
 
 
 def test_no_instruction_comes_twice() -> None:
@@ -19,6 +19,12 @@ def test_no_instruction_comes_twice() -> None:
 def test_fewer_are_the_head_of_more_and_a_seed_is_an_order() -> None:
     assert list(make_questions(800))[:600] == list(make_questions(600))
     assert [row["prompt"] for row in make_questions(5, seed=1)] != [row["prompt"] for row in make_questions(5)]
+
+
+def test_what_is_trained_on_is_never_asked() -> None:
+    rows, asked = list(make_training_questions()), {row["prompt"] for row in make_questions(800)}
+    assert len(rows) == len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 1120
+    assert not asked & {row["prompt"] for row in rows}
 
 
 @pytest.mark.parametrize("rows", [0, 801])
