@@ -39,7 +39,8 @@ void argmax(int64_t rows, int64_t size, const T* x, int64_t* out, int num_thread
       if (is_stored)                                                                                                \
         cpu::store_all(*heads, rows, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared);        \
       cpu::attend_of<T>({false}, *heads, rows, q, is_stored ? nullptr : new_k, new_v, row_stride, k, v, capacity,   \
-                        first, last, places, shared, [=](int64_t row, int64_t head, const T* made) {                       \
+                        first, last, places, places || shared, shared,                                              \
+                        [=](int64_t row, int64_t head, const T* made) {                                             \
                           std::memcpy(out + (row * count + head) * dim, made, dim * sizeof(T));                     \
                         });                                                                                         \
     }                                                                                                               \

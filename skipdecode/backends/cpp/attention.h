@@ -313,17 +313,18 @@ void weigh(int64_t each, int64_t count, const GroupRoom<T>& room) {
 // A thread's part of it, to be called by all threads of a team, which wait for none at the end.
 // q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
 // `places` [rows]: the row of the cache that each row has; null: its own. Where several have one, keys and values of all are
-// there (`store_all`). `shared` (null: none) comes before a row's own columns; a row's bits are those it has with
-// all columns in one piece. put(row, head, numbers) is called with each row's and head's result [dim].
+// there (`store_all`). `by_head`: the order of `UnitOf`, which changes no bit. `shared` (null: none) comes before a row's own
+// columns; a row's bits are those it has with all columns in one piece. put(row, head, numbers) is called with each row's and
+// head's result [dim].
 template <typename T, int DIM, typename Put>
 void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride,
             T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
-            const Shared* shared, Put put) {
+            bool by_head, const Shared* shared, Put put) {
   constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
   const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
   const GroupRoom<T> room(heads, capacity + (shared ? shared->capacity : 0));
   team.share(units, [&](int64_t unit) {
-    const UnitOf of(unit, rows, heads.groups, places, shared);
+    const UnitOf of(unit, rows, heads.groups, places, by_head);
     const int64_t row = of.row, group = of.head, start = first[row], count = last[row] - start + 1;
     const int64_t before = count_of(shared, row);
     T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
@@ -344,7 +345,7 @@ void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* ne
     score_all<DIM>(each, before, count, keys, values, dim, room);
     weigh(each, before + count, room);
     std::memset(room.sums, 0, each * room.width * sizeof(float));
-    const UnitOf following(unit + 1 < units ? unit + 1 : unit, rows, heads.groups, places, shared);
+    const UnitOf following(unit + 1 < units ? unit + 1 : unit, rows, heads.groups, places, by_head);
     const T* next = k + following.memory * step + start * dim;
     for (int64_t s = 0; s < before; s += AT_ONCE) {
       const int64_t some = before - s < AT_ONCE ? before - s : AT_ONCE;
@@ -368,14 +369,14 @@ void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* ne
 template <typename T, typename Put>
 void attend_of(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v,
                int64_t row_stride, T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last,
-               const int64_t* places, const Shared* shared, Put put) {
+               const int64_t* places, bool by_head, const Shared* shared, Put put) {
   const auto run = heads.dim == 32    ? attend<T, 32, Put>    // the demo model
                    : heads.dim == 64  ? attend<T, 64, Put>    // OPT-125m to 1.3B
                    : heads.dim == 80  ? attend<T, 80, Put>    // 2.7B
                    : heads.dim == 96  ? attend<T, 96, Put>
                    : heads.dim == 128 ? attend<T, 128, Put>   // 6.7B and larger
                                       : attend<T, 0, Put>;
-  run(team, heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, shared, put);
+  run(team, heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, by_head, shared, put);
 }
 
 }  // namespace cpu

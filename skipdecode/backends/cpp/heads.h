@@ -103,15 +103,15 @@ inline void store_new(const Heads& heads, int64_t row, int64_t group, int64_t po
   std::memcpy(value, new_v + at, heads.dim * sizeof(T));
 }
 
-// Which row and head the work on a part of the cache is for, and which head of which row of the cache that is. Where rows
-// have `places` there, or `shared` columns, those of one place or head come one behind the other, so that its keys and values
-// stay in a core's cache.
+// Which row and head the work on a part of the cache is for, and which head of which row of the cache that is (`places`, or
+// the row itself). `by_head`: for rows that read the same keys and values, which then stay in a core's cache: those of a head
+// come one behind the other. Else those of a row do, as they lie in memory.
 struct UnitOf {
   int64_t row, head, memory;
 
-  UnitOf(int64_t unit, int64_t rows, int64_t heads, const int64_t* places, const Shared* shared)
-      : row(places || shared ? unit % rows : unit / heads),
-        head(places || shared ? unit / rows : unit % heads),
+  UnitOf(int64_t unit, int64_t rows, int64_t heads, const int64_t* places, bool by_head)
+      : row(by_head ? unit % rows : unit / heads),
+        head(by_head ? unit / rows : unit % heads),
         memory((places ? places[row] : row) * heads + head) {}
 };
 
@@ -122,7 +122,7 @@ void store_all(const Heads& heads, int64_t rows, const T* new_k, const T* new_v,
                int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places, const Shared* shared) {
 #pragma omp for schedule(static)
   for (int64_t unit = 0; unit < rows * heads.groups; ++unit) {
-    const UnitOf of(unit, rows, heads.groups, places, shared);
+    const UnitOf of(unit, rows, heads.groups, places, true);
     const int64_t at = (of.memory * capacity + last[of.row]) * heads.dim;
     const int64_t position = count_of(shared, of.row) + last[of.row] - first[of.row];
     store_new(heads, of.row, of.head, position, new_k, new_v, row_stride, k + at, v + at);

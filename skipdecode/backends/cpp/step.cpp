@@ -146,8 +146,8 @@ void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, i
     }
     const int64_t dim = heads.dim;
     const Layout layout = layout_for<T>(block->out, rows);
-    attend_of<T>(team, heads, rows, wide, new_k, new_v, made, k, v, capacity, first, last, places, shared,
-                 [=](int64_t row, int64_t head, const T* from) {
+    attend_of<T>(team, heads, rows, wide, new_k, new_v, made, k, v, capacity, first, last, places,
+                 meets || shared, shared, [=](int64_t row, int64_t head, const T* from) {
                    for (int64_t d = 0, n; d < dim; d += n) {  // up to the end of a block of 32
                      const int64_t column = head * dim + d;
                      n = 32 - column % 32 < dim - d ? 32 - column % 32 : dim - d;
