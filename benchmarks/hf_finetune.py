@@ -12,12 +12,13 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.train_config import TrainConfig, learning_rate
 from actors.train_workers import Pair
 from actors.trainer import length_sorted_batches
 
@@ -62,7 +63,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         if step % per_epoch == 0:
             batches = length_sorted_batches(pairs, arguments.batch_size, f"0 epoch {step // per_epoch}")
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, total, arguments)
+            group["lr"] = learning_rate(step, total, cast(TrainConfig, arguments))  # it has the same names
         nats, count = summed_loss(model, batches[step % per_epoch], device)
         torch.autograd.backward(nats / count)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -75,14 +76,6 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     loss = float(sum(nats for nats, _ in sums)) / sum(count for _, count in sums)
     model.to(torch.bfloat16).save_pretrained(arguments.output)
     return {"steps": total, "seconds": seconds, "validation_loss": loss, "device": device, "output": arguments.output}
-
-
-def rate(step: int, total: int, arguments: argparse.Namespace) -> float:
-    """Of the update after `step` others: a linear rise, then a linear fall, as `actors.train_config.learning_rate`."""
-    peak, final, warmup = arguments.learning_rate, arguments.final_learning_rate, arguments.warmup_steps
-    if step < warmup:
-        return float(peak * (step + 1) / warmup)
-    return float(final + (total - step) / max(total - warmup, 1) * (peak - final))
 
 
 def read_pairs(path: Path, tokenizer: Any, eos: int) -> list[Pair]:
