@@ -3,8 +3,8 @@
     python -m benchmarks.hf_finetune MODEL --train train.jsonl --validation dev.jsonl -o FOLDER
 
 Says whether full depth as tuned here is as good as anyone's. Batches, learning rates, AdamW and clipping are those of
-`actors.trainer`; forward, backward and adapter are theirs. MODEL is a Hugging Face folder. Needs peft
-(requirements-peers.txt). The adapter goes to FOLDER in PEFT's format; one JSON document on stdout.
+`actors.trainer`; forward, backward and adapter are theirs. MODEL is a Hugging Face folder. Needs peft and
+transformers (the extra `test`). The adapter goes to FOLDER in PEFT's format; one JSON document on stdout.
 """
 
 import argparse
