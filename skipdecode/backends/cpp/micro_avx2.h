@@ -12,6 +12,7 @@ constexpr int AT_ONCE = 6;  // rows: 12 sums, two parts of a line of weights, on
 template <int ROWS>
 inline void multiply_rows(const float* x, int64_t apart, const float* w, int64_t steps, float* sums, bool fresh,
                           const char* next, int64_t lines) {
+  const int64_t forward = 2 * lines;  // bytes, with each half of a line of weights
   __m256 a[ROWS][2];
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; ++r) {
@@ -19,9 +20,9 @@ inline void multiply_rows(const float* x, int64_t apart, const float* w, int64_t
     a[r][1] = fresh ? _mm256_setzero_ps() : _mm256_load_ps(sums + 32 * r + 8);
   }
   for (int64_t step = 0; step < steps; ++step, x += apart, w += 1024) {
-    for (int64_t i = 0; i < lines; ++i, next += 64) _mm_prefetch(next, _MM_HINT_T1);
 #pragma GCC unroll 2
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < 32; ++i, next += forward) {
+      _mm_prefetch(next, _MM_HINT_T1);
       const __m256 w0 = _mm256_loadu_ps(w + 16 * i), w1 = _mm256_loadu_ps(w + 16 * i + 8);
 #pragma GCC unroll 6
       for (int r = 0; r < ROWS; ++r) {

@@ -80,12 +80,14 @@ struct Dot<uint8_t> {  // x without a sign, weights with one
 
 // ROWS rows times the weights of 32 outputs, `steps` times LINES lines of two tiles each, added to `sums` [ROWS][32] where
 // they are not `fresh`. x: `apart` bytes from one step to the next, 4 LINES from row to row (Paired: 8 LINES). With every
-// step `lines` lines from `next` on are fetched into the L2 cache.
+// step `lines` lines from `next` on, 2 LINES at most, are fetched into the L2 cache: one by one, lest a burst of them hold
+// up what the L1 cache waits for.
 template <typename T, int LINES, int ROWS, typename Number>
 inline void multiply_rows(const char* x, int64_t apart, const char* w, int64_t steps, Number* sums, bool fresh,
                           const char* next, int64_t lines) {
   using D = Dot<T>;
   constexpr int PARTS = D::PARTS;
+  const int64_t forward = 32 * lines / LINES;  // bytes, with each line of weights
   typename D::Sum a[ROWS][2];
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; ++r) {
@@ -93,9 +95,10 @@ inline void multiply_rows(const char* x, int64_t apart, const char* w, int64_t s
     a[r][1] = fresh ? D::zero() : D::load(sums + 32 * r + 16);
   }
   for (int64_t step = 0; step < steps; ++step, x += apart, w += 128 * LINES) {
-    for (int64_t i = 0; i < lines; ++i, next += 64) _mm_prefetch(next, _MM_HINT_T1);
-#pragma GCC unroll 2
-    for (int i = 0; i < LINES; ++i) {
+#pragma GCC unroll 1
+    for (int i = 0; i < LINES; ++i, next += 2 * forward) {
+      _mm_prefetch(next, _MM_HINT_T1);
+      _mm_prefetch(next + forward, _MM_HINT_T1);
       const __m512i w0 = _mm512_loadu_si512(w + 64 * i), w1 = _mm512_loadu_si512(w + 64 * (LINES + i));
 #pragma GCC unroll 2
       for (int p = 0; p < PARTS; ++p) {
@@ -118,7 +121,7 @@ inline void multiply_rows(const char* x, int64_t apart, const char* w, int64_t s
 
 // The same, one tile of 16 outputs behind the other, for up to TILE_ROWS rows. Each product takes its number of x from
 // memory, so that a core issues little beside products, and a line of pairs is widened for more of them. Bits are those of
-// `multiply_rows`. Lines from `next` on are fetched one by one, lest a burst of them hold up what the L1 cache waits for.
+// `multiply_rows`.
 template <typename T, int LINES, int ROWS, typename Number>
 inline void multiply_tile(const char* x, int64_t apart, const char* w, int64_t steps, Number* sums, bool fresh,
                           const char* next, int64_t lines) {
