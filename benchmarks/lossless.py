@@ -49,7 +49,7 @@ from skipdecode.speculative import SpeculativeBatch
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
-DEMO, ACCEPTED, NEW_TOKENS, PROMPT_TOKENS = "models/opt-e2e", 0.93, 64, 64
+DEMO, ACCEPTED, PROMPT_TOKENS = "models/opt-e2e", 0.93, 64
 TINYLLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
     "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "bos_token_id": 1,
@@ -85,7 +85,7 @@ SCRIPTED = ("opt-1.3b", "tinyllama-1.1b")
 def model_and_requests(
     name: str, dtype: torch.dtype, rows: int, given: argparse.Namespace
 ) -> tuple[Decoder, list[Request]]:
-    sampling = Sampling(NEW_TOKENS, ignore_eos=name in SCRIPTED)
+    sampling = Sampling(given.new_tokens, ignore_eos=name in SCRIPTED)
     if name == "demo":
         model = load_model(DEMO, device="cpu", dtype=dtype)
         prompts = [str(row["prompt"]) for row in make_prompts(rows)]
@@ -124,19 +124,19 @@ def compare(
     ways: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Batches of so many `rows`, each of the next of the pool; `ways` of WAYS."""
-    requests = pool[:rows]
+    requests, most_new = pool[:rows], pool[0].sampling.max_new_tokens
     layers, sizes = model.config.num_hidden_layers, (model.dtype.itemsize, model.weight_itemsize)
     full = FullDepth(layers)
     timed = Prices(model.config, *sizes, ceilings, keep=None)
-    drafts = make_schedule(draft, num_layers=layers, max_new_tokens=NEW_TOKENS)
+    drafts = make_schedule(draft, num_layers=layers, max_new_tokens=most_new)
     for _ in range(TURNS):
-        shape = [request.prompt_tokens for request in requests], (len(requests),), NEW_TOKENS
+        shape = [request.prompt_tokens for request in requests], (len(requests),), most_new
         time_full_depth(model, *shape, timed)
         time_drafts(model, *shape, drafts, timed)  # of the whole head; prices know how much less a short one is
     results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in ways}}
     lengths: dict[str, tuple[Lossless, DraftLength]] = {}
     for way in ways:
-        schedule = make_schedule(draft | WAYS[way], num_layers=layers, max_new_tokens=NEW_TOKENS).lossless
+        schedule = make_schedule(draft | WAYS[way], num_layers=layers, max_new_tokens=most_new).lossless
         assert schedule is not None
         lengths[way] = schedule, DraftLength(schedule, Prices(model.config, *sizes, ceilings))
     wanted: dict[str, list[int]] = {}
@@ -162,8 +162,9 @@ def expected_speedup(
     """Of that way, had it known acceptance and prices from the start."""
     length = DraftLength(schedule, timed)
     length.acceptance, length.listed = learnt.acceptance, learnt.listed
-    context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + NEW_TOKENS // 2
-    speedups = length.speedups(len(requests), NEW_TOKENS // 2, context)
+    half = requests[0].sampling.max_new_tokens // 2
+    context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + half
+    speedups = length.speedups(len(requests), half, context)
     if schedule.draft_tokens is not None:
         return speedups[schedule.draft_tokens]
     return max([1.0, *speedups[1:]] if way == "auto" else speedups[1:])
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, help="instead of those of each model")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="to draft")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=64, help="of a row at most")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -240,7 +242,7 @@ def main() -> None:
     document = provenance(device) | {
         "date": datetime.date.today().isoformat(),
         "dtype": kind,
-        "new_tokens": NEW_TOKENS,
+        "new_tokens": arguments.new_tokens,
         "scripted_acceptance": ACCEPTED,
         "own": {key: str(getattr(arguments, key)) for key in ("source", "adapter", "prompts", "draft")},
         "results": results,
