@@ -70,8 +70,12 @@ def expected_counts(hits: list[list[bool]], number: int) -> tuple[list[int], lis
 @pytest.mark.parametrize("quiet", MODELS, indirect=True)
 @pytest.mark.parametrize(
     ("is_packed", "listed"),
-    [(False, None), (True, None), (False, range(0, 320, 2)), (True, range(0, 320, 2))],
-    ids=["parts", "packed", "parts, few tokens", "packed, few tokens"],
+    [
+        pytest.param(True, None, id="packed"),
+        pytest.param(False, range(0, 320, 2), id="parts, few tokens"),
+        pytest.param(False, None, id="parts", marks=pytest.mark.slow),
+        pytest.param(True, range(0, 320, 2), id="packed, few tokens", marks=pytest.mark.slow),
+    ],
 )
 def test_every_draft_is_the_one_that_rows_make(
     quiet: Decoder, is_packed: bool, listed: range | None, monkeypatch: pytest.MonkeyPatch

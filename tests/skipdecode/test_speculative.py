@@ -285,6 +285,7 @@ def test_stop_strings_end_rows_within_a_draft(tiny_checkpoint: Path) -> None:
     assert {c.finish_reason for c in ours.completions} >= {"stop"}
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.slow
 def test_very_many_rows(models: dict[str, Decoder]) -> None:
     """SKIPDECODE_LOSSLESS_ROWS of them (2,000) in batches of any size: all that differ are no clear choices, and these
