@@ -103,7 +103,7 @@ class CohortBatches(Admission):
     def _start_lossless(self, tickets: list[Ticket], schedule: Lossless) -> None:
         """A cohort whose rows come on as their drafts are accepted."""
         length, decode = self.generator.draft_length(schedule), self.generator.tokenizer.decode
-        batch = SpeculativeBatch(self.generator.model, schedule, decode_text=decode, length=length)
+        batch = SpeculativeBatch(self.generator.model, schedule, decode_text=decode, length=length, is_closed=True)
         self._running.append(CohortBatch(batch, tickets))
         self._last_start = time.monotonic()
         requests = [ticket.request for ticket in tickets]

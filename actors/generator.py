@@ -38,6 +38,7 @@ from skipdecode.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 
 logger = logging.getLogger(__name__)
 
+DRAFT_TOKENS = 64  # new tokens that drafts without a horizon are made for, as trainings are by default
 MAX_STEPS = 4096  # decode steps that are looked through for plans to capture: every depth comes within them
 
 
@@ -87,8 +88,11 @@ class Generator:
         return str(self.dtype).removeprefix("torch.") + weights
 
     def schedule(self, max_new_tokens: int) -> Schedule:
-        """The schedule of a row with that limit; rows with equal schedules share batches."""
+        """The schedule of a row with that limit; rows with equal schedules share batches. Where it only drafts, it is
+        the same for all limits: rows of full depth share batches whatever theirs are."""
         opt = self.model.config
+        if self.config.decode.get("lossless"):
+            max_new_tokens = DRAFT_TOKENS
         return make_schedule(
             self.config.decode,
             num_layers=opt.num_hidden_layers,

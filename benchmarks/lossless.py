@@ -35,7 +35,7 @@ from pipeline.machine import provenance
 from skipdecode.chain import Chain
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import DraftLength
+from skipdecode.draft_length import MOST, DraftLength
 from skipdecode.families import config_of, released
 from skipdecode.generate import BatchResult, generate, run_to_the_end
 from skipdecode.lossless import Lossless, stored_drafts
@@ -218,6 +218,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.new_tokens < 2 * MOST:
+        parser.error(f"--new-tokens: at least {2 * MOST}, room for a few drafts")
     if "own" in arguments.models and not (arguments.source and arguments.prompts):
         parser.error("--models own needs --source and --prompts")
     torch.set_num_threads(num_cores())

@@ -117,7 +117,7 @@ class DraftedText:
         """How drafts of up to `places` tokens fare, one begun at every position."""
         running, tried, accepted = self._fed, list[int](), list[int]()
         for place, hits in enumerate(self.hits(drafts, places)):
-            running = running & F.pad(self._fed[:, place:], (0, place))
+            running = running & F.pad(self._fed[:, place:], (0, min(place, self._fed.shape[1])))
             tried.append(int(running.sum()))
             running = running & hits
             accepted.append(int(running.sum()))

@@ -78,11 +78,16 @@ class UnevenBatch(ContinuousBatch):
         if self._params is None:
             return logits, likeliest(logits)
         at = torch.tensor(places, device=logits.device)
-        numbers = [[self._members[place].uniform(k)] for place, k in zip(places, steps, strict=True)]
-        uniforms = torch.tensor(numbers, dtype=torch.float32, device=logits.device)
+        drawn = [[self._members[place].uniform(k)] for place, k in zip(places, steps, strict=True)]
+        uniforms = torch.tensor(drawn, dtype=torch.float32, device=logits.device)
         temperature, top_k, top_p = self._params
         has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
-        return logits, pick(logits, temperature[at], top_k[at], top_p[at], uniforms, cuts=has_cuts)
+        made, rows = [], len(self._members)  # at a time, as full depth draws: sorting takes far more memory than logits
+        for begin in range(0, len(logits), rows):
+            part = slice(begin, begin + rows)
+            own = at[part]
+            made.append(pick(logits[part], temperature[own], top_k[own], top_p[own], uniforms[part], cuts=has_cuts))
+        return logits, torch.cat(made)
 
     def _rest(self, running: Sequence[int]) -> list[int]:
         """A round without drafts: the tokens it makes, one for each of the rows `running`."""

@@ -59,6 +59,31 @@ def test_offline(generator: Generator, decode: dict[str, Any]) -> None:
     assert sum(record["layers_run"] for record in result.batches) == sum(a.layers_run for a in answers.values())
 
 
+def test_rows_of_different_limits_share_a_batch_as_at_full_depth(generator: Generator) -> None:
+    """Drafts without a horizon are made for one, not for that of each limit."""
+    one = generator.with_decode({"method": "skipdecode", "speedup": 2, "lossless": "auto"})
+    prompts = random_prompts([20] * 8, seed=6)
+    requests = [Request(str(i), p, Sampling(9 + i, ignore_eos=True)) for i, p in enumerate(prompts)]
+    result = one(requests)
+    assert [record["rows"] for record in result.batches] == [8]
+    made = {r.id: a.tokens for r, a in zip(requests, result.answers, strict=True) if isinstance(a, Completion)}
+    assert_full(generator, made, requests)
+    assert len(one._draft_lengths) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_cohort_holds_what_it_was_admitted_for(generator: Generator, rows: int) -> None:
+    engine = Engine(generator.with_decode(LOSSLESS[0]), EngineConfig("cohort", batch_size=4, max_cohorts=2))
+    for i, prompt in enumerate(random_prompts([20] * rows, seed=6)):
+        engine.add(Request(str(i), prompt, Sampling(12, ignore_eos=True)))
+    engine.turn()
+    plain = Engine(generator.with_decode({"method": "full"}), EngineConfig("cohort", batch_size=4, max_cohorts=2))
+    for i, prompt in enumerate(random_prompts([20] * rows, seed=6)):
+        plain.add(Request(str(i), prompt, Sampling(12, ignore_eos=True)))
+    plain.turn()
+    assert 0 < engine.cache_bytes <= 1.5 * plain.cache_bytes
+
+
 def test_a_run_measures_itself_against_full_depth(tiny_checkpoint: Path) -> None:
     config = GeneratorConfig(
         str(tiny_checkpoint), LOSSLESS[0], dtype="float32", num_threads=1, batch_size=4, baseline_fraction=1.0

@@ -110,6 +110,16 @@ def test_every_draft_is_the_one_that_rows_make(
     assert min(seen) < 0.9
 
 
+def test_texts_shorter_than_a_draft_are_counted() -> None:
+    """Answers of two or three tokens, of which drafts run out at once."""
+    model = random_model("llama", layers=L)
+    for length in (1, 2, 3, MOST):
+        pairs = [(request.prompt_tokens, list(range(5, 5 + length))) for request in some_requests(N)]
+        counts = DraftedText(model, teacher_batch(pairs, model.config.filler_token_id)).count(Unified(L, 3), MOST)
+        assert counts.tried[0] == len(pairs) * (length - 1)
+        assert all(tried == 0 for tried in counts.tried[length - 1 :])
+
+
 @pytest.mark.parametrize("quiet", ["opt", "llama"], indirect=True)
 def test_the_share_of_a_run_is_near(quiet: Decoder) -> None:
     """A run drafts where its rounds begin, and repeats where it can: within 12 points for the first token."""

@@ -12,7 +12,7 @@ constexpr int AT_ONCE = 6;  // rows: 12 sums, two parts of a line of weights, on
 template <int ROWS>
 inline void multiply_rows(const float* x, int64_t apart, const float* w, int64_t steps, float* sums, bool fresh,
                           const char* next, int64_t lines) {
-  const int64_t forward = 2 * lines;  // bytes, with each half of a line of weights
+  const int64_t forward = 2 * lines;  // bytes, with each line of weights
   __m256 a[ROWS][2];
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; ++r) {
