@@ -92,7 +92,7 @@ class DecodeConfig(Section):
     warmup_layers: int | None = None
     """skipdecode: layers from the bottom that always run; null: 1."""
     horizon: int | None = None
-    """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1)."""
+    """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1), and 63 with `lossless`."""
     layers: int | tuple[int, ...] | None = None
     """For `unified`: how many layers run. For `layers`: which ones, a list of numbers from 0 on."""
     lossless: bool | Literal["auto"] = False
