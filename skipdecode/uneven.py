@@ -78,8 +78,8 @@ class UnevenBatch(ContinuousBatch):
         if self._params is None:
             return logits, likeliest(logits)
         at = torch.tensor(places, device=logits.device)
-        drawn = [[self._members[place].uniform(k)] for place, k in zip(places, steps, strict=True)]
-        uniforms = torch.tensor(drawn, dtype=torch.float32, device=logits.device)
+        numbers = [[self._members[place].uniform(k)] for place, k in zip(places, steps, strict=True)]
+        uniforms = torch.tensor(numbers, dtype=torch.float32, device=logits.device)
         temperature, top_k, top_p = self._params
         has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
         made, rows = [], len(self._members)  # at a time, as full depth draws: sorting takes far more memory than logits
