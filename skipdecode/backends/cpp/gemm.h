@@ -29,7 +29,7 @@ constexpr int64_t DEEP_BYTES = 8192;      // of weights at a time, which stay in
 #else
 constexpr int64_t DEEP_BYTES = 16384;
 #endif
-constexpr int64_t NEAR = 8192;            // bytes that weights are fetched ahead where few rows stay in registers
+constexpr int64_t NEAR = 8192;            // bytes that weights are fetched ahead where few rows stay in registers (AVX-512)
 
 // What follows on a product. SWIGLU: of each 32 outputs the first 16 are gates, the last 16 what they let through, and
 // what comes out are 16 numbers, silu(gate) * other.
@@ -198,10 +198,10 @@ void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, co
   const int64_t at_once = team.is_alone ? INPUTS * sizeof(T) / sizeof(Row<T>) / 32 : steps, all_groups = (rows + 31) / 32;
   const int64_t some = team.is_alone || fit > all_groups ? all_groups : fit < 1 ? 1 : fit;
   const bool is_whole = steps <= at_once;
-#ifdef BACKEND_AMX
-  const bool are_few = false;
-#else
+#ifdef BACKEND_AVX512
   const bool are_few = rows <= AT_ONCE;
+#else
+  const bool are_few = false;  // AMX takes 32 rows anyway; AVX2 takes half of the outputs, so weights would go by twice
 #endif
   thread_local Buffer<float> kept;
   float* sums = kept.room((is_whole ? 1 : blocks) * some * 1024);
