@@ -13,6 +13,8 @@ from skipdecode.cost import Ceilings, Cost, attention_cost, ffn_cost, head_cost
 from skipdecode.plan import LayerPlan
 
 KEPT_TIMES = 7  # of passes of one size
+# Of a size, before its price is its own: one slow pass would say for good that nobody wants another of that size.
+ENOUGH = 4
 # A machine to decide by where the one at hand is not to be measured: 2 cores with matrix units, by order of magnitude.
 REFERENCE = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
 COLUMNS = 16  # of context are priced alike
@@ -49,7 +51,7 @@ class Prices:
         self._ceilings, self.is_timed, self._keep = ceilings or REFERENCE, ceilings is not None, keep
         self._ratios: dict[Pass, deque[float]] = {}
         # A decision asks for some twenty prices, in the time that a small model takes for a step.
-        self._nearest: dict[Pass, deque[float]] = {}
+        self._nearest: dict[Pass, list[deque[float]]] = {}
         self._known: dict[tuple[int | None, ...], float] = {}
         self._rounds_s: dict[int, deque[float]] = {}
 
@@ -93,10 +95,10 @@ class Prices:
         """What such a pass took. `model_s`: by the cost model, where that is known."""
         if self.is_timed:
             of = (kind, *_size(rows, tokens))
-            if of not in self._ratios:
-                self._ratios[of] = deque(maxlen=self._keep)
+            seen = self._ratios.setdefault(of, deque(maxlen=self._keep))
+            if len(seen) < ENOUGH:
                 self._nearest.clear()
-            self._ratios[of].append(took_s / (model_s or self.model_s(plan, rows, tokens, context)))
+            seen.append(took_s / (model_s or self.model_s(plan, rows, tokens, context)))
 
     def saw_round(self, rows: int, took_s: float) -> None:
         """What a round of so many rows took beside its passes: the host's work, whatever the model."""
@@ -123,15 +125,26 @@ class Prices:
         return max((median(ratios) / min(ratios) for ratios in seen), default=1.0)
 
     def _ratio(self, kind: str, rows: int, tokens: int) -> float:
-        """Measured over predicted for passes of about that size: the nearest that were seen. The least of the last,
-        since other processes make passes longer, never shorter, and one size may have met them where another did not.
+        """Measured over predicted for passes of about that size: the nearest that were seen, and the next ones where
+        these were seen seldom. The least of the last, since other processes make passes longer, never shorter, and one
+        size may have met them where another did not.
         """
         if not self._ratios:
             return 1.0
         of = (kind, *_size(rows, tokens))
         if of not in self._nearest:
-            self._nearest[of] = self._ratios[min(self._ratios, key=lambda seen: _distance(seen, of))]
-        return min(self._nearest[of])
+            self._nearest[of] = self._seen_near(of)
+        return min(min(ratios) for ratios in self._nearest[of])
+
+    def _seen_near(self, of: Pass) -> list[deque[float]]:
+        """Of the nearest sizes, as many as were seen ENOUGH times together; of the same kind if that was seen."""
+        first, *others = sorted(self._ratios, key=lambda seen: _distance(seen, of))
+        near = [self._ratios[first]]
+        for other in others:
+            if sum(map(len, near)) >= ENOUGH or other[0] != first[0]:
+                break
+            near.append(self._ratios[other])
+        return near
 
 
 def _distance(one: Pass, other: Pass) -> int:

@@ -190,3 +190,27 @@ def test_prices_know_columns_of_a_row_from_rows() -> None:
     assert prices.model_s(full, 4, 20, 1500) < prices.model_s(full, 20, 20, 1500)
     assert prices.model_s(full, 4, 20, 1500) < 2 * prices.model_s(full, 4, 4, 1500)
     assert prices.model_s(few, 4, 4, 100) < prices.model_s(full, 4, 4, 100) / 2
+
+
+def test_one_slow_pass_does_not_speak_for_its_size() -> None:
+    """Until a size was seen a few times, its neighbours say what it may take: else nobody would try it again."""
+    prices, full = Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
+
+    def saw(drafted: int, ratio: float) -> None:
+        tokens = 4 * (1 + drafted)
+        prices.saw("verify", full, 4, tokens, 100, ratio * prices.model_s(full, 4, tokens, 100))
+
+    def ratio(drafted: int) -> float:
+        tokens = 4 * (1 + drafted)
+        return prices.seconds("verify", full, 4, tokens, 100) / prices.model_s(full, 4, tokens, 100)
+
+    prices.saw("full", full, 4, 4, 100, 0.5 * prices.model_s(full, 4, 4, 100))  # another kind says nothing
+    saw(2, 9.0)
+    assert ratio(2) == pytest.approx(9.0)
+    for _ in range(4):
+        saw(1, 1.5)
+    assert ratio(2) == pytest.approx(1.5)
+    for _ in range(3):
+        saw(2, 2.0)
+    assert ratio(2) == pytest.approx(2.0)
+    assert ratio(1) == pytest.approx(1.5)
