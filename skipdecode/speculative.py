@@ -15,6 +15,7 @@ Not here: how many tokens to draft, if any (`draft_length`), where repeats are f
 (`chain`), passes, and rounds without drafts (`uneven`), a batch run to its end (`generate`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -214,13 +215,13 @@ class SpeculativeBatch(UnevenBatch):
         return list(made.tolist())
 
     def _feed_chains(self, chains: Sequence[Chain], offsets: Sequence[int], extents: Extents) -> Tensor:
-        """The states [N, 1, D] behind the layers of token `offsets[i]` of `chains[i]`."""
+        """The states [N, 1, D] behind the layers of token `offsets[i]` of `chains[i]`; a chain's lie side by side."""
         prompts = self._arena.prompts
         tokens = [chain.tokens[i] for chain, i in zip(chains, offsets, strict=True)]
         columns = [prompts[chain.at] + chain.k + i for chain, i in zip(chains, offsets, strict=True)]
         places = [chain.at for chain in chains]
         fed, at, where = torch.tensor([tokens, columns, places], device=self._device)
-        return self._feed(fed, where, at, extents)
+        return self._feed(fed, where, at, extents, max(Counter(places).values()))
 
     def _verify(self, chains: Sequence[Chain], start: float) -> int:
         """Feeds all chains at full depth, and gives the rows what they got: so many tokens."""

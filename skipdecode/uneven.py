@@ -62,9 +62,9 @@ class UnevenBatch(ContinuousBatch):
         super()._changed()
         self._num_running = None
 
-    def _feed(self, tokens: Tensor, places: Tensor, columns: Tensor, extents: Extents) -> Tensor:
-        """The states [N, 1, D] of tokens [N] behind their layers; `places`, `columns` as in `TokensView`."""
-        view = TokensView(self._arena, places, columns, self.model.rotations)
+    def _feed(self, tokens: Tensor, places: Tensor, columns: Tensor, extents: Extents, most: int = 1) -> Tensor:
+        """The states [N, 1, D] of tokens [N] behind their layers; `places`, `columns`, `most` as in `TokensView`."""
+        view = TokensView(self._arena, places, columns, self.model.rotations, most)
         return run_layers(self.model, self.model.embed(tokens[:, None], columns[:, None]), view, extents)[0]
 
     def _choose_at(

@@ -114,6 +114,8 @@ class Backend:
 
     takes_places = False
     """`prepare_step` and `column_attention` take `Columns` with `places`: several new columns of a row."""
+    wants_among = False
+    """Of those, they want `Columns.among`."""
     reads_tables = False
     """`prepare_step` and `column_attention` take `TableColumns`: captured steps read their bounds on the device."""
 

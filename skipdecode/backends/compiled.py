@@ -166,7 +166,7 @@ def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns |
     if len({x.stride() for x in flat}) > 1:  # turned ones lie apart
         flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
     new = (flat[1], flat[2]) if len(flat) == 3 else None
-    k_all, v_all, first, last, places, shared = columns
+    k_all, v_all, first, last, places, shared = columns[:6]
     return cpu.attend(flat[0], k_all, v_all, first, last, new, places=places, shared=shared).view(q.shape)
 
 

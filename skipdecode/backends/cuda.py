@@ -135,6 +135,7 @@ class CudaLayer:
 class CudaBackend(Backend):
     """As `Backend`, for CUDA devices, or for any on which `kernels` run."""
 
+    takes_places = wants_among = True
     reads_tables = True
 
     def __init__(self, kernels: Kernels) -> None:

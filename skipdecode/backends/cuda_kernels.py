@@ -53,7 +53,8 @@ class Kernels(Protocol):
         """Attention of one new column per row over its columns `first..last`: q [B, H K] -> [B, H K].
 
         k, v [B, G K], rows of any stride: norms and turns them, stores them at `last` first, in place. None: they are
-        stored. No column but these is read: memory around them may be anything, and needs no mask.
+        stored. No column but these is read: memory around them may be anything, and needs no mask. Where `columns` has
+        `places` and `among`, rows of one place are several new columns of it: all are stored before any attends.
         """
 
     def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:

@@ -21,7 +21,9 @@ class TorchKernels:
         self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
     ) -> Tensor:
         keys, values = memory_of(columns, len(q), heads)
-        first, last, rows = columns.first, columns.last.expand(len(q)), torch.arange(len(q), device=q.device)
+        first, last = columns.first, columns.last.expand(len(q))
+        places = columns.places if isinstance(columns, Columns) else None
+        rows = torch.arange(len(q), device=q.device) if places is None else places
         turn = turn_of(heads.rotations, (last - first)[:, None])
 
         def ready(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -31,6 +33,8 @@ class TorchKernels:
         if k is not None and v is not None:
             keys[rows, :, last] = ready(k, heads.k_norm)[:, :, 0]
             values[rows, :, last] = v.reshape(len(q), heads.kv_heads, heads.head_dim)
+        if places is not None:
+            keys, values = keys[places], values[places]
         at = torch.arange(keys.shape[2], device=q.device)
         sees = (at >= first[:, None]) & (at <= last[:, None])  # [B, S]
         seen = sees[:, None, :, None]

@@ -46,7 +46,7 @@ class SharedColumns(NamedTuple):
 
 class Columns(NamedTuple):
     """Where one new column per row goes, and what it may attend to: as the arguments of `attend`. Where rows have
-    `places`, k and v are those of all places."""
+    `places`, k and v are those of all places, and rows of one place are several new columns of it."""
 
     k: Tensor
     v: Tensor
@@ -54,6 +54,10 @@ class Columns(NamedTuple):
     last: Tensor
     places: Tensor | None = None
     shared: SharedColumns | None = None
+    among: Tensor | None = None
+    """[2, B] int64, where rows of a place lie side by side and are `most` at most: which of them each is, from 0 on,
+    and how many there are. For back ends that read the memory of a place once for all of them."""
+    most: int = 1
 
 
 class Heads(ctypes.Structure):

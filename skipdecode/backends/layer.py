@@ -141,7 +141,7 @@ class LayerKernel:
 
     def pointers(self, rows: int, columns: Columns) -> tuple[int, int, int, int, int]:
         """Keys, values, capacity, first and last columns, as `step` takes them."""
-        k, v, first, last, places, _ = columns
+        k, v, first, last, places = columns[:5]
         _check_cache(self.dtype, rows if places is None else len(k), self._shape, k, v)
         _check_indices(rows, first)
         _check_indices(rows, last)

@@ -96,11 +96,11 @@ def with_new(
 
 @triton.jit
 def attended(
-    q, keys, values, at, stored, best, total, made, d, scale,
-    M: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    q, keys, values, at, stored, until, best, total, made, d, scale,
+    M: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IN_FLOAT32: tl.constexpr, HAS_UNTIL: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [M, K] so far (the best score [M], the sum of weights [M], the weighted values [M, K]), and to the
-    BLOCK columns from `at` on, those before `stored`."""
+    BLOCK columns from `at` on, those before `stored`; of a query those up to `until` [M] where it HAS_UNTIL."""
     columns = at + tl.arange(0, BLOCK)
     sees = columns < stored
     place, mask = columns[:, None] * K + d[None, :], sees[:, None] & (d < K)[None, :]
@@ -112,10 +112,16 @@ def attended(
         score = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="ieee")
     else:
         score = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee")
-    score = tl.where(sees[None, :], score * (scale * LOG2_E), float("-inf"))  # [M, BLOCK]
+    seen = sees[None, :]
+    if HAS_UNTIL:
+        seen = seen & (columns[None, :] <= until[:, None])
+    score = tl.where(seen, score * (scale * LOG2_E), float("-inf"))  # [M, BLOCK]
     better = tl.maximum(best, tl.max(score, 1))
-    p = tl.exp2(score - better[:, None])
-    shrink = tl.exp2(best - better)
+    base = better
+    if HAS_UNTIL:  # a query may see none of these columns
+        base = tl.where(better == float("-inf"), 0.0, better)
+    p = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(best - base)
     total = total * shrink + tl.sum(p, 1)
     if M == 1:
         p = tl.reshape(p, [BLOCK, 1])
@@ -151,14 +157,16 @@ def sum_of_parts(
 
 
 # Rows of a batch begin at any place of FIRST and LAST: by their alignment, the kernel would be compiled twice.
-@triton.jit(do_not_specialize=["last_step", "num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST"])
+@triton.jit(
+    do_not_specialize=["last_step", "num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "PLACES"]
+)
 def attend_kernel(
-    Q, NEW_K, NEW_V, KEYS, VALUES, WHERE, FIRST, LAST, OUT, ROTATIONS, Q_NORM, K_NORM, PARTS, SUMS, ARRIVED,
+    Q, NEW_K, NEW_V, KEYS, VALUES, WHERE, FIRST, LAST, PLACES, OUT, ROTATIONS, Q_NORM, K_NORM, PARTS, SUMS, ARRIVED,
     q_row, k_row, v_row, memory_row, memory_head, last_step, num_positions, scale, epsilon,
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    HAS_NEW: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
+    HAS_NEW: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_PLACES: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One head of keys and values of a row, or a part of its columns: the queries that share it read them once.
 
@@ -169,7 +177,8 @@ def attend_kernel(
     first, last = tl.load(FIRST + b), tl.load(LAST + b * last_step)
     live, start, end = part_of(first, last, part, BLOCK, SPLITS, MIN_CHUNK)
     if part < live:
-        keys, values = memory_of(KEYS, VALUES, WHERE, b, g, memory_row, memory_head, HAS_TABLE)
+        place = tl.load(PLACES + b) if HAS_PLACES else b
+        keys, values = memory_of(KEYS, VALUES, WHERE, place, g, memory_row, memory_head, HAS_TABLE)
         d, m = tl.arange(0, KP), tl.arange(0, M)
         position = tl.minimum(last - first, num_positions - 1)
         q_mask = (m[:, None] < GROUP) & (d < K)[None, :]
@@ -187,7 +196,7 @@ def attend_kernel(
             stored = tl.minimum(end, last)
         for at in range(start, stored, BLOCK):
             best, total, made = attended(
-                q, keys, values, at, stored, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32
+                q, keys, values, at, stored, 0, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32, False
             )  # fmt: skip
         out = OUT + b * (G * GROUP * K) + g * GROUP * K + m[:, None] * K + d[None, :]
         if SPLITS == 1:

@@ -13,6 +13,7 @@ from skipdecode.backends.backend import Columns, TableColumns
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.triton_attention import attend_kernel
 from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
+from skipdecode.backends.triton_places import attend_places_kernel, store_kernel
 from skipdecode.backends.triton_sampling import argmax_kernel, draw_kernel
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
@@ -23,6 +24,8 @@ MIN_CHUNK = 256
 BLOCK, WARPS = 32, 2
 """Columns at a time, and warps that share them. Sums over columns cross the warps, and that is what costs: on an H200
 OPT-1.3B's attention takes half the time that four warps with 64 columns take, OPT-6.7B's 0.84 of it."""
+TOGETHER = 32
+"""Queries of a head of keys that share what is read of it, where several columns of a row are new."""
 ENOUGH_PROGRAMS = 1024
 """On the device at once, some eight for each of an H100's 132 multiprocessors: with that many, memory is busy."""
 
@@ -59,38 +62,75 @@ class TritonKernels:
     def attend(
         self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
     ) -> Tensor:
+        if isinstance(columns, Columns) and columns.most > 1:
+            return self._attend_places(heads, q, k, v, columns)
         B, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
         has_new, splits, group, table = k is not None, splits_for(B, G), H // G, heads.rotations
+        places = columns.places if isinstance(columns, Columns) else None
         where = columns.where if isinstance(columns, TableColumns) else None
         keys, values = _memory(columns, heads)
         rotating = 0 if table is None else table.shape[1]
-        assert q.shape == (B, H * K), q.shape
-        assert q.stride(1) == 1, q.stride()
-        assert columns.first.shape == columns.last.shape == (B,), (columns.first.shape, columns.last.shape)
-        assert columns.first.stride(0) == 1, columns.first.stride()
-        for new in (k, v):
-            assert new is None or (new.shape == (B, G * K) and new.stride(1) == 1), (new.shape, new.stride())
+        _check(heads, q, k, v, columns)
         out = q.new_empty(B, H * K)
-        parts = sums = arrived = None
-        if splits > 1:
-            parts = q.new_empty((B, G, splits, group, K), dtype=torch.float32)
-            sums = q.new_empty((B, G, splits, group, 2), dtype=torch.float32)
-            arrived = self._counters(q.device)
         padded = max(16, _power(K))  # what the matrix units take at least
         launch(
             attend_kernel,
             (G, B, splits),
-            q, k, v, keys, values, where, columns.first, columns.last, out,
-            table, heads.q_norm, heads.k_norm, parts, sums, arrived,
+            q, k, v, keys, values, where, columns.first, columns.last, places, out,
+            table, heads.q_norm, heads.k_norm, *self._parts(q, G, splits, group, K),
             q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
             0 if where is not None else keys.stride(0), 0 if where is not None else keys.stride(1),
             columns.last.stride(0), 1 if table is None else len(table), K**-0.5, heads.epsilon,
             G=G, GROUP=group, M=1 if group == 1 else max(16, _power(group)), K=K, KP=padded, HALF=rotating // 2,
-            BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new,
-            HAS_TABLE=where is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
+            BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new, HAS_TABLE=where is not None,
+            HAS_PLACES=places is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
             IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
         return out
+
+    def _attend_places(self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
+        N, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
+        group, table, splits = H // G, heads.rotations, splits_for(N, G)
+        assert columns.places is not None
+        assert columns.among is not None
+        assert columns.among.shape == (2, N), columns.among.shape
+        _check(heads, q, k, v, columns)
+        keys, values = _memory(columns, heads)
+        padded, strides = max(16, _power(K)), (keys.stride(0), keys.stride(1))
+        turns = table is not None or heads.q_norm is not None
+        ready = q.new_empty(N, H * K) if turns else q
+        if turns or k is not None:
+            launch(
+                store_kernel,
+                (G, N),
+                q, k, v, keys, values, columns.places, columns.first, columns.last, ready,
+                table, heads.q_norm, heads.k_norm,
+                q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0), *strides,
+                1 if table is None else len(table), heads.epsilon,
+                G=G, GROUP=group, M=_power(group), K=K, KP=padded, HALF=0 if table is None else table.shape[1] // 2,
+                HAS_NEW=k is not None, HAS_Q=turns, HAS_Q_NORM=heads.q_norm is not None,
+                HAS_K_NORM=heads.k_norm is not None, num_warps=1,
+            )  # fmt: skip
+        together = max(1, min(_power(columns.most), TOGETHER // group))
+        out = q.new_empty(N, H * K)
+        launch(
+            attend_places_kernel,
+            (G, N, splits),
+            ready, *columns.among, keys, values, columns.places, columns.first, columns.last, out,
+            *self._parts(q, G, splits, together * group, K),
+            ready.stride(0), *strides, K**-0.5,
+            G=G, GROUP=group, T=together, M=max(16, _power(together * group)), K=K, KP=padded,
+            BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
+        )  # fmt: skip
+        return out
+
+    def _parts(self, q: Tensor, G: int, splits: int, queries: int, K: int) -> tuple[Tensor | None, ...]:
+        """Where the parts of a row's columns leave what they have made, and count themselves."""
+        if splits == 1:
+            return None, None, None
+        shape = len(q), G, splits, queries
+        made, sums = (q.new_empty((*shape, width), dtype=torch.float32) for width in (K, 2))
+        return made, sums, self._counters(q.device)
 
     def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:
         B, D = h.shape
@@ -150,11 +190,26 @@ class TritonKernels:
         return self._arrived[device]
 
 
+def _check(heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns) -> None:
+    B = len(q)
+    assert q.shape == (B, heads.heads * heads.head_dim), q.shape
+    assert q.stride(1) == 1, q.stride()
+    assert columns.first.shape == columns.last.shape == (B,), (columns.first.shape, columns.last.shape)
+    assert columns.first.stride(0) == 1, columns.first.stride()
+    for new in (k, v):
+        assert new is None or (new.shape == (B, heads.kv_heads * heads.head_dim) and new.stride(1) == 1), (
+            new.shape,
+            new.stride(),
+        )
+    places = columns.places if isinstance(columns, Columns) else None
+    assert places is None or (places.shape == (B,) and places.stride(0) == columns.last.stride(0) == 1), places
+
+
 def _memory(columns: Columns | TableColumns, heads: Heads) -> tuple[Tensor, Tensor]:
     """Where the kernel begins to count."""
     if isinstance(columns, TableColumns):
         return columns.memory, columns.memory
-    assert columns.places is None, "several columns of a row, which this kernel does not have"
+    assert columns.most == 1 or columns.places is not None, columns.most
     for own in (columns.k, columns.v):
         assert own.shape[1::2] == (heads.kv_heads, heads.head_dim), (own.shape, heads)
         assert own.stride()[2:] == (heads.head_dim, 1), own.stride()

@@ -140,21 +140,25 @@ class Arena:
         owner, rows = self._owners[layer], slice(self.first, self.first + self.num_rows)
         return self._k[owner][rows], self._v[owner][rows]
 
+    @property
+    def wants_among(self) -> bool:
+        return self._backend.wants_among
+
     def step_of(
-        self, kernels: Sequence[FusedLayer], layers: Sequence[int], places: Tensor, columns: Tensor, *, feeds: bool
+        self, kernels: Sequence[FusedLayer], layers: Sequence[int], numbers: Tensor, most: int, *, feeds: bool
     ) -> Callable[[Tensor], Tensor]:
         """`Backend.prepare_step` for the tokens of a `TokensView`, which attend. Calls are kept as long as rows and
-        their memory stay, so that a step of as many tokens lays out none."""
-        key = (len(places), feeds, *layers, *kernels)
+        their memory stay, so that a step of as many tokens lays out none. `numbers` as `TokensView.numbers`."""
+        key = (numbers.shape, most, feeds, *layers, *kernels)
         if key not in self._steps:
             if len(self._steps) >= KEPT_STEPS:
                 self._steps.clear()
-            held = torch.stack([torch.zeros_like(columns), columns, places])  # a call knows where they lie
-            first, last, own = held
-            of = [Columns(*self.memory_of(layer), first, last, places=own) for layer in layers]
-            self._steps[key] = held, self._backend.prepare_step(kernels, len(places), of, feeds=feeds)
+            held = numbers.clone()  # a call knows where they lie
+            one = columns_of(self.memory_of(layers[0]), held, most)
+            of = [one._replace(k=k, v=v) for k, v in map(self.memory_of, layers)]
+            self._steps[key] = held, self._backend.prepare_step(kernels, numbers.shape[1], of, feeds=feeds)
         held, step = self._steps[key]
-        held[1], held[2] = columns, places
+        held.copy_(numbers)
         return step
 
     def view(self, table: Tensor | None = None) -> "ArenaSlice":
@@ -288,3 +292,9 @@ class ArenaSlice(StepView):
 
     def last(self, h: Tensor) -> tuple[Tensor, "ArenaSlice"]:
         raise AssertionError("one new column already")
+
+
+def columns_of(memory: tuple[Tensor, Tensor], numbers: Tensor, most: int) -> Columns:
+    """Of `TokensView.numbers`."""
+    first, last, places = numbers[:3]
+    return Columns(*memory, first, last, places, among=numbers[3:] if len(numbers) > 3 else None, most=most)

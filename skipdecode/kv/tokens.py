@@ -2,8 +2,9 @@
 (`skipdecode.speculative`).
 
 Every token is a row of the states. It has a place (the row of the batch whose K and V it sees) and a column there, up
-to which it sees them. Tokens of a place may come in any order: all are stored before any attends. Kernels of one column
-per row serve where they take places (`Columns.places`); elsewhere the tokens of a place are queries behind a mask.
+to which it sees them. Tokens of a place lie side by side, in any order: all are stored before any attends. Kernels of
+one column per row serve where they take places (`Columns.places`); elsewhere the tokens of a place are queries behind a
+mask.
 
 N tokens, B rows of the batch, T most tokens of a place, S columns visible, H heads of queries, G of keys and values, K
 head dim.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.backend import Columns, FusedLayer
-from skipdecode.kv.ragged import Arena
+from skipdecode.kv.ragged import Arena, columns_of
 from skipdecode.kv.view import StepView, attention
 from skipdecode.rope import Turn, turn_of
 
@@ -24,9 +25,10 @@ from skipdecode.rope import Turn, turn_of
 class TokensView(StepView):
     """N tokens of an arena's batch; their states are [N, 1, D]."""
 
-    def __init__(self, arena: Arena, places: Tensor, columns: Tensor, table: Tensor | None) -> None:
-        """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotations`."""
-        self._arena, self._places, self._columns, self._table = arena, places, columns, table
+    def __init__(self, arena: Arena, places: Tensor, columns: Tensor, table: Tensor | None, most: int) -> None:
+        """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotations`. `most`:
+        tokens of a place at most."""
+        self._arena, self._places, self._columns, self._table, self._most = arena, places, columns, table, most
         self._attend_one = arena.attention_at_places
         self.has_kernels = self._attend_one is not None
 
@@ -35,11 +37,16 @@ class TokensView(StepView):
         return turn_of(self._table, self._columns[:, None])
 
     @cached_property
-    def _first(self) -> Tensor:
-        return torch.zeros_like(self._columns)
+    def numbers(self) -> Tensor:
+        """[3, N] int64: the first column of each token's place, its own, and its place; or [5, N], with what is
+        `Columns.among`."""
+        numbers = torch.stack([torch.zeros_like(self._columns), self._columns, self._places])
+        if not self._arena.wants_among:
+            return numbers
+        return torch.cat([numbers, among(self._places, self._arena.num_rows)])
 
     def columns(self, layer: int) -> Columns:
-        return Columns(*self._arena.memory_of(layer), self._first, self._columns, places=self._places)
+        return columns_of(self._arena.memory_of(layer), self.numbers, self._most)
 
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
@@ -47,7 +54,7 @@ class TokensView(StepView):
         """As `KVView.run`."""
         if not attends:
             return super().run(kernels, h, layers, attends=attends, feeds=feeds)
-        return self._arena.step_of(kernels, layers, self._places, self._columns, feeds=feeds)(h)
+        return self._arena.step_of(kernels, layers, self.numbers, self._most, feeds=feeds)(h)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self._attend_one is not None:
@@ -82,7 +89,15 @@ class TokensView(StepView):
     def part(self, where: slice) -> "TokensView":
         if where == slice(None):
             return self
-        return TokensView(self._arena, self._places[where], self._columns[where], self._table)
+        return TokensView(self._arena, self._places[where], self._columns[where], self._table, self._most)
 
     def last(self, h: Tensor) -> tuple[Tensor, "TokensView"]:
         raise AssertionError("every token is a last one")
+
+
+def among(places: Tensor, num_rows: int) -> Tensor:
+    """`Columns.among` [2, N] of tokens at `places` [N]. Waits for no device."""
+    at = torch.arange(len(places), device=places.device)
+    begins = torch.cat([at[:1] == 0, places[1:] != places[:-1]])
+    counts = places.new_zeros(num_rows).index_add_(0, places, torch.ones_like(places))
+    return torch.stack([at - torch.where(begins, at, 0).cummax(0).values, counts[places]])

@@ -3,18 +3,26 @@
 Float32 tokens are those of the decoder by parts. That Triton's kernels are these ones: `test_triton_kernels.py`.
 """
 
+from itertools import groupby
+from typing import ClassVar
+
 import pytest
 import torch
+from torch import Tensor
 
 from actors.bench import BenchCase, profile_case
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
 from skipdecode.backends.cuda import CudaBackend, CudaLayer
 from skipdecode.backends.cuda_kernels import Heads
 from skipdecode.backends.cuda_reference import TorchKernels
+from skipdecode.extents import Extents
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.generate import generate, generate_continuous
+from skipdecode.generate import generate, generate_continuous, run_to_the_end
+from skipdecode.kv.tokens import among
+from skipdecode.lossless import Lossless
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.rope import rotations
+from skipdecode.speculative import SpeculativeBatch
 from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model, some_requests
 
 BACKEND = CudaBackend(TorchKernels())
@@ -41,6 +49,41 @@ def test_tokens_are_those_of_torch(name: str, schedule: Schedule) -> None:
         if schedule.is_settled:
             rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
             assert [row.tokens for row in rows] == [completion.tokens for completion in wanted]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_drafts_are_verified_by_kernels(name: str, sampled: bool) -> None:
+    """Several new columns of a row in a pass, of rows that advance unevenly."""
+    requests = some_requests(12, **({"temperature": 0.9, "top_p": 0.9} if sampled else {}))
+    with cpu_computed_by(TORCH):
+        wanted = generate(random_model(name), requests, FullDepth(4)).completions
+    with cpu_computed_by(BACKEND):
+        batch = Watched(random_model(name).pack(), Lossless(4, SkipDecode(4, 3, 2, 1, 6), draft_tokens=3))
+        assert [c.tokens for c in run_to_the_end(batch, requests).completions] == [c.tokens for c in wanted]
+    assert max(batch.sizes) == 4
+    assert sum(batch.stats.drafted_at) > 0
+
+
+class Watched(SpeculativeBatch):
+    """Notes how many new columns of a row a pass has."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def _feed(self, tokens: Tensor, places: Tensor, columns: Tensor, extents: Extents, most: int = 1) -> Tensor:
+        assert self._arena.wants_among
+        assert self._arena.attention_at_places is not None, "by torch's attention"
+        found = among(places, self._arena.num_rows)
+        each = torch.bincount(places).tolist()
+        assert found.tolist() == [[i for n in each_of(places) for i in range(n)], [each[p] for p in places.tolist()]]
+        assert max(each) == most
+        self.sizes.append(most)
+        return super()._feed(tokens, places, columns, extents, most)
+
+
+def each_of(places: Tensor) -> list[int]:
+    """Lengths of runs of one place."""
+    return [len(list(run)) for _, run in groupby(places.tolist())]
 
 
 @pytest.mark.parametrize("group_size", [1, 2])

@@ -18,11 +18,13 @@ from skipdecode.cohort import Cohort
 from skipdecode.decoder import Decoder
 from skipdecode.families import config_of
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.generate import Request, generate, generate_continuous
+from skipdecode.generate import Request, generate, generate_continuous, run_to_the_end
 from skipdecode.kv.padded import KVCache
+from skipdecode.lossless import Lossless
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.sampling import Sampling
+from skipdecode.speculative import SpeculativeBatch
 from skipdecode.step_graphs import StepGraphs, plans_of
 from skipdecode.weights import load_model
 
@@ -123,6 +125,21 @@ def test_tokens_are_those_of_the_cpu(
         assert again.completions == wanted
     assert graphs.failure is None
     assert graphs.num_captured > 0 or isinstance(schedule, (SkipSaturated, SkipAtRandom))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("keys", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_lossless_tokens_are_those_of_the_cpu(
+    ending_checkpoint: Callable[[str], Path], style: str, keys: dict[str, float]
+) -> None:
+    """Several new columns of a row in a pass, of rows that advance unevenly."""
+    folder, requests = ending_checkpoint(style), make_requests(30, **keys)
+    wanted = generate(load_model(folder), requests, FullDepth(6)).completions
+    schedule = Lossless(6, SkipDecode(6, 5, 2, 1, 9), draft_tokens=3)
+    batch = SpeculativeBatch(load_model(folder, device=DEVICE).pack(), schedule)
+    made = run_to_the_end(batch, requests).completions
+    assert [row.tokens for row in made] == [row.tokens for row in wanted]
+    assert sum(batch.stats.drafted_at) > 0
 
 
 @contextmanager

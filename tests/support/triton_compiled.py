@@ -40,6 +40,20 @@ def attend(
     return run
 
 
+def places(K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0) -> Callable[[], object]:
+    """`each` new columns of so many rows."""
+
+    def run() -> object:
+        N = rows * each
+        heads = Heads(H, G, K, torch.empty(256, int(K * turns)) if turns else None)
+        q, k, v = torch.empty(N, (H + 2 * G) * K, dtype=BF16).split([H * K, G * K, G * K], dim=1)
+        at = torch.arange(N)
+        memory, among = torch.empty(rows, G, 192, K, dtype=BF16), torch.stack([at % each, torch.full((N,), each)])
+        return KERNELS.attend(heads, q, k, v, Columns(memory, memory, at * 0, at, at // each, among=among, most=each))
+
+    return run
+
+
 def add_norm(D: int, kind: str, *, is_pre: bool = True, dtype: torch.dtype = BF16) -> Callable[[], object]:
     def run() -> object:
         h, y, one = torch.empty(64, D, dtype=dtype), torch.empty(64, D, dtype=dtype), torch.empty(D, dtype=dtype)
@@ -63,6 +77,8 @@ CASES: dict[str, Callable[[], object]] = {
     "attention, Llama-3.1-8B": attend(128, 32, 8, 128, turns=1.0),
     "attention, Llama-3.1-8B, parts": attend(128, 32, 8, 16, turns=1.0),
     "attention, Qwen3": attend(128, 16, 8, 128, turns=1.0, norms=True),
+    "attention, OPT-1.3B, places, parts": places(64, 32, 32, 4, 5),
+    "attention, Llama-3.1-8B, places": places(128, 32, 8, 64, 5, turns=1.0),
     "norm, OPT-1.3B": add_norm(2048, "layer"),
     "norm, OPT-66B": add_norm(9216, "layer"),
     "norm, Llama-3.1-8B": add_norm(4096, "rms"),
@@ -82,6 +98,9 @@ SLOW: dict[str, Callable[[], object]] = {
     "attention, TinyLlama": attend(64, 32, 4, 256, turns=1.0),
     "attention, TinyLlama, float32": attend(64, 32, 4, 256, turns=1.0, dtype=FP32),
     "attention, Qwen3, stored": attend(128, 16, 8, 128, turns=1.0, norms=True, is_stored=True),
+    "attention, OPT-6.7B, places": places(128, 32, 32, 64, 9),
+    "attention, TinyLlama, places": places(64, 32, 4, 8, 9, turns=1.0),
+    "attention, Qwen3, one place each": places(128, 16, 8, 64, 1, turns=1.0),
     "norm, OPT-350m": add_norm(1024, "layer", is_pre=False),
     "norm, OPT-66B, float32": add_norm(9216, "layer", dtype=FP32),
     "argmax, Llama-3.1, float32": lambda: KERNELS.argmax(torch.empty(64, 128256)),
@@ -98,8 +117,10 @@ def main() -> None:
         for name, case in cases.items():
             if not is_slow and capability != capabilities[0] and name not in ATTENTION:
                 continue
-            (launched,) = launches_of(case)
+            *before, launched = launches_of(case)
             found[f"{name}, sm_{capability}"] = asdict(compiled(launched, capability)) | _tile(launched)
+            for first in before:
+                found[f"store, {name}, sm_{capability}"] = asdict(compiled(first, capability))
     print(json.dumps(found))
 
 

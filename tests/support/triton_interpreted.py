@@ -21,10 +21,12 @@ from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.cuda_reference import TorchKernels, normed_by
 from skipdecode.backends.first_kernels import first_problem
 from skipdecode.backends.triton_launch import TritonKernels
-from skipdecode.generate import generate
-from skipdecode.plan import SkipDecode, SwiftPrefill
+from skipdecode.generate import generate, run_to_the_end
+from skipdecode.lossless import Lossless
+from skipdecode.plan import FullDepth, SkipDecode, SwiftPrefill, Unified
 from skipdecode.sampler import pick_by_sort
 from skipdecode.sampling import row_uniforms
+from skipdecode.speculative import SpeculativeBatch
 from tests.support.cuda_models import cpu_computed_by, random_model, some_requests
 
 ROUNDING = {torch.float32: 1.2e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -79,6 +81,49 @@ def attention(
     assert torch.equal(values.isnan(), wanted_values.isnan())
     assert torch.equal(values.nan_to_num(), wanted_values.to(dtype).nan_to_num())
     assert torch.cat([memory[:16], memory[16 + half : 32 + half], memory[-32:]]).isnan().all()
+
+
+def places(
+    K: int, H: int, G: int, dtype: torch.dtype, counts: Sequence[int], *, turns: float = 0.0, norms: bool = False,
+    splits: int = 1, is_stored: bool = False,
+) -> None:  # fmt: skip
+    """So many new columns of each place, against the reference in float32; nothing but these is stored."""
+    rng = torch.Generator().manual_seed(K + H + splits)
+    at, owns = [4, 2, 0, 3], [9, 130, 64, 31]  # places in this order, and the columns that each has before
+    tokens = [(place, own + i) for place, own, n in zip(at, owns, counts, strict=True) for i in reversed(range(n))]
+    N, R = len(tokens), 5
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(DEVICE, dtype)
+
+    rotations = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
+    q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
+    heads = Heads(H, G, K, rotations, q_norm, k_norm, 1e-6)
+    wide = Heads(H, G, K, rotations, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
+    keys, values = (torch.full((R, G, CAPACITY, K), torch.nan, dtype=dtype, device=DEVICE) for _ in "kv")
+    for place, own, n in zip(at, owns, counts, strict=True):
+        for memory in (keys, values):
+            memory[place, :, : own + n * is_stored] = numbers(G, own + n * is_stored, K)
+    q, k, v = numbers(N, (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
+    of, last = torch.tensor(tokens, device=DEVICE).T.contiguous()
+    among = torch.tensor([[i, n] for n in counts for i in range(n)], device=DEVICE).T.contiguous()
+    first = torch.zeros_like(last)
+    wanted_keys, wanted_values = keys.float(), values.float()
+    new = (None, None) if is_stored else (k.float(), v.float())
+    wanted = REFERENCE.attend(wide, q.float(), *new, Columns(wanted_keys, wanted_values, first, last, of))
+    columns = Columns(keys, values, first, last, of, among=among, most=max(counts))
+    before = triton_launch.splits_for, triton_launch.MIN_CHUNK
+    triton_launch.splits_for, triton_launch.MIN_CHUNK = (lambda *_: splits), 32
+    try:
+        for _ in range(2):  # counters of parts are ready again
+            made = TRITON.attend(heads, q, *((None, None) if is_stored else (k, v)), columns)
+    finally:
+        triton_launch.splits_for, triton_launch.MIN_CHUNK = before
+    step = ROUNDING[dtype]
+    near(made, wanted, (16 if norms else 8) * step)
+    near(keys, wanted_keys, 4 * step)
+    assert torch.equal(values.isnan(), wanted_values.isnan())
+    assert torch.equal(values.nan_to_num(), wanted_values.to(dtype).nan_to_num())
 
 
 def near(made: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -200,6 +245,18 @@ def decoder(name: str, *, num_new: int = 3, swift: bool = False, **keys: float) 
     assert made[0] == made[1], made
 
 
+def lossless(name: str) -> None:
+    """Drafts, and their verification: tokens are those of full depth by torch's operators, in float32."""
+    requests, full = some_requests(9, (1, 7, 4)), FullDepth(3)
+    with cpu_computed_by(TORCH):
+        wanted = [c.tokens for c in generate(random_model(name, layers=3), requests, full).completions]
+    with cpu_computed_by(CudaBackend(TRITON)):
+        schedule = Lossless(3, Unified(3, 2), draft_tokens=3)
+        batch = SpeculativeBatch(random_model(name, layers=3).pack(), schedule)
+        assert [c.tokens for c in run_to_the_end(batch, requests).completions] == wanted
+    assert sum(batch.stats.drafted_at) > 0
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES: dict[str, Callable[[], None]] = {
     "attention, OPT, heads of 64": lambda: attention(64, 2, 2, FP32),
@@ -219,6 +276,15 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, a test's heads of 12": lambda: attention(12, 4, 2, FP32, turns=1.0, has_table=True),
     "attention, stored already": lambda: attention(64, 4, 2, FP32, turns=1.0, is_stored=True, splits=4),
     "attention, stored already, a table": lambda: attention(64, 2, 2, FP32, is_stored=True, has_table=True),
+    "places, OPT": lambda: places(64, 2, 2, FP32, [5, 5, 5, 5]),
+    "places, OPT, one each": lambda: places(64, 2, 2, FP32, [1, 1, 1, 1]),
+    "places, OPT, bfloat16, parts": lambda: places(80, 2, 2, BF16, [3, 1, 6, 2], splits=4),
+    "places, Llama": lambda: places(64, 8, 2, FP32, [1, 4, 9, 2], turns=1.0),
+    "places, Llama, bfloat16, parts": lambda: places(64, 8, 1, BF16, [9, 3, 5, 1], turns=1.0, splits=8),
+    "places, three queries a head, stored already": lambda: places(
+        64, 6, 2, FP32, [17, 1, 12, 2], is_stored=True, splits=2
+    ),
+    "places, Qwen3": lambda: places(128, 4, 2, FP32, [2, 4, 1, 3], turns=1.0, norms=True, splits=2),
     "norm, OPT": lambda: add_norm(768, "layer", FP32, is_pre=True, bias=True),
     "norm, OPT, bfloat16": lambda: add_norm(2560, "layer", BF16, is_pre=True, bias=True),
     "norm, OPT-350m, float16": lambda: add_norm(1024, "layer", FP16, is_pre=False, bias=True),
@@ -235,6 +301,7 @@ CASES: dict[str, Callable[[], None]] = {
     "draw, ties": lambda: draw_ties((0, 3, 7), (0.25, 0.875), (0.55,)),
     "first kernels": first_kernels,
     "decoder, OPT": lambda: decoder("opt"),
+    "lossless, OPT": lambda: lossless("opt"),
     "decoder, OPT-350m": lambda: decoder("opt, norms behind"),
 }
 SLOW: dict[str, Callable[[], None]] = {
@@ -249,6 +316,8 @@ SLOW: dict[str, Callable[[], None]] = {
     "decoder, Llama, one head of keys": lambda: decoder("llama, one head of keys", num_new=6),
     "decoder, Llama, SwiftKV": lambda: decoder("llama", num_new=6, swift=True),
     "decoder, Qwen3": lambda: decoder("qwen3", num_new=6),
+    "lossless, Llama": lambda: lossless("llama"),
+    "lossless, Qwen3": lambda: lossless("qwen3"),
     "decoder, StableLM": lambda: decoder("stablelm", num_new=6),
 }
 
