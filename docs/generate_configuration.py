@@ -98,7 +98,7 @@ def type_words(annotation: Any, metadata: list[Any]) -> str:
         return type_words(arguments[0], inner)
     limits = constraint_words(metadata)
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return " or ".join(f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in arguments)
     if origin in (Union, UnionType):
         return " or ".join(type_words(part, []) for part in sorted(arguments, key=lambda part: part is NoneType))
     if origin is tuple and arguments[-1] is Ellipsis:

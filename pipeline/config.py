@@ -95,10 +95,10 @@ class DecodeConfig(Section):
     """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1), and 63 with `lossless`."""
     layers: int | tuple[int, ...] | None = None
     """For `unified`: how many layers run. For `layers`: which ones, a list of numbers from 0 on."""
-    lossless: bool | Literal["auto"] = False
+    lossless: Literal[False, True, "auto"] = False
     """true: the schedule only drafts, full depth verifies, and its tokens come out. auto: drafts are made
     where a gain is expected."""
-    draft_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    draft_tokens: Literal["auto"] | Annotated[int, Field(ge=1, strict=True)] = "auto"
     """lossless: tokens drafted at a time; auto: as many as pay."""
     ffn_skip: FFNSkipConfig | None = None
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""

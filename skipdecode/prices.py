@@ -46,7 +46,8 @@ class Prices:
         keep: int | None = KEPT_TIMES,
     ) -> None:
         """`ceilings`: of this machine, whose measured times then count, too; None: decide without a clock. `keep`: the
-        newest times of each size of pass; None: all."""
+        newest times of each size of pass; None: all, of passes that are timed in turns, so that each size speaks for
+        itself from the first on."""
         self._config, self._sizes = config, {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
         self._ceilings, self.is_timed, self._keep = ceilings or REFERENCE, ceilings is not None, keep
         self._ratios: dict[Pass, deque[float]] = {}
@@ -138,10 +139,11 @@ class Prices:
 
     def _seen_near(self, of: Pass) -> list[deque[float]]:
         """Of the nearest sizes, as many as were seen ENOUGH times together; of the same kind if that was seen."""
+        enough = 1 if self._keep is None else min(ENOUGH, self._keep)
         first, *others = sorted(self._ratios, key=lambda seen: _distance(seen, of))
         near = [self._ratios[first]]
         for other in others:
-            if sum(map(len, near)) >= ENOUGH or other[0] != first[0]:
+            if sum(map(len, near)) >= enough or other[0] != first[0]:
                 break
             near.append(self._ratios[other])
         return near

@@ -193,16 +193,19 @@ def test_prices_know_columns_of_a_row_from_rows() -> None:
 
 
 def test_one_slow_pass_does_not_speak_for_its_size() -> None:
-    """Until a size was seen a few times, its neighbours say what it may take: else nobody would try it again."""
+    """Until a size was seen a few times, its neighbours say what it may take: else nobody would try it again. Where all
+    times are kept, they were taken in turns, and each size speaks for itself."""
     prices, full = Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
+    in_turns = Prices(OPT, 2, ceilings=Ceilings(1e12, 1e10, 1e-6), keep=None)
 
     def saw(drafted: int, ratio: float) -> None:
         tokens = 4 * (1 + drafted)
-        prices.saw("verify", full, 4, tokens, 100, ratio * prices.model_s(full, 4, tokens, 100))
+        for own in (prices, in_turns):
+            own.saw("verify", full, 4, tokens, 100, ratio * prices.model_s(full, 4, tokens, 100))
 
-    def ratio(drafted: int) -> float:
+    def ratio(drafted: int, of: Prices = prices) -> float:
         tokens = 4 * (1 + drafted)
-        return prices.seconds("verify", full, 4, tokens, 100) / prices.model_s(full, 4, tokens, 100)
+        return of.seconds("verify", full, 4, tokens, 100) / prices.model_s(full, 4, tokens, 100)
 
     prices.saw("full", full, 4, 4, 100, 0.5 * prices.model_s(full, 4, 4, 100))  # another kind says nothing
     saw(2, 9.0)
@@ -210,6 +213,7 @@ def test_one_slow_pass_does_not_speak_for_its_size() -> None:
     for _ in range(4):
         saw(1, 1.5)
     assert ratio(2) == pytest.approx(1.5)
+    assert ratio(2, in_turns) == pytest.approx(9.0)
     for _ in range(3):
         saw(2, 2.0)
     assert ratio(2) == pytest.approx(2.0)

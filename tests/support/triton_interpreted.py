@@ -276,14 +276,8 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, a test's heads of 12": lambda: attention(12, 4, 2, FP32, turns=1.0, has_table=True),
     "attention, stored already": lambda: attention(64, 4, 2, FP32, turns=1.0, is_stored=True, splits=4),
     "attention, stored already, a table": lambda: attention(64, 2, 2, FP32, is_stored=True, has_table=True),
-    "places, OPT": lambda: places(64, 2, 2, FP32, [5, 5, 5, 5]),
-    "places, OPT, one each": lambda: places(64, 2, 2, FP32, [1, 1, 1, 1]),
     "places, OPT, bfloat16, parts": lambda: places(80, 2, 2, BF16, [3, 1, 6, 2], splits=4),
-    "places, Llama": lambda: places(64, 8, 2, FP32, [1, 4, 9, 2], turns=1.0),
     "places, Llama, bfloat16, parts": lambda: places(64, 8, 1, BF16, [9, 3, 5, 1], turns=1.0, splits=8),
-    "places, three queries a head, stored already": lambda: places(
-        64, 6, 2, FP32, [17, 1, 12, 2], is_stored=True, splits=2
-    ),
     "places, Qwen3": lambda: places(128, 4, 2, FP32, [2, 4, 1, 3], turns=1.0, norms=True, splits=2),
     "norm, OPT": lambda: add_norm(768, "layer", FP32, is_pre=True, bias=True),
     "norm, OPT, bfloat16": lambda: add_norm(2560, "layer", BF16, is_pre=True, bias=True),
@@ -301,10 +295,16 @@ CASES: dict[str, Callable[[], None]] = {
     "draw, ties": lambda: draw_ties((0, 3, 7), (0.25, 0.875), (0.55,)),
     "first kernels": first_kernels,
     "decoder, OPT": lambda: decoder("opt"),
-    "lossless, OPT": lambda: lossless("opt"),
     "decoder, OPT-350m": lambda: decoder("opt, norms behind"),
 }
 SLOW: dict[str, Callable[[], None]] = {
+    "places, OPT": lambda: places(64, 2, 2, FP32, [5, 5, 5, 5]),
+    "places, OPT, one each": lambda: places(64, 2, 2, FP32, [1, 1, 1, 1]),
+    "places, Llama": lambda: places(64, 8, 2, FP32, [1, 4, 9, 2], turns=1.0),
+    "places, three queries a head, stored already": lambda: places(
+        64, 6, 2, FP32, [17, 1, 12, 2], is_stored=True, splits=2
+    ),
+    "lossless, OPT": lambda: lossless("opt"),
     "draw, many": lambda: draw(FP32, 5000, 3.0, 6),
     "draw, bfloat16, many": lambda: draw(BF16, 2500, 2.0, 6),
     "draw, float16, many": lambda: draw(FP16, 300, 1.0, 6),
