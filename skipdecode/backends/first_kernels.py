@@ -66,6 +66,15 @@ def _cases(device: torch.device) -> dict[str, Run]:
         out = kernels.attend(Heads(H, G, K, rotations), q, new_k, new_v, columns)
         return out, own
 
+    def attend_places(kernels: Kernels) -> Sequence[Tensor]:
+        own = memory.clone()
+        k, v = own.view(2, B, G, COLUMNS, K)
+        ends, places = torch.tensor([[20, 21, 9], [1, 1, 2]], device=device)
+        among = torch.tensor([[0, 1, 0], [2, 2, 1]], device=device)
+        q, new_k, new_v = torch.split(qkv, [WIDTH, G * K, G * K], dim=1)
+        columns = Columns(k, v, first, ends, places, among=among, most=2)
+        return kernels.attend(Heads(H, G, K, rotations), q, new_k, new_v, columns), own
+
     def norm(kernels: Kernels, kind: Norm) -> Sequence[Tensor]:
         own = states.clone()
         return kernels.add_norm(own, added, kind.bias, kind, is_pre=True), own
@@ -73,6 +82,7 @@ def _cases(device: torch.device) -> dict[str, Run]:
     return {
         "attention": lambda kernels: attend(kernels, has_table=False),
         "attention of graphs": lambda kernels: attend(kernels, has_table=True),
+        "attention of several columns a row": attend_places,
         "layer norms": lambda kernels: norm(kernels, Norm("layer", 1e-5, weight, bias)),
         "RMS norms": lambda kernels: norm(kernels, Norm("rms", 1e-5, weight, None)),
         "gates": lambda kernels: [kernels.gate(wide)],

@@ -149,7 +149,7 @@ class Arena:
     ) -> Callable[[Tensor], Tensor]:
         """`Backend.prepare_step` for the tokens of a `TokensView`, which attend. Calls are kept as long as rows and
         their memory stay, so that a step of as many tokens lays out none. `numbers` as `TokensView.numbers`."""
-        key = (numbers.shape, most, feeds, *layers, *kernels)
+        key = (numbers.shape, most if self.wants_among else 1, feeds, *layers, *kernels)
         if key not in self._steps:
             if len(self._steps) >= KEPT_STEPS:
                 self._steps.clear()

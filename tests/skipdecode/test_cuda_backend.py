@@ -58,6 +58,7 @@ def test_drafts_are_verified_by_kernels(name: str, sampled: bool) -> None:
     requests = some_requests(12, **({"temperature": 0.9, "top_p": 0.9} if sampled else {}))
     with cpu_computed_by(TORCH):
         wanted = generate(random_model(name), requests, FullDepth(4)).completions
+    Watched.sizes.clear()
     with cpu_computed_by(BACKEND):
         batch = Watched(random_model(name).pack(), Lossless(4, SkipDecode(4, 3, 2, 1, 6), draft_tokens=3))
         assert [c.tokens for c in run_to_the_end(batch, requests).completions] == [c.tokens for c in wanted]
