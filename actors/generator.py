@@ -103,9 +103,8 @@ class Generator:
     def draft_length(self, schedule: Lossless) -> DraftLength:
         """Decides how many tokens that schedule's batches draft; one for all of them, which learns from each."""
         if schedule not in self._draft_lengths:
-            sizes = self.dtype.itemsize, self.model.weight_itemsize
             # timing decides nothing where a run is to be repeated
-            prices = Prices(self.model.config, *sizes, None if self.config.deterministic else self.ceilings)
+            prices = Prices.of(self.model, None if self.config.deterministic else self.ceilings)
             known = known_acceptance(self.model.config, schedule)
             self._draft_lengths[schedule] = DraftLength(schedule, prices, known, shortlist=self._shortlist)
         return self._draft_lengths[schedule]

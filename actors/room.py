@@ -3,7 +3,6 @@
 Of a GPU a share is for weights and caches; of a host, whose memory Ray and others use too, a part of what is free.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 
 from actors.devices import DeviceMemory
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.memory import available_bytes
 from skipdecode.batch_rows import MAX_ROWS, row_rounding, rows_within
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row
@@ -82,9 +82,4 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free for caches."""
     if device.type == "cuda":
         return DeviceMemory.of(device).free
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:  # not free pages: the page cache gives way
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-            return free + backend_on(device).spare_bytes
-    except (OSError, StopIteration):  # no Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes() + backend_on(device).spare_bytes

@@ -125,9 +125,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Batches of so many `rows`, each of the next of the pool; `ways` of WAYS."""
     requests, most_new = pool[:rows], pool[0].sampling.max_new_tokens
-    layers, sizes = model.config.num_hidden_layers, (model.dtype.itemsize, model.weight_itemsize)
+    layers = model.config.num_hidden_layers
     full = FullDepth(layers)
-    timed = Prices(model.config, *sizes, ceilings, keep=None)
+    timed = Prices.of(model, ceilings, keep=None)
     drafts = make_schedule(draft, num_layers=layers, max_new_tokens=most_new)
     for _ in range(TURNS):
         shape = [request.prompt_tokens for request in requests], (len(requests),), most_new
@@ -138,7 +138,7 @@ def compare(
     for way in ways:
         schedule = make_schedule(draft | WAYS[way], num_layers=layers, max_new_tokens=most_new).lossless
         assert schedule is not None
-        lengths[way] = schedule, DraftLength(schedule, Prices(model.config, *sizes, ceilings))
+        lengths[way] = schedule, DraftLength(schedule, Prices.of(model, ceilings))
     wanted: dict[str, list[int]] = {}
     for repeat in range(repeats + 1):  # the first warms up
         requests = pool[repeat * rows : (repeat + 1) * rows]

@@ -138,8 +138,7 @@ def ours(spec: Spec) -> Engine:
 
     @cache
     def prices() -> Prices:
-        sizes = model.dtype.itemsize, model.weight_itemsize
-        return Prices(model.config, *sizes, measure_ceilings(spec.device, spec.dtype))
+        return Prices.of(model, measure_ceilings(spec.device, spec.dtype))
 
     return Engine(run, {"backend": our_backend(spec.device), "torch_threads": torch.get_num_threads()})
 

@@ -8,6 +8,7 @@ B rows, T new columns, D width, E embedding width, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from skipdecode.backends.backend import FusedLayer, Packed
 from skipdecode.backends.device import backend_on
 from skipdecode.config import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.drafter import Drafter
 from skipdecode.extents import Extents
 from skipdecode.ffns import ALL_ROWS, FFNs
 from skipdecode.kv.padded import KVCache, PaddedView
@@ -58,7 +60,8 @@ class Decoder(nn.Module):
         self.swift = SwiftKV(config) if has_shared else None
         self.placement: Placement | None = None
         """Where layers are on several devices."""
-        self._packed_head: Packed | None = None
+        self.packed_head: Packed | None = None
+        """As the back end reads it; None: it is not packed."""
         self._short_head: tuple[frozenset[int], ShortHead] | None = None
         self._rotations: dict[torch.device, Tensor] = {}
         self.quantization: Quantization | None = None
@@ -78,8 +81,8 @@ class Decoder(nn.Module):
         backend.check(self._head_weight, quantization)  # all of them first: half a model is of no use
         for linear in linears:
             backend.check(linear.weight, quantization, is_gated=linear.is_gated)
-        self._packed_head = pack(self._head_weight, quantization)
-        if self.lm_head is not None and self._packed_head is not None:
+        self.packed_head = pack(self._head_weight, quantization)
+        if self.lm_head is not None and self.packed_head is not None:
             self.lm_head.register_parameter("weight", None)
         for linear in linears:
             linear.pack(quantization)
@@ -117,6 +120,11 @@ class Decoder(nn.Module):
         """What a method has added to the model; there are then plans that leave weights out, of either."""
         return self.swift
 
+    @cached_property
+    def drafter(self) -> Drafter:
+        """What skipped passes draft by."""
+        return Drafter(self)
+
     @property
     def is_packed(self) -> bool:
         return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
@@ -134,7 +142,7 @@ class Decoder(nn.Module):
     @property
     def keeps_bits(self) -> bool:
         """Whether a token's logits are the same, bit by bit, whatever is fed beside it (`Backend.keeps_bits`)."""
-        by_kernels = self.project_in is None and product(self._packed_head, None) is not None
+        by_kernels = self.project_in is None and product(self.packed_head, None) is not None
         return by_kernels and self.placement is None and backend_on(self.device).keeps_bits(self._fused)
 
     def takes_unpadded(self, cache: KVCache) -> bool:
@@ -194,26 +202,26 @@ class Decoder(nn.Module):
 
     def head(self, h: Tensor) -> Tensor:
         """Final norm and head: [..., D] -> logits [..., V]."""
-        x = self._head_states(h)
-        if self._packed_head is not None:
-            return self._packed_head(x, None)
+        x = self.head_states(h)
+        if self.packed_head is not None:
+            return self.packed_head(x, None)
         logits: Tensor = F.linear(x, self._head_weight)
         return logits
 
     def head_into(self, h: Tensor, out: Tensor) -> Tensor:
         """`head` of [B, D], written to `out` [B, V], which is given back. Not for training."""
-        x = self._head_states(h)
-        if self._packed_head is not None:
-            return self._packed_head.into(x, out)
+        x = self.head_states(h)
+        if self.packed_head is not None:
+            return self.packed_head.into(x, out)
         return torch.mm(x, self._head_weight.t(), out=out)
 
     def likeliest(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
         """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
         do without them they are not written. `short`: among its tokens alone."""
         if short is not None:
-            return short.likeliest(self._head_states(h))
-        if self._packed_head is not None:
-            return self._packed_head.likeliest(self._head_states(h))
+            return short.likeliest(self.head_states(h))
+        if self.packed_head is not None:
+            return self.packed_head.likeliest(self.head_states(h))
         return likeliest(self.head(h))
 
     @property
@@ -227,7 +235,7 @@ class Decoder(nn.Module):
             self._short_head = (tokens, ShortHead.of(tokens, self._head_weight, self.quantization))
         return self._short_head[1]
 
-    def _head_states(self, h: Tensor) -> Tensor:
+    def head_states(self, h: Tensor) -> Tensor:
         """[..., D] -> what the rows of the head are compared with, [..., E]."""
         if self.final_norm is not None:
             h = self.final_norm(h)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipdecode.decoder import Decoder
-from skipdecode.extents import Extents
+from skipdecode.extents import Extents, layer_ends
 from skipdecode.ffns import ALL_ROWS
 from skipdecode.forced import IGNORE, ForcedView, TeacherBatch, column_extents
 from skipdecode.kv.view import attention, causal_mask, diagonal
@@ -58,7 +58,7 @@ class DraftedText:
         """`batch`: greedy texts of `model` at full depth. `listed`: tokens that drafts choose among; None: all."""
         self._model, self._batch = model, batch
         short = None if listed is None or not model.has_head_rows else model.short_head(listed)
-        self._likeliest = partial(model.likeliest, short=short)
+        self._likeliest = partial(model.drafter.likeliest, short=short)
         columns, device = batch.tokens.shape[1], batch.tokens.device
         offsets = torch.arange(columns, device=device)
         self._positions = (offsets - batch.num_pad[:, None]).clamp(min=-1)  # [B, P + T - 1]
@@ -90,13 +90,17 @@ class DraftedText:
         tokens, positions = batch.tokens[:, P:], self._positions[:, P:]  # [B, T - 1]
         num_steps = tokens.shape[1]
         extents = column_extents(drafts.prefill(), [drafts.step(k) for k in range(num_steps)], 0, ALL_ROWS)
+        ends = zip(*layer_ends(drafts, max(num_steps, 1)), strict=True)
+        self._model.drafter.prepare(
+            (i for i, own in enumerate(ends) if any(own)), with_head=not self._model.has_head_rows
+        )
         found, made = [], list[Kept]()
         for place in range(min(places, num_steps)):
             made.append({})
             view = DraftView(
                 positions, None, self._model.rotations, (), full=self._full, made=made, num_pad=batch.num_pad, first=P
             )
-            h, _ = run_layers(self._model, self._model.embed(tokens, positions), view, extents)
+            h, _ = run_layers(self._model.drafter, self._model.embed(tokens, positions), view, extents)
             same = torch.zeros_like(self._fed)
             same[self._fed] = self._likeliest(h[self._fed]) == batch.targets[:, 1:][self._fed]
             found.append(F.pad(same[:, place:], (0, place)))  # of the draft that began so many columns before

@@ -38,8 +38,9 @@ class UpperKV(Protocol):
 class Layered(Protocol):
     """What the loop runs (`skipdecode.decoder.Decoder`)."""
 
-    placement: Placement | None
-    """Where layers are on several devices."""
+    @property
+    def placement(self) -> Placement | None:
+        """Where layers are on several devices."""
 
     @property
     def layers(self) -> list[Layer]: ...

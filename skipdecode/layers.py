@@ -6,6 +6,7 @@ the view (`skipdecode.kv.view`) holds keys and values and knows where columns st
 B rows, T columns, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width.
 """
 
+import torch
 from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedLayer, LayerShape
@@ -51,12 +52,30 @@ class Layer(nn.Module):
         shape = kernel_shape(self.config, rotations)
 
         def fused(first: Linear) -> FusedLayer | None:
-            products = [linear.product() for linear in (first, self.out_proj, self.fc1, self.fc2)]
+            products = [linear.product() for linear in (first, *self.linears[1:])]
             norms = (self.attn_norm, self.ffn_norm)
             return first.backend.fuse(shape, norms, products, q_norm=self.q_norm, k_norm=self.k_norm)
 
         self.kernel = fused(self.qkv)
         self.query_kernel = None if query is None else fused(query)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """In the order in which they run."""
+        return [self.qkv, self.out_proj, self.fc1, self.fc2]
+
+    def narrowed(self, rotations: Tensor | None) -> "Layer | None":
+        """About the same layer with weights of half the bytes (`Backend.narrowed`), the rest shared; None: there is
+        none."""
+        linears = {name: linear.narrowed() for name, linear in self.named_children() if isinstance(linear, Linear)}
+        if None in linears.values():
+            return None
+        with torch.device("meta"):
+            other = Layer(self.config)
+        for name, part in {**dict(self.named_children()), **linears}.items():
+            setattr(other, name, part)
+        other.fuse(rotations)
+        return other
 
     def forward(
         self, h: Tensor, kv: KVView, number: int, *, attends: bool, feeds: bool, query: Linear | None = None

@@ -7,10 +7,14 @@ them. What drafts gain by these prices is for `skipdecode.draft_length`. No torc
 import math
 from collections import deque
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import Ceilings, Cost, attention_cost, ffn_cost, head_cost
 from skipdecode.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from skipdecode.decoder import Decoder
 
 KEPT_TIMES = 7  # of passes of one size
 # Of a size, before its price is its own: one slow pass would say for good that nobody wants another of that size.
@@ -43,28 +47,39 @@ class Prices:
         weight_itemsize: int | None = None,
         ceilings: Ceilings | None = None,
         *,
+        draft_itemsize: int | None = None,
         keep: int | None = KEPT_TIMES,
     ) -> None:
-        """`ceilings`: of this machine, whose measured times then count, too; None: decide without a clock. `keep`: the
-        newest times of each size of pass; None: all, of passes that are timed in turns, so that each size speaks for
-        itself from the first on."""
+        """`draft_itemsize`: bytes of a weight in drafts (`skipdecode.drafter`); None: as elsewhere. `ceilings`: of this
+        machine, whose measured times then count, too; None: decide without a clock. `keep`: the newest times of each
+        size of pass; None: all, of passes that are timed in turns, so that each size speaks for itself from the first
+        on."""
         self._config, self._sizes = config, {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+        self._of_drafts = self._sizes | ({} if draft_itemsize is None else {"weight_itemsize": draft_itemsize})
         self._ceilings, self.is_timed, self._keep = ceilings or REFERENCE, ceilings is not None, keep
         self._ratios: dict[Pass, deque[float]] = {}
         # A decision asks for some twenty prices, in the time that a small model takes for a step.
         self._nearest: dict[Pass, list[deque[float]]] = {}
-        self._known: dict[tuple[int | None, ...], float] = {}
+        self._known: dict[tuple[Any, ...], float] = {}
         self._rounds_s: dict[int, deque[float]] = {}
+
+    @classmethod
+    def of(cls, model: "Decoder", ceilings: Ceilings | None = None, *, keep: int | None = KEPT_TIMES) -> "Prices":
+        """Of a model whose weights are as it decodes by them."""
+        sizes = model.dtype.itemsize, model.weight_itemsize
+        return cls(model.config, *sizes, ceilings, draft_itemsize=model.drafter.weight_itemsize, keep=keep)
 
     @property
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
-    def model_s(self, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None) -> float:
+    def model_s(
+        self, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None, kind: str = "full"
+    ) -> float:
         """By the cost model: `tokens` new columns of `rows` rows that see about `context` columns, and the head on
-        each. `outputs`: tokens that it chooses among; None: all."""
+        each. `outputs`: tokens that it chooses among; None: all. `kind` as in `seconds`."""
         about = context // COLUMNS * COLUMNS + COLUMNS // 2
-        key = sum(plan.attn), sum(plan.ffn), rows, tokens, about, outputs
+        key = sum(plan.attn), sum(plan.ffn), rows, tokens, about, outputs, kind == "draft"
         if (seconds := self._known.get(key)) is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
@@ -72,14 +87,14 @@ class Prices:
         return seconds
 
     def _model_s(
-        self, attn_runs: int, ffn_runs: int, rows: int, tokens: int, context: int, outputs: int | None
+        self, attn_runs: int, ffn_runs: int, rows: int, tokens: int, context: int, outputs: int | None, drafts: bool
     ) -> float:
-        shape = {"rows": tokens, "new_columns": 1, "context": context}
-        attn = attention_cost(self._config, **shape, **self._sizes)  # type: ignore[arg-type]
+        sizes: dict[str, Any] = self._of_drafts if drafts else self._sizes
+        attn = attention_cost(self._config, rows=tokens, new_columns=1, context=context, **sizes)
         read_once = attn.cache_bytes * (1 - rows / tokens)  # columns of a row read its cache together
         attn = Cost(attn.flops, attn.bytes - read_once, attn.calls, attn.cache_flops, attn.cache_bytes - read_once)
-        ffn = ffn_cost(self._config, tokens=tokens, **self._sizes)  # type: ignore[arg-type]
-        head = head_cost(self._config, rows=tokens, outputs=outputs, **self._sizes)  # type: ignore[arg-type]
+        ffn = ffn_cost(self._config, tokens=tokens, **sizes)
+        head = head_cost(self._config, rows=tokens, outputs=outputs, **sizes)
         seconds = self._ceilings.seconds
         return attn_runs * seconds(attn) + ffn_runs * seconds(ffn) + seconds(head)
 
@@ -87,7 +102,7 @@ class Prices:
         self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None
     ) -> float:
         """The same as this machine has it: `kind` is draft or verify, or full for a step without any of that."""
-        return self.model_s(plan, rows, tokens, context, outputs) * self._ratio(kind, rows, tokens)
+        return self.model_s(plan, rows, tokens, context, outputs, kind) * self._ratio(kind, rows, tokens)
 
     def saw(
         self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float,
@@ -99,7 +114,7 @@ class Prices:
             seen = self._ratios.setdefault(of, deque(maxlen=self._keep))
             if len(seen) < ENOUGH:
                 self._nearest.clear()
-            seen.append(took_s / (model_s or self.model_s(plan, rows, tokens, context)))
+            seen.append(took_s / (model_s or self.model_s(plan, rows, tokens, context, kind=kind)))
 
     def saw_round(self, rows: int, took_s: float) -> None:
         """What a round of so many rows took beside its passes: the host's work, whatever the model."""

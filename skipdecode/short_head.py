@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipdecode.backends.backend import Packed
+from skipdecode.backends.device import backend_on
 from skipdecode.config import Quantization
 from skipdecode.linear import pack
 from skipdecode.sampler import likeliest
@@ -25,10 +26,13 @@ class ShortHead:
 
     @classmethod
     def of(cls, tokens: Iterable[int], weight: Tensor, quantization: Quantization | None) -> "ShortHead":
-        """Copies rows of `weight` [V, E]."""
+        """Copies rows of `weight` [V, E], in half of their bytes where there are such weights."""
         ids = uploaded(sorted(tokens), weight.device)
         rows = weight.detach()[ids]
-        return cls(ids, pack(rows, quantization) or rows)
+        packed = pack(rows, quantization)
+        if packed is None:
+            return cls(ids, rows)
+        return cls(ids, backend_on(weight.device).narrowed(packed) or packed)
 
     def likeliest(self, x: Tensor) -> Tensor:
         """[B, E] -> [B] int64, of the vocabulary; the lower one of equals."""

@@ -26,6 +26,7 @@ from skipdecode.cohort import now
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import SKIPPED, DraftLength
 from skipdecode.extents import Extents, extents_of, layer_ends
+from skipdecode.layer_loop import Layered
 from skipdecode.lossless import Lossless
 from skipdecode.pace import HOLDS, Decision, Hold
 from skipdecode.plan import LayerPlan
@@ -54,10 +55,10 @@ class SpeculativeBatch(UnevenBatch):
         """`length`: decides for this batch, and learns from it; None: one of its own, without a clock. `is_closed` as
         in `ContinuousBatch`."""
         super().__init__(model, schedule, decode_text, is_closed=is_closed)
-        prices = Prices(model.config, model.dtype.itemsize, model.weight_itemsize)
         self._lossless = schedule
-        self._length = length or DraftLength(schedule, prices)
+        self._length = length or DraftLength(schedule, Prices.of(model))
         self._draft_ends = layer_ends(schedule.drafts, model.config.max_position_embeddings)
+        self._draft_layers = [i for i, ends in enumerate(zip(*self._draft_ends, strict=True)) if any(ends)]
         self._repeats = RepeatsOfRows()
         self._hold: Hold | None = None  # what was decided, and for how long
         self._priced_s = 0.0  # of this round, by its passes
@@ -79,6 +80,8 @@ class SpeculativeBatch(UnevenBatch):
             return
         hold = self._holding(running)
         if hold.decision.has_drafts:
+            if hold.decision.skipped and self._prepare():
+                begin = now(self._device)  # once for a model: it says nothing about rounds
             made = self._draft(running, hold.decision, begin)
         else:
             made = self._without_drafts(running, hold, begin)
@@ -94,6 +97,11 @@ class SpeculativeBatch(UnevenBatch):
     def _changed(self) -> None:
         super()._changed()
         self._repeats.keep({member.row for member in self._members})
+
+    def _prepare(self) -> bool:
+        """The weights of drafts, once; whether there was anything to do."""
+        chooses_among_all = not self._lists and self._params is None
+        return self.model.drafter.prepare(self._draft_layers, with_head=chooses_among_all)
 
     def _short_head(self) -> ShortHead | None:
         """What drafts of skipped passes choose by; None: by the head of the model."""
@@ -199,9 +207,12 @@ class SpeculativeBatch(UnevenBatch):
         while rows := [chain for chain in rows if chain.num_drafts < min(chain.wanted, chain.room)]:
             ages = [chain.k + chain.num_drafts for chain in rows]
             start = now(self._device)
-            h = self._feed_chains(rows, [chain.num_drafts for chain in rows], extents_of(ages, *self._draft_ends))
-            places = [chain.at for chain in rows]
-            _, made = self._choose_at(h, places, [age + 1 for age in ages], short)
+            extents = extents_of(ages, *self._draft_ends)
+            h = self._feed_chains(rows, [chain.num_drafts for chain in rows], extents, self.model.drafter)
+            if self._params is None:
+                made = self.model.drafter.likeliest(h[:, -1], short)
+            else:
+                _, made = self._choose_at(h, [chain.at for chain in rows], [age + 1 for age in ages])
             for chain, token, age in zip(rows, self._drafted(rows, made), ages, strict=True):
                 plan = drafts.step(age)
                 chain.layers += plan.num_layers_run
@@ -214,14 +225,17 @@ class SpeculativeBatch(UnevenBatch):
         """The drafts of a skipped pass, from what it made of each chain [n]. A measurement may script them."""
         return list(made.tolist())
 
-    def _feed_chains(self, chains: Sequence[Chain], offsets: Sequence[int], extents: Extents) -> Tensor:
-        """The states [N, 1, D] behind the layers of token `offsets[i]` of `chains[i]`; a chain's lie side by side."""
+    def _feed_chains(
+        self, chains: Sequence[Chain], offsets: Sequence[int], extents: Extents, by: Layered | None = None
+    ) -> Tensor:
+        """The states [N, 1, D] of token `offsets[i]` of `chains[i]`, which lie side by side, behind the layers of
+        `by`."""
         prompts = self._arena.prompts
         tokens = [chain.tokens[i] for chain, i in zip(chains, offsets, strict=True)]
         columns = [prompts[chain.at] + chain.k + i for chain, i in zip(chains, offsets, strict=True)]
         places = [chain.at for chain in chains]
         fed, at, where = torch.tensor([tokens, columns, places], device=self._device)
-        return self._feed(fed, where, at, extents, max(Counter(places).values()))
+        return self._feed(fed, where, at, extents, max(Counter(places).values()), by)
 
     def _verify(self, chains: Sequence[Chain], start: float) -> int:
         """Feeds all chains at full depth, and gives the rows what they got: so many tokens."""
@@ -264,7 +278,7 @@ class SpeculativeBatch(UnevenBatch):
     def _price(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
         """What a pass took, the host's work with it: for few rows of a small model that is most of it."""
         listed = self._length.listed if kind == "draft" else None
-        model_s = self._length.prices.model_s(plan, rows, tokens, context, listed)
+        model_s = self._length.prices.model_s(plan, rows, tokens, context, listed, kind)
         self.stats.model_decode_s += model_s
         self._length.prices.saw(kind, plan, rows, tokens, context, took_s, model_s)
         self._priced_s += took_s

@@ -18,12 +18,11 @@ from skipdecode.continuous import ContinuousBatch
 from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
 from skipdecode.kv.tokens import TokensView
-from skipdecode.layer_loop import run_layers
+from skipdecode.layer_loop import Layered, run_layers
 from skipdecode.logprobs import listed, top_logprobs
 from skipdecode.plan import FullDepth
 from skipdecode.request import DecodeText, Row, TokenLogprobs
 from skipdecode.sampler import cuts, likeliest, pick
-from skipdecode.short_head import ShortHead
 
 # Ended rows keep their memory up to this share of the batch: where nothing is computed for them, to copy the others is
 # dearer than to carry them.
@@ -62,18 +61,24 @@ class UnevenBatch(ContinuousBatch):
         super()._changed()
         self._num_running = None
 
-    def _feed(self, tokens: Tensor, places: Tensor, columns: Tensor, extents: Extents, most: int = 1) -> Tensor:
-        """The states [N, 1, D] of tokens [N] behind their layers; `places`, `columns`, `most` as in `TokensView`."""
+    def _feed(
+        self,
+        tokens: Tensor,
+        places: Tensor,
+        columns: Tensor,
+        extents: Extents,
+        most: int = 1,
+        by: Layered | None = None,
+    ) -> Tensor:
+        """The states [N, 1, D] of tokens [N] behind their layers; `places`, `columns`, `most` as in `TokensView`. `by`:
+        whose layers; None: the model's."""
         view = TokensView(self._arena, places, columns, self.model.rotations, most)
-        return run_layers(self.model, self.model.embed(tokens[:, None], columns[:, None]), view, extents)[0]
+        return run_layers(by or self.model, self.model.embed(tokens[:, None], columns[:, None]), view, extents)[0]
 
-    def _choose_at(
-        self, h: Tensor, places: Sequence[int], steps: Sequence[int], short: ShortHead | None = None
-    ) -> tuple[Tensor | None, Tensor]:
-        """Logits [N, V] where somebody wants them, and token y_k of the row at `places[i]`, k = `steps[i]`: [N]. By
-        `short` for greedy drafts, whose logits nobody wants."""
-        if self._params is None and (short is not None or not self._logprobs.is_asked):
-            return None, self.model.likeliest(h[:, -1], short)
+    def _choose_at(self, h: Tensor, places: Sequence[int], steps: Sequence[int]) -> tuple[Tensor | None, Tensor]:
+        """Logits [N, V] where somebody wants them, and token y_k of the row at `places[i]`, k = `steps[i]`: [N]."""
+        if self._params is None and not self._logprobs.is_asked:
+            return None, self.model.likeliest(h[:, -1])
         logits = self.model.head(h[:, -1])
         if self._params is None:
             return logits, likeliest(logits)

@@ -115,7 +115,7 @@ def test_little_of_the_pipeline_is_any() -> None:
 
 SPECIAL_CASES = {
     "swiftkv": (r"swift", 6),
-    "int8": (r"(?<!amx[_-])(?<!u)int8", 4),  # not the CPU's flag, not numpy's type
+    "int8": (r"(?<!amx[_-])(?<!u)int8", 5),  # not the CPU's flag, not numpy's type
     "feed-forward blocks by row": (r"by_?row|row_?rule|row_?ffns|ffn_?rows|random_?rows|at_?random|saturat|to_rows", 4),
 }
 """What names it in code, and how many Python files of `skipdecode/` and `actors/` may."""

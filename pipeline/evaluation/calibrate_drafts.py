@@ -113,9 +113,7 @@ def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateC
     if sample.num_prompts < FEW:
         note(f"warning: {sample.num_prompts} texts say little about how many drafts are accepted; give {FEW} or more")
     ceilings = measure_ceilings(str(generator.device), str(generator.dtype).removeprefix("torch."))
-    prices = Prices(
-        generator.model.config, generator.dtype.itemsize, generator.model.weight_itemsize, ceilings, keep=None
-    )
+    prices = Prices.of(generator.model, ceilings, keep=None)
     search = Search(sample, prices, config.batch_sizes, config.max_new_tokens, _progress(note))
     candidates = search.run()
     num_steps = max(len(made) for _, made in pairs) - 1

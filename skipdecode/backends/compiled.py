@@ -7,13 +7,13 @@ weights, which is another model in half of the weights' bytes. Where `torch` is 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from skipdecode.backends import choice, cpu
+from skipdecode.backends import choice, cpu, cpu_weights
 from skipdecode.backends.backend import (
     Activation,
     Backend,
@@ -51,12 +51,29 @@ class CompiledBackend(Backend):
     ) -> Packed | None:
         self.check(weight, quantization, is_gated=is_gated)
         if quantization is not None:
-            return _Kernel(cpu.pack_int8(weight, gated=is_gated), len(weight), is_gated)
+            return _Kernel(cpu_weights.pack_int8(weight, gated=is_gated), len(weight), is_gated)
         if _fits_kernels(weight, is_gated):
-            return _Kernel(cpu.pack(weight, gated=is_gated), len(weight), is_gated)
+            return _Kernel(cpu_weights.pack(weight, gated=is_gated), len(weight), is_gated)
         if onednn_lays_out(weight.dtype):
             return _OneDNN.of(weight)
         return None
+
+    def narrow_itemsize(self, packed: Packed) -> int | None:
+        if not isinstance(packed, _Kernel) or not isinstance(packed.weight, Tensor):
+            return None
+        if packed.weight.dtype == torch.float32:
+            return 2
+        misfit = choice.int8_misfit(32 * packed.weight.shape[1])
+        return 1 if choice.choose().no_int8 is None and misfit is None else None
+
+    def narrowed(self, packed: Packed) -> Packed | None:
+        if self.narrow_itemsize(packed) is None:
+            return None
+        wide = cast(_Kernel, packed)
+        assert isinstance(wide.weight, Tensor)
+        if wide.weight.dtype == torch.float32:
+            return replace(wide, weight=cpu_weights.halved(wide.weight))
+        return replace(wide, weight=cpu_weights.pack_int8(cpu_weights.unpacked(wide.weight)))
 
     def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
         if quantization is not None and weight.dtype != torch.bfloat16:
@@ -174,7 +191,7 @@ def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:
     """ValueError where there is no kernel for int8 weights in place of this one of bfloat16."""
     if (problem := choice.choose().no_int8) is not None:
         raise ValueError(f"quantization: no int8 weights here: {problem}")
-    if is_gated and len(weight) % (2 * cpu.GATES):
+    if is_gated and len(weight) % (2 * cpu_weights.GATES):
         raise ValueError(f"quantization: int8 weights need gates in a multiple of 16, and these are {len(weight) // 2}")
     if (problem := choice.int8_misfit(inputs := weight.shape[1])) is not None:
         raise ValueError(f"quantization: int8 weights need inputs in a multiple of 32; {inputs} is {problem}")
@@ -189,13 +206,13 @@ def onednn_lays_out(dtype: torch.dtype) -> bool:
 
 
 def _fits_kernels(weight: Tensor, is_gated: bool) -> bool:
-    fits = weight.shape[1] % 32 == 0 and not (is_gated and len(weight) % (2 * cpu.GATES))
-    return fits and cpu.multiplies(weight.dtype)
+    fits = weight.shape[1] % 32 == 0 and not (is_gated and len(weight) % (2 * cpu_weights.GATES))
+    return fits and cpu_weights.multiplies(weight.dtype)
 
 
 @dataclass
 class _Kernel:
-    weight: cpu.Weight
+    weight: cpu_weights.Weight
     outputs: int
     is_gated: bool = False
 
@@ -211,7 +228,7 @@ class _Kernel:
         return cpu.argmax_linear(x, self.weight, self.outputs)
 
     def ordered(self, bias: Tensor) -> Tensor:
-        return cpu.interleave(bias) if self.is_gated else bias
+        return cpu_weights.interleave(bias) if self.is_gated else bias
 
     def product(self, bias: Tensor | None) -> Product:
         return Product(self.weight, self.outputs, bias, self.is_gated)

@@ -7,23 +7,18 @@ is `torch` (`skipdecode.backends.choice`), nothing here is called and torch's op
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.backends import build, choice
-from skipdecode.backends.heads import INT, INT64, POINTER, SharedColumns, heads
-from skipdecode.backends.memory import LargePages
+from skipdecode.backends import choice
+from skipdecode.backends.cpu_calls import NAMES, function
+from skipdecode.backends.cpu_weights import GATES, Weight, operand_of
+from skipdecode.backends.heads import SharedColumns, heads
 
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Activation = Literal["none", "relu", "swiglu"]
 """What follows on a product. `swiglu`: of outputs [gate; other], silu(gate) * other."""
-GATES = 16
-"""Gates that lie together in a packed weight, before as many of what they let through (`interleave`)."""
-_WEIGHTS = LargePages()
 
 
 def is_available(tensor: Tensor) -> bool:
@@ -111,68 +106,9 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether the back end has products of its own for weights of this type."""
-    name = choice.choose().name
-    has_bfloat16 = name == "amx" or (name == "avx512" and "avx512_bf16" in choice.cpu_flags())
-    return name != "torch" and (dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16))
-
-
-def interleave(gated: Tensor) -> Tensor:
-    """[2 F, ...], the gates above what they let through -> as the kernels want them: 16 gates, 16 others, and so on."""
-    assert len(gated) % (2 * GATES) == 0, gated.shape
-    return gated.reshape(2, -1, GATES, *gated.shape[1:]).transpose(0, 1).reshape(gated.shape)
-
-
-def pack(weight: Tensor, *, gated: bool = False) -> Tensor:
-    """A weight [out, in], in a multiple of 32, in the order in which `linear` reads it.
-
-    Of each 32 outputs and 32 inputs two tiles of 16 outputs: lines of 64 bytes, four bytes of each output. `gated`:
-    for `swiglu`, gates above what they let through, each in a multiple of 16.
-    """
-    weight = interleave(weight.detach()) if gated else weight
-    outputs, inputs = weight.shape
-    assert multiplies(weight.dtype), weight.dtype
-    assert inputs % 32 == 0, inputs
-    weight = weight.detach().contiguous()
-    packed = _WEIGHTS.empty((-(-outputs // 32), inputs // 32, 2, 512), weight.dtype)
-    function("pack", weight.dtype)(outputs, inputs, weight.data_ptr(), packed.data_ptr())
-    return packed
-
-
-class Int8Weight(NamedTuple):
-    """A weight [out, in] as whole numbers in [-127, 127] times a scale per output, packed (`pack_int8`)."""
-
-    tiles: Tensor
-    """[out / 32, in / 64, 2, 16, 16, 4] int8."""
-    scales: Tensor
-    """[out] float32, filled up to a multiple of 32."""
-    totals: Tensor
-    """[out] int32 likewise: the sum of each output's whole numbers."""
-    inputs: int
-
-
-Weight = Tensor | Int8Weight
-"""As `pack` or `pack_int8` gives it."""
-
-
-def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
-    """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127; `gated`
-    as in `pack`."""
-    weight = interleave(weight.detach()) if gated else weight
-    outputs, inputs = weight.shape
-    assert choice.int8_misfit(inputs) is None, choice.int8_misfit(inputs)
-    weight = F.pad(weight.detach().float(), (0, -inputs % 64, 0, -outputs % 32))
-    scales = weight.abs().amax(dim=1) / 127.0
-    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
-    tiles = whole.view(-1, 2, 16, whole.shape[1] // 64, 16, 4).permute(0, 3, 1, 4, 2, 5)
-    packed = _WEIGHTS.empty(tuple(tiles.shape), torch.int8).copy_(tiles)
-    return Int8Weight(packed, scales, whole.sum(dim=1, dtype=torch.int32), inputs)
-
-
 def linear(
     x: Tensor,
-    packed: Tensor | Int8Weight,
+    packed: Weight,
     outputs: int,
     bias: Tensor | None,
     *,
@@ -181,17 +117,16 @@ def linear(
 ) -> Tensor:
     """x W^T + bias, then the activation or plus `residual`: [..., in] -> [..., outputs], all of one type.
 
-    `packed`: W as `pack` or `pack_int8` gives it. Sums in float32, rounded once; for int8, which goes with bfloat16,
+    `packed`: W, of x's type; of int8 beside bfloat16; or halved beside float32. Sums in float32, rounded once; for int8
     sums of whole numbers, x as 16 bits times a scale per row. `swiglu` takes a weight packed as `gated` and a bias
     like it (`interleave`), and gives [..., outputs / 2].
     """
     assert activation == "none" or residual is None, "one of the two"
     assert activation != "swiglu" or outputs % (2 * GATES) == 0, outputs
-    is_int8 = isinstance(packed, Int8Weight)
-    tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)
+    weight = operand_of(packed, outputs)
+    inputs = weight.inputs
     assert x.shape[-1] == inputs, (x.shape, inputs)
-    assert tiles.shape[0] == -(-outputs // 32), (outputs, tiles.shape)
-    assert x.dtype == (torch.bfloat16 if is_int8 else tiles.dtype), (x.dtype, tiles.dtype)
+    assert x.dtype == weight.rows, (x.dtype, weight.kind)
     rows = x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -202,14 +137,13 @@ def linear(
     for tensor in (bias, residual):
         assert tensor is None or tensor.dtype == x.dtype, tensor.dtype
     assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous()), "a bias of another layer"
-    (function("linear_int8") if is_int8 else function("linear", x.dtype))(
+    function("linear", weight.kind)(
         len(rows),
         outputs,
         inputs,
         rows.data_ptr(),
         rows.stride(0),
-        tiles.data_ptr(),
-        *([packed.scales.data_ptr(), packed.totals.data_ptr()] if isinstance(packed, Int8Weight) else []),
+        *weight.pointers,
         None if bias is None else bias.data_ptr(),
         THEN[activation] if residual is None else THEN["residual"],
         None if residual is None else residual.data_ptr(),
@@ -219,23 +153,20 @@ def linear(
     return out
 
 
-def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tensor:
+def argmax_linear(x: Tensor, packed: Weight, outputs: int) -> Tensor:
     """`argmax(linear(x, packed, outputs, None))` without the logits in between: [B, in] -> [B] int64."""
-    is_int8 = isinstance(packed, Int8Weight)
-    tiles, inputs = (packed.tiles, packed.inputs) if isinstance(packed, Int8Weight) else (packed, packed.shape[1] * 32)
-    assert x.dtype == (torch.bfloat16 if is_int8 else tiles.dtype), (x.dtype, tiles.dtype)
-    assert x.shape[1] == inputs, (x.shape, inputs)
-    assert tiles.shape[0] == -(-outputs // 32), (outputs, tiles.shape)
+    weight = operand_of(packed, outputs)
+    assert x.dtype == weight.rows, (x.dtype, weight.kind)
+    assert x.shape[1] == weight.inputs, (x.shape, weight.inputs)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(len(x), dtype=torch.int64)
-    (function("argmax_linear_int8") if is_int8 else function("argmax_linear", x.dtype))(
+    function("argmax_linear", weight.kind)(
         len(x),
         outputs,
-        inputs,
+        weight.inputs,
         x.data_ptr(),
         x.stride(0),
-        tiles.data_ptr(),
-        *([packed.scales.data_ptr(), packed.totals.data_ptr()] if isinstance(packed, Int8Weight) else []),
+        *weight.pointers,
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -244,28 +175,3 @@ def argmax_linear(x: Tensor, packed: Tensor | Int8Weight, outputs: int) -> Tenso
 
 THEN = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
 """As `Then` in `cpp/gemm.h`."""
-ARGUMENTS = {
-    "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 8, INT],
-    "prompt": [POINTER, INT64, *[POINTER] * 4, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
-    "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 7, INT],
-    "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 5, INT],
-    "argmax": [INT64, INT64, POINTER, POINTER, INT],
-    "pack": [INT64, INT64, POINTER, POINTER],
-    "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
-    "argmax_linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT],
-    "argmax_linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT],
-    "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT, POINTER, POINTER, INT],
-}
-
-
-def function(name: str, dtype: torch.dtype | None = None) -> Any:
-    """A function of the back end's library with its argument types; that of `dtype` where there are several."""
-    return _function(choice.choose().name, name, dtype)
-
-
-@cache
-def _function(backend: str, name: str, dtype: torch.dtype | None) -> Any:
-    library = build.load(backend, choice.cpu_flags())
-    found = getattr(library, name if dtype is None else f"{name}_{NAMES[dtype]}")
-    found.argtypes, found.restype = ARGUMENTS[name], None
-    return found

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipdecode.backends import cpu
+from skipdecode.backends.cpu_calls import function
 from skipdecode.backends.heads import INT64, POINTER, Columns, Shared, SharedColumns
 from skipdecode.backends.layer_parts import (
     Block,
@@ -54,7 +54,7 @@ class StoreKernel:
             assert (product.inputs, product.outputs) == (self.width, 2 * shape.kv_heads * shape.head_dim)
         for weight in self._weights:
             assert weight is None or weight.shape == (shape.head_dim,), "a norm of other heads"
-        self._call = cpu.function("store", self.dtype)
+        self._call = function("store", self.dtype)
 
     def __call__(self, h: Tensor, prompts: Prompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """h [N, D] -> for each product that `memory` names k, v [B, G, S, K], filled up to the prompts' ends."""
@@ -133,7 +133,7 @@ class LayerKernel:
         has_keys = qkv.outputs > queries
         self.store = StoreKernel(shape, first_norm, [qkv.tail(queries)], [k_norm]) if has_keys else None
         self._reference = ctypes.byref(self._block)
-        self._read = cpu.function("prompt", self.dtype)
+        self._read = function("prompt", self.dtype)
 
     @property
     def address(self) -> int:
@@ -198,7 +198,7 @@ class Step:
         self._dtype, self._shape = dtype, (rows, 1, layers[0].width)
         k, v, capacities, first, last = zip(*memory, strict=True)
         pointers = POINTER * count
-        self._call = cpu.function("step", dtype)
+        self._call = function("step", dtype)
         self._layers = (pointers(*(kernel.address for kernel in layers)), count, rows)
         self._columns = (
             columns is not None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from skipdecode.backends.cpu import Weight
+from skipdecode.backends.cpu_weights import Operand, Weight, operand_of, tail_of
 from skipdecode.backends.heads import INT64, POINTER, Heads, heads
 from skipdecode.backends.layer_shape import LayerShape
 
@@ -32,6 +32,7 @@ class ProductStruct(ctypes.Structure):
         ("scales", POINTER),
         ("totals", POINTER),
         ("bias", POINTER),
+        ("is_half", INT64),
     ]
 
 
@@ -63,31 +64,29 @@ class Product:
 
     def struct(self) -> ProductStruct:
         """As kernels take it; whoever holds it holds the tensors."""
-        bias = pointer(self.bias)
-        if isinstance(self.packed, Tensor):
-            return ProductStruct(self.outputs, self.inputs, pointer(self.packed), None, None, bias)
-        tiles, scales, totals, inputs = self.packed
-        return ProductStruct(self.outputs, inputs, pointer(tiles), pointer(scales), pointer(totals), bias)
+        tiles, scales, totals = (*self._operand.pointers, None, None)[:3]
+        is_half = self._operand.kind == "half"
+        return ProductStruct(self.outputs, self.inputs, tiles, scales, totals, pointer(self.bias), is_half)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that are multiplied."""
-        return self.packed.dtype if isinstance(self.packed, Tensor) else torch.bfloat16
+        """Of the numbers that are multiplied by it."""
+        return self._operand.rows
 
     @property
     def inputs(self) -> int:
-        return self.packed.shape[1] * 32 if isinstance(self.packed, Tensor) else self.packed.inputs
+        return self._operand.inputs
+
+    @property
+    def _operand(self) -> Operand:
+        return operand_of(self.packed, self.outputs)
 
     def tail(self, start: int) -> "Product":
         """That of the outputs from `start` on, a multiple of 32."""
         assert start % 32 == 0, start
-        packed = self.packed
-        if isinstance(packed, Tensor):
-            packed = packed[start // 32 :]
-        else:
-            tiles, scales, totals, _ = packed
-            packed = packed._replace(tiles=tiles[start // 32 :], scales=scales[start:], totals=totals[start:])
-        return Product(packed, self.outputs - start, None if self.bias is None else self.bias[start:])
+        return Product(
+            tail_of(self.packed, start), self.outputs - start, None if self.bias is None else self.bias[start:]
+        )
 
 
 def parameters_of(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:

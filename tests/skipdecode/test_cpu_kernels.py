@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import skipdecode
-from skipdecode.backends import cpu
+from skipdecode.backends import cpu, cpu_weights
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.generate import Request, generate, generate_continuous
@@ -183,7 +183,7 @@ def test_products_are_those_of_torch(
     if is_strided:  # the last column of several, as the head gets it
         x = torch.stack([x + 1, x], dim=1)[:, -1]
     with num_threads(threads):
-        packed = cpu.pack(weight)
+        packed = cpu_weights.pack(weight)
         made = cpu.linear(x, packed, outputs, bias, activation="relu" if then == "relu" else "none", residual=residual)
         alone = [
             cpu.linear(row[None], packed, outputs, bias, activation="relu" if then == "relu" else "none")
@@ -210,7 +210,7 @@ def test_the_likeliest_output_is_that_of_the_logits(
     dtype, quantization = kind
     rng = torch.Generator().manual_seed(seed)
     x, weight = (torch.randint(-levels, levels, (n, 32 * steps), generator=rng).to(dtype) for n in (rows, outputs))
-    packed = cpu.pack_int8(weight) if quantization else cpu.pack(weight)
+    packed = cpu_weights.pack_int8(weight) if quantization else cpu_weights.pack(weight)
     with num_threads(threads):
         made = cpu.argmax_linear(x, packed, outputs)
     assert torch.equal(made, cpu.argmax(cpu.linear(x, packed, outputs, None)))
@@ -220,7 +220,7 @@ def test_the_likeliest_output_of_strange_numbers(product_dtype: torch.dtype) -> 
     dtype = product_dtype
     weight = -torch.ones(70, 32, dtype=dtype)
     weight[5] = -0.5
-    packed = cpu.pack(weight)
+    packed = cpu_weights.pack(weight)
     x = torch.ones(3, 32, dtype=dtype)
     x[1], x[2] = torch.nan, 3e38
     made = cpu.argmax_linear(x, packed, 70).tolist()
@@ -244,7 +244,7 @@ def test_many_rows_go_through_in_parts(
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, inputs), (40, inputs), (40,)))
     residual = torch.randn(rows, 40).to(dtype) if then == "residual" else None
-    packed = cpu.pack(weight)
+    packed = cpu_weights.pack(weight)
     with num_threads(threads):
         made = cpu.linear(x, packed, 40, bias, activation="relu" if then == "relu" else "none", residual=residual)
     wanted = F.linear(x.float(), weight.float(), bias.float())
@@ -262,7 +262,7 @@ def test_many_rows_go_through_in_parts(
 
 def test_what_is_not_a_number_stays_so(product_dtype: torch.dtype) -> None:
     dtype = product_dtype
-    packed = cpu.pack(torch.ones(3, 32, dtype=dtype))
+    packed = cpu_weights.pack(torch.ones(3, 32, dtype=dtype))
     x = torch.ones(2, 32, dtype=dtype)
     x[1, 5] = torch.nan
     for activation in ("none", "relu"):
@@ -272,7 +272,7 @@ def test_what_is_not_a_number_stays_so(product_dtype: torch.dtype) -> None:
 
 def test_a_wrong_operand_is_refused(product_dtype: torch.dtype) -> None:
     dtype = product_dtype
-    packed, x = cpu.pack(torch.ones(3, 32, dtype=dtype)), torch.ones(2, 32, dtype=dtype)
+    packed, x = cpu_weights.pack(torch.ones(3, 32, dtype=dtype)), torch.ones(2, 32, dtype=dtype)
     for keys in (
         {"x": x[:, :16]}, {"x": x.double()}, {"outputs": 40}, {"bias": torch.ones(4, dtype=dtype)},
         {"residual": torch.ones(3, dtype=dtype)}, {"activation": "relu", "residual": torch.ones(2, 3).to(dtype)},
@@ -280,7 +280,7 @@ def test_a_wrong_operand_is_refused(product_dtype: torch.dtype) -> None:
         with pytest.raises(AssertionError):
             cpu.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
-        cpu.pack(torch.ones(3, 30, dtype=dtype))
+        cpu_weights.pack(torch.ones(3, 30, dtype=dtype))
 
 
 @pytest.mark.process

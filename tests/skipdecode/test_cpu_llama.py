@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from skipdecode.backends import cpu
+from skipdecode.backends import cpu, cpu_weights
 from skipdecode.backends.compiled import check_int8
 from skipdecode.backends.heads import Columns
 from skipdecode.backends.layer import LayerKernel, StoreKernel
@@ -111,7 +111,7 @@ class Layer:
         gated = name == "fc1" and self.spec.mlp == "swiglu"
         bias = self.biases.get(name)
         if bias is not None and gated:
-            bias = cpu.interleave(bias)
+            bias = cpu_weights.interleave(bias)
         packed = pack(self.weights[name][:rows], self.quantization, is_gated=gated)
         made = product(packed, bias if bias is None else bias[:rows])
         assert made is not None
@@ -559,7 +559,7 @@ def test_gates_of_any_size(product_dtype: torch.dtype) -> None:
     weight = torch.zeros(32, 32)
     weight[:16, 0], weight[16:, 1] = 1.0, 2.0
     x = x.to(product_dtype)
-    made = cpu.linear(x, cpu.pack(weight.to(product_dtype), gated=True), 32, None, activation="swiglu")
+    made = cpu.linear(x, cpu_weights.pack(weight.to(product_dtype), gated=True), 32, None, activation="swiglu")
     wanted = 2 * F.silu(x[:-1, :1].double()).expand(-1, 16)
     relative = 2**-8 if product_dtype == torch.bfloat16 else 1e-6
     assert torch.all((made[:-1] - wanted).abs() <= relative * wanted.abs() + 1e-37 * x[:-1, :1].abs())
@@ -576,7 +576,7 @@ def test_gates_that_no_kernel_takes(product_dtype: torch.dtype) -> None:
     assert layer.product() is None
     assert_close(layer(x, activation="swiglu"), wanted.float(), torch.bfloat16)
     with pytest.raises(AssertionError):
-        cpu.pack(torch.ones(40, 64, dtype=product_dtype), gated=True)
+        cpu_weights.pack(torch.ones(40, 64, dtype=product_dtype), gated=True)
     with pytest.raises(AssertionError):
         layer(x)
     with pytest.raises(AssertionError):
@@ -589,7 +589,7 @@ def test_int8_gates_that_no_kernel_takes(int8_backend: str) -> None:
 
 
 def test_gates_are_interleaved() -> None:
-    made = cpu.interleave(torch.arange(96)).tolist()
+    made = cpu_weights.interleave(torch.arange(96)).tolist()
     assert made == [*range(16), *range(48, 64), *range(16, 32), *range(64, 80), *range(32, 48), *range(80, 96)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.bench import random_model
 from skipdecode import continuous, sampler
-from skipdecode.backends import cpu
+from skipdecode.backends import cpu, cpu_weights
 from skipdecode.config import DecoderConfig, Quantization
 from skipdecode.decoder import Decoder
 from skipdecode.families.llama import LlamaConfig
@@ -74,7 +74,7 @@ def test_int8_products_are_those_of_the_whole_numbers(
     limit = steps_of_rows * (numbers.abs() * scales).sum(dim=1) + wanted.abs() / 256 + 1e-5
     if is_strided:
         x = torch.stack([x + 1, x], dim=1)[:, -1]
-    packed = cpu.pack_int8(weight)
+    packed = cpu_weights.pack_int8(weight)
     activation: cpu.Activation = "relu" if then == "relu" else "none"
     with num_threads(threads):
         made = cpu.linear(x, packed, outputs, bias, activation=activation, residual=residual)
@@ -92,7 +92,7 @@ def test_many_rows_and_inputs_go_through_in_parts(int8_backend: str, rows: int, 
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (70, inputs), (70,)))
     numbers, scales = whole(weight)
-    packed = cpu.pack_int8(weight)
+    packed = cpu_weights.pack_int8(weight)
     with num_threads(threads):
         made = cpu.linear(x, packed, 70, bias)
     wanted = x.double() @ (numbers * scales).T + bias.double()
@@ -105,16 +105,16 @@ def test_sums_of_the_largest_numbers_fit(int8_backend: str) -> None:
     """The most inputs, every byte at its limit."""
     x, weight = torch.ones(2, 1 << 16).bfloat16(), torch.ones(3, 1 << 16).bfloat16()
     x[1] = -1
-    made = cpu.linear(x, cpu.pack_int8(weight), 3, None)
+    made = cpu.linear(x, cpu_weights.pack_int8(weight), 3, None)
     assert made.tolist() == [[65536.0] * 3, [-65536.0] * 3]
     with pytest.raises(AssertionError, match="32 bits"):
-        cpu.pack_int8(torch.ones(1, (1 << 16) + 32))
+        cpu_weights.pack_int8(torch.ones(1, (1 << 16) + 32))
 
 
 def test_zeros_and_what_is_not_a_number(int8_backend: str) -> None:
     weight = torch.ones(3, 96).bfloat16()
     weight[1] = 0
-    packed = cpu.pack_int8(weight)
+    packed = cpu_weights.pack_int8(weight)
     x = torch.ones(5, 96).bfloat16()
     x[1], x[2], x[3, 5], x[4, 7] = 0, 1e-40, torch.nan, torch.inf
     made = cpu.linear(x, packed, 3, None)
@@ -124,7 +124,7 @@ def test_zeros_and_what_is_not_a_number(int8_backend: str) -> None:
 
 
 def test_a_wrong_operand_is_refused(int8_backend: str) -> None:
-    packed = cpu.pack_int8(torch.ones(3, 96))
+    packed = cpu_weights.pack_int8(torch.ones(3, 96))
     for wrong in (torch.ones(2, 96), torch.ones(2, 128).bfloat16(), torch.ones(2, 32).bfloat16()):
         with pytest.raises(AssertionError):
             cpu.linear(wrong, packed, 3, None)

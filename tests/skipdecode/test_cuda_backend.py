@@ -19,6 +19,7 @@ from skipdecode.extents import Extents
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.generate import generate, generate_continuous, run_to_the_end
 from skipdecode.kv.tokens import among
+from skipdecode.layer_loop import Layered
 from skipdecode.lossless import Lossless
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.rope import rotations
@@ -71,7 +72,15 @@ class Watched(SpeculativeBatch):
 
     sizes: ClassVar[list[int]] = []
 
-    def _feed(self, tokens: Tensor, places: Tensor, columns: Tensor, extents: Extents, most: int = 1) -> Tensor:
+    def _feed(
+        self,
+        tokens: Tensor,
+        places: Tensor,
+        columns: Tensor,
+        extents: Extents,
+        most: int = 1,
+        by: Layered | None = None,
+    ) -> Tensor:
         assert self._arena.wants_among
         assert self._arena.attention_at_places is not None, "by torch's attention"
         found = among(places, self._arena.num_rows)
@@ -79,7 +88,7 @@ class Watched(SpeculativeBatch):
         assert found.tolist() == [[i for n in each_of(places) for i in range(n)], [each[p] for p in places.tolist()]]
         assert max(each) == most
         self.sizes.append(most)
-        return super()._feed(tokens, places, columns, extents, most)
+        return super()._feed(tokens, places, columns, extents, most, by)
 
 
 def each_of(places: Tensor) -> list[int]:

@@ -6,7 +6,7 @@
 // `of_tiles`.
 //
 // Packed weights: for each 32 outputs, for each 32 inputs, two tiles of 16 outputs; a tile is a line of 64 bytes for each
-// four bytes of x: an input of float32, a pair of bfloat16.
+// input of float32 or pair of bfloat16. T is the type of rows; W, of weights, is T, or bfloat16 beside rows in float32.
 
 #pragma once
 
@@ -164,18 +164,16 @@ inline void fetch_rows(const T* x, int64_t count) {
 
 // Rows as a product reads them. Where that takes other numbers, the blocks from `first` to `end` are widened in memory of
 // the thread's own, and all rows are one group: the more of them share a line of weights, the less often it is widened.
-template <typename T>
+template <typename T, typename R>
 struct Read {
-  static constexpr bool IS_WIDER = !std::is_same<Row<T>, T>::value;
-
-  const Row<T>* x;
+  const R* x;
   Layout layout;
   int64_t group;  // rows of one
 
   Read(const T* tiles, int64_t rows, int64_t first, int64_t end, Layout from) {
-    if constexpr (IS_WIDER) {
-      thread_local Buffer<Row<T>> kept;
-      Row<T>* wide = kept.room(rows * end * 32);
+    if constexpr (!std::is_same<R, T>::value) {
+      thread_local Buffer<R> kept;
+      R* wide = kept.room(rows * end * 32);
       layout = {1024, 32 * rows, 32}, group = rows, x = wide;
       for (int64_t k = first; k < end; ++k)
         for (int64_t row = 0; row < rows; ++row)
@@ -190,12 +188,13 @@ struct Read {
 // The same for rows in tiles. A thread that has them to itself, not more than ROWS, takes first the first inputs of all rows
 // (INPUTS), which stay in its core's L2 cache. Threads that share them have parts of the outputs, and as many rows at a
 // time as stay there whole. Of a block's weights DEEP_BYTES at a time stay in the L1 cache while the rows go by.
-template <typename T, typename Finish>
-void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, const T* tiles, const T* w, Layout from_,
+template <typename T, typename W, typename Finish>
+void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, const T* tiles, const W* w, Layout from_,
                     Finish finish) {
-  constexpr int64_t LINES = BLOCK * sizeof(T) / 64, DEEP = DEEP_BYTES / (64 * LINES);
-  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, fit = ROWS_BYTES / (32 * sizeof(Row<T>) * inputs);
-  const int64_t at_once = team.is_alone ? INPUTS * sizeof(T) / sizeof(Row<T>) / 32 : steps, all_groups = (rows + 31) / 32;
+  using R = Row<T, W>;
+  constexpr int64_t LINES = BLOCK * sizeof(W) / 64, DEEP = DEEP_BYTES / (64 * LINES);
+  const int64_t steps = inputs / 32, blocks = (outputs + 31) / 32, fit = ROWS_BYTES / (32 * sizeof(R) * inputs);
+  const int64_t at_once = team.is_alone ? INPUTS * sizeof(T) / sizeof(R) / 32 : steps, all_groups = (rows + 31) / 32;
   const int64_t some = team.is_alone || fit > all_groups ? all_groups : fit < 1 ? 1 : fit;
   const bool is_whole = steps <= at_once;
 #ifdef BACKEND_AVX512
@@ -210,13 +209,13 @@ void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, co
     if (!team.is_alone) fetch_rows(tiles + from_.at(from, 0), (to - from) * inputs);
     for (int64_t first = 0; first < steps; first += at_once) {
       const int64_t end = first + at_once < steps ? first + at_once : steps, most = are_few ? end - first : DEEP;
-      const Read<T> read(tiles + from_.at(from, 0), to - from, first, end, from_);
+      const Read<T, R> read(tiles + from_.at(from, 0), to - from, first, end, from_);
       const int64_t groups = (to - from + read.group - 1) / read.group;
       team.share(blocks, [&](int64_t block) {
         float* block_sums = sums + (is_whole ? 0 : block) * some * 1024;
         for (int64_t k = first; k < end; k += most) {
           const int64_t deep = end - k < most ? end - k : most, ahead = (deep * LINES + groups - 1) / groups;
-          const T* weights = w + (block * steps + k) * BLOCK;
+          const W* weights = w + (block * steps + k) * BLOCK;
           const char* next = are_few ? reinterpret_cast<const char*>(weights) + NEAR
                                      : reinterpret_cast<const char*>(weights + (k + deep < end ? deep : steps - k + first) * BLOCK);
           for (int64_t group = 0; group < groups; ++group) {
@@ -234,8 +233,8 @@ void multiply_tiled(Team team, int64_t rows, int64_t outputs, int64_t inputs, co
   }
 }
 
-template <Then THEN, typename T>
-void of_tiles(Team team, int64_t rows, int64_t outputs, int64_t inputs, const T* tiles, const T* w, const T* bias,
+template <Then THEN, typename T, typename W>
+void of_tiles(Team team, int64_t rows, int64_t outputs, int64_t inputs, const T* tiles, const W* w, const T* bias,
               const T* residual, T* y, Layout layout) {
   multiply_tiled(team, rows, outputs, inputs, tiles, w, in_tiles(inputs, rows),
                  [&](const float* sums, int64_t row, int count, int64_t block) {

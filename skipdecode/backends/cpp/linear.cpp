@@ -1,4 +1,5 @@
-// A linear layer, its weights packed, of float32, bfloat16 or int8; and its largest output.
+// A linear layer, its weights packed, of float32, bfloat16 or int8, or of bfloat16 beside rows in float32 (`half`); and its
+// largest output.
 
 #include "layer.h"
 
@@ -23,8 +24,8 @@ void to_few(int64_t rows, int64_t inputs, const T* x, int64_t stride, T* to) {
       std::memcpy(to + layout.at(row, k), x + row * stride + 32 * k, 32 * sizeof(T));
 }
 
-template <Then THEN, typename T>
-void linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w, const T* bias,
+template <Then THEN, typename T, typename W>
+void linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const W* w, const T* bias,
             const T* residual, T* y, int num_threads) {
   const bool is_many = rows >= MANY * num_threads;
   const int64_t made = made_of(THEN, outputs);
@@ -46,7 +47,10 @@ void linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t s
       }
     } else {
       to_few(rows, inputs, x, stride, few);
-      of_few<THEN>({false}, rows, outputs, inputs, few, w, bias, residual, y, in_lines(made));
+      if constexpr (std::is_same<T, W>::value)
+        of_few<THEN>({false}, rows, outputs, inputs, few, w, bias, residual, y, in_lines(made));
+      else
+        of_tiles<THEN>({false}, rows, outputs, inputs, few, w, bias, residual, y, in_lines(made));
     }
   }
 }
@@ -95,8 +99,8 @@ void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Mul
   }
 }
 
-template <typename T>
-void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w, int64_t* out,
+template <typename T, typename W>
+void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const W* w, int64_t* out,
                    int num_threads) {
   thread_local Buffer<T> kept;
   T* few = kept.room((rows + 31) / 32 * 32 * inputs);
@@ -121,23 +125,26 @@ extern "C" int is_allowed() {
 extern "C" int is_allowed() { return 1; }
 #endif
 
-#define EXPORT(NAME, T)                                                                                                  \
-  extern "C" void pack_##NAME(int64_t outputs, int64_t inputs, const T* weight, T* packed) {                            \
+#define EXPORT_PACK(NAME, T)                                                                                             \
+  extern "C" void pack_##NAME(int64_t outputs, int64_t inputs, const T* weight, T* packed) {                             \
     pack(outputs, inputs, weight, packed);                                                                               \
-  }                                                                                                                      \
-  extern "C" void linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w,  \
-                                const T* bias, int then, const T* residual, T* y, int num_threads) {                    \
-    const auto run = then == RELU     ? linear<RELU, T>                                                                  \
-                     : then == ADD    ? linear<ADD, T>                                                                   \
-                     : then == SWIGLU ? linear<SWIGLU, T>                                                                \
-                                      : linear<NOTHING, T>;                                                              \
-    run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);                                           \
-  }                                                                                                                      \
-  extern "C" void argmax_linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride,       \
-                                       const T* w, int64_t* out, int num_threads) {                                     \
-    argmax_linear<T>(rows, outputs, inputs, x, stride, w, out, num_threads);                                            \
   }
-FOR_EACH_TYPE(EXPORT)
+#define EXPORT(NAME, T, W)                                                                                               \
+  extern "C" void linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const W* w,   \
+                                const T* bias, int then, const T* residual, T* y, int num_threads) {                     \
+    const auto run = then == RELU     ? linear<RELU, T, W>                                                               \
+                     : then == ADD    ? linear<ADD, T, W>                                                                \
+                     : then == SWIGLU ? linear<SWIGLU, T, W>                                                             \
+                                      : linear<NOTHING, T, W>;                                                           \
+    run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);                                            \
+  }                                                                                                                      \
+  extern "C" void argmax_linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride,        \
+                                       const W* w, int64_t* out, int num_threads) {                                      \
+    argmax_linear(rows, outputs, inputs, x, stride, w, out, num_threads);                                                \
+  }
+#define EXPORT_TYPE(NAME, T) EXPORT_PACK(NAME, T) EXPORT(NAME, T, T)
+FOR_EACH_TYPE(EXPORT_TYPE)
+EXPORT(half, float, bfloat16)
 
 #ifdef HAS_INT8
 

@@ -9,6 +9,11 @@ void multiply_tiles(const float* x, int64_t block, int count, const float* w, in
   multiply_any<float, 32>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
 }
 
+void multiply_tiles(const float* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
+                    const char* next, int64_t lines) {
+  multiply_any<Paired, 16>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
+}
+
 #if defined(HAS_BFLOAT16) && !defined(HAS_PAIRED)
 void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines) {
@@ -17,13 +22,6 @@ void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16*
 #else
   multiply_any<bfloat16, 16>(x, 2 * block, count, w, steps, sums, fresh, next, lines);
 #endif
-}
-#endif
-
-#ifdef HAS_PAIRED
-void multiply_tiles(const float* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
-                    const char* next, int64_t lines) {
-  multiply_any<Paired, 16>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
 }
 #endif
 

@@ -2,7 +2,8 @@
 //
 // Back ends differ in how they multiply (micro_*.h), in how they want rows of x to lie, and in how 16-bit numbers are cut
 // into bytes (`Bytes`): AMX multiplies bytes with and without a sign by weights with one, VNNI only those without.
-// HAS_PAIRED, from the compiler's flags: bfloat16 is multiplied as float32 (`Paired`).
+// Weights in bfloat16 go with rows in float32 everywhere (`Paired`). HAS_PAIRED, from the compiler's flags: rows in bfloat16
+// are widened to that.
 
 #pragma once
 
@@ -32,11 +33,12 @@ constexpr bool READS_LINES = std::is_same<T, bfloat16>::value;
 constexpr bool READS_LINES = false;
 #endif
 
-// As what a product of weights T reads rows: see `Paired`.
-template <typename T>
+// As what a product with weights W reads rows of T: see `Paired`.
 #ifdef HAS_PAIRED
+template <typename T, typename W>
 using Row = float;
 #else
+template <typename T, typename W>
 using Row = T;
 #endif
 
@@ -52,17 +54,15 @@ struct Unit {
   Unit(const Unit&) = delete;
 };
 
-// `count` rows of x in tiles, at most 32 (where bfloat16 is widened, any), times the weights of 32 outputs: `steps` blocks
+// `count` rows of x in tiles, at most 32 (where rows were widened, any), times the weights of 32 outputs: `steps` blocks
 // of 32 inputs. sums [rows][32] are added to where they are not `fresh`. x: `block` numbers from one block to the next.
 // `lines` lines of 64 bytes from `next` on are on their way to the L2 cache afterwards.
 void multiply_tiles(const float* x, int64_t block, int count, const float* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines);
+void multiply_tiles(const float* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
+                    const char* next, int64_t lines);
 #if defined(HAS_BFLOAT16) && !defined(HAS_PAIRED)
 void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
-                    const char* next, int64_t lines);
-#endif
-#ifdef HAS_PAIRED
-void multiply_tiles(const float* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines);
 #endif
 

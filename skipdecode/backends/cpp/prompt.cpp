@@ -195,9 +195,9 @@ void to_weights(int64_t count, int64_t seen, int64_t blocks, float scale, const 
 // Queries of `count` tokens of a prompt and one head, the first of them token `position`, `stride` numbers apart, as
 // `multiply_tiles` reads them.
 template <typename T>
-void lay_queries(const Heads& heads, int64_t count, int64_t position, const T* q, int64_t stride, Row<T>* to, T* turned) {
+void lay_queries(const Heads& heads, int64_t count, int64_t position, const T* q, int64_t stride, Row<T, T>* to, T* turned) {
   const int64_t steps = (heads.dim + 31) / 32;
-  std::memset(static_cast<void*>(to), 0, BLOCK * steps * sizeof(Row<T>));
+  std::memset(static_cast<void*>(to), 0, BLOCK * steps * sizeof(Row<T, T>));
   for (int64_t r = 0; r < count; ++r) {
     const T* from = q + r * stride;
     if (heads.turns_queries()) {
@@ -217,11 +217,11 @@ void attend_part(const Heads& heads, int64_t each, int64_t from, int64_t to, con
   const int64_t dim = heads.dim, steps = (dim + 31) / 32, blocks = (to + 31) / 32;
   const float scale = 1.0f / std::sqrt(float(dim));
   thread_local Buffer<T> tiles_kept;
-  thread_local Buffer<Row<T>> rows_kept;
+  thread_local Buffer<Row<T, T>> rows_kept;
   thread_local Buffer<float> scores_kept;
   T* keys = tiles_kept.room(BLOCK * 2 * steps * blocks + steps * 32);
   T *values = keys + BLOCK * steps * blocks, *turned = values + BLOCK * steps * blocks;
-  Row<T>*weights = rows_kept.room(BLOCK * (blocks + steps)), *queries = weights + BLOCK * blocks;
+  Row<T, T>*weights = rows_kept.room(BLOCK * (blocks + steps)), *queries = weights + BLOCK * blocks;
   float *scores = scores_kept.room(1024 * (blocks + 1)), *sums = scores + 1024 * blocks;
   pack_keys(to, dim, k, keys);
   pack_values(to, dim, v, values);

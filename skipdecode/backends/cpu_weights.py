@@ -1,0 +1,133 @@
+"""Weights as the CPU kernels read them: packed in the order of their products (`cpp/gemm.h`), in 4, 2 or 1 bytes."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from skipdecode.backends import choice
+from skipdecode.backends.cpu_calls import Kind, function
+from skipdecode.backends.memory import LargePages
+
+GATES = 16
+"""Gates that lie together in a packed weight, before as many of what they let through (`interleave`)."""
+_WEIGHTS = LargePages()
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether the back end has products of its own for weights of this type."""
+    name = choice.choose().name
+    has_bfloat16 = name == "amx" or (name == "avx512" and "avx512_bf16" in choice.cpu_flags())
+    return name != "torch" and (dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16))
+
+
+def interleave(gated: Tensor) -> Tensor:
+    """[2 F, ...], the gates above what they let through -> as the kernels want them: 16 gates, 16 others, and so on."""
+    assert len(gated) % (2 * GATES) == 0, gated.shape
+    return gated.reshape(2, -1, GATES, *gated.shape[1:]).transpose(0, 1).reshape(gated.shape)
+
+
+def pack(weight: Tensor, *, gated: bool = False) -> Tensor:
+    """A weight [out, in], in a multiple of 32, in the order in which `linear` reads it.
+
+    Of each 32 outputs and 32 inputs two tiles of 16 outputs: lines of 64 bytes, four bytes of each output. `gated`:
+    for `swiglu`, gates above what they let through, each in a multiple of 16.
+    """
+    weight = interleave(weight.detach()) if gated else weight
+    outputs, inputs = weight.shape
+    assert multiplies(weight.dtype), weight.dtype
+    assert inputs % 32 == 0, inputs
+    weight = weight.detach().contiguous()
+    packed = _WEIGHTS.empty((-(-outputs // 32), inputs // 32, 2, 512), weight.dtype)
+    function("pack", weight.dtype)(outputs, inputs, weight.data_ptr(), packed.data_ptr())
+    return packed
+
+
+class Int8Weight(NamedTuple):
+    """A weight [out, in] as whole numbers in [-127, 127] times a scale per output, packed (`pack_int8`)."""
+
+    tiles: Tensor
+    """[out / 32, in / 64, 2, 16, 16, 4] int8."""
+    scales: Tensor
+    """[out] float32, filled up to a multiple of 32."""
+    totals: Tensor
+    """[out] int32 likewise: the sum of each output's whole numbers."""
+    inputs: int
+
+
+class HalfWeight(NamedTuple):
+    """A weight [out, in] of float32 in bfloat16, packed, whose products take rows in float32 (`halved`)."""
+
+    tiles: Tensor
+    """[out / 32, in / 32, 2, 16, 16, 2] bfloat16."""
+
+
+Weight = Tensor | Int8Weight | HalfWeight
+"""As `pack`, `pack_int8` or `halved` gives it."""
+
+
+def halved(packed: Tensor) -> HalfWeight:
+    """A packed weight of float32 in half of the bytes, each number rounded to the nearest of bfloat16."""
+    assert packed.dtype == torch.float32, packed.dtype
+    blocks, steps = packed.shape[:2]
+    lines = packed.view(blocks, steps, 2, 16, 2, 16).transpose(4, 5)  # two inputs of an output side by side
+    return HalfWeight(_WEIGHTS.empty(tuple(lines.shape), torch.bfloat16).copy_(lines))
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    """[out, in], outputs filled up to a multiple of 32, of a packed weight of bfloat16."""
+    assert packed.dtype == torch.bfloat16, packed.dtype
+    blocks, steps = packed.shape[:2]
+    return packed.view(blocks, steps, 2, 16, 16, 2).permute(0, 2, 4, 1, 3, 5).reshape(blocks * 32, steps * 32)
+
+
+class Operand(NamedTuple):
+    """A packed weight as a kernel takes it."""
+
+    kind: Kind
+    tiles: Tensor
+    inputs: int
+    rows: torch.dtype
+    """The type of what it multiplies."""
+    pointers: tuple[int, ...]
+    """Tiles; of int8 scales and totals too."""
+
+
+def tail_of(packed: Weight, start: int) -> Weight:
+    """Of the outputs from `start` on, a multiple of 32."""
+    if isinstance(packed, Int8Weight):
+        tiles, scales, totals, _ = packed
+        return packed._replace(tiles=tiles[start // 32 :], scales=scales[start:], totals=totals[start:])
+    if isinstance(packed, HalfWeight):
+        return HalfWeight(packed.tiles[start // 32 :])
+    return packed[start // 32 :]
+
+
+def operand_of(packed: Weight, outputs: int) -> Operand:
+    for tensor in [packed] if isinstance(packed, Tensor) else packed[:3]:
+        assert tensor.is_contiguous(), tensor.stride()
+    if isinstance(packed, Int8Weight):
+        pointers = packed.tiles.data_ptr(), packed.scales.data_ptr(), packed.totals.data_ptr()
+        found = Operand("int8", packed.tiles, packed.inputs, torch.bfloat16, pointers)
+    elif isinstance(packed, HalfWeight):
+        tiles = packed.tiles
+        found = Operand("half", tiles, 32 * tiles.shape[1], torch.float32, (tiles.data_ptr(),))
+    else:
+        found = Operand(packed.dtype, packed, 32 * packed.shape[1], packed.dtype, (packed.data_ptr(),))
+    assert found.tiles.shape[0] == -(-outputs // 32), (outputs, found.tiles.shape)
+    return found
+
+
+def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
+    """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127; `gated`
+    as in `pack`."""
+    weight = interleave(weight.detach()) if gated else weight
+    outputs, inputs = weight.shape
+    assert choice.int8_misfit(inputs) is None, choice.int8_misfit(inputs)
+    weight = F.pad(weight.detach().float(), (0, -inputs % 64, 0, -outputs % 32))
+    scales = weight.abs().amax(dim=1) / 127.0
+    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
+    tiles = whole.view(-1, 2, 16, whole.shape[1] // 64, 16, 4).permute(0, 3, 1, 4, 2, 5)
+    packed = _WEIGHTS.empty(tuple(tiles.shape), torch.int8).copy_(tiles)
+    return Int8Weight(packed, scales, whole.sum(dim=1, dtype=torch.int32), inputs)
