@@ -49,7 +49,7 @@ class Drafter:
     @property
     def weight_itemsize(self) -> int:
         """Bytes that a draft reads per weight."""
-        packed = self.layers[0].fc2.packed
+        packed = self._model.layers[0].fc2.packed
         narrow = None if packed is None else self._backend.narrow_itemsize(packed)
         return self._model.weight_itemsize if narrow is None else narrow
 

@@ -133,6 +133,7 @@ def test_copies_are_of_what_drafts_run(backend: str) -> None:
     rows = generate_lossless(model, requests, schedule, length=length)
     narrow = [i for i, (own, other) in enumerate(zip(model.layers, made.layers, strict=True)) if own is not other]
     assert narrow == [0, 3]
+    assert made.weight_itemsize == 2, "and behind"
     assert not made.prepare([0, 3], with_head=True), "all there"
     kept = made.layers[3].fc2.packed
     assert kept is not None
