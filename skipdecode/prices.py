@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 KEPT_TIMES = 7  # of passes of one size
 # Of a size, before its price is its own: one slow pass would say for good that nobody wants another of that size.
 ENOUGH = 4
+TRIES = 2  # of a number of drafts, before its price is what was seen
 # A machine to decide by where the one at hand is not to be measured: 2 cores with matrix units, by order of magnitude.
 REFERENCE = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
 COLUMNS = 16  # of context are priced alike
@@ -35,6 +36,11 @@ def size_of(rows: int) -> int:
 def _size(rows: int, tokens: int) -> tuple[int, int]:
     """Of passes, for which a draft more for each row counts as well."""
     return size_of(rows), round(tokens / rows) - 1
+
+
+def _less(rows: int, tokens: int) -> str:
+    """The kind of a pass with a draft less for each row."""
+    return "verify" if tokens > 2 * rows else "full"
 
 
 class Prices:
@@ -101,8 +107,23 @@ class Prices:
     def seconds(
         self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None
     ) -> float:
-        """The same as this machine has it: `kind` is draft or verify, or full for a step without any of that."""
-        return self.model_s(plan, rows, tokens, context, outputs, kind) * self._ratio(kind, rows, tokens)
+        """The same as this machine has it: `kind` is draft or verify, or full for a step without any of that.
+
+        A draft more than was tried is priced half-way to costing nothing, or it might never be tried: where arithmetic
+        begins to bind the cost model may be far off.
+        """
+        seconds = self.model_s(plan, rows, tokens, context, outputs, kind) * self._ratio(kind, rows, tokens)
+        if kind != "verify" or not self._is_next(rows, tokens):
+            return seconds
+        less = self.seconds(_less(rows, tokens), plan, rows, tokens - rows, context)
+        return min(seconds, (seconds + less) / 2)
+
+    def _is_next(self, rows: int, tokens: int) -> bool:
+        """Whether a verification of so many tokens is to be tried: one draft fewer was, and this was not."""
+        if not self.is_timed or self._keep is None:
+            return False
+        own, less = ("verify", *_size(rows, tokens)), (_less(rows, tokens), *_size(rows, tokens - rows))
+        return len(self._ratios.get(own, ())) < TRIES <= len(self._ratios.get(less, ()))
 
     def saw(
         self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float,

@@ -70,13 +70,8 @@ class TokensView(StepView):
     @cached_property
     def _slots(self) -> tuple[Tensor, Tensor]:
         """[N] the place of each token among those of its row, and [B, 1, T, S] what these may attend to."""
-        num_rows = self._arena.num_rows
-        counts, slots = [0] * num_rows, []
-        for place in self._places.tolist():
-            slots.append(counts[place])
-            counts[place] += 1
-        at = torch.tensor(slots, device=self._places.device)
-        until = self._columns.new_zeros(num_rows, max(counts))  # queries that are nobody's see a column all the same
+        at = among(self._places, self._arena.num_rows)[0]
+        until = self._columns.new_zeros(self._arena.num_rows, self._most)  # queries that are nobody's see a column too
         until[self._places, at] = self._columns
         visible = torch.arange(int(self._columns.max()) + 1, device=self._places.device)
         return at, (visible <= until[..., None])[:, None]

@@ -60,6 +60,16 @@ def test_a_halved_weight_is_the_rounded_one(
     assert torch.equal(alone[0], made[-1])
 
 
+def test_a_weight_is_unpacked_as_it_was(backend: str) -> None:
+    """Lines of pairs lie in a halved weight as they lie in one of bfloat16, which not every back end packs."""
+    for outputs, inputs in ((1, 32), (33, 96), (64, 64)):
+        weight = torch.randn(outputs, inputs)
+        tiles = cpu_weights.halved(cpu_weights.pack(weight)).tiles
+        made = cpu_weights.unpacked(tiles.view(*tiles.shape[:3], 512))
+        assert torch.equal(made[:outputs], weight.bfloat16())
+        assert not made[outputs:].any()
+
+
 def rounded(weight: torch.Tensor) -> torch.Tensor:
     """As `Backend.narrowed` rounds it."""
     if weight.dtype == torch.float32:
