@@ -6,6 +6,7 @@ them. What drafts gain by these prices is for `skipdecode.draft_length`. No torc
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -163,15 +164,19 @@ class Prices:
 
     def _ratio(self, kind: str, rows: int, tokens: int) -> float:
         """Measured over predicted for passes of about that size: the nearest that were seen, and the next ones where
-        these were seen seldom. The least of the last, since other processes make passes longer, never shorter, and one
-        size may have met them where another did not.
+        these were seen seldom. The least of the last, since other processes make passes longer, and one size may have
+        met them where another did not.
         """
         if not self._ratios:
             return 1.0
         of = (kind, *_size(rows, tokens))
         if of not in self._nearest:
             self._nearest[of] = self._seen_near(of)
-        return min(min(ratios) for ratios in self._nearest[of])
+        return min(map(self._least, self._nearest[of]))
+
+    def _least(self, ratios: Sequence[float]) -> float:
+        """But for the very least of many: by luck with that, a size would be taken for better than it is."""
+        return sorted(ratios)[1] if self._keep is not None and len(ratios) >= ENOUGH else min(ratios)
 
     def _seen_near(self, of: Pass) -> list[deque[float]]:
         """Of the nearest sizes, as many as were seen ENOUGH times together; of the same kind if that was seen."""

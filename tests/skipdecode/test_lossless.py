@@ -246,3 +246,6 @@ def test_one_slow_pass_does_not_speak_for_its_size() -> None:
         saw(2, 2.0)
     assert ratio(2) == pytest.approx(2.0)
     assert ratio(1) == pytest.approx(1.5)
+    saw(1, 0.9)
+    assert ratio(1) == pytest.approx(1.5), "one fast pass does not speak for it either"
+    assert ratio(1, in_turns) == pytest.approx(0.9)
