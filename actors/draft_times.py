@@ -46,6 +46,9 @@ class Always(DraftLength):
 class Verifications(SpeculativeBatch):
     """Drafts that cost nothing: each row's newest token again."""
 
+    def _prepare(self) -> bool:
+        return False
+
     def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
         for chain in chains:
             chain.add([chain.tokens[0]] * chain.wanted, SKIPPED, ())

@@ -86,7 +86,7 @@ class DraftLength:
         self.schedule, self.prices = schedule, prices
         self.shortlist = Shortlist(prices.vocab_size) if shortlist is None else shortlist
         self.listed: int | None = None
-        """Tokens that drafts of the batch at hand choose among; None: all."""
+        """Tokens that drafts of the batch at hand choose among; None: all, by the head of the model."""
         self.acceptance = Acceptance(known)
         self._paces: dict[int, Pace] = {}  # by size of batches
         self._idle = 0  # rounds in which prices were against drafts

@@ -8,6 +8,7 @@ by int4 weights of all layers.
 B rows, D width.
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import Packed
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.memory import available_bytes
+from skipdecode.host_memory import available_bytes
 from skipdecode.placing import Placement
 from skipdecode.short_head import ShortHead
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from skipdecode.decoder import Decoder
 
 
-ROOM = 1 / 4  # of the memory that nobody needs, for copies; caches may have as much
+ROOM = 1 / 4  # of the memory that nobody needs, for all copies; the cache of a batch may have as much
 
 
 class Drafter:
@@ -34,10 +35,18 @@ class Drafter:
     """Drafts have their own keys and values in every layer."""
 
     def __init__(self, model: "Decoder") -> None:
-        self._model, self._backend = model, backend_on(model.device)
+        self._of = weakref.ref(model)  # which holds this one: without a circle its memory is free at once
+        self._backend = backend_on(model.device)
         self.layers = model.layers
         self._tried: set[int] = set()  # layers, of which there are copies where there can be
         self._head: Packed | None = None
+        self._num_copied = 0  # weights
+
+    @property
+    def _model(self) -> "Decoder":
+        model = self._of()
+        assert model is not None, "a part of a model that is gone"
+        return model
 
     @property
     def placement(self) -> Placement | None:
@@ -49,30 +58,43 @@ class Drafter:
     @property
     def weight_itemsize(self) -> int:
         """Bytes that a draft reads per weight."""
+        return self._narrow_itemsize or self._model.weight_itemsize
+
+    @property
+    def _narrow_itemsize(self) -> int | None:
         packed = self._model.layers[0].fc2.packed
-        narrow = None if packed is None else self._backend.narrow_itemsize(packed)
-        return self._model.weight_itemsize if narrow is None else narrow
+        return None if packed is None else self._backend.narrow_itemsize(packed)
 
     def prepare(self, layers: Iterable[int], *, with_head: bool) -> bool:
-        """Copies what drafts of these `layers` will run, and the head `with_head`, unless that was done before or there
-        is no room. Whether anything was left to do."""
-        missing = set(layers) - self._tried
-        needs_head = with_head and self._head is None and self._model.packed_head is not None
-        if not missing and not needs_head:
+        """Copies what drafts of these `layers` will run, and the head `with_head`, as far as that was not done before
+        and there is room. Whether anything was left to do."""
+        missing, head = sorted(set(layers) - self._tried), self._model.packed_head
+        needs_head = with_head and self._head is None and head is not None
+        if not (missing or needs_head) or self._narrow_itemsize is None:
             return False
-        self._tried |= missing
-        if needs_head:
-            self._head = self._model.packed_head
-        config = self._model.config
-        weights = sum(linear.in_features * linear.out_features for i in missing for linear in self.layers[i].linears)
-        weights += config.vocab_size * config.embed_dim * needs_head
-        if weights * self.weight_itemsize > ROOM * available_bytes():
-            return True
         for i in missing:
-            self.layers[i] = self.layers[i].narrowed(self.rotations_on(self._model.device_of(i))) or self.layers[i]
-        if needs_head and self._head is not None:
-            self._head = self._backend.narrowed(self._head) or self._head
+            if self._has_room(sum(linear.in_features * linear.out_features for linear in self.layers[i].linears)):
+                rotations = self.rotations_on(self._model.device_of(i))
+                self.layers[i] = self.layers[i].narrowed(rotations) or self.layers[i]
+        self._tried |= set(missing)
+        if needs_head and head is not None:
+            config = self._model.config
+            has_room = self._has_room(config.vocab_size * config.embed_dim)
+            self._head = (self._backend.narrowed(head) if has_room else None) or head
         return True
+
+    def _has_room(self, num_weights: int) -> bool:
+        """Counts them, if so."""
+        copied = self.weight_itemsize * self._num_copied
+        if copied + self.weight_itemsize * num_weights > ROOM * (available_bytes() + copied):
+            return False
+        self._num_copied += num_weights
+        return True
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether drafts choose among all tokens by a copy of the head."""
+        return self._head is not None and self._head is not self._model.packed_head
 
     def likeliest(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
         """As `Decoder.likeliest`: [B, D] -> [B] int64."""

@@ -5,7 +5,7 @@ them. What drafts gain by these prices is for `skipdecode.draft_length`. No torc
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 KEPT_TIMES = 7  # of passes of one size
 # Of a size, before its price is its own: one slow pass would say for good that nobody wants another of that size.
 ENOUGH = 4
-TRIES = 2  # of a number of drafts, before its price is what was seen
+# Passes of a number of drafts, before its price is by what they took; and passes of as many rows, until which it is
+# tried: rows may always have fewer drafts than were wanted.
+TRIES, TRIED_FOR = 2, 128
 # A machine to decide by where the one at hand is not to be measured: 2 cores with matrix units, by order of magnitude.
 REFERENCE = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
 COLUMNS = 16  # of context are priced alike
@@ -69,6 +71,7 @@ class Prices:
         self._nearest: dict[Pass, list[deque[float]]] = {}
         self._known: dict[tuple[Any, ...], float] = {}
         self._rounds_s: dict[int, deque[float]] = {}
+        self._verified: Counter[int] = Counter()  # passes, by their number of rows
 
     @classmethod
     def of(cls, model: "Decoder", ceilings: Ceilings | None = None, *, keep: int | None = KEPT_TIMES) -> "Prices":
@@ -84,7 +87,7 @@ class Prices:
         self, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None, kind: str = "full"
     ) -> float:
         """By the cost model: `tokens` new columns of `rows` rows that see about `context` columns, and the head on
-        each. `outputs`: tokens that it chooses among; None: all. `kind` as in `seconds`."""
+        each. `outputs`: tokens that drafts choose among; None: all, by the model's own head. `kind` as in `seconds`."""
         about = context // COLUMNS * COLUMNS + COLUMNS // 2
         key = sum(plan.attn), sum(plan.ffn), rows, tokens, about, outputs, kind == "draft"
         if (seconds := self._known.get(key)) is None:
@@ -101,7 +104,7 @@ class Prices:
         read_once = attn.cache_bytes * (1 - rows / tokens)  # columns of a row read its cache together
         attn = Cost(attn.flops, attn.bytes - read_once, attn.calls, attn.cache_flops, attn.cache_bytes - read_once)
         ffn = ffn_cost(self._config, tokens=tokens, **sizes)
-        head = head_cost(self._config, rows=tokens, outputs=outputs, **sizes)
+        head = head_cost(self._config, rows=tokens, outputs=outputs, **(self._sizes if outputs is None else sizes))
         seconds = self._ceilings.seconds
         return attn_runs * seconds(attn) + ffn_runs * seconds(ffn) + seconds(head)
 
@@ -121,7 +124,7 @@ class Prices:
 
     def _is_next(self, rows: int, tokens: int) -> bool:
         """Whether a verification of so many tokens is to be tried: one draft fewer was, and this was not."""
-        if not self.is_timed or self._keep is None:
+        if not self.is_timed or self._keep is None or self._verified[size_of(rows)] > TRIED_FOR:
             return False
         own, less = ("verify", *_size(rows, tokens)), (_less(rows, tokens), *_size(rows, tokens - rows))
         return len(self._ratios.get(own, ())) < TRIES <= len(self._ratios.get(less, ()))
@@ -132,6 +135,7 @@ class Prices:
     ) -> None:  # fmt: skip
         """What such a pass took. `model_s`: by the cost model, where that is known."""
         if self.is_timed:
+            self._verified[size_of(rows)] += kind == "verify"
             of = (kind, *_size(rows, tokens))
             seen = self._ratios.setdefault(of, deque(maxlen=self._keep))
             if len(seen) < ENOUGH:

@@ -12,6 +12,7 @@ from skipdecode.backends.memory import LargePages
 
 GATES = 16
 """Gates that lie together in a packed weight, before as many of what they let through (`interleave`)."""
+PART = 64  # blocks of 32 outputs that become whole numbers at a time
 _WEIGHTS = LargePages()
 
 
@@ -125,9 +126,15 @@ def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
     weight = interleave(weight.detach()) if gated else weight
     outputs, inputs = weight.shape
     assert choice.int8_misfit(inputs) is None, choice.int8_misfit(inputs)
-    weight = F.pad(weight.detach().float(), (0, -inputs % 64, 0, -outputs % 32))
-    scales = weight.abs().amax(dim=1) / 127.0
-    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
-    tiles = whole.view(-1, 2, 16, whole.shape[1] // 64, 16, 4).permute(0, 3, 1, 4, 2, 5)
-    packed = _WEIGHTS.empty(tuple(tiles.shape), torch.int8).copy_(tiles)
-    return Int8Weight(packed, scales, whole.sum(dim=1, dtype=torch.int32), inputs)
+    steps, blocks = -(-inputs // 64), -(-outputs // 32)
+    packed = _WEIGHTS.empty((blocks, steps, 2, 16, 16, 4), torch.int8)
+    scales, totals = torch.empty(32 * blocks), torch.empty(32 * blocks, dtype=torch.int32)
+    for at in range(0, blocks, PART):  # in float32 a weight is four times as large
+        part = weight.detach()[32 * at : 32 * (at + PART)].float()
+        part = F.pad(part, (0, -inputs % 64, 0, -len(part) % 32))
+        own = slice(32 * at, 32 * at + len(part))
+        scales[own] = part.abs().amax(dim=1) / 127.0
+        whole = (part / scales[own].clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
+        packed[at : at + PART] = whole.view(-1, 2, 16, steps, 16, 4).permute(0, 3, 1, 4, 2, 5)
+        totals[own] = whole.sum(dim=1, dtype=torch.int32)
+    return Int8Weight(packed, scales, totals, inputs)

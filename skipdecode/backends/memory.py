@@ -9,7 +9,6 @@ fresh, which took a sixth of the prompts' time on an AMD EPYC (2026-11-25, the s
 import contextlib
 import math
 import mmap
-import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -40,15 +39,6 @@ def large_pages(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[T
         tensors.append(_cut(pages, at, shape, dtype))
         at += _in_lines(size)
     return tensors
-
-
-def available_bytes() -> int:
-    """Memory of the host that nobody needs. Not free pages: the page cache gives way."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # no Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def spare_bytes() -> int:

@@ -288,7 +288,7 @@ def test_a_row_that_is_started_anew_may_end_earlier(
     for _ in range(5):
         collect(made, ends, engine.turn())
     with monkeypatch.context() as patch:
-        patch.setattr(generator.model, "_head_states", lambda h: 1 / 0)
+        patch.setattr(generator.model, "head_states", lambda h: 1 / 0)
         assert engine.turn() == []
     monkeypatch.setattr(generator.model, "config", replace(generator.model.config, eos_token_id=wanted["0"][1]))
     for _ in range(20):
@@ -310,7 +310,7 @@ def test_newcomers_do_not_wait_for_those_whose_batch_failed(
         engine.add(request)
     engine.turn()
     with monkeypatch.context() as patch:
-        patch.setattr(generator.model, "_head_states", lambda h: 1 / 0)
+        patch.setattr(generator.model, "head_states", lambda h: 1 / 0)
         engine.turn()
     engine.add(pool[8])
     made: dict[str, list[int]] = {}

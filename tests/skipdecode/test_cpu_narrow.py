@@ -1,6 +1,8 @@
 """Weights of half the bytes, by which drafts are made: as the rounded ones in float32, and which layers have them."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -117,19 +119,42 @@ def test_a_narrow_layer_is_the_rounded_one(product_dtype: torch.dtype, is_gated:
     assert torch.equal(step_one(layer.kernel, h.clone(), None, feeds=True), before)
 
 
-def test_no_copies_where_memory_is_short(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts run the model's own layers."""
+@pytest.mark.parametrize("num_fit", [0, 1, 2])
+def test_copies_are_made_as_far_as_there_is_room(backend: str, num_fit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it drafts run the model's own layers, and nobody asks again."""
     model = random_model("llama", layers=3).pack()
-    sizes = [linear.in_features * linear.out_features for linear in model.layers[0].linears]
-    room = 4 * 2 * (2 * sum(sizes) + model.config.vocab_size * model.config.embed_dim)
-    monkeypatch.setattr(drafter, "available_bytes", lambda: room - 1)
-    assert model.drafter.prepare([0, 2], with_head=True)
-    assert model.drafter.layers == model.layers
-    again = random_model("llama", layers=3).pack()
-    monkeypatch.setattr(drafter, "available_bytes", lambda: room)
-    assert again.drafter.prepare([0, 2], with_head=True)
-    assert again.drafter.layers[1:2] == again.layers[1:2]
-    assert again.drafter.layers[0] is not again.layers[0]
+    nbytes = 2 * sum(linear.in_features * linear.out_features for linear in model.layers[0].linears)
+    free = 4 * nbytes * num_fit - nbytes * max(num_fit - 1, 0)  # what is copied is no longer free
+    monkeypatch.setattr(drafter, "available_bytes", lambda: free)
+    assert model.drafter.prepare([0, 1, 2], with_head=False)
+    own = [made is not layer for made, layer in zip(model.drafter.layers, model.layers, strict=True)]
+    assert own == [i < num_fit for i in range(3)]
+    assert not model.drafter.prepare([0, 1, 2], with_head=False)
+
+
+def test_a_model_goes_with_its_copies() -> None:
+    """At once, without a collection: what is loaded is not looked at by any."""
+    model = random_model("llama", layers=2).pack()
+    model.drafter.prepare([0], with_head=True)
+    layer = weakref.ref(model.drafter.layers[0])
+    gc.disable()
+    try:
+        del model
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+def test_whole_numbers_are_those_of_the_whole_weight() -> None:
+    """Though it is made of parts."""
+    weight = torch.randn(32 * cpu_weights.PART + 40, 96).bfloat16()
+    packed = cpu_weights.pack_int8(weight)
+    scales = weight.float().abs().amax(dim=1) / 127
+    assert torch.equal(packed.scales[: len(weight)], scales)
+    tiles = packed.tiles.permute(0, 2, 4, 1, 3, 5).reshape(packed.tiles.shape[0] * 32, -1)
+    assert torch.equal(tiles[: len(weight), :96], (weight.float() / scales[:, None]).round().to(torch.int8))
+    assert torch.equal(packed.totals, tiles.sum(dim=1, dtype=torch.int32))
+    assert not packed.scales[len(weight) :].any()
 
 
 def test_copies_are_of_what_drafts_run(backend: str) -> None:
