@@ -115,7 +115,7 @@ def test_a_narrow_layer_is_the_rounded_one(product_dtype: torch.dtype, is_gated:
     attended = exact.out_proj(value, residual=h.float())
     wanted = exact.feed(attended)
     error = (made.float() - wanted).abs().max() / wanted.abs().max()
-    assert error < (2e-5 if dtype == torch.float32 else 2e-2)
+    assert error < (2e-5 if dtype == torch.float32 else 4e-2)
     assert torch.equal(step_one(layer.kernel, h.clone(), None, feeds=True), before)
 
 
