@@ -203,7 +203,8 @@ class Search:
         acceptance alone, as if no text ended."""
         drafts = self.schedule(decode)
         length = DraftLength(Lossless(self.num_layers, drafts, may_rest=True), prices or self.prices, acceptance)
-        length.listed = None if self.sample.listed is None else len(self.sample.listed)
+        listed = self.sample.listed
+        length.listed = self.sample.model.drafter.num_outputs if listed is None else len(listed)
         expected = expected or length.acceptance.expected(SKIPPED, MOST)
         gains, nearest = [], 0.0
         for rows in self.batch_sizes:

@@ -47,7 +47,7 @@ class Verifications(SpeculativeBatch):
     """Drafts that cost nothing: each row's newest token again."""
 
     def _prepare(self) -> bool:
-        return False
+        return False  # no layer drafts here
 
     def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
         for chain in chains:

@@ -70,17 +70,20 @@ class Drafter:
         and there is room. Whether anything was left to do."""
         missing, head = sorted(set(layers) - self._tried), self._model.packed_head
         needs_head = with_head and self._head is None and head is not None
-        if not (missing or needs_head) or self._narrow_itemsize is None:
+        if not (missing or needs_head):
+            return False
+        self._tried |= set(missing)
+        if needs_head:
+            self._head = head
+        if self._narrow_itemsize is None:
             return False
         for i in missing:
             if self._has_room(sum(linear.in_features * linear.out_features for linear in self.layers[i].linears)):
                 rotations = self.rotations_on(self._model.device_of(i))
                 self.layers[i] = self.layers[i].narrowed(rotations) or self.layers[i]
-        self._tried |= set(missing)
-        if needs_head and head is not None:
-            config = self._model.config
-            has_room = self._has_room(config.vocab_size * config.embed_dim)
-            self._head = (self._backend.narrowed(head) if has_room else None) or head
+        config = self._model.config
+        if needs_head and head is not None and self._has_room(config.vocab_size * config.embed_dim):
+            self._head = self._backend.narrowed(head) or head
         return True
 
     def _has_room(self, num_weights: int) -> bool:
@@ -92,9 +95,10 @@ class Drafter:
         return True
 
     @property
-    def has_own_head(self) -> bool:
-        """Whether drafts choose among all tokens by a copy of the head."""
-        return self._head is not None and self._head is not self._model.packed_head
+    def num_outputs(self) -> int | None:
+        """Tokens that drafts choose among by a copy of the head, which is all; None: there is no copy."""
+        is_copied = self._head is not None and self._head is not self._model.packed_head
+        return self._model.config.vocab_size if is_copied else None
 
     def likeliest(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
         """As `Decoder.likeliest`: [B, D] -> [B] int64."""

@@ -107,7 +107,7 @@ class SpeculativeBatch(UnevenBatch):
         """What drafts of skipped passes choose by; None: by the head of the model."""
         listed = self._length.shortlist.tokens() if self._lists and self._params is None else None
         head = None if listed is None else self.model.short_head(listed)
-        among_all = self.model.config.vocab_size if self.model.drafter.has_own_head and self._params is None else None
+        among_all = self.model.drafter.num_outputs if self._params is None else None
         self._length.listed = among_all if head is None else len(head.tokens)
         return head
 

@@ -103,8 +103,10 @@ def test_a_narrow_layer_is_the_rounded_one(product_dtype: torch.dtype, is_gated:
     narrow = layer.narrowed(None)
     has_none = dtype == torch.bfloat16 and choice.choose().no_int8 is not None
     assert (narrow is None) == has_none
-    if narrow is None or narrow.kernel is None or layer.kernel is None:
+    if narrow is None:
         return
+    assert narrow.kernel is not None
+    assert layer.kernel is not None
     h = torch.randn(rows, 1, width).to(dtype)
     before = step_one(layer.kernel, h.clone(), None, feeds=True)
     memory = [torch.zeros(rows, heads, 8, width // heads, dtype=dtype) for _ in "kv"]
@@ -169,6 +171,7 @@ def test_copies_are_of_what_drafts_run(backend: str) -> None:
     narrow = [i for i, (own, other) in enumerate(zip(model.layers, made.layers, strict=True)) if own is not other]
     assert narrow == [0, 3]
     assert made.weight_itemsize == 2, "and behind"
+    assert made.num_outputs == length.listed == model.config.vocab_size, "an untied head is copied, and priced so"
     assert not made.prepare([0, 3], with_head=True), "all there"
     kept = made.layers[3].fc2.packed
     assert kept is not None
