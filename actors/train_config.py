@@ -38,6 +38,8 @@ class TrainConfig:
     hidden: float
     """Weight of the squared difference of the last states, beside them."""
     trainable: Trainable
+    fit_pairs: int
+    """Pairs over which SwiftKV's keys and values are fitted before the first step; 0: they begin as copies."""
     precision: Literal["float32", "bfloat16"]
     """bfloat16: autocast; weights and optimiser stay float32."""
     recompute: bool

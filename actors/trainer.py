@@ -22,6 +22,7 @@ from actors.train_state import Weights, collect_state, full_state, restore_state
 from actors.train_workers import Pair, inner, no_sync, parts_of, rank_and_size, wrap
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch
+from skipdecode.kv_fit import KVFit
 from skipdecode.linear import Linear
 from skipdecode.lora import lora_modules
 from skipdecode.plan import Schedule
@@ -84,15 +85,15 @@ def train(
     """Trains in place and gives back the record of the best validation. `resume`: from `load_state`. Of a model with an
     adapter (`skipdecode.lora`) that alone is trained and handed out; linear layers are rounded to bfloat16 by autocast.
 
-    `teacher`: frozen, whole on each worker; None: the model's own full depth. FloatingPointError when the loss is
-    no number any more.
+    `teacher`: frozen, whole on each worker; None: the model's full depth. FloatingPointError: the loss is no number.
     """
     schedules = [listed_schedule(model.config, entry, config.horizon + 1) for entry in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
+    if resume is None and config.fit_pairs:
+        fit_added(model, pairs, config)
     loss = _loss_to_train(model, config, teacher)
     module = wrap(loss, config.parallel)
-    groups = _decay_groups(model, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+    optimizer = _optimizer(model, config)
     total, per_epoch = num_steps(len(pairs), config), -(-len(pairs) // config.batch_size)
     step, best, elapsed_s, since = 0, dict[str, Any](), 0.0, _Since()
     if resume is not None:
@@ -132,6 +133,21 @@ def train(
             hooks.keep_best(full_state(get_model_state_dict, loss), best)
     model.eval().requires_grad_(False)
     return best
+
+
+def fit_added(model: Decoder, pairs: Sequence[Pair], config: TrainConfig) -> None:
+    """SwiftKV's keys and values by least squares over `config.fit_pairs` of `pairs`, the same on every worker."""
+    rank, world = rank_and_size()
+    chosen = random.Random(f"{config.seed} fit").sample(pairs, min(config.fit_pairs, len(pairs)))
+    rows = max(1, config.batch_size // (world * config.accumulate))
+    fit = KVFit(model)
+    for batch in length_sorted_batches(chosen, rows, f"{config.seed} fit")[rank::world]:
+        with _autocast(model.device, config.precision):
+            fit.add(teacher_batch(batch, model.config.filler_token_id, model.device))
+    if world > 1:
+        for total in fit.sums:
+            dist.all_reduce(total)
+    fit.solve()
 
 
 def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None) -> ResponseLoss:
@@ -257,8 +273,9 @@ def _validate(
     return {"validation_loss": losses, "mean": mean}
 
 
-def _decay_groups(model: Decoder, weight_decay: float) -> list[dict[str, Any]]:
+def _optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
+    """Norms and biases do not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() > 1]
-    others = [p for p in trained if p.dim() == 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    matrices = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
+    others = {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}
+    return torch.optim.AdamW([matrices, others], lr=config.learning_rate, betas=config.betas, fused=True)

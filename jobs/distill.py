@@ -4,6 +4,7 @@ The model itself is the teacher and stays as it is: only the new projections and
 as `python -m jobs.finetune`, with the same keys and another recipe for defaults), and `prefill.method=swiftkv` runs
 them. `--init-only` writes them as they are taken from the model: to time and to test, not to read. With
 `train.trainable=all` and several `train.schedules` everything is trained at once, and `model.teacher` teaches.
+`train.fit_pairs` lets keys and values begin where least squares has them, with `--init-only` too.
 Progress goes to stderr; the last line on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input,
 nothing was started; 1 anything else.
 """

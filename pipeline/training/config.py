@@ -119,6 +119,9 @@ class TrainSection(Section):
     """Weight of the mean squared difference from the teacher's last states, beside the above."""
     trainable: Literal["all", "swiftkv"] = "all"
     """swiftkv: the weights that SwiftKV adds; the model itself stays as it is."""
+    fit_pairs: Annotated[int, Field(ge=0)] = 0
+    """Where new weights for SwiftKV begin: keys and values by least squares over so many pairs, at most all; 0: copies
+    of the model's own, the mean of each group."""
     lora: LoraSection | None = None
     """Trains an adapter for `model.source`, saved as a folder of PEFT (`model.adapter` of later jobs), in place of the
     model; null: the model itself."""

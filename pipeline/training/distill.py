@@ -4,16 +4,21 @@ The training is `finetune`, with the recipe of the paper for defaults; `init_swi
  which is enough to run, to time and to test SwiftKV, while its texts are far from the teacher's.
 """
 
+from pathlib import Path
 from typing import TypedDict
 
 import torch
 
+from actors.train_workers import Pair
+from actors.trainer import fit_added
 from pipeline.checkpoint import find_model
 from pipeline.config import ConfigError
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
-from pipeline.training.config import FinetuneConfig
-from pipeline.training.plan import stored_dtype
+from pipeline.training.config import FinetuneConfig, FinetuneData
+from pipeline.training.corpus import encode, make_tokenizer, refuse_bad_rows, scan
+from pipeline.training.plan import stored_dtype, train_config
 from pipeline.units import Json, Note
+from skipdecode.config import DecoderConfig
 from skipdecode.weights import load_model, save_model
 
 # arXiv 2410.03960, section 3.3, and its authors' training code: the model frozen, KL at temperature 2, Adam without
@@ -47,6 +52,14 @@ def with_defaults(tree: dict[str, Json], defaults: dict[str, Json] | None = None
     return merged
 
 
+def read_pairs(data: FinetuneData, folder: Path, opt: DecoderConfig) -> list[Pair]:
+    """Of `data.path`, as tokens of the model in `folder`."""
+    _, tokenizer = make_tokenizer(folder, opt, [], None)
+    corpus = encode(scan(data, "path"), tokenizer, opt)
+    refuse_bad_rows(corpus, "data.path", data)
+    return corpus.tokens
+
+
 class SwiftKVShape(TypedDict):
     kv_layers: int
     group_size: int
@@ -62,7 +75,8 @@ class NewSwiftKV(TypedDict):
 
 
 def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
-    """Writes the model with SwiftKV's weights beside its own: queries copied, K and V the mean over each group."""
+    """Writes the model with SwiftKV's weights beside its own: queries copied, K and V the mean over each group, or with
+    `train.fit_pairs` the best ones for so many pairs of `data.path`."""
     try:
         target = new_folder(config.output.path)
     except ConfigError as error:
@@ -80,9 +94,14 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     if opt.swiftkv is not None:
         note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
     dtype = getattr(torch, stored_dtype(config, opt))
-    model = load_model(folder, adapter=adapter, dtype=dtype).with_swiftkv(shape.kv_layers, shape.group_size)
+    fits = bool(config.train.fit_pairs and shape.num_shared(opt))
+    pairs = read_pairs(config.data, folder, opt) if fits else []
+    loaded = load_model(folder, adapter=adapter, dtype=torch.float32 if fits else dtype)
+    model = loaded.with_swiftkv(shape.kv_layers, shape.group_size)
+    if fits:
+        fit_added(model, pairs, train_config(config.train))
     with written_whole(target) as staging:
-        save_model(model, staging)
+        save_model(model, staging, dtype=dtype)
         for name, content in tokenizer_files(folder).items():
             (staging / name).write_bytes(content)
     extra = [] if model.swift is None else [p.numel() for p in model.swift.parameters()]

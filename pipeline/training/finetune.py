@@ -31,7 +31,7 @@ from pipeline.training.records import Fingerprint, TrainingRecord, TrainingState
 from pipeline.training.worker import Failed, Trained, TrainingJob, run_worker
 from pipeline.units import Note, count
 
-NOT_SAID_BEFORE: Fingerprint = {"train.draw": "one", "model.adapter": None}
+NOT_SAID_BEFORE: Fingerprint = {"train.draw": "one", "model.adapter": None, "train.fit_pairs": 0}
 """What entries mean that the folders of earlier versions lack."""
 
 

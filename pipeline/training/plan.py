@@ -96,6 +96,8 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     for corpus, name in ((train, "path"), (held_out, "validation")):
         refuse_bad_rows(corpus, f"data.{name}", config.data)
     recipe = train_config(config.train)
+    if before is not None and before == opt.swiftkv:  # they were trained, or fitted
+        recipe = replace(recipe, fit_pairs=0)
     steps = num_steps(len(train.tokens), recipe)
     recipe = replace(recipe, warmup_steps=settle_warmup(recipe.warmup_steps, steps, earlier, note))
     note(
@@ -160,6 +162,8 @@ def _check_swiftkv(config: FinetuneConfig, opt: DecoderConfig) -> SwiftKVConfig 
     if wanted is None:
         if config.train.trainable == "swiftkv":
             raise ConfigError("train.trainable", "swiftkv needs model.swiftkv, the shape of what is to be trained")
+        if config.train.fit_pairs:
+            raise ConfigError("train.fit_pairs", "fits weights of SwiftKV; give model.swiftkv, or leave it out")
         return None
     if config.model.source is None:
         raise ConfigError("model.swiftkv", "its weights are taken from a trained model's; give model.source")

@@ -22,7 +22,7 @@ RECIPE = TrainConfig(
     batch_size=32, accumulate=1, learning_rate=6e-3, final_learning_rate=1e-4, warmup_steps=5, betas=(0.9, 0.95),
     weight_decay=0.01, max_grad_norm=1.0, distill=0.0, temperature=1.0, hidden=0.0, trainable="all", draw="one",
     precision="float32", recompute=False, parallel="ddp", log_every=1000, validate_every=1000, checkpoint_every=1000,
-    validation_rows=32, seed=0,
+    validation_rows=32, seed=0, fit_pairs=0,
 )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ RECIPE: dict[str, Any] = {
     "temperature": 1.0,
     "hidden": 0.0,
     "trainable": "all",
+    "fit_pairs": 0,
     "draw": "one",
     "precision": "float32",
     "recompute": False,
@@ -199,8 +200,9 @@ def test_two_workers_change_nothing(alone: tuple[Path, Curve], tmp_path: Path, p
         SWIFT | {"distill": 1.0, "hidden": 0.5},
         pytest.param(JOINT | {"distill": 0.5}, marks=pytest.mark.slow),
         NEVER,
+        SWIFT | {"distill": 1.0, "fit_pairs": 40},
     ],
-    ids=["swift", "joint", "never"],
+    ids=["swift", "joint", "never", "fitted"],
 )
 def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
     """Weights that some steps, or all, leave out have no gradient then, and no optimiser state."""
@@ -227,11 +229,12 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [SWIFT | {"distill": 1.0}, JOINT | {"distill": 0.5}, JOINT | {"distill": 0.5, "shape": QWEN3}],
-    ids=["swift", "joint", "joint, norms of keys"],
+    [SWIFT | {"distill": 1.0, "fit_pairs": 41}, JOINT | {"distill": 0.5}, JOINT | {"distill": 0.5, "shape": QWEN3}],
+    ids=["fitted", "joint", "joint, norms of keys"],
 )
 def test_swiftkv_under_fsdp(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Its layers go through the same call as all others, so that their weights are gathered; norms of keys too."""
+    """Its layers go through the same call as all others, so that their weights are gathered; norms of keys too. What
+    begins by least squares sees the pairs of both workers."""
     assert_close(run_two(changes | {"parallel": "fsdp", "accumulate": 2}, tmp_path / "two"), run(changes, tmp_path))
 
 

@@ -17,6 +17,7 @@ from jobs.bench import main as bench
 from jobs.distill import main
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig, build_config
+from pipeline.input.pairs import encode_pairs
 from skipdecode.config import SwiftKVConfig
 from skipdecode.cost import cache_bytes_per_row, plan_parts
 from skipdecode.families import released
@@ -24,8 +25,10 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import allocate_cache, generate
+from skipdecode.kv_fit import KVFit
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.schedule import make_schedule
+from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import check_folder, load_model, save_model
 from tests.support.naive import FFNRule, SwiftWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
 
@@ -286,6 +289,28 @@ def test_the_verb_writes_a_checkpoint_that_a_job_may_run(
     assert generator.schedule(9) == SwiftPrefill(FULL, 3)
     with pytest.raises(ConfigError, match=r"^prefill\.method: 'swiftkv' needs a checkpoint"):
         check_model(build_config(JobConfig, prefill | {"model": {"source": str(tiny_checkpoint)}}), print)
+
+
+def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """All pairs, whatever their order and batches."""
+    texts = [(f"the {i} of {i * i}", " and more" * (1 + i % 3)) for i in range(9)]
+    lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in texts]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    asked = ["--init-only", f"model.source={tiny_checkpoint}", "train={fit_pairs: 1000, precision: float32}"]
+    asked += ["-o", str(tmp_path / "swift")]
+    bad = [*asked, f"data.path={tmp_path / 'none.jsonl'}"]
+    assert main(bad) == 2
+    assert main([*asked, f"data.path={tmp_path / 'pairs.jsonl'}", "output.dtype=float32"]) == 0
+    model = load_model(tiny_checkpoint)
+    wanted, tokenizer = model.with_swiftkv(3, 1), Tokenizer(tiny_checkpoint, model.config)
+    fit = KVFit(wanted)
+    fit.add(teacher_batch(encode_pairs(tokenizer, texts, model.config.eos_token_ids[0], [False] * len(texts)), 1))
+    fit.solve()
+    found = load_model(tmp_path / "swift")
+    assert found.swift is not None
+    assert wanted.swift is not None
+    torch.testing.assert_close(found.swift.kv.weight, wanted.swift.kv.weight, atol=1e-4, rtol=0)
+    assert not torch.allclose(found.swift.kv.weight, model.with_swiftkv(3, 1).swift.kv.weight, atol=1e-2)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

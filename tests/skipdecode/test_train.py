@@ -199,6 +199,7 @@ def make_config(**changes: object) -> TrainConfig:
         "temperature": 1.0,
         "hidden": 0.0,
         "trainable": "all",
+        "fit_pairs": 0,
         "draw": "one",
         "precision": "float32",
         "recompute": False,

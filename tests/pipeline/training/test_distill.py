@@ -65,13 +65,15 @@ def test_it_recovers_the_teacher_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     data = f"data={{path: {tmp_path / 'pairs.jsonl'}, validation: {tmp_path / 'pairs.jsonl'}}}"
     asked = [f"model.source={DEMO}", data, *recipe, "workers.threads=2", "model.swiftkv={kv_layers: 12, group_size: 2}"]
     assert distill([*asked, "-o", str(tmp_path / "start"), "--init-only"]) == 0
+    assert distill([*asked, "-o", str(tmp_path / "fit"), "--init-only", "train.fit_pairs=128"]) == 0
     assert distill([*asked, "-o", str(tmp_path / "model")]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(document["best"]["validation_loss"]) == ["full swiftkv"]
     schedule = SwiftPrefill(FullDepth(24), 12)
-    losses = [mean_loss(load_model(tmp_path / name), tokens, schedule, 64) for name in ("start", "model")]
+    losses = [mean_loss(load_model(tmp_path / name), tokens, schedule, 64) for name in ("start", "model", "fit")]
     best = mean_loss(load_model(DEMO), tokens, FullDepth(24), 64)
     assert losses[1] - best < 0.3 * (losses[0] - best)
+    assert losses[2] - best < 0.5 * (losses[0] - best), "least squares, and no training"
     before, after = (load_file(folder / "model.safetensors") for folder in (DEMO, tmp_path / "model"))
     assert all(torch.equal(after[name], value) for name, value in before.items() if "swiftkv" not in name)
     config, own = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "model", DEMO))
@@ -118,6 +120,10 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
         (["model.swiftkv.kv_layers=6"], "model.swiftkv.kv_layers: all 6 layers keep their own K/V: nothing to train"),
         (["model.swiftkv.kv_layers=7"], "model.swiftkv.kv_layers is 7, and the model has 6 layers"),
         (["model.swiftkv=null"], "train.trainable: swiftkv needs model.swiftkv"),
+        (
+            ["model.swiftkv=null", "train.trainable=all", "train.fit_pairs=9"],
+            "train.fit_pairs: fits weights of SwiftKV; give model.swiftkv",
+        ),
         (["model.source=null"], "model.swiftkv: its weights are taken from a trained model's; give model.source"),
         (["train.schedules=[{method: full}]"], "train.schedules[0]: without prefill: swiftkv it runs nothing that"),
         (["train.schedules=[{method: full}]", "train.trainable=all"], "train.schedules: none has prefill: swiftkv"),
