@@ -48,6 +48,7 @@ def recipe(**changes: Any) -> TrainConfig:
     base |= {"learning_rate": 0.02, "final_learning_rate": 1e-3, "warmup_steps": 2, "betas": (0.9, 0.95)}
     base |= {"weight_decay": 0.01, "max_grad_norm": 1.0, "distill": 0.0, "temperature": 1.0, "hidden": 0.0}
     base |= {"trainable": "all", "draw": "one", "precision": "float32", "recompute": False, "parallel": "ddp"}
+    base |= {"fit_pairs": 0}
     base |= {"log_every": 1, "validate_every": 8, "checkpoint_every": 1000, "validation_rows": 16, "seed": 0}
     return TrainConfig(**base | changes)
 
