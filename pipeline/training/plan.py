@@ -78,7 +78,8 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     if before is not None:
         wanted = "none are asked for (model.swiftkv)" if opt.swiftkv is None else "another shape is asked for"
         done = "are where training starts" if before == opt.swiftkv else f"are left out: {wanted}"
-        note(f"model.source: SwiftKV's weights in {config.model.source} {done}")
+        unused = "; train.fit_pairs is not used" if before == opt.swiftkv and config.train.fit_pairs else ""
+        note(f"model.source: SwiftKV's weights in {config.model.source} {done}{unused}")
     default = check_schedules(config.train, opt)
     if config.train.trainable == "all":
         opt = replace(opt, skip_decode=default, ffn_skip=None, drafts=None)
