@@ -1,15 +1,15 @@
 """Quality against speed: one set of prompts, decoded with every model and every schedule of a configuration.
 
 In this process, with the same `Generator` that the workers of a run hold (their tokens are equal by test), and without
-Ray. Every batch is decoded at full depth of the same model too, so speedup and agreement are measured on all of them.
+Ray. Batches are decoded at full depth of the same model too (all but by `baseline_fraction`), which is what speedup and
+agreement are measured on.
 The metrics are `pipeline.evaluation.metrics`; table and plot are `pipeline.evaluation.sweep_report`.
 """
 
-import copy
 import operator
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal
@@ -83,6 +83,8 @@ class SweepConfig(Section):
     """torch threads; null: all cores."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Rows of a batch."""
+    baseline_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a setting's batches decoded at full depth too, for speedup and agreement. Texts are scored all."""
     speed_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Batch sizes to measure the speed at too, on as many prompts as it takes for SPEED_BATCHES batches."""
     ignore_eos: bool = False
@@ -141,7 +143,8 @@ def measure_all(
         encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_ids[0])
         pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
         plain = generator if run.quantization is None else Generator(generator_config(config, run, plain=True))
-        full_texts = texts_of(plain.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
+        full = decode(plain.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
+        full_texts = texts_in(plain, full)
         del plain
         for setting in own:
             started = time.monotonic()
@@ -154,7 +157,7 @@ def measure_all(
                 "quantization": run.quantization,
                 "decode": setting.decode,
                 "prefill": setting.prefill,
-                **measure(tuned, corpus, full_texts, pairs, config),
+                **measure(tuned, corpus, full_texts, pairs, config, None if run.quantization else full),
                 "speed_at": {
                     str(size): speed(tuned.with_decode(setting.decode, size), corpus, config)
                     for size in config.speed_at
@@ -227,7 +230,7 @@ def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False)
         device=config.device,
         num_threads=config.threads or num_cores(),
         batch_size=config.batch_size,
-        baseline_fraction=1.0,
+        baseline_fraction=config.baseline_fraction,
     )
 
 
@@ -237,19 +240,21 @@ def measure(
     full_texts: Sequence[str],
     pairs: Sequence[Pair],
     config: SweepConfig,
+    full: WindowResult | None = None,
 ) -> SettingFigures:
     """What one setting comes to: texts scored, loss of the references, layers and speedup.
 
     `rougeL_to_full` and `equal_to_full` say what was kept of `full_texts`, where references reward a plainer text than
-    the model's own.
+    the model's own. `full`: what full depth of the same weights made of the prompts, if known; it is not run again.
     """
-    result = decode(generator, corpus.prompts, config)
-    texts = texts_in(generator, result)
     schedule = generator.schedule(config.max_new_tokens)
+    is_full = schedule == generator.full
+    result = full if is_full and full is not None else decode(generator, corpus.prompts, config)
+    texts = texts_in(generator, result)
     kept = rouge_rows(texts, [[text] for text in full_texts])["rougeL"]  # 0 for two empty texts
     return {
         "failed": sum(isinstance(answer, RowFailure) for answer in result.answers),
-        **speed_figures(result, is_full=schedule == generator.full),
+        **speed_figures(result, is_full=is_full),
         **(reference_scores(texts, corpus.references) if corpus.references else ReferenceScores()),
         "rougeL_to_full": fmean(100.0 if a == b else r for a, b, r in zip(texts, full_texts, kept, strict=True)),
         "equal_to_full": fmean(map(operator.eq, texts, full_texts)),
@@ -263,19 +268,12 @@ def reference_scores(texts: Sequence[str], references: Sequence[Sequence[str]]) 
     return {**scores(texts, references), "rougeL_rows": [round(value, 3) for value in rows]}
 
 
-def texts_of(generator: Generator, prompts: Sequence[str], config: SweepConfig) -> list[str]:
-    """What the generator makes of the prompts, without a measurement."""
-    alone = copy.copy(generator)
-    alone.config = replace(generator.config, baseline_fraction=0.0)
-    return texts_in(alone, decode(alone, prompts, config))
-
-
 def texts_in(generator: Generator, result: WindowResult) -> list[str]:
     return ["" if isinstance(a, RowFailure) else generator.tokenizer.decode(a.tokens) for a in result.answers]
 
 
 def decode(generator: Generator, prompts: Sequence[str], config: SweepConfig) -> WindowResult:
-    """All prompts in one window: sorted by length, every batch at full depth too."""
+    """All prompts in one window: sorted by length."""
     sampling = Sampling(max_new_tokens=config.max_new_tokens, ignore_eos=config.ignore_eos)
     tokens = generator.tokenizer.encode(prompts)
     return generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])

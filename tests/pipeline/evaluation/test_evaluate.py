@@ -302,8 +302,11 @@ def test_a_sweep_measures_every_setting(
 
 @pytest.mark.slow
 def test_a_sweep_without_references(job: Job, sweep: list[str], tmp_path: Path) -> None:
-    code, document, err = job(*sweep, "data.path=null", "data.limit=8")
+    code, document, err = job(*sweep, "data.path=null", "data.limit=8", "baseline_fraction=0.1")
     assert code == 0, err
+    paired = [line["agreement"]["rows"] for line in document["rows"]]
+    assert paired[0] == 0, "full depth is not held against itself"
+    assert all(0 < rows < 8 for rows in paired[1:]), "some batches are decoded at full depth too, others are not"
     assert "github.com/tuetschek/e2e-dataset" in err
     assert (document["prompts"], document["references"]) == (8, 0)
     assert all(line["slot_share"] is not None and line["loss"] is None for line in document["rows"])
@@ -357,6 +360,7 @@ def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
         ("runs=[{label: a, model: {model}, decode: [{speedup: fast}]}]", "runs.0.decode.0.speedup: "),
         ("runs=[{label: a, model: {model}, decode: [{prefix: auto}]}]", "runs.0.decode.0.prefix (a): "),
         ("runs=[]", "runs: "),
+        ("baseline_fraction=0", "baseline_fraction: "),
         ("max_new_tokens=128", "sampling.max_new_tokens: 128 leaves no room"),
         ("output={model}/config.json/x", "output: "),
     ],
