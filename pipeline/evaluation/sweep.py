@@ -1,8 +1,8 @@
 """Quality against speed: one set of prompts, decoded with every model and every schedule of a configuration.
 
 In this process, with the same `Generator` that the workers of a run hold (their tokens are equal by test), and without
-Ray. Batches are decoded at full depth of the same model too (all but by `baseline_fraction`), which is what speedup and
-agreement are measured on.
+Ray. Speedup and agreement are of the batches that were decoded at full depth of the same model too: all, or the share
+that `baseline_fraction` names.
 The metrics are `pipeline.evaluation.metrics`; table and plot are `pipeline.evaluation.sweep_report`.
 """
 
@@ -46,7 +46,7 @@ from skipdecode.placing import choose_device, choose_dtype
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import METHOD_KEYS, listed_schedule
 
-SPEED_BATCHES = 4  # for each of `speed_at`, both ways
+SPEED_BATCHES = 4  # for each of `speed_at`; both ways as `baseline_fraction` says
 
 
 class SweepDecode(DecodeConfig):
@@ -84,7 +84,8 @@ class SweepConfig(Section):
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Rows of a batch."""
     baseline_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a setting's batches decoded at full depth too, for speedup and agreement. Texts are scored all."""
+    """Share of a setting's batches decoded at full depth too, for speedup and agreement; the first, third and fifth
+    always. All texts are scored."""
     speed_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Batch sizes to measure the speed at too, on as many prompts as it takes for SPEED_BATCHES batches."""
     ignore_eos: bool = False

@@ -172,6 +172,11 @@ def _legend(document: SweepDocument) -> str:
             "Quantized rows: `full depth's text` is of the model as it is; `as full depth` and the speedup are over "
             "full depth with the same weights as the row."
         )
+    if (share := document["config"].get("baseline_fraction", 1)) < 1:
+        parts.append(
+            f"Speedup and `as full depth` are of the first, third and fifth batch of a setting and {share:.0%} of all; "
+            "texts and their scores are of every batch."
+        )
     if document["slot_share_of_references"] is not None:
         parts.append(f"The references themselves hold {document['slot_share_of_references']:.1f} % of the slots.")
     if failed:

@@ -313,6 +313,7 @@ def test_a_sweep_without_references(job: Job, sweep: list[str], tmp_path: Path) 
     table = (tmp_path / "quality/quality.md").read_text()
     assert "slots" in table
     assert "BLEU" not in table
+    assert "first, third and fifth batch of a setting and 10% of all" in table
 
 
 @pytest.mark.slow
