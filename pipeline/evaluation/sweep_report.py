@@ -172,7 +172,8 @@ def _legend(document: SweepDocument) -> str:
             "Quantized rows: `full depth's text` is of the model as it is; `as full depth` and the speedup are over "
             "full depth with the same weights as the row."
         )
-    if (share := document["config"].get("baseline_fraction", 1)) < 1:
+    share = document["config"].get("baseline_fraction")  # null: older figures, every batch
+    if isinstance(share, float) and share < 1:
         parts.append(
             f"Speedup and `as full depth` are of the first, third and fifth batch of a setting and {share:.0%} of all; "
             "texts and their scores are of every batch."
