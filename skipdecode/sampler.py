@@ -14,9 +14,6 @@ from skipdecode.backends.device import backend_on
 from skipdecode.sampling import Sampling, row_uniforms
 from skipdecode.uploads import uploaded
 
-BLOCK = 32  # rows that are drawn at a time: their numbers stay in the caches of a CPU
-HEAD = 512  # logits that are put in order to find the cut; all of a row only where it lies behind them
-
 
 class Sampler:
     """The rows of one batch, with their parameters and random numbers on the device."""
@@ -66,11 +63,10 @@ def pick(
     """
     if (drawn := backend_on(logits.device).draw(logits, temperature, top_k, top_p, uniform)) is not None:
         return drawn
-    parts = (torch.split(part, BLOCK) for part in (logits, temperature, top_k, top_p, uniform))
-    return torch.cat([pick_by_torch(block.float(), *own, cuts=cuts) for block, *own in zip(*parts, strict=True)])
+    return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform, cuts=cuts)
 
 
-def pick_by_torch(
+def pick_by_sort(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor, *, cuts: bool = True
 ) -> Tensor:
     """`pick` from [B, V] float32 logits by torch's operators: the reference of all others."""
@@ -87,51 +83,20 @@ def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tenso
     The CDF runs over token ids, not over ranks: logits that differ by rounding only, as they do from one batch shape to
     another, may swap ranks, and would swap the tokens that a number stands for.
     """
-    # in proportion to p, and the same for a token whatever else is kept
-    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
-    return _drawn(weights.masked_fill(~kept_tokens(logits, weights, top_k, top_p), 0.0), uniform)
-
-
-def kept_tokens(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens top-k and top-p leave of [B, V] logits: [B, V] bool. `weights` [B, V]: 1 for the likeliest."""
-    width = logits.shape[-1]
-    mass = weights.cumsum(dim=-1)[:, -1:]  # not `sum`, whose rounding changes with the number of rows
-    kept, edge = _cut_within(min(HEAD, width), logits, top_k, top_p, mass)
-    if len(wide := (kept == 0).nonzero()[:, 0]):
-        kept[wide], edge[wide] = _cut_within(width, logits[wide], top_k[wide], top_p[wide], mass[wide])
-    keeps = logits >= edge
-    if len(tied := (keeps.sum(dim=-1, keepdim=True) > kept).nonzero()[:, 0]):  # the lower ids stay
-        more, ties = logits[tied] > edge[tied], logits[tied] == edge[tied]
-        keeps[tied] = more | (ties & (ties.cumsum(dim=-1) <= kept[tied] - more.sum(dim=-1, keepdim=True)))
-    return keeps
-
-
-def _cut_within(head: int, logits: Tensor, top_k: Tensor, top_p: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens top-k and top-p leave, and the smallest logit of these: [B, 1] each. 0 tokens where the cut lies
-    behind the `head` largest. `mass` [B, 1]: the weight of all tokens, where that of the largest is 1.
-    """
-    width = logits.shape[-1]
-    ordered = logits.topk(head, dim=-1).values
-    rank = torch.arange(head, device=logits.device)
-    weights = (ordered - ordered[:, :1]).exp().masked_fill(rank >= top_k, 0.0)
-    reached = weights.cumsum(dim=-1)
-    wanted = top_p * torch.where(top_k >= width, mass, reached[:, -1:])
-    stays = reached - weights < wanted  # what lies before it is not enough: the token that crosses top_p, too
-    stays = (rank < top_k) & (stays | (rank == 0) | (top_p >= 1))
-    kept = stays.sum(dim=-1, keepdim=True)
-    edge = ordered.gather(1, kept - 1)
-    is_whole = (top_p >= 1) & (top_k >= width)
-    is_here = (top_k <= head) | ((top_k >= width) & (top_p < 1) & (reached[:, -1:] >= wanted)) | (head == width)
-    kept, edge = kept.masked_fill(is_whole, width), edge.masked_fill(is_whole, -torch.inf)
-    return kept.masked_fill(~(is_here | is_whole), 0), edge
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    p = ordered.masked_fill(rank >= top_k, -torch.inf).softmax(dim=-1)
+    before = p.cumsum(dim=-1) - p
+    is_cut = (before >= top_p) & (rank > 0) & (top_p < 1)  # the token that crosses top_p stays, and the first always
+    is_cut = torch.zeros_like(is_cut).scatter(1, tokens, is_cut | (rank >= top_k))  # by token id
+    weights = (logits - ordered[:, :1]).exp()  # in proportion to p, and the same for a token whatever else is kept
+    return _drawn(weights.masked_fill(is_cut, 0.0), uniform)
 
 
 def _drawn(weights: Tensor, uniform: Tensor) -> Tensor:
     """[B, V] weights, not all 0 -> [B] int64."""
     cdf = weights.cumsum(dim=-1)
-    # what was cut is no hit, even where a parallel sum is not flat across it
+    # what was cut is no hit, even where a parallel sum is not flat across it; rounding may leave no hit at all
     hit = (cdf > uniform * cdf[:, -1:]) & (weights > 0)
-    drawn = hit.int().argmax(dim=-1)
-    if len(missed := (~hit.any(dim=-1)).nonzero()[:, 0]):  # by rounding, at the end
-        drawn[missed] = weights.shape[-1] - 1 - (weights[missed] > 0).flip(-1).int().argmax(dim=-1)
-    return drawn
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(dim=-1)
+    return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), last)

@@ -61,9 +61,9 @@ class TorchKernels:
         return logits.argmax(dim=-1)
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        from skipdecode.sampler import pick_by_torch  # which asks back ends first
+        from skipdecode.sampler import pick_by_sort  # which asks back ends first
 
-        return pick_by_torch(logits.float(), temperature, top_k, top_p, uniform)
+        return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform)
 
 
 def normed_by(norm: Norm, x: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from skipdecode.sampler import Sampler, draw, kept_tokens
+from skipdecode.backends.cpu_draw import kept_tokens
+from skipdecode.sampler import Sampler, draw, pick, pick_by_sort
 from skipdecode.sampling import Sampling, row_uniforms
 
 LARGEST = 1.0 - 2.0**-24  # the largest float32 that `row_uniforms` can give
@@ -268,7 +269,7 @@ def test_a_cut_behind_the_largest_logits(
     given_k = torch.tensor([[k or 2**62] for k, _ in cuts])
     given_p = torch.tensor([[p] for _, p in cuts])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("skipdecode.sampler.HEAD", head)
+        patch.setattr("skipdecode.backends.cpu_draw.HEAD", head)
         weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
         assert torch.equal(kept_tokens(logits, weights, given_k, given_p), wanted)
 
@@ -278,5 +279,39 @@ def test_rows_are_drawn_in_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) -
     rows = [Sampling(temperature=2.0, top_k=k, top_p=p) for k in (0, 5) for p in (0.5, 1.0)] + [Sampling()] * 3
     whole = [sample(logits, rows, k) for k in range(20)]
     for size in (1, 3, 7):
-        monkeypatch.setattr("skipdecode.sampler.BLOCK", size)
+        monkeypatch.setattr("skipdecode.backends.cpu_draw.BLOCK", size)
         assert [sample(logits, rows, k) for k in range(20)] == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [320, 5003])
+def test_cpus_draw_what_sorting_draws(vocab: int, dtype: torch.dtype) -> None:
+    rows = [
+        (0.0, 0, 1.0),
+        (1.0, 0, 1.0),
+        (0.7, 0, 0.9),
+        (1.5, 40, 1.0),
+        (0.9, 12, 0.5),
+        (1.0, 1, 0.99),
+        (1.3, 600, 0.8),
+    ]
+    temperature, top_k, top_p = (torch.tensor([[row[at]] for row in rows]) for at in range(3))
+    top_k = top_k.masked_fill(top_k == 0, 2**62)
+    generator = torch.Generator().manual_seed(vocab)
+    for _ in range(40):
+        logits = (torch.randn(len(rows), vocab, generator=generator) * 3).to(dtype)
+        uniform = torch.rand(len(rows), 1, generator=generator)
+        wanted = pick_by_sort(logits.float(), temperature, top_k, top_p, uniform)
+        assert torch.equal(pick(logits, temperature, top_k, top_p, uniform), wanted)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_logits_that_are_no_numbers_give_a_token_all_the_same(value: float) -> None:
+    """An index out of range would end the worker; a row beside it is not touched."""
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
+    row = Sampling(temperature=1.0, top_p=0.9)
+    beside = sample(logits, [row, row])[1]
+    logits[0] = value
+    tokens = sample(logits, [row, row])
+    assert 0 <= tokens[0] < 50
+    assert tokens[1] == beside

@@ -24,7 +24,7 @@ from skipdecode.backends.triton_launch import TritonKernels
 from skipdecode.generate import generate, run_to_the_end
 from skipdecode.lossless import Lossless
 from skipdecode.plan import FullDepth, SkipDecode, SwiftPrefill, Unified
-from skipdecode.sampler import pick_by_torch
+from skipdecode.sampler import pick_by_sort
 from skipdecode.sampling import row_uniforms
 from skipdecode.speculative import SpeculativeBatch
 from tests.support.cuda_models import cpu_computed_by, random_model, some_requests
@@ -206,7 +206,7 @@ def draw(dtype: torch.dtype, V: int, spread: float, steps: int = 1) -> None:
     given = parameters(rows)
     for k in range(steps):
         uniform = uniforms[:, k : k + 1]
-        wanted = pick_by_torch(logits.float(), *given, uniform)
+        wanted = pick_by_sort(logits.float(), *given, uniform)
         made = on_device(logits, given, uniform)
         assert torch.equal(made, wanted), (k, made.tolist(), wanted.tolist())
 
@@ -219,7 +219,7 @@ def draw_ties(ks: Sequence[int], ps: Sequence[float], uniforms: Sequence[float])
     given = parameters(rows)
     for uniform in uniforms:
         u = torch.full((len(rows), 1), uniform)
-        wanted = pick_by_torch(logits.expand(len(rows), -1), *given, u)
+        wanted = pick_by_sort(logits.expand(len(rows), -1), *given, u)
         made = on_device(logits.repeat(len(rows), 1), given, u)
         wrong = [(rows[i], int(made[i]), int(wanted[i])) for i in (made != wanted).nonzero()[:, 0].tolist()]
         assert not wrong, (uniform, wrong[:4])
