@@ -1,4 +1,4 @@
-"""How fast one setting was, from the batches that the generator recorded; each was decoded at full depth too."""
+"""How fast one setting was, from the batches that the generator recorded; those decoded at full depth too."""
 
 import pyarrow as pa
 import pyarrow.compute as pc

@@ -137,38 +137,50 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> SweepDocument:
 def measure_all(
     config: SweepConfig, settings: Sequence[Sequence[Setting]], corpus: Corpus, note: Note
 ) -> Iterator[SweepRow]:
-    """The lines of the table, one by one; each checkpoint is loaded once. `settings`: those of each entry of `runs`."""
+    """The lines of the table, one by one. `settings`: those of each entry of `runs`."""
     total, done = sum(map(len, settings)), 0
     for run, own in zip(config.runs, settings, strict=True):
-        generator = Generator(generator_config(config, run))
-        encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_ids[0])
-        pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
-        plain = generator if run.quantization is None else Generator(generator_config(config, run, plain=True))
-        full = decode(plain.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
-        full_texts = texts_in(plain, full)
-        del plain
-        for setting in own:
-            started = time.monotonic()
-            tuned = generator.with_decode(setting.decode, prefill=setting.prefill)
-            row: SweepRow = {
-                "label": run.label,
-                "name": setting.name,
-                "model": run.model,
-                "adapter": run.adapter,
-                "quantization": run.quantization,
-                "decode": setting.decode,
-                "prefill": setting.prefill,
-                **measure(tuned, corpus, full_texts, pairs, config, None if run.quantization else full),
-                "speed_at": {
-                    str(size): speed(tuned.with_decode(setting.decode, size), corpus, config)
-                    for size in config.speed_at
-                },
-                "elapsed_s": 0.0,
-            }
-            row["elapsed_s"] = time.monotonic() - started
+        for row in measure_run(config, run, own, corpus):
             done += 1
             note(f"[{done}/{total}] {headline(row)}")
             yield row
+
+
+def measure_run(config: SweepConfig, run: SweepRun, settings: Sequence[Setting], corpus: Corpus) -> Iterator[SweepRow]:
+    """The lines of one entry of `runs`: its checkpoint is loaded once, and gone before that of the next one comes."""
+    generator = Generator(generator_config(config, run))
+    encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_ids[0])
+    pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
+    plain = generator if run.quantization is None else Generator(generator_config(config, run, plain=True))
+    started = time.monotonic()
+    full = decode(plain.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
+    full_s = time.monotonic() - started
+    full_texts = texts_in(plain, full)
+    del plain
+    for setting in settings:
+        started = time.monotonic()
+        tuned = generator.with_decode(setting.decode, prefill=setting.prefill)
+        known = full if run.quantization is None and is_full_depth(tuned, config) else None
+        row: SweepRow = {
+            "label": run.label,
+            "name": setting.name,
+            "model": run.model,
+            "adapter": run.adapter,
+            "quantization": run.quantization,
+            "decode": setting.decode,
+            "prefill": setting.prefill,
+            **measure(tuned, corpus, full_texts, pairs, config, known),
+            "speed_at": {
+                str(size): speed(tuned.with_decode(setting.decode, size), corpus, config) for size in config.speed_at
+            },
+            "elapsed_s": 0.0,
+        }
+        row["elapsed_s"] = time.monotonic() - started + (0.0 if known is None else full_s)
+        yield row
+
+
+def is_full_depth(generator: Generator, config: SweepConfig) -> bool:
+    return generator.schedule(config.max_new_tokens) == generator.full
 
 
 def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: Note) -> list[Setting]:
@@ -241,21 +253,20 @@ def measure(
     full_texts: Sequence[str],
     pairs: Sequence[Pair],
     config: SweepConfig,
-    full: WindowResult | None = None,
+    known: WindowResult | None = None,
 ) -> SettingFigures:
     """What one setting comes to: texts scored, loss of the references, layers and speedup.
 
     `rougeL_to_full` and `equal_to_full` say what was kept of `full_texts`, where references reward a plainer text than
-    the model's own. `full`: what full depth of the same weights made of the prompts, if known; it is not run again.
+    the model's own. `known`: what this setting made of the prompts already; it is not run again.
     """
     schedule = generator.schedule(config.max_new_tokens)
-    is_full = schedule == generator.full
-    result = full if is_full and full is not None else decode(generator, corpus.prompts, config)
+    result = decode(generator, corpus.prompts, config) if known is None else known
     texts = texts_in(generator, result)
     kept = rouge_rows(texts, [[text] for text in full_texts])["rougeL"]  # 0 for two empty texts
     return {
         "failed": sum(isinstance(answer, RowFailure) for answer in result.answers),
-        **speed_figures(result, is_full=is_full),
+        **speed_figures(result, is_full=is_full_depth(generator, config)),
         **(reference_scores(texts, corpus.references) if corpus.references else ReferenceScores()),
         "rougeL_to_full": fmean(100.0 if a == b else r for a, b, r in zip(texts, full_texts, kept, strict=True)),
         "equal_to_full": fmean(map(operator.eq, texts, full_texts)),
@@ -285,4 +296,4 @@ def speed(generator: Generator, corpus: Corpus, config: SweepConfig) -> Speedup:
     count = SPEED_BATCHES * generator.batch_size(1, config.max_new_tokens)
     prompts = [*corpus.prompts] * -(-count // len(corpus.prompts))
     result = decode(generator, prompts[:count], config)
-    return speed_figures(result, is_full=generator.schedule(config.max_new_tokens) == generator.full)["speedup"]
+    return speed_figures(result, is_full=is_full_depth(generator, config))["speedup"]
