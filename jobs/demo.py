@@ -48,7 +48,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     finished = run(config, note)
     note("")
     for row in sample_rows(finished.folder, 5):
-        note(f"  {row['id']}  {asked[row['id']]}\n      -> {row['generated_text']}\n")
+        note(f"  {row['id']}  {asked.get(row['id'], row['prompt'])}\n      -> {row['generated_text']}\n")
     summarize(finished)
     note(f"the whole demo took {time.monotonic() - started:.0f} s")
     return ending(finished, {"was_finished": finished.was_finished})

