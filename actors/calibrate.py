@@ -15,14 +15,20 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from skipdecode.branches import Branches
 from skipdecode.decoder import Decoder
 from skipdecode.ffn_rows import SimilarityRecorder
 from skipdecode.ffn_skip import FFNSkip, SkipBand, SkipSaturated
-from skipdecode.forced import IGNORE, TeacherBatch, teacher_batch, teacher_forced_logits
+from skipdecode.ffns import FFNs
+from skipdecode.forced import IGNORE, TeacherBatch, teacher_batch
 from skipdecode.plan import Schedule
 
 Pair = tuple[list[int], list[int]]
 """Prompt tokens and the tokens that the model wrote."""
+Tell = Callable[[int], None]
+"""Hears how many passes are done: one for each schedule and batch."""
+Progress = Callable[[int, int], None]
+"""The same, and how many there will be."""
 
 BORDERS = 12  # candidates of each cold border, at most
 SHARE_TOLERANCE = 0.02  # proposals whose share is that close to what was asked for are equals
@@ -44,7 +50,10 @@ class Candidate:
 
 
 class Sample:
-    """The text that `model` wrote under `base`, in batches for teacher-forced passes."""
+    """The text that `model` wrote under `base`, in batches for teacher-forced passes.
+
+    Prompts skip nothing, so a batch runs them once for many candidates (`skipdecode.branches`).
+    """
 
     def __init__(self, model: Decoder, base: Schedule, pairs: Sequence[Pair], batch_rows: int) -> None:
         self.model, self.base = model, base
@@ -54,8 +63,12 @@ class Sample:
             teacher_batch(ordered[start : start + batch_rows], pad, model.device)
             for start in range(0, len(ordered), batch_rows)
         ]
-        self.predictions = [self._predict(batch) for batch in self.batches]
-        self.similarity, self.step = self._record()
+        looks = [self._look(batch) for batch in self.batches]
+        self.predictions = [look.predictions for look in looks]
+        self.similarity = np.concatenate([look.similarity for look in looks])
+        """[N, L] cosines of every token fed in decoding, NaN where the layer does not run."""
+        self.step = np.concatenate([look.step for look in looks])
+        """[N] their decode steps."""
 
     @property
     def num_prompts(self) -> int:
@@ -67,58 +80,59 @@ class Sample:
         return len(self.step)
 
     @torch.inference_mode()
-    def _record(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """[N, L] cosines of every token fed in decoding, NaN where the layer does not run; [N] its decode step."""
-        rows, steps = [], []
-        for batch in self.batches:
-            recorder = SimilarityRecorder()
-            teacher_forced_logits(self.model, batch, self.base, ffns=recorder)
-            fed = self._fed(batch).cpu()  # [B, T - 1]
-            found = torch.full((*fed.shape, self.base.num_layers), torch.nan)
-            for layer, values in recorder.similarity.items():
-                own = values[:, batch.prompt_columns :].cpu()
-                found[:, : own.shape[1], layer] = own
-            rows.append(found[fed].numpy())
-            steps.append(fed.nonzero()[:, 1].numpy())
-        return np.concatenate(rows), np.concatenate(steps)
+    def _look(self, batch: TeacherBatch) -> "_Look":
+        recorder = SimilarityRecorder()
+        logits = self._logits(Branches(self.model, batch), self.base, recorder)
+        is_fed = fed(batch)
+        tokens = logits.topk(min(TOP, logits.shape[-1] - 1), dim=-1).indices
+        found = torch.full((*is_fed.shape, self.base.num_layers), torch.nan)
+        for layer, values in recorder.similarity.items():
+            own = values[:, 1:].cpu()  # behind the prompt's last token
+            found[:, : own.shape[1], layer] = own
+        is_fed = is_fed.cpu()
+        return _Look((coarse(logits, tokens), tokens), found[is_fed].numpy(), is_fed.nonzero()[:, 1].numpy())
 
-    def _fed(self, batch: TeacherBatch) -> torch.Tensor:
-        """[B, T - 1] bool: y_k that was fed to make y_(k+1)."""
-        return batch.targets[:, 1:] != IGNORE
+    def _logits(self, branches: Branches, schedule: Schedule, ffns: FFNs) -> torch.Tensor:
+        """[N, V] float32, of the tokens that a decode step made."""
+        states = branches.state(schedule, ffns)[:, 1:]
+        return self.model.head(states[fed(branches.batch)]).float()
 
     def ffns(self, start: int = 0) -> NDArray[np.int64]:
         """[L] blocks that tokens of decode steps `start` and later run under the schedule beneath."""
         counts: NDArray[np.int64] = (~np.isnan(self.similarity[self.step >= start])).sum(axis=0)
         return counts
 
-    @torch.inference_mode()
-    def _predict(self, batch: TeacherBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Without skipping: `coarse` log-probabilities [N, TOP + 1], and the likeliest tokens [N, TOP]."""
-        flat = teacher_forced_logits(self.model, batch, self.base)[:, 1:][self._fed(batch)]
-        tokens = flat.topk(min(TOP, flat.shape[-1] - 1), dim=-1).indices
-        return coarse(flat, tokens), tokens
+    def candidates(self, schedules: Sequence[FFNSkip], tell: Tell) -> list[Candidate]:
+        measured = self.measure(schedules, tell).tolist()
+        return [Candidate(one, *figures) for one, figures in zip(schedules, measured, strict=True)]
 
     @torch.inference_mode()
-    def measure(self, schedule: Schedule) -> tuple[float, float, float]:
-        """(share skipped, divergence, token match) under `schedule`."""
-        divergence, matched, skipped = 0.0, 0, 0
-        plans = [schedule.step(k) for k in range(int(self.step.max(initial=-1)) + 1)]
-        for batch, (wanted, tokens) in zip(self.batches, self.predictions, strict=True):
-            B, T = batch.targets.shape
-            ffns = schedule.ffns([str(row) for row in range(B)], T - 1, self.model.device, gather=False)
-            logits = teacher_forced_logits(self.model, batch, schedule, ffns=ffns)[:, 1:]
-            fed = self._fed(batch)
-            flat, targets = logits[fed], batch.targets[:, 1:][fed]
-            divergence += float(F.kl_div(coarse(flat, tokens), wanted, reduction="sum", log_target=True))
-            matched += int((flat.argmax(-1) == targets).sum())
-            for k, tokens_fed in enumerate(fed.sum(dim=0).tolist()):
-                skipped += tokens_fed * (sum(self.base.step(k).ffn) - plans[k].num_settled_ffns)
-            for is_fed, ran in zip(fed.tolist(), ffns.history(), strict=False):
-                skipped -= sum(itertools.compress(ran[batch.prompt_columns :], is_fed))
-        return skipped / max(int(self.ffns().sum()), 1), divergence / self.num_tokens, matched / self.num_tokens
+    def measure(self, schedules: Sequence[Schedule], tell: Tell = lambda done: None) -> NDArray[np.float64]:
+        """[schedules, 3]: share skipped, divergence, token match."""
+        sums = np.zeros((len(schedules), 3))
+        for at, (batch, predictions) in enumerate(zip(self.batches, self.predictions, strict=True)):
+            branches = Branches(self.model, batch)
+            for number, schedule in enumerate(schedules):
+                sums[number] += self._measure(branches, schedule, predictions)
+                tell(at * len(schedules) + number + 1)
+        return sums / (max(int(self.ffns().sum()), 1), self.num_tokens, self.num_tokens)
 
-    def candidate(self, schedule: FFNSkip) -> Candidate:
-        return Candidate(schedule, *self.measure(schedule))
+    def _measure(
+        self, branches: Branches, schedule: Schedule, predictions: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[int, float, int]:
+        """(blocks skipped, divergence, matches) of a batch, summed over its tokens."""
+        batch, (wanted, tokens) = branches.batch, predictions
+        B, T = batch.targets.shape
+        ffns = schedule.ffns([str(row) for row in range(B)], T - 1, self.model.device, gather=False)
+        logits, is_fed = self._logits(branches, schedule, ffns), fed(batch)
+        divergence = float(F.kl_div(coarse(logits, tokens), wanted, reduction="sum", log_target=True))
+        matched = int((logits.argmax(-1) == batch.targets[:, 1:][is_fed]).sum())
+        skipped = 0
+        for k, tokens_fed in enumerate(is_fed.sum(dim=0).tolist()):
+            skipped += tokens_fed * (sum(self.base.step(k).ffn) - schedule.step(k).num_settled_ffns)
+        for own, ran in zip(is_fed.tolist(), ffns.history(), strict=False):
+            skipped -= sum(itertools.compress(ran[1:], own))
+        return skipped, divergence, matched
 
     def table(self) -> list[dict[str, Any]]:
         """Per layer and decode step: tokens, and mean and quantiles of the cosine."""
@@ -136,16 +150,29 @@ class Sample:
         return lines
 
 
+@dataclass(frozen=True)
+class _Look:
+    """At a batch, without skipping."""
+
+    predictions: tuple[torch.Tensor, torch.Tensor]
+    """`coarse` log-probabilities [N, TOP + 1], and the likeliest tokens [N, TOP]."""
+    similarity: NDArray[np.float32]
+    """[N, L]"""
+    step: NDArray[np.int64]
+    """[N]"""
+
+
+def fed(batch: TeacherBatch) -> torch.Tensor:
+    """[B, T - 1] bool: y_k that was fed to make y_(k+1)."""
+    return batch.targets[:, 1:] != IGNORE
+
+
 def coarse(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of `tokens` [N, K] and, last, of all others together: [N, K + 1] from [N, V] logits."""
     logp = logits.log_softmax(-1)
     chosen = logp.gather(-1, tokens)
     others = logp.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([chosen, others], dim=-1)
-
-
-Progress = Callable[[int, int], None]
-"""Candidates measured, and how many there are."""
 
 
 def propose_layers(sample: Sample, share: float, warmup_tokens: int, progress: Progress) -> Candidate:
@@ -163,16 +190,14 @@ def propose_layers(sample: Sample, share: float, warmup_tokens: int, progress: P
         reached = np.cumsum([own[layer] for layer in layers]) / total
         return tuple(sorted(layers[: int(np.abs(reached - share).argmin()) + 1]))
 
-    alone = []
-    for number, layer in enumerate(running):
-        alone.append((sample.candidate(SkipBand(sample.base, warmup_tokens, (layer,))).divergence, layer))
-        progress(number + 1, 2 * len(running) + 1)
-    tried = [closest([layer for _, layer in sorted(alone)]), *(closest(running[at:]) for at in range(len(running)))]
-    candidates = []
-    for number, layers in enumerate(tried):
-        candidates.append(sample.candidate(SkipBand(sample.base, warmup_tokens, layers)))
-        progress(len(running) + number + 1, 2 * len(running) + 1)
-    return best(candidates, share)
+    total_passes = (2 * len(running) + 1) * len(sample.batches)
+    singles = [SkipBand(sample.base, warmup_tokens, (layer,)) for layer in running]
+    alone = sample.candidates(singles, lambda done: progress(done, total_passes))
+    by_cost = [layer for _, layer in sorted(zip([one.divergence for one in alone], running, strict=True))]
+    tried = [closest(by_cost), *(closest(running[at:]) for at in range(len(running)))]
+    before = len(running) * len(sample.batches)
+    bands = [SkipBand(sample.base, warmup_tokens, layers) for layers in tried]
+    return best(sample.candidates(bands, lambda done: progress(before + done, total_passes)), share)
 
 
 def propose_rule(sample: Sample, share: float, warmup_tokens: int, progress: Progress) -> Candidate:
@@ -193,11 +218,8 @@ def propose_rule(sample: Sample, share: float, warmup_tokens: int, progress: Pro
     # those that are far off by the cosines are not worth a pass, unless there are no others
     near = min(rules.values()) + SHARE_TOLERANCE
     chosen = [rule for rule, off in rules.items() if off <= near]
-    candidates = []
-    for number, rule in enumerate(chosen):
-        candidates.append(sample.candidate(rule))
-        progress(number + 1, len(chosen))
-    return best(candidates, share)
+    passes = len(chosen) * len(sample.batches)
+    return best(sample.candidates(chosen, lambda done: progress(done, passes)), share)
 
 
 def best(candidates: Sequence[Candidate], share: float) -> Candidate:

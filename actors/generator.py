@@ -7,6 +7,7 @@ until the row at fault is alone. It knows nothing of files, tables or clusters.
 
 import copy
 import logging
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,15 +67,21 @@ class Generator:
         self.load_s = time.perf_counter() - start
 
     def with_decode(
-        self, decode: dict[str, Any], batch_size: int | None = None, prefill: str | None = None
+        self,
+        decode: dict[str, Any],
+        batch_size: int | None = None,
+        prefill: str | None = None,
+        length_buckets: Sequence[int] = (),
     ) -> "Generator":
-        """The same loaded model under another `decode:` mapping (batch size, prefill), counting its batches anew."""
+        """The same loaded model under another `decode:` mapping (batch size, prefill, buckets), counting its batches
+        anew."""
         other = copy.copy(self)
         other.config = replace(
             self.config,
             decode=decode,
             batch_size=batch_size or self.config.batch_size,
             prefill=prefill or self.config.prefill,
+            length_buckets=tuple(length_buckets) or self.config.length_buckets,
         )
         other._turns = Turns()
         other._draft_lengths = {}
@@ -117,7 +124,9 @@ class Generator:
         """
         answers: dict[int, Answer] = {}
         result = WindowResult([])
-        for batch in self.cut(requests):
+        batches = self.cut(requests)
+        random.Random(len(batches)).shuffle(batches)  # else those at full depth too have the shortest prompts
+        for batch in batches:
             schedule = self.schedule(requests[batch.rows[0]].sampling.max_new_tokens)
             answers |= self._decode(batch, requests, schedule, result.batches, may_measure)
         assert sorted(answers) == list(range(len(requests))), "rows in are not rows out"

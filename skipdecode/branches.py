@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
-from skipdecode.ffns import ALL_ROWS
+from skipdecode.ffns import ALL_ROWS, FFNs
 from skipdecode.forced import ForcedView, TeacherBatch, column_extents
 from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.layer_loop import layer_call, run_layers
@@ -55,7 +55,7 @@ class Branches:
     def states(self, schedules: Sequence[Schedule]) -> list[Tensor]:
         """[B, T, D] of each: what enters the head for each response token. Without gradients it may use what a pass
         with them has made, not the other way round."""
-        branches = [self._begin(schedule) for schedule in schedules]
+        branches = [self._begin(schedule, ALL_ROWS) for schedule in schedules]
         together = [branch for branch in branches if branch.runs_whole_layers]
         for branch in branches:
             if branch not in together:
@@ -63,8 +63,14 @@ class Branches:
         self._run_together(together)
         return [branch.h for branch in branches]
 
-    def _begin(self, schedule: Schedule) -> "Branch":
-        assert schedule.is_settled, f"{schedule} leaves blocks to rows"
+    def state(self, schedule: Schedule, ffns: FFNs) -> Tensor:
+        """[B, T, D] of one schedule, whose feed-forward blocks `ffns` runs: in the columns of the prompt's last token
+        and of the response tokens that are fed."""
+        branch = self._begin(schedule, ffns)
+        h, _ = run_layers(self.model, branch.h, branch.kv, branch.extents, ffns=ffns, recompute=self.recompute)
+        return h
+
+    def _begin(self, schedule: Schedule, ffns: FFNs) -> "Branch":
         model, start = self.model, self.batch.prompt_columns - 1
         tokens, positions = self.batch.tokens[:, start:], self._positions[:, start:]
         plans = [schedule.step(k) for k in range(tokens.shape[1] - 1)]
@@ -72,7 +78,8 @@ class Branches:
         seen = causal_mask(tokens.shape[1], start + tokens.shape[1], tokens.device)
         mask = self._valid & seen if self._has_padding else seen[None, None]
         kv = BranchView(positions, mask, model.rotations, owners, before=self._prompts(schedule.prefill(), owners))
-        extents = column_extents(schedule.prefill(), plans, 1, ALL_ROWS)
+        ffns.start_pass(plans, 1)
+        extents = column_extents(schedule.prefill(), plans, 1, ffns)
         return Branch(model.embed(tokens, positions), kv, extents)
 
     def _run_together(self, branches: Sequence["Branch"]) -> None:

@@ -281,6 +281,6 @@ def _progress(note: Note, what: str) -> Progress:
         nonlocal last
         if time.monotonic() - last >= PROGRESS_S or done == total:
             last = time.monotonic()
-            note(f"progress: {what}: {done}/{total} candidates")
+            note(f"progress: {what}: {done}/{total} passes")
 
     return tell

@@ -170,9 +170,7 @@ def measure_run(config: SweepConfig, run: SweepRun, settings: Sequence[Setting],
             "decode": setting.decode,
             "prefill": setting.prefill,
             **measure(tuned, corpus, full_texts, pairs, config, known),
-            "speed_at": {
-                str(size): speed(tuned.with_decode(setting.decode, size), corpus, config) for size in config.speed_at
-            },
+            "speed_at": {str(size): speed(tuned, size, corpus, config) for size in config.speed_at},
             "elapsed_s": 0.0,
         }
         row["elapsed_s"] = time.monotonic() - started + (0.0 if known is None else full_s)
@@ -291,9 +289,10 @@ def decode(generator: Generator, prompts: Sequence[str], config: SweepConfig) ->
     return generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])
 
 
-def speed(generator: Generator, corpus: Corpus, config: SweepConfig) -> Speedup:
-    """The speedup at another batch size, on a sample of the prompts."""
-    count = SPEED_BATCHES * generator.batch_size(1, config.max_new_tokens)
-    prompts = [*corpus.prompts] * -(-count // len(corpus.prompts))
-    result = decode(generator, prompts[:count], config)
-    return speed_figures(result, is_full=is_full_depth(generator, config))["speedup"]
+def speed(generator: Generator, size: int, corpus: Corpus, config: SweepConfig) -> Speedup:
+    """The speedup in batches of `size` rows, whatever their lengths, on a sample of the prompts."""
+    longest = generator.model.config.max_position_embeddings
+    alike = generator.with_decode(generator.config.decode, size, length_buckets=[longest])
+    prompts = [*corpus.prompts] * -(-SPEED_BATCHES * size // len(corpus.prompts))
+    result = decode(alike, prompts[: SPEED_BATCHES * size], config)
+    return speed_figures(result, is_full=is_full_depth(alike, config))["speedup"]

@@ -546,3 +546,19 @@ def test_another_schedule_on_the_same_weights(build: Callable[..., Generator]) -
     assert result.answers == fresh(requests).answers != before.answers
     assert [batch["batch"] for batch in result.batches] == list(range(len(before.batches))), "batches count anew"
     assert first(requests).answers == before.answers
+
+
+def test_batches_of_one_size_whatever_the_lengths(build: Callable[..., Generator]) -> None:
+    requests = random_requests(12, seed=3)
+    assert len(build()(requests).batches) > 3, "of several buckets, and so not all of four rows"
+    alike = build().with_decode(SKIP, 4, length_buckets=[64])(requests)
+    assert [record["rows"] for record in alike.batches] == [4, 4, 4]
+
+
+def test_batches_at_full_depth_too_are_not_those_of_the_shortest_prompts(build: Callable[..., Generator]) -> None:
+    records = build(baseline_fraction=0.1, batch_size=2, length_buckets=(32,))(random_requests(40)).batches
+    paired = [record["prompt_columns"] for record in records if "full_output_tokens" in record]
+    others = sorted(record["prompt_columns"] for record in records)
+    assert len(paired) == 5, "the first, third and fifth, and a tenth of twenty"
+    assert sorted(paired) != others[:5]
+    assert max(paired) > others[10], "one of the longer half"

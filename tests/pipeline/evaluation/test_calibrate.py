@@ -78,10 +78,10 @@ def test_share_loss_and_match_are_those_of_the_naive_decoder(
         assert sample.ffns().sum() == total
         matched = float((logits.argmax(-1) == wanted).float().mean())
         expected = (1 - ran / total, divergence(plain, logits), matched)
-        assert sample.measure(schedule) == pytest.approx(expected, abs=1e-4)
+        assert sample.measure([schedule])[0] == pytest.approx(expected, abs=1e-4)
         assert 0 < expected[0] < 1
         assert expected[1] > 1e-3
-    share, moved, match = sample.measure(base)
+    share, moved, match = sample.measure([base])[0]
     assert (share, match) == (0.0, 1.0), "greedy text is the likeliest text"
     assert moved == pytest.approx(0.0, abs=1e-6)
 
@@ -148,7 +148,7 @@ def test_threshold_for_a_share(loaded: Decoder) -> None:
     """What the recorded cosines say, against what the rule then does; -1 is the most that can be had."""
     sample = sample_of(loaded, FULL)
     rule = SkipSaturated(FULL, 1, 1, 1, -1.0)
-    most, _, _ = sample.measure(rule)
+    most, _, _ = sample.measure([rule])[0]
     late = float((sample.step >= 1).mean())
     assert most == pytest.approx(late * 3 / L), "the first block of the middle region always runs"
     assert threshold_for(sample, rule, most + 0.05)[0] == pytest.approx(most, abs=1e-6)
@@ -156,7 +156,7 @@ def test_threshold_for_a_share(loaded: Decoder) -> None:
         predicted, found = threshold_for(sample, rule, share)
         assert -1 < found.threshold < 1
         assert predicted == pytest.approx(share, abs=0.02)
-        assert sample.measure(found)[0] == pytest.approx(share, abs=0.05)
+        assert sample.measure([found])[0][0] == pytest.approx(share, abs=0.05)
     for propose in (propose_rule, propose_layers):
         with pytest.raises(ValueError, match=r"^skip_share: 0\.9 is out of reach: with warmup_tokens=9"):
             propose(sample, 0.9, 9, silent)
