@@ -13,7 +13,7 @@ from skipdecode.backends.device import backend_on
 from skipdecode.batch_rows import MAX_ROWS, row_rounding, rows_within
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import cache_bytes_per_row
-from skipdecode.host_memory import available_bytes
+from skipdecode.host import available_bytes
 from skipdecode.plan import Schedule
 from skipdecode.step_graphs import StepGraphs
 

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config import ActorsConfig, ConfigError
 from skipdecode.backends.choice import VARIABLE
+from skipdecode.host import num_cores
 
 IO_CPUS = 1.0  # kept free for reading, tokenising and writing
 STAGE_CPUS = 0.25  # asked for by each such task
@@ -192,12 +193,6 @@ def _cpus_per_actor(actors: ActorsConfig, cluster: Cluster, num_actors: int, num
         share = min(share, 1.0)  # the GPU works; or the CPUs are not real cores
     share = min(share, max(cpus for cpus, _ in node_shapes(cluster)))
     return float(int(share)) if share >= 1 else max(0.01, int(share * 100) / 100)  # Ray wants whole numbers above 1
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    # macOS has no affinity
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _total_bytes() -> int:

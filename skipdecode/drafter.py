@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import Packed
 from skipdecode.backends.device import backend_on
-from skipdecode.host_memory import available_bytes
+from skipdecode.host import available_bytes
 from skipdecode.placing import Placement
 from skipdecode.short_head import ShortHead
 

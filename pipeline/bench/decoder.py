@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section, SwiftKVSection, build_config, read_tree
 from pipeline.machine import provenance
 from pipeline.units import Json, Note
 from skipdecode.config import Quantization
 from skipdecode.families import released
+from skipdecode.host import num_cores
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import torch
 
 from actors.generator import Generator, GeneratorConfig
 from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
-from pipeline.cluster import Cluster, Pool, find_pool, num_cores, plan_pool, start_ray
+from pipeline.cluster import Cluster, Pool, find_pool, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
 from pipeline.doctor.corpus import Worker, estimate
 from pipeline.doctor.facts import (
@@ -32,6 +32,7 @@ from pipeline.store.run_folder import RunFolder
 from pipeline.units import Json, Note
 from pipeline.worker_backends import NodeBackend, find_backends, look, settle_dtype, why_by_torch, why_no_int8
 from skipdecode.cost import cache_bytes_per_row
+from skipdecode.host import num_cores
 from skipdecode.hub import resolve_source
 from skipdecode.placing import choose_device
 from skipdecode.schedule import make_schedule

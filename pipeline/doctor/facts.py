@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from actors.room import free_bytes
-from pipeline.cluster import OBJECT_STORE_BYTES, num_cores
+from pipeline.cluster import OBJECT_STORE_BYTES
 from pipeline.config import ConfigError
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose, cpu_flags
 from skipdecode.backends.device import choice_on
+from skipdecode.host import num_cores
 
 GIB = 1 << 30
 

@@ -19,7 +19,6 @@ from actors.calibrate import Candidate, Pair, Progress, Sample, propose_layers, 
 from actors.generator import Generator, GeneratorConfig
 from actors.records import RowFailure
 from pipeline.checkpoint import ResolvedModel, check_model
-from pipeline.cluster import num_cores
 from pipeline.config import (
     ConfigError,
     DecodeConfig,
@@ -46,6 +45,7 @@ from pipeline.plots import new_figure, save_figure
 from pipeline.store.model_folder import new_folder, written_whole
 from pipeline.units import Json, Note
 from skipdecode.generate import Request
+from skipdecode.host import num_cores
 from skipdecode.placing import choose_device
 from skipdecode.sampling import Sampling
 

@@ -15,7 +15,6 @@ from pydantic import Field
 
 from actors.train_workers import Pair
 from actors.trainer import mean_loss
-from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, Section
 from pipeline.evaluation.documents import (
     Counts,
@@ -37,6 +36,7 @@ from pipeline.units import Note
 from skipdecode.adapter import resolve_adapter
 from skipdecode.config import Quantization
 from skipdecode.decoder import Decoder
+from skipdecode.host import num_cores
 from skipdecode.hub import resolve_source
 from skipdecode.placing import choose_device, choose_dtype
 from skipdecode.plan import Schedule

@@ -22,7 +22,6 @@ from actors.records import RowFailure, WindowResult
 from actors.train_workers import Pair
 from actors.trainer import mean_loss
 from pipeline.checkpoint import check_model, check_quantization, resolve_decode
-from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section
 from pipeline.evaluation.documents import (
     Decode,
@@ -42,6 +41,7 @@ from pipeline.units import Note
 from skipdecode.backends.choice import choose
 from skipdecode.config import Quantization
 from skipdecode.generate import Request
+from skipdecode.host import num_cores
 from skipdecode.placing import choose_device, choose_dtype
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import METHOD_KEYS, listed_schedule

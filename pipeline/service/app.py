@@ -15,7 +15,6 @@ from ray import serve
 from actors.generator import GeneratorConfig
 from actors.loading import keep_loaded
 from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, check_quantization, worker_path
-from pipeline.cluster import num_cores
 from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
@@ -24,6 +23,7 @@ from pipeline.service.metrics import RayMetrics, scrape
 from pipeline.service.routes import create_app
 from pipeline.units import Json
 from skipdecode.continuous import check_continuous
+from skipdecode.host import num_cores
 from skipdecode.hub import pin, resolve_source
 from skipdecode.schedule import make_schedule
 

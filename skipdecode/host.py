@@ -1,10 +1,10 @@
-"""How much memory the host has to give: that of the machine, or of the container where that has less."""
+"""What the host has to give, memory and cores: that of the machine, or of the container where that has less."""
 
 import os
 from pathlib import Path
 
 # limit, what counts against it, and what of that gives way (in memory.stat), by version of Linux's control groups
-FILES = {
+MEMORY_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
@@ -12,8 +12,16 @@ FILES = {
 
 def available_bytes() -> int:
     """Memory that nobody needs. Not free pages: the page cache gives way."""
-    left = [_left(path, version) for version, path in _groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]
+    left = [_bytes_left(path, version) for version, path in _groups("memory")]
     return min([_of_machine(), *(bytes_left for bytes_left in left if bytes_left is not None)])
+
+
+def num_cores() -> int:
+    """Cores that this process may use, of which there is one at least."""
+    # macOS has no affinity
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [_quota(path, version) for version, path in _groups("cpu")]
+    return max(1, int(min([cores, *(quota for quota in quotas if quota is not None)])))
 
 
 def _of_machine() -> int:
@@ -24,7 +32,9 @@ def _of_machine() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _groups(own: Path, root: Path) -> list[tuple[int, Path]]:
+def _groups(
+    controller: str, own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[tuple[int, Path]]:
     """(version, folder) of the control groups whose limits hold for this process: its own, and all above it.
 
     `own` names them as the machine sees them. In a container that name may not be there, and `root` is its own group.
@@ -35,20 +45,30 @@ def _groups(own: Path, root: Path) -> list[tuple[int, Path]]:
         return []
     found = []
     for _, controllers, name in lines:
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        version, top = (1, root / "memory") if controllers else (2, root)
+        version, top = (1, root / controller) if controllers else (2, root)
         folder = top / name.strip().lstrip("/")
         found += [(version, path) for path in (folder, *folder.parents) if path.is_relative_to(top)]
     return found
 
 
-def _left(group: Path, version: int) -> int | None:
+def _bytes_left(group: Path, version: int) -> int | None:
     """Below the limit of a control group; None: it has none, or does not say."""
-    limit, usage, gives_way = FILES[version]
+    limit, usage, gives_way = MEMORY_FILES[version]
     try:
         most, used = ((group / name).read_text(encoding="ascii").strip() for name in (limit, usage))
         stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
         return None if most == "max" else max(int(most) - int(used) + int(stat.get(gives_way, 0)), 0)
     except (OSError, ValueError):
+        return None
+
+
+def _quota(group: Path, version: int) -> float | None:
+    """Cores' worth of time that a control group may have; None: it has no limit, or does not say."""
+    names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    try:
+        quota, period = " ".join((group / name).read_text(encoding="ascii") for name in names).split()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
         return None
