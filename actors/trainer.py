@@ -172,7 +172,12 @@ def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None)
 
 def mean_loss(model: Decoder, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:
     """Nats per response token under `schedule`, teacher-forced, over all pairs; perplexity is its exp."""
-    return _mean_losses(ResponseLoss(model).eval(), pairs, [schedule], batch_rows, model.device, "float32")[0]
+    return mean_losses(model, pairs, [schedule], batch_rows)[0]
+
+
+def mean_losses(model: Decoder, pairs: Sequence[Pair], schedules: Sequence[Schedule], batch_rows: int) -> list[float]:
+    """`mean_loss` of each; prompts run once for all."""
+    return _mean_losses(ResponseLoss(model).eval(), pairs, schedules, batch_rows, model.device, "float32")
 
 
 class _Since:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from skipdecode.decoder import Decoder
 from skipdecode.extents import Extents
-from skipdecode.ffns import ALL_ROWS, FFNs
+from skipdecode.ffns import FFNs
 from skipdecode.forced import ForcedView, TeacherBatch, column_extents
 from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.layer_loop import layer_call, run_layers
@@ -55,11 +55,13 @@ class Branches:
     def states(self, schedules: Sequence[Schedule]) -> list[Tensor]:
         """[B, T, D] of each: what enters the head for each response token. Without gradients it may use what a pass
         with them has made, not the other way round."""
-        branches = [self._begin(schedule, ALL_ROWS) for schedule in schedules]
+        B, T = self.batch.targets.shape
+        ids, device = [str(row) for row in range(B)], self.batch.tokens.device
+        branches = [self._begin(one, one.ffns(ids, T - 1, device, gather=False)) for one in schedules]
         together = [branch for branch in branches if branch.runs_whole_layers]
         for branch in branches:
             if branch not in together:
-                branch.h, _ = run_layers(self.model, branch.h, branch.kv, branch.extents, recompute=self.recompute)
+                self._run(branch)
         self._run_together(together)
         return [branch.h for branch in branches]
 
@@ -67,8 +69,8 @@ class Branches:
         """[B, T, D] of one schedule, whose feed-forward blocks `ffns` runs: in the columns of the prompt's last token
         and of the response tokens that are fed."""
         branch = self._begin(schedule, ffns)
-        h, _ = run_layers(self.model, branch.h, branch.kv, branch.extents, ffns=ffns, recompute=self.recompute)
-        return h
+        self._run(branch)
+        return branch.h
 
     def _begin(self, schedule: Schedule, ffns: FFNs) -> "Branch":
         model, start = self.model, self.batch.prompt_columns - 1
@@ -80,7 +82,11 @@ class Branches:
         kv = BranchView(positions, mask, model.rotations, owners, before=self._prompts(schedule.prefill(), owners))
         ffns.start_pass(plans, 1)
         extents = column_extents(schedule.prefill(), plans, 1, ffns)
-        return Branch(model.embed(tokens, positions), kv, extents)
+        return Branch(model.embed(tokens, positions), kv, extents, ffns)
+
+    def _run(self, branch: "Branch") -> None:
+        given = branch.h, branch.kv, branch.extents
+        branch.h, _ = run_layers(self.model, *given, ffns=branch.ffns, recompute=self.recompute)
 
     def _run_together(self, branches: Sequence["Branch"]) -> None:
         """Each layer once for the columns of all that run it: a response is short, and a product of few rows slow."""
@@ -150,11 +156,13 @@ class Branch:
     """[B, T, D]"""
     kv: "BranchView"
     extents: Extents
+    ffns: FFNs
 
     @property
     def runs_whole_layers(self) -> bool:
-        """Attention and feed-forward of the same columns, over keys and values of its own."""
-        return self.extents.attn == self.extents.ffn and self.extents.kv_layers is None
+        """Attention and feed-forward of the same columns, over keys and values of its own, for all rows."""
+        e = self.extents
+        return e.attn == e.ffn and e.kv_layers is None and not any(e.apart)
 
     def columns(self, layer: int) -> int:
         """That run it."""

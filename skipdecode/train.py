@@ -66,8 +66,7 @@ class ResponseLoss(nn.Module):
     def _passes(self, batch: TeacherBatch, schedules: Sequence[Schedule]) -> "Passes":
         """What gives the states [B, T, D] of schedules. Prompts apart from responses only where that saves work: it
         takes memory."""
-        saves = len(schedules) > 1 or schedules[0].prefill().kv_layers is not None
-        if saves and all(schedule.is_settled for schedule in schedules):
+        if len(schedules) > 1 or schedules[0].prefill().kv_layers is not None:
             return Branches(self.model, batch, recompute=self.recompute).states
         return lambda asked: [teacher_forced_states(self.model, batch, one, recompute=self.recompute) for one in asked]
 

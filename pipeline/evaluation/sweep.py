@@ -19,8 +19,7 @@ from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig
 from actors.records import RowFailure, WindowResult
-from actors.train_workers import Pair
-from actors.trainer import mean_loss
+from actors.trainer import mean_losses
 from pipeline.checkpoint import check_model, check_quantization, resolve_decode
 from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section
 from pipeline.evaluation.documents import (
@@ -157,9 +156,11 @@ def measure_run(config: SweepConfig, run: SweepRun, settings: Sequence[Setting],
     full_s = time.monotonic() - started
     full_texts = texts_in(plain, full)
     del plain
-    for setting in settings:
+    policies = [generator.with_decode(setting.decode, prefill=setting.prefill) for setting in settings]
+    schedules = [policy.schedule(config.max_new_tokens) for policy in policies]
+    losses = mean_losses(generator.model, pairs, schedules, config.batch_size) if pairs else [None] * len(settings)
+    for setting, tuned, loss in zip(settings, policies, losses, strict=True):
         started = time.monotonic()
-        tuned = generator.with_decode(setting.decode, prefill=setting.prefill)
         known = full if run.quantization is None and is_full_depth(tuned, config) else None
         row: SweepRow = {
             "label": run.label,
@@ -169,7 +170,7 @@ def measure_run(config: SweepConfig, run: SweepRun, settings: Sequence[Setting],
             "quantization": run.quantization,
             "decode": setting.decode,
             "prefill": setting.prefill,
-            **measure(tuned, corpus, full_texts, pairs, config, known),
+            **measure(tuned, corpus, full_texts, loss, config, known),
             "speed_at": {str(size): speed(tuned, size, corpus, config) for size in config.speed_at},
             "elapsed_s": 0.0,
         }
@@ -249,16 +250,15 @@ def measure(
     generator: Generator,
     corpus: Corpus,
     full_texts: Sequence[str],
-    pairs: Sequence[Pair],
+    loss: float | None,
     config: SweepConfig,
     known: WindowResult | None = None,
 ) -> SettingFigures:
-    """What one setting comes to: texts scored, loss of the references, layers and speedup.
+    """What one setting comes to: texts scored, `loss` of the references, layers and speedup.
 
     `rougeL_to_full` and `equal_to_full` say what was kept of `full_texts`, where references reward a plainer text than
     the model's own. `known`: what this setting made of the prompts already; it is not run again.
     """
-    schedule = generator.schedule(config.max_new_tokens)
     result = decode(generator, corpus.prompts, config) if known is None else known
     texts = texts_in(generator, result)
     kept = rouge_rows(texts, [[text] for text in full_texts])["rougeL"]  # 0 for two empty texts
@@ -268,7 +268,7 @@ def measure(
         **(reference_scores(texts, corpus.references) if corpus.references else ReferenceScores()),
         "rougeL_to_full": fmean(100.0 if a == b else r for a, b, r in zip(texts, full_texts, kept, strict=True)),
         "equal_to_full": fmean(map(operator.eq, texts, full_texts)),
-        **loss_figures(mean_loss(generator.model, pairs, schedule, config.batch_size) if pairs else None),
+        **loss_figures(loss),
         **slot_share(corpus.prompts, texts),
     }
 

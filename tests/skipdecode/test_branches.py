@@ -15,6 +15,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.families.qwen import Qwen3Config
+from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.forced import IGNORE, TeacherBatch, teacher_batch, teacher_forced_logits, teacher_forced_states
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.train import ResponseLoss
@@ -32,6 +33,12 @@ PLAIN: list[Schedule] = [
     EarlyExit(L, 4, 1, 1, 3),
     Unified(L, 2),
     ChosenLayers(L, (1, 4)),
+    SkipBand(FullDepth(L), 1, (2, 4)),
+    SkipBand(SkipDecode(L, 5, 2, 1, 4), 2, (0, 5)),
+]
+BY_ROW: list[Schedule] = [
+    SkipSaturated(SkipDecode(L, 5, 2, 1, 4), 1, 0, 0, 0.7),
+    SkipAtRandom(FullDepth(L), 0, 1, 1, share=0.5, seed=3),
 ]
 SWIFT: list[Schedule] = [SwiftPrefill(base, 2) for base in PLAIN[:2]]
 LENGTHS = {"padded": [(4, 6), (1, 9), (7, 1), (3, 3)], "even": [(5, 4), (5, 2)], "one token": [(1, 3), (1, 1)]}
@@ -52,6 +59,19 @@ def batch_of(lengths: str) -> TeacherBatch:
         return torch.randint(3, 64, (n,), generator=generator).tolist()
 
     return teacher_batch([(some(p), some(t)) for p, t in LENGTHS[lengths]], 1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_blocks_that_rows_decide_on(kind: str, lengths: str) -> None:
+    model, batch = made(kind), batch_of(lengths)
+    found = Branches(model, batch).states([*BY_ROW, FullDepth(L)])
+    for schedule, states in zip(BY_ROW, found, strict=False):
+        wanted = teacher_forced_states(model, batch, schedule)[batch.targets != IGNORE]
+        assert torch.allclose(states[batch.targets != IGNORE], wanted, rtol=0, atol=1e-12)
+    changed = [not torch.allclose(states, found[-1], atol=1e-3) for states in found[:-1]]
+    assert all(changed) or lengths == "one token"
 
 
 @pytest.mark.parametrize("recompute", [False, True])
