@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-# limit, what counts against it, and what of that gives way (in memory.stat), by version of Linux's control groups
+# limit, what counts against it, and what of that is page cache (in memory.stat), by version of Linux's control groups
 MEMORY_FILES = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 
 
@@ -40,7 +40,7 @@ def _groups(
     `own` names them as the machine sees them. In a container that name may not be there, and `root` is its own group.
     """
     try:
-        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
+        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
     except OSError:  # no Linux
         return []
     found = []
@@ -55,11 +55,11 @@ def _groups(
 
 def _bytes_left(group: Path, version: int) -> int | None:
     """Below the limit of a control group; None: it has none, or does not say."""
-    limit, usage, gives_way = MEMORY_FILES[version]
+    limit, usage, cache = MEMORY_FILES[version]
     try:
         most, used = ((group / name).read_text(encoding="ascii").strip() for name in (limit, usage))
         stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        return None if most == "max" else max(int(most) - int(used) + int(stat.get(gives_way, 0)), 0)
+        return None if most == "max" else max(int(most) - int(used) + sum(int(stat.get(name, 0)) for name in cache), 0)
     except (OSError, ValueError):
         return None
 

@@ -45,6 +45,7 @@ from skipdecode.placing import choose_device, choose_dtype
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import METHOD_KEYS, listed_schedule
 
+LOSS_ROWS = 16  # whose keys and values are kept, of all layers, beside what decoding takes
 SPEED_BATCHES = 4  # for each of `speed_at`; both ways as `baseline_fraction` says
 
 
@@ -156,11 +157,12 @@ def measure_run(config: SweepConfig, run: SweepRun, settings: Sequence[Setting],
     full_s = time.monotonic() - started
     full_texts = texts_in(plain, full)
     del plain
-    policies = [generator.with_decode(setting.decode, prefill=setting.prefill) for setting in settings]
-    schedules = [policy.schedule(config.max_new_tokens) for policy in policies]
-    losses = mean_losses(generator.model, pairs, schedules, config.batch_size) if pairs else [None] * len(settings)
-    for setting, tuned, loss in zip(settings, policies, losses, strict=True):
+    given = [setting.decode | {"prefill": setting.prefill} for setting in settings]
+    schedules = [listed_schedule(generator.model.config, one, config.max_new_tokens) for one in given]
+    losses = mean_losses(generator.model, pairs, schedules, LOSS_ROWS) if pairs else [None] * len(settings)
+    for setting, loss in zip(settings, losses, strict=True):
         started = time.monotonic()
+        tuned = generator.with_decode(setting.decode, prefill=setting.prefill)
         known = full if run.quantization is None and is_full_depth(tuned, config) else None
         row: SweepRow = {
             "label": run.label,
@@ -283,7 +285,7 @@ def texts_in(generator: Generator, result: WindowResult) -> list[str]:
 
 
 def decode(generator: Generator, prompts: Sequence[str], config: SweepConfig) -> WindowResult:
-    """All prompts in one window: sorted by length."""
+    """All prompts in one window: batches of similar lengths."""
     sampling = Sampling(max_new_tokens=config.max_new_tokens, ignore_eos=config.ignore_eos)
     tokens = generator.tokenizer.encode(prompts)
     return generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])

@@ -17,7 +17,8 @@ def group(folder: Path, version: int, limit: int | str, used: int, inactive: int
     folder.mkdir(parents=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {inactive}\nactive_file 7\n")
+    read_once, read_again = names[2]
+    (folder / "memory.stat").write_text(f"anon 5\n{read_once} {inactive - MIB}\n{read_again} {MIB}\nfile 7\n")
 
 
 def groups(controller: str, own: str, tmp_path: Path) -> list[tuple[int, Path]]:
@@ -34,8 +35,8 @@ def quotas(own: str, tmp_path: Path) -> list[float | None]:
 
 
 def test_a_group_and_all_above_it(tmp_path: Path) -> None:
-    group(tmp_path / "fs/pods/one", 2, "max", 100 * MIB, 0)
-    group(tmp_path / "fs/pods.slice", 2, 1, 1, 0)
+    group(tmp_path / "fs/pods/one", 2, "max", 100 * MIB, MIB)
+    group(tmp_path / "fs/pods.slice", 2, 1, 1, MIB)
     group(tmp_path / "fs/pods/one/main", 2, 300 * MIB, 250 * MIB, 20 * MIB)
     (tmp_path / "fs/pods/memory.max").write_text("a word\n")
     (tmp_path / "fs/pods/cpu.max").write_text("250000 100000\n")
@@ -58,18 +59,18 @@ def test_the_first_version(tmp_path: Path) -> None:
 
 
 def test_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
-    group(tmp_path / "fs/memory", 1, 512 * MIB, 12 * MIB, 0)
-    assert left("4:memory:/docker/0123\n", tmp_path) == [None, None, 500 * MIB]
+    group(tmp_path / "fs/memory", 1, 512 * MIB, 12 * MIB, MIB)
+    assert left("4:memory:/docker/0123\n", tmp_path) == [None, None, 501 * MIB]
 
 
 def test_the_least_of_all_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     assert 0 < available_bytes() <= host._of_machine() + 512 * MIB
     assert 1 <= num_cores() <= cores
-    group(tmp_path / "small", 2, 300 * MIB, 250 * MIB, 0)
+    group(tmp_path / "small", 2, 300 * MIB, 250 * MIB, MIB)
     (tmp_path / "small/cpu.max").write_text("20000 100000\n")
     monkeypatch.setattr(host, "_groups", lambda controller: [(2, tmp_path / "none"), (2, tmp_path / "small")])
-    assert (available_bytes(), num_cores()) == (50 * MIB, 1)
+    assert (available_bytes(), num_cores()) == (51 * MIB, 1)
     monkeypatch.setattr(host, "_groups", lambda controller: [])
     assert available_bytes() > 100 * MIB
     assert num_cores() == cores

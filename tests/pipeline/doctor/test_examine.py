@@ -1,7 +1,6 @@
 """`jobs.doctor`: says what is there, what would be chosen, and what is wrong, each with its remedy."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pipeline.doctor import examine as doctor
 from pipeline.doctor import versions
 from pipeline.doctor.corpus import Worker, estimate
 from pipeline.units import Json
+from skipdecode.host import num_cores
 from tests.support.input_helpers import write_jsonl
 
 
@@ -42,7 +42,7 @@ def test_it_says_what_a_worker_would_choose(
     assert choice["batch_size"] == {"32": worker.batch_size(32, 40), "64": worker.batch_size(64, 40)}
     assert machine["torch"] == torch.__version__
     assert 0 < machine["free_memory_bytes"] <= machine["memory_bytes"]
-    assert machine["usable_cores"] == len(os.sched_getaffinity(0))
+    assert machine["usable_cores"] == num_cores()
     assert not (tmp_path / "run").exists(), "it changes nothing"
 
 
