@@ -3,7 +3,10 @@
 Reports have their speed-up and agreement from these batches. Left out: decoding, and records of one pass (`records`).
 """
 
+import math
+import random
 from dataclasses import dataclass
+from fractions import Fraction
 
 from skipdecode.batch_stats import LosslessStats
 from skipdecode.cost import Ceilings, SharedShape, predict_s
@@ -26,8 +29,7 @@ class Turns:
 
     def is_next(self, fraction: float) -> bool:
         """Whether the next batch that counts is decoded at full depth too, as `fraction` of them are."""
-        n = self.counted
-        return fraction > 0 and (n in FIRST_PAIRS or int((n + 1) * fraction) > int(n * fraction))
+        return fraction > 0 and (self.counted in FIRST_PAIRS or _is_drawn(self.counted, fraction))
 
     @property
     def is_full_first(self) -> bool:
@@ -37,6 +39,32 @@ class Turns:
     def after(self, *, counts: bool, is_pair: bool) -> "Turns":
         """With one batch more."""
         return Turns(self.batches + 1, self.counted + counts, self.pairs + is_pair)
+
+
+def paired_batches(batches: int, fraction: float) -> int:
+    """Of a worker's first `batches`, those decoded at full depth too."""
+    if fraction <= 0:
+        return 0
+    part = int(batches * _share(fraction))  # of so many parts the drawn batch is behind us, if not of one more
+    drawn = part + (_drawn(part, fraction) < batches)
+    return drawn + sum(place < batches and not _is_drawn(place, fraction) for place in FIRST_PAIRS)
+
+
+def _is_drawn(place: int, fraction: float) -> bool:
+    return place == _drawn(int(place * _share(fraction)), fraction)
+
+
+def _drawn(part: int, fraction: float) -> int:
+    """Place of the pair in one of the parts that batches fall into, each as long as one batch in it is `fraction`.
+
+    By chance: batches of a window come longest first, so places at even distances may all have about one length.
+    """
+    first, end = (math.ceil(at / _share(fraction)) for at in (part, part + 1))
+    return first + random.Random(part).randrange(end - first)
+
+
+def _share(fraction: float) -> Fraction:
+    return Fraction(str(fraction))  # 0.1 is a tenth, which the float is not
 
 
 def predicted(

@@ -63,11 +63,11 @@ class Sample:
             teacher_batch(ordered[start : start + batch_rows], pad, model.device)
             for start in range(0, len(ordered), batch_rows)
         ]
-        looks = [self._look(batch) for batch in self.batches]
-        self.predictions = [look.predictions for look in looks]
-        self.similarity = np.concatenate([look.similarity for look in looks])
+        found = [self._unskipped(batch) for batch in self.batches]
+        self.predictions = [one.predictions for one in found]
+        self.similarity = np.concatenate([one.similarity for one in found])
         """[N, L] cosines of every token fed in decoding, NaN where the layer does not run."""
-        self.step = np.concatenate([look.step for look in looks])
+        self.step = np.concatenate([one.step for one in found])
         """[N] their decode steps."""
 
     @property
@@ -80,7 +80,7 @@ class Sample:
         return len(self.step)
 
     @torch.inference_mode()
-    def _look(self, batch: TeacherBatch) -> "_Look":
+    def _unskipped(self, batch: TeacherBatch) -> "_Unskipped":
         recorder = SimilarityRecorder()
         logits = self._logits(Branches(self.model, batch), self.base, recorder)
         is_fed = fed(batch)
@@ -90,7 +90,7 @@ class Sample:
             own = values[:, 1:].cpu()  # behind the prompt's last token
             found[:, : own.shape[1], layer] = own
         is_fed = is_fed.cpu()
-        return _Look((coarse(logits, tokens), tokens), found[is_fed].numpy(), is_fed.nonzero()[:, 1].numpy())
+        return _Unskipped((coarse(logits, tokens), tokens), found[is_fed].numpy(), is_fed.nonzero()[:, 1].numpy())
 
     def _logits(self, branches: Branches, schedule: Schedule, ffns: FFNs) -> torch.Tensor:
         """[N, V] float32, of the tokens that a decode step made."""
@@ -151,8 +151,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class _Look:
-    """At a batch, without skipping."""
+class _Unskipped:
+    """What a batch comes to without skipping."""
 
     predictions: tuple[torch.Tensor, torch.Tensor]
     """`coarse` log-probabilities [N, TOP + 1], and the likeliest tokens [N, TOP]."""

@@ -125,7 +125,7 @@ class Generator:
         answers: dict[int, Answer] = {}
         result = WindowResult([])
         batches = self.cut(requests)
-        random.Random(self._turns.batches).shuffle(batches)  # else those at full depth too have the shortest prompts
+        random.Random(0).shuffle(batches)  # else the first pairs have the shortest prompts
         for batch in batches:
             schedule = self.schedule(requests[batch.rows[0]].sampling.max_new_tokens)
             answers |= self._decode(batch, requests, schedule, result.batches, may_measure)

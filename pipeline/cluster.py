@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config import ActorsConfig, ConfigError
 from skipdecode.backends.choice import VARIABLE
-from skipdecode.host import num_cores
+from skipdecode.host import num_cores, total_bytes
 
 IO_CPUS = 1.0  # kept free for reading, tokenising and writing
 STAGE_CPUS = 0.25  # asked for by each such task
@@ -65,7 +65,7 @@ def start_ray() -> Cluster:
         # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
         # "local": else Ray joins whatever a file left behind by another cluster points to
         options |= {"address": "local", "num_cpus": max(8, 4 * cores), "include_dashboard": False}
-        options |= {"object_store_memory": min(OBJECT_STORE_BYTES, _total_bytes() // 5)}
+        options |= {"object_store_memory": min(OBJECT_STORE_BYTES, total_bytes() // 5)}
         # Ray's 15 lets everything else on the machine go before decoding; a thread that waits holds up all of a product
         os.environ.setdefault("RAY_worker_niceness", "0")
         # a worker takes 0.7 % of a core while it waits: no more of them than there is work for
@@ -193,7 +193,3 @@ def _cpus_per_actor(actors: ActorsConfig, cluster: Cluster, num_actors: int, num
         share = min(share, 1.0)  # the GPU works; or the CPUs are not real cores
     share = min(share, max(cpus for cpus, _ in node_shapes(cluster)))
     return float(int(share)) if share >= 1 else max(0.01, int(share * 100) / 100)  # Ray wants whole numbers above 1
-
-
-def _total_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

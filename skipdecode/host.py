@@ -16,6 +16,13 @@ def available_bytes() -> int:
     return min([_of_machine(), *(bytes_left for bytes_left in left if bytes_left is not None)])
 
 
+def total_bytes() -> int:
+    """Memory that this process and its neighbours in a container may have in all."""
+    limits = [_limit(path, version) for version, path in _groups("memory")]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([pages, *(limit for limit in limits if limit is not None)])
+
+
 def num_cores() -> int:
     """Cores that this process may use, of which there is one at least."""
     # macOS has no affinity
@@ -55,12 +62,23 @@ def _groups(
 
 def _bytes_left(group: Path, version: int) -> int | None:
     """Below the limit of a control group; None: it has none, or does not say."""
-    limit, usage, cache = MEMORY_FILES[version]
+    _, usage, cache = MEMORY_FILES[version]
+    limit = _limit(group, version)
+    if limit is None:
+        return None
     try:
-        most, used = ((group / name).read_text(encoding="ascii").strip() for name in (limit, usage))
+        used = int((group / usage).read_text(encoding="ascii"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        return None if most == "max" else max(int(most) - int(used) + sum(int(stat.get(name, 0)) for name in cache), 0)
+        return max(limit - used + sum(int(stat.get(name, 0)) for name in cache), 0)
     except (OSError, ValueError):
+        return None
+
+
+def _limit(group: Path, version: int) -> int | None:
+    """Bytes that a control group may have; None: as many as there are, or it does not say."""
+    try:
+        return int((group / MEMORY_FILES[version][0]).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # the second for `max`
         return None
 
 

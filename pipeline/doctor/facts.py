@@ -12,7 +12,7 @@ from pipeline.cluster import OBJECT_STORE_BYTES
 from pipeline.config import ConfigError
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose, cpu_flags
 from skipdecode.backends.device import choice_on
-from skipdecode.host import num_cores
+from skipdecode.host import num_cores, total_bytes
 
 GIB = 1 << 30
 
@@ -60,10 +60,9 @@ def cuda_backend() -> Choice | None:
 
 
 def machine() -> Machine:
-    page = os.sysconf("SC_PAGE_SIZE")
     return Machine(
         usable_cores=num_cores(),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * page,
+        memory_bytes=total_bytes(),
         free_memory_bytes=free_bytes(torch.device("cpu")),
         has_amx_bf16="amx_bf16" in cpu_flags(),
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,

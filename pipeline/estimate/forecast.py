@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from actors.baseline import FIRST_PAIRS
+from actors.baseline import paired_batches
 from actors.batching import Batch
 from actors.generator import Generator
 from actors.room import MAX_BATCH_ROWS
@@ -139,15 +139,6 @@ def batch_s(
     rows = sum(carried) / len(carried) if carried else len(new)
     level = at_level(measured.levels, rows)
     return prefill * level.prefill + decode * level.decode
-
-
-def paired_batches(batches: int, fraction: float) -> int:
-    """Of a worker's first `batches`, those decoded at full depth too (as `Generator` takes its turns)."""
-    if fraction <= 0:
-        return 0
-    first = sum(place < batches for place in FIRST_PAIRS)
-    late = [place for place in FIRST_PAIRS if int((place + 1) * fraction) > int(place * fraction)]
-    return first + int(batches * fraction) - sum(place < batches for place in late)
 
 
 def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: bool) -> int:

@@ -175,8 +175,8 @@ def _legend(document: SweepDocument) -> str:
     share = document["config"].get("baseline_fraction")  # null: older figures, every batch
     if isinstance(share, float) and share < 1:
         parts.append(
-            f"Speedup and `as full depth` are of the first, third and fifth batch of a setting and {share:.0%} of all; "
-            "their order is drawn. Texts and their scores are of every batch."
+            f"Speedup and `as full depth` are of the first, third and fifth batch of a setting and {share:.0%} of all, "
+            "drawn. Texts and their scores are of every batch."
         )
     if document["slot_share_of_references"] is not None:
         parts.append(f"The references themselves hold {document['slot_share_of_references']:.1f} % of the slots.")

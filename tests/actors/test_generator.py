@@ -387,7 +387,7 @@ PREDICTED = {"predicted_prefill_s", "predicted_decode_s", "full_predicted_prefil
 
 
 def test_baseline_pairs(build: Callable[..., Generator], calls: list[tuple[list[str], dict[str, Any]]]) -> None:
-    """Batches 0, 2 and 4 always, then one in ten; the two passes change order from pair to pair; answers are ours."""
+    """Batches 0, 2 and 4 always, and one of each ten; the passes change order from pair to pair; answers are ours."""
     generator = build(baseline_fraction=0.1, batch_size=1, length_buckets=(32,))
     calls.clear()
     requests = random_requests(24)
@@ -395,12 +395,13 @@ def test_baseline_pairs(build: Callable[..., Generator], calls: list[tuple[list[
     assert result.answers == one_by_one(generator, requests)
     assert [record["batch"] for record in result.batches] == list(range(24))
     paired = [record["batch"] for record in result.batches if "full_decode_s" in record]
-    assert paired == [0, 2, 4, 9, 19]
+    assert paired[:3] == [0, 2, 4]
     orders = []
     for (ids, keys), (next_ids, _) in pairwise(calls):
         if ids == next_ids:
             orders.append("full first" if keys["schedule"] == FullDepth(6) else "ours first")
-    assert orders == ["ours first", "full first", "ours first", "full first", "ours first"]
+    assert len(paired) > 3
+    assert orders == [("ours first", "full first")[number % 2] for number in range(len(paired))]
     for record in result.batches:
         assert FIGURES | {"layers", "started_at", "batch"} <= record.keys()
         assert record["layers"] == 6
@@ -412,7 +413,8 @@ def test_baseline_pairs(build: Callable[..., Generator], calls: list[tuple[list[
             assert record["predicted_decode_s"] < record["full_predicted_decode_s"] or record["decode_steps"] == 0
     again = generator(requests)  # counting goes on from window to window
     assert [record["batch"] for record in again.batches] == list(range(24, 48))
-    assert [r["batch"] for r in again.batches if "full_decode_s" in r] == [29, 39]
+    paired += [record["batch"] for record in again.batches if "full_decode_s" in record]
+    assert [place // 10 for place in paired[3:] if place < 40] == [0, 1, 2, 3]
 
 
 def test_baseline_agreement_is_that_of_the_two_passes(build: Callable[..., Generator]) -> None:
@@ -555,16 +557,8 @@ def test_batches_of_one_size_whatever_the_lengths(build: Callable[..., Generator
     assert [record["rows"] for record in alike.batches] == [4, 4, 4]
 
 
-def test_batches_at_full_depth_too_are_not_those_of_the_shortest_prompts(build: Callable[..., Generator]) -> None:
-    generator, requests = build(baseline_fraction=0.1, batch_size=2, length_buckets=(32,)), random_requests(40)
-
-    def paired() -> list[int]:
-        records = generator(requests).batches
-        columns = [record["prompt_columns"] for record in records if "full_output_tokens" in record]
-        return columns
-
-    first, second = paired(), paired()
-    assert len(first) == 5, "the first, third and fifth, and a tenth of twenty"
-    assert max(first[:3]) >= 10, "in order of length these would be the shortest"
-    assert len(second) == 2
-    assert second != first[3:], "the next window comes in another order"
+def test_the_first_pairs_are_not_those_of_the_shortest_prompts(build: Callable[..., Generator]) -> None:
+    generator = build(baseline_fraction=0.1, batch_size=2, length_buckets=(32,))
+    records = generator(random_requests(40)).batches
+    paired = [record["prompt_columns"] for record in records if "full_output_tokens" in record]
+    assert max(paired[:3]) >= 10, "in order of length these would have 5 at most"

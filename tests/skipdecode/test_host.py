@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from skipdecode import host
-from skipdecode.host import available_bytes, num_cores
+from skipdecode.host import available_bytes, num_cores, total_bytes
 
 MIB = 2**20
 UNLIMITED = 9223372036854771712  # what version 1 says for no limit
@@ -70,9 +70,9 @@ def test_the_least_of_all_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     group(tmp_path / "small", 2, 300 * MIB, 250 * MIB, MIB)
     (tmp_path / "small/cpu.max").write_text("20000 100000\n")
     monkeypatch.setattr(host, "_groups", lambda controller: [(2, tmp_path / "none"), (2, tmp_path / "small")])
-    assert (available_bytes(), num_cores()) == (51 * MIB, 1)
+    assert (available_bytes(), total_bytes(), num_cores()) == (51 * MIB, 300 * MIB, 1)
     monkeypatch.setattr(host, "_groups", lambda controller: [])
-    assert available_bytes() > 100 * MIB
+    assert 100 * MIB < available_bytes() < total_bytes()
     assert num_cores() == cores
 
 

@@ -24,6 +24,7 @@ from actors.trainer import (
     init_weights,
     length_sorted_batches,
     mean_loss,
+    mean_losses,
     train,
 )
 from skipdecode.decoder import Decoder
@@ -339,7 +340,10 @@ def test_blocks_by_row_have_a_mean_loss(
     ordered = sorted(PAIRS, key=lambda pair: (len(pair[0]), len(pair[1])))
     wanted = response_loss(model, teacher_batch(ordered, 1), schedule).item()
     assert mean_loss(model, PAIRS, schedule, len(PAIRS)) == pytest.approx(wanted, abs=1e-5)
-    assert mean_loss(model, PAIRS, FullDepth(L), len(PAIRS)) != pytest.approx(wanted, abs=1e-3)
+    full = mean_loss(model, PAIRS, FullDepth(L), len(PAIRS))
+    assert full != pytest.approx(wanted, abs=1e-3)
+    together = mean_losses(model, PAIRS, [FullDepth(L), schedule], len(PAIRS))
+    assert together == pytest.approx([full, wanted], abs=1e-5)
 
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])

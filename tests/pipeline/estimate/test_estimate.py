@@ -23,7 +23,6 @@ from pipeline.estimate.forecast import (
     batch_s,
     count_tokens,
     forecast,
-    paired_batches,
     seconds_per_row,
     similar_answers,
     window_rows,
@@ -253,17 +252,6 @@ def test_levels_are_interpolated_by_the_logarithm_of_rows() -> None:
     levels = (Level(32, 2.0, 2.0), Level(128, 2.0, 1.0))
     assert [at_level(levels, rows).decode for rows in (1, 32, 64, 128, 500)] == [2.0, 2.0, 1.5, 1.0, 1.0]
     assert at_level(levels[:1], 64) == levels[0]
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 1.0])
-def test_batches_at_full_depth_are_counted_as_the_worker_takes_them(generator: Generator, fraction: float) -> None:
-    other = generator.with_decode({"method": "skipdecode", "speedup": 2.0})
-    other.config = replace(other.config, baseline_fraction=fraction)
-    taken = 0
-    for count in range(1, 130):
-        taken += other._turns.is_next(other.config.baseline_fraction)
-        other._turns = other._turns.after(counts=True, is_pair=False)
-        assert paired_batches(count, fraction) == taken, count
 
 
 def test_what_is_known_without_a_model_that_can_be_loaded() -> None:
