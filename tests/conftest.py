@@ -12,7 +12,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TQDM_DISABLE"] = "1"
 
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -121,20 +120,22 @@ def loaded(tiny_checkpoint: Path, ours: Callable[[Path], Decoder]) -> Decoder:
     return ours(tiny_checkpoint)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_ends_with_the_module() -> Iterator[None]:
-    """Ray that a test here started, by itself or by a verb, stays up for the other tests of the file, and no longer."""
-    yield
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
-
-
 @pytest.fixture(scope="module")
 def ray_is_up() -> None:
-    """Ray as a verb starts it."""
+    """Ray as a verb starts it. It stays up for all files to come: a start, and the first run on it, take 8 s more."""
     from pipeline.cluster import start_ray
 
     start_ray()
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    """For files whose Ray is unlike that of a verb: none is up when their tests begin, and theirs ends with them."""
+    import ray
+
+    ray.shutdown()
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture

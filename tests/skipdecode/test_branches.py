@@ -65,9 +65,10 @@ def batch_of(lengths: str) -> TeacherBatch:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_blocks_that_rows_decide_on(kind: str, lengths: str) -> None:
-    model, batch = made(kind), batch_of(lengths)
-    found = Branches(model, batch).states([*BY_ROW, FullDepth(L)])
-    for schedule, states in zip(BY_ROW, found, strict=False):
+    model, batch = made(kind, swift=True), batch_of(lengths)
+    schedules = [*BY_ROW, *(SwiftPrefill(base, 2) for base in BY_ROW)]
+    found = Branches(model, batch).states([*schedules, FullDepth(L)])
+    for schedule, states in zip(schedules, found, strict=False):
         wanted = teacher_forced_states(model, batch, schedule)[batch.targets != IGNORE]
         assert torch.allclose(states[batch.targets != IGNORE], wanted, rtol=0, atol=1e-12)
     changed = [not torch.allclose(states, found[-1], atol=1e-3) for states in found[:-1]]

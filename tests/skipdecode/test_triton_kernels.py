@@ -3,8 +3,8 @@
 Each in a process of its own: which of the two Triton does is settled at its import. What each case is stands in
 `tests/support/triton_interpreted.py` and `triton_compiled.py`.
 
-Interpreted, float32 agrees within 8 times its rounding, and tokens are equal. Compiled for A100, H100 and B200:
-no register is spilled, and keys, values and states come 16 bytes at a time.
+Interpreted, float32 agrees within 8 times its rounding, and tokens are equal. Compiled for H100 (A100, L4 and B200 are
+`slow`): no register is spilled, and keys, values and states come 16 bytes at a time.
 """
 
 import importlib.util
@@ -69,8 +69,8 @@ def check_compiled(found: dict[str, Any]) -> None:
 
 
 def test_compiled_kernels_spill_nothing_and_load_in_vectors(tmp_path: Path) -> None:
-    found = said_by("triton_compiled", tmp_path, "90", "80", "100", interpreted=False)
-    assert len(found) == 16 + 2 * 6
+    found = said_by("triton_compiled", tmp_path, "90", interpreted=False)
+    assert len(found) == 16
     check_compiled(found)
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -171,14 +170,13 @@ def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def cluster(own_ray: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """A real one of two CPUs; its address."""
     address = ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR").address_info[
         "address"
     ]
     monkeypatch.setenv("RAY_ADDRESS", address)
-    yield address
-    ray.shutdown()
+    return address
 
 
 @pytest.mark.ray

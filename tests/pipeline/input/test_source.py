@@ -13,11 +13,9 @@ from tests.support.input_helpers import input_rows, make_config, make_plan, read
 
 
 @pytest.fixture(scope="module")
-def ray_data() -> Any:
-    import ray
+def ray_data(ray_is_up: None) -> Any:
     import ray.data
 
-    ray.init("local", num_cpus=4, include_dashboard=False, ignore_reinit_error=True, log_to_driver=False)
     return ray.data
 
 

@@ -1,7 +1,7 @@
 """Processors on a real Ray that somebody else has started: rows, laziness, rows that kill their worker, the page."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,8 @@ SAMPLED = {"temperature": 1.0, "seed": 3, "max_new_tokens": NEW}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_ray_of_the_user() -> Iterator[None]:
+def a_ray_of_the_user(own_ray: None) -> None:
     ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """`jobs.distill` on Ray Train and a toy task: the model teaches what SwiftKV adds to it, and stays as it was."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from skipdecode.plan import FullDepth, SwiftPrefill
 from skipdecode.sampling import Sampling
 from skipdecode.weights import load_model
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
+from tests.support.tiny_models import VOCAB
 
 SHAPE = ["model.swiftkv={kv_layers: 1, group_size: 5}"]
 DEMO = Path(__file__).parents[3] / "models/opt-e2e"
@@ -113,7 +115,6 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
     assert (config["swiftkv"], config["skip_decode"]) == ({"kv_layers": 1, "group_size": 5}, {"method": "full"})
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -129,7 +130,7 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
         (["train.schedules=[{method: full}]", "train.trainable=all"], "train.schedules: none has prefill: swiftkv"),
         (["train.schedules=[{prefill: swift}]"], "train.schedules[0].prefill: 'swift' is not one of full, swiftkv"),
         (["model.teacher=/nowhere"], "model.teacher: '/nowhere' is not a folder"),
-        (["train.distill=0", "model.teacher={teacher}"], "model.teacher: is not asked with train.distill and"),
+        (["train.distill=0", "model.teacher={base}"], "model.teacher: is not asked with train.distill and"),
         (["model.teacher={stranger}"], "model.teacher: "),
         (["train.default_schedule={method: full, prefill: swiftkv}"], "train.default_schedule.prefill: a checkpoint"),
         (["model.teacher={output}"], "model.teacher: {output}"),
@@ -143,17 +144,17 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
 )
 def test_a_bad_key_is_named_and_nothing_is_started(
     pairs: Path,
-    teacher: Path,
-    tiny_checkpoint: Path,
+    checkpoint_factory: Callable[..., Path],
     tmp_path: Path,
     capsys: Capture,
     overrides: list[str],
     message: str,
 ) -> None:
-    names = {"{teacher}": str(teacher), "{stranger}": str(tiny_checkpoint), "{output}": str(tmp_path / "model")}
+    base, stranger = checkpoint_factory("125m"), checkpoint_factory("125m", vocab_size=VOCAB + 8)
+    names = {"{base}": str(base), "{stranger}": str(stranger), "{output}": str(tmp_path / "model")}
     for name, path in names.items():
         overrides, message = [text.replace(name, path) for text in overrides], message.replace(name, path)
-    assert distill(given(pairs, teacher, tmp_path / "model", *overrides)) == 2
+    assert distill(given(pairs, base, tmp_path / "model", *overrides)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
