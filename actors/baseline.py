@@ -26,41 +26,41 @@ class Turns:
     """Of these, those that count for the share."""
     pairs: int = 0
     """Of these, those that were decoded at full depth too."""
+    first_row: str = ""
+    """Id of its first row, by which workers draw other places."""
 
     def is_next(self, fraction: float) -> bool:
         """Whether the next batch that counts is decoded at full depth too, as `fraction` of them are."""
-        return fraction > 0 and (self.counted in FIRST_PAIRS or _is_drawn(self.counted, fraction))
+        return fraction > 0 and (self.counted in FIRST_PAIRS or self.counted == self._drawn(fraction))
+
+    def _drawn(self, fraction: float) -> int:
+        """Place of the pair in the part that the next batch falls into. One batch is `fraction` of a part.
+
+        By chance: a worker that shares what is left has the batches of a window longest first, so places at even
+        distances may all have about one length.
+        """
+        part = int(self.counted * _share(fraction))
+        first, end = (math.ceil(at / _share(fraction)) for at in (part, part + 1))
+        return first + random.Random(f"{self.first_row} {part}").randrange(end - first)
 
     @property
     def is_full_first(self) -> bool:
         """Of the next pair. A B B A: drift of the machine cancels out."""
         return self.pairs % 2 == 1
 
-    def after(self, *, counts: bool, is_pair: bool) -> "Turns":
-        """With one batch more."""
-        return Turns(self.batches + 1, self.counted + counts, self.pairs + is_pair)
+    def after(self, row: str, *, counts: bool, is_pair: bool) -> "Turns":
+        """With one batch more, `row` the id of one of its rows."""
+        return Turns(self.batches + 1, self.counted + counts, self.pairs + is_pair, self.first_row or row)
 
 
 def paired_batches(batches: int, fraction: float) -> int:
-    """Of a worker's first `batches`, those decoded at full depth too."""
+    """Of a worker's first `batches`, those decoded at full depth too; one more or less by the draw of the last part."""
     if fraction <= 0:
         return 0
-    part = int(batches * _share(fraction))  # of so many parts the drawn batch is behind us, if not of one more
-    drawn = part + (_drawn(part, fraction) < batches)
-    return drawn + sum(place < batches and not _is_drawn(place, fraction) for place in FIRST_PAIRS)
-
-
-def _is_drawn(place: int, fraction: float) -> bool:
-    return place == _drawn(int(place * _share(fraction)), fraction)
-
-
-def _drawn(part: int, fraction: float) -> int:
-    """Place of the pair in one of the parts that batches fall into, each as long as one batch in it is `fraction`.
-
-    By chance: batches of a window come longest first, so places at even distances may all have about one length.
-    """
-    first, end = (math.ceil(at / _share(fraction)) for at in (part, part + 1))
-    return first + random.Random(part).randrange(end - first)
+    last = Turns(counted=batches)
+    drawn = int(batches * _share(fraction)) + (last._drawn(fraction) < batches)
+    places = (Turns(counted=place) for place in FIRST_PAIRS if place < batches)
+    return drawn + sum(turns.counted != turns._drawn(fraction) for turns in places)
 
 
 def _share(fraction: float) -> Fraction:

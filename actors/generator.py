@@ -125,7 +125,7 @@ class Generator:
         answers: dict[int, Answer] = {}
         result = WindowResult([])
         batches = self.cut(requests)
-        random.Random(0).shuffle(batches)  # else the first pairs have the shortest prompts
+        random.Random(self._turns.batches).shuffle(batches)  # else the first pairs have the shortest prompts
         for batch in batches:
             schedule = self.schedule(requests[batch.rows[0]].sampling.max_new_tokens)
             answers |= self._decode(batch, requests, schedule, result.batches, may_measure)
@@ -264,7 +264,7 @@ class Generator:
                 in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
         records.append(record)
-        self._turns = self._turns.after(counts=counts, is_pair=full is not None)
+        self._turns = self._turns.after(chosen[0].id, counts=counts, is_pair=full is not None)
         return completions
 
     def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:

@@ -22,7 +22,7 @@ IO_CPUS = 1.0  # kept free for reading, tokenising and writing
 STAGE_CPUS = 0.25  # asked for by each such task
 CPUS_PER_ACTOR = 4  # `auto` on a CPU: cores that one decoder can use before a second one pays more
 FREE_WAIT_S = 15.0  # for CPUs and GPUs that others are about to give back
-OBJECT_STORE_BYTES = 2 << 30  # of an embedded Ray; rows are small and stream through
+MAX_OBJECT_STORE_BYTES = 2 << 30  # of an embedded Ray; rows are small and stream through
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def start_ray() -> Cluster:
         # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
         # "local": else Ray joins whatever a file left behind by another cluster points to
         options |= {"address": "local", "num_cpus": max(8, 4 * cores), "include_dashboard": False}
-        options |= {"object_store_memory": min(OBJECT_STORE_BYTES, total_bytes() // 5)}
+        options |= {"object_store_memory": object_store_bytes()}
         # Ray's 15 lets everything else on the machine go before decoding; a thread that waits holds up all of a product
         os.environ.setdefault("RAY_worker_niceness", "0")
         # a worker takes 0.7 % of a core while it waits: no more of them than there is work for
@@ -80,6 +80,11 @@ def start_ray() -> Cluster:
     ray.init(ignore_reinit_error=True, runtime_env=runtime_env, **options)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     return look_at_cluster(is_embedded)
+
+
+def object_store_bytes() -> int:
+    """Of an embedded Ray."""
+    return min(MAX_OBJECT_STORE_BYTES, total_bytes() // 5)
 
 
 def look_at_cluster(is_embedded: bool = False) -> Cluster:

@@ -122,7 +122,7 @@ def loaded(tiny_checkpoint: Path, ours: Callable[[Path], Decoder]) -> Decoder:
 
 @pytest.fixture(scope="module")
 def ray_is_up() -> None:
-    """Ray as a verb starts it. It stays up for all files to come: a start, and the first run on it, take 8 s more."""
+    """Ray as a verb starts it. It stays up for the next files too: a start, and the first run on it, take 8 s more."""
     from pipeline.cluster import start_ray
 
     start_ray()

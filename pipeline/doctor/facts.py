@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from actors.room import free_bytes
-from pipeline.cluster import OBJECT_STORE_BYTES
+from pipeline.cluster import object_store_bytes
 from pipeline.config import ConfigError
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose, cpu_flags
 from skipdecode.backends.device import choice_on
@@ -92,7 +92,7 @@ def wrong_places() -> list[str]:
     if not os.path.isdir("/dev/shm"):
         return []
     total = shutil.disk_usage("/dev/shm").total
-    wanted = min(OBJECT_STORE_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 5)
+    wanted = object_store_bytes()
     if total < wanted:
         return [
             f"/dev/shm holds {total / GIB:.1f} GiB, and Ray's object store wants {wanted / GIB:.1f}: it would lie on "

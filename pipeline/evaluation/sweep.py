@@ -156,7 +156,8 @@ def measure_run(
     given = [setting.decode | {"prefill": setting.prefill} for setting in settings]
     schedules = [listed_schedule(generator.model.config, one, config.max_new_tokens) for one in given]
     if pairs:
-        note(f"{run.label}: full depth took {full_s:.0f} s; now the loss of {count(len(pairs), 'reference')}")
+        whose = run.label or run.model
+        note(f"{whose}: full depth took {full_s:.0f} s; now the loss of {count(len(pairs), 'reference')}")
     losses = mean_losses(generator.model, pairs, schedules, LOSS_ROWS) if pairs else [None] * len(settings)
     for setting, loss in zip(settings, losses, strict=True):
         started = time.monotonic()

@@ -7,12 +7,12 @@ import pytest
 from actors.baseline import FIRST_PAIRS, Turns, paired_batches
 
 
-def pairs(batches: int, fraction: float) -> list[int]:
-    turns, found = Turns(), []
+def pairs(batches: int, fraction: float, first_row: str = "") -> list[int]:
+    turns, found = Turns(first_row=first_row), []
     for place in range(batches):
         is_pair = turns.is_next(fraction)
         found += [place] * is_pair
-        turns = turns.after(counts=True, is_pair=is_pair)
+        turns = turns.after("", counts=True, is_pair=is_pair)
     return found
 
 
@@ -33,8 +33,15 @@ def test_the_first_few_and_one_of_each_part(fraction: float, length: int) -> Non
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.05, 0.25, 0.5])
-def test_no_place_in_a_window_is_preferred(fraction: float) -> None:
-    """Batches of a window come longest first: every length has its turns."""
-    places = Counter(place % 4 for place in pairs(20_000, fraction))
+@pytest.mark.parametrize("workers", [1, 500])
+def test_no_place_in_a_window_is_preferred(fraction: float, workers: int) -> None:
+    """Batches of a window may come longest first: every length has its turns, with many workers at once."""
+    found = [pairs(20_000 // workers, fraction, f"row {worker}" if workers > 1 else "") for worker in range(workers)]
+    places = Counter(place % 4 for own in found for place in own if place > max(FIRST_PAIRS))
     assert sorted(places) == [0, 1, 2, 3]
     assert max(places.values()) < 1.6 * min(places.values())
+
+
+def test_the_first_row_of_all_decides() -> None:
+    turns = Turns().after("a", counts=False, is_pair=False).after("b", counts=True, is_pair=True)
+    assert (turns.batches, turns.counted, turns.pairs, turns.first_row) == (2, 1, 1, "a")

@@ -126,7 +126,7 @@ def test_a_retry_killed_in_its_exchange(
 
 
 @pytest.fixture(scope="module")
-def site(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(own_ray: None, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with Site(tmp_path_factory.mktemp("chaos"), tiny_checkpoint).up() as made:
         yield made
 

@@ -1,9 +1,9 @@
 """What a test starts must be what its markers say: `ray` for Ray, `process` for any other process.
 
-`make test-fast` leaves out both; so a test that starts something and does not say so fails, wherever it runs. Imported
-by `conftest.py`, where pytest finds the hooks. Not seen: what a library starts without `subprocess` and
-`multiprocessing`, and a test that uses the Ray of another (it runs after those without the marker, so that it cannot
-lean on one unseen).
+`make test-fast` leaves out both; so a test that starts something and does not say so fails. Imported by `conftest.py`,
+where pytest finds the hooks. Not seen: what a library starts without `subprocess` and `multiprocessing`, and a test
+that uses the Ray of another, which stays up. Without either marker it fails in `make test-fast`, where none is; with
+`process` alone it fails where no file before it started one.
 """
 
 import multiprocessing.process
