@@ -562,3 +562,10 @@ def test_the_first_pairs_are_not_those_of_the_shortest_prompts(build: Callable[.
     records = generator(random_requests(40)).batches
     paired = [record["prompt_columns"] for record in records if "full_output_tokens" in record]
     assert max(paired[:3]) >= 10, "in order of length these would have 5 at most"
+
+
+def test_nor_are_they_in_windows_of_two(build: Callable[..., Generator]) -> None:
+    generator = build(baseline_fraction=1e-6, batch_size=2, length_buckets=(32,))
+    windows = [generator(random_requests(4, seed=seed)).batches for seed in range(3)]
+    assert ["full_output_tokens" in record for records in windows for record in records] == 3 * [True, False]
+    assert {first["prompt_columns"] < second["prompt_columns"] for first, second in windows} == {True, False}
