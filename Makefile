@@ -41,7 +41,7 @@ FAST := $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not ra
 # Two at a time on any machine: each takes several processes, which wait for each other half of the time.
 RAY := $(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and (ray or process)"
 
-test: .venv/installed-test check  ## what CI runs: lint, types, tests; 14 to 17 minutes on two cores
+test: .venv/installed-test check  ## what CI runs: lint, types, tests; 12 to 15 minutes on two cores
 	$(FAST)
 	$(RAY)
 
