@@ -38,7 +38,7 @@ demo-chat: .venv/installed  ## a chat model of the package registry (93 MB) answ
 	$(BIN)/skipdecode demo --chat
 
 FAST := $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not ray and not process"
-# Two at a time on any machine: each takes several processes, which wait for each other half of the time.
+# Two at a time on any machine: each takes several processes, and two of them fill two cores.
 RAY := $(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and (ray or process)"
 
 test: .venv/installed-test check  ## what CI runs: lint, types, tests; 12 to 15 minutes on two cores

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -14,11 +15,12 @@ import torch
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main, show
 from pipeline.checkpoint import check_model
-from pipeline.cluster import Cluster, Pool
+from pipeline.cluster import Cluster, Pool, object_store_bytes
 from pipeline.config import ActorsConfig, ConfigError, JobConfig, ModelConfig, build_config
 from pipeline.doctor import examine as doctor
 from pipeline.doctor import versions
 from pipeline.doctor.corpus import Worker, estimate
+from pipeline.doctor.facts import GIB, wrong_places
 from pipeline.units import Json
 from skipdecode.host import num_cores
 from tests.support.input_helpers import write_jsonl
@@ -43,6 +45,18 @@ def test_it_says_what_a_worker_would_choose(
     assert 0 < machine["free_memory_bytes"] <= machine["memory_bytes"]
     assert machine["usable_cores"] == num_cores()
     assert not (tmp_path / "run").exists(), "it changes nothing"
+
+
+def test_shared_memory_that_is_smaller_than_rays_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.cluster.total_bytes", lambda: 5 * GIB)
+    assert object_store_bytes() == GIB
+    monkeypatch.setattr("os.path.isdir", lambda path: True)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=GIB))
+    assert wrong_places() == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=GIB // 2))
+    (problem,) = wrong_places()
+    assert "/dev/shm holds 0.5 GiB, and Ray's object store wants 1.0" in problem
+    assert "--shm-size" in problem
 
 
 def test_it_says_all_that_is_wrong_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(ending_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, own_ray: None) -> Iterator[Finished]:
+def finished(ending_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     folder, kept = tmp_path_factory.mktemp("report"), []
     choice.choose()  # compiles, where nobody has: else a worker that does so is given no rows
     rows = [{"id": f"r{i % 88}", "prompt": None if i % 20 == 7 else f"row {i} " * (1 + i % 5)} for i in range(NUM_ROWS)]

@@ -131,7 +131,7 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
         (["train.schedules=[{prefill: swift}]"], "train.schedules[0].prefill: 'swift' is not one of full, swiftkv"),
         (["model.teacher=/nowhere"], "model.teacher: '/nowhere' is not a folder"),
         (["train.distill=0", "model.teacher={base}"], "model.teacher: is not asked with train.distill and"),
-        (["model.teacher={stranger}"], "model.teacher: "),
+        (["model.teacher={stranger}"], f"has {VOCAB + 8} token ids, the model {VOCAB}"),
         (["train.default_schedule={method: full, prefill: swiftkv}"], "train.default_schedule.prefill: a checkpoint"),
         (["model.teacher={output}"], "model.teacher: {output}"),
         (["train.betas=[0.9]"], "train.betas"),
