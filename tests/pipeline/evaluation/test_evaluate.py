@@ -251,6 +251,7 @@ def test_a_sweep_measures_every_setting(
 ) -> None:
     code, document, err = job(*sweep)
     assert code == 0, err
+    assert "SkipDecode: full depth took " in err
     names = ["SkipDecode full depth", "SkipDecode 4/2", "SkipDecode fast", "unified 3"]
     assert [line["name"] for line in document["rows"]] == names
     full, skip = document["rows"][:2]
@@ -323,6 +324,7 @@ def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
     code, document, err = job("--sweep", data, runs, *fixed)
     assert code == 0, err
     assert (document["prompts"], document["references"]) == (6, 0)
+    assert "now the loss of" not in err
     full, swift, both = document["rows"]
     assert [row["name"] for row in document["rows"]] == [
         "both full depth",
