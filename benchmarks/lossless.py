@@ -1,7 +1,8 @@
 """Lossless decoding beside full depth: tokens per second, acceptance, and what was expected; in turns.
 
-Expected is what `jobs.calibrate` expects: of passes that are timed one by one before, and of the acceptance that was
-seen. `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
+Expected is what `jobs.calibrate` expects: of passes that are timed one by one before (here by medians, as batches are
+compared), of the acceptance that was seen, and of where rows end. `by_cost_model` is what the ceilings of the machine
+alone say, without the host's work.
 
 `demo`: the demo model on made prompts, with its own drafts. `own`: likewise any checkpoint (`--source`, `--adapter`),
 on the prompts of a JSONL file, with the drafts that it carries or `--draft`. Each round takes other prompts, as a run
@@ -19,6 +20,8 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import mul
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +38,7 @@ from pipeline.machine import provenance
 from skipdecode.chain import Chain
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MOST, DraftLength
+from skipdecode.draft_length import MOST, SKIPPED, DraftLength
 from skipdecode.families import config_of, released
 from skipdecode.generate import BatchResult, generate, run_to_the_end
 from skipdecode.lossless import Lossless, stored_drafts
@@ -61,6 +64,13 @@ WAYS = {
     "true": {"lossless": True},
     "auto": {"lossless": "auto"},
 }
+
+
+class Typical(Prices):
+    """Of what passes take in the middle, as batches are compared: the least of few is luck on a shared machine."""
+
+    def _least(self, ratios: Sequence[float]) -> float:
+        return median(ratios)
 
 
 class Scripted(SpeculativeBatch):
@@ -127,7 +137,7 @@ def compare(
     requests, most_new = pool[:rows], pool[0].sampling.max_new_tokens
     layers = model.config.num_hidden_layers
     full = FullDepth(layers)
-    timed = Prices.of(model, ceilings, keep=None)
+    timed = Typical.of(model, ceilings, keep=None)
     drafts = make_schedule(draft, num_layers=layers, max_new_tokens=most_new)
     for _ in range(TURNS):
         shape = [request.prompt_tokens for request in requests], (len(requests),), most_new
@@ -143,31 +153,45 @@ def compare(
     for repeat in range(repeats + 1):  # the first warms up
         requests = pool[repeat * rows : (repeat + 1) * rows]
         if name in SCRIPTED:
-            texts = generate(model, requests, full).completions
-            wanted = {request.id: text.tokens for request, text in zip(requests, texts, strict=True)}
+            alone = generate(model, requests, full).completions
+            wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *ways]:
             made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)
             if repeat:
                 results[way].append(made)
+    texts = [len(row.tokens) - 1 for made in results["full"] for row in made.completions]
     return [
-        _line(name, way, results, ceilings, model, expected_speedup(way, *length, timed, requests))
+        _line(name, way, results, ceilings, model, expected_speedup(way, *length, timed, requests, texts))
         for way, length in lengths.items()
     ]
 
 
 def expected_speedup(
-    way: str, schedule: Lossless, learnt: DraftLength, timed: Prices, requests: Sequence[Request]
+    way: str, schedule: Lossless, learnt: DraftLength, timed: Prices, requests: Sequence[Request], texts: Sequence[int]
 ) -> float:
-    """Of that way, had it known acceptance and prices from the start."""
+    """Of that way, had it known acceptance and prices from the start. `texts`: tokens of each row behind its first, to
+    whose end the last drafts go in vain."""
     length = DraftLength(schedule, timed)
     length.acceptance, length.listed = learnt.acceptance, learnt.listed
     half = requests[0].sampling.max_new_tokens // 2
     context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + half
-    speedups = length.speedups(len(requests), half, context)
+    rates = length.acceptance.rates(SKIPPED, MOST)
+    per_pass = [sum(texts) / sum(passes(text, rates[:n]) for text in texts) for n in range(MOST + 1)]
+    speedups = length.speedups(len(requests), half, context, per_pass)
     if schedule.draft_tokens is not None:
         return speedups[schedule.draft_tokens]
     return max([1.0, *speedups[1:]] if way == "auto" else speedups[1:])
+
+
+def passes(text: int, rates: Sequence[float]) -> float:
+    """Passes in the mean until a row has so many tokens. `rates`: the chance of each draft of a pass to be accepted."""
+    reached = [1.0, *accumulate(rates, mul)]  # so many drafts and all before them
+    chances = [a - b for a, b in pairwise([*reached, 0.0])]  # of 1, 2, .. tokens from a pass
+    needed = [0.0]
+    for have in range(1, text + 1):
+        needed.append(1 + sum(chance * needed[max(have - n, 0)] for n, chance in enumerate(chances, start=1)))
+    return needed[text]
 
 
 def _line(
