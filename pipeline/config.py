@@ -14,6 +14,7 @@ from pipeline.config_tree import ConfigError, Section, build_config, read_tree, 
 from pipeline.input_config import InputConfig
 from skipdecode.config import MAX_LOGPROBS, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.lossless import MOST_DRAFTS
 
 __all__ = [
     "MAX_LINE_BYTES",
@@ -95,11 +96,11 @@ class DecodeConfig(Section):
     """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1), and 63 with `lossless`."""
     layers: int | tuple[int, ...] | None = None
     """For `unified`: how many layers run. For `layers`: which ones, a list of numbers from 0 on."""
-    lossless: Literal[False, True, "auto"] = False
+    lossless: Annotated[bool, Field(strict=True)] | Literal["auto"] = False
     """true: the schedule only drafts, full depth verifies, and its tokens come out. auto: drafts are made
     where a gain is expected."""
-    draft_tokens: Literal["auto"] | Annotated[int, Field(ge=1, strict=True)] = "auto"
-    """lossless: tokens drafted at a time; auto: as many as pay."""
+    draft_tokens: Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_DRAFTS, strict=True)] = "auto"
+    """lossless: tokens drafted at a time, 256 at most; auto: as many as pay."""
     ffn_skip: FFNSkipConfig | None = None
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
     prefix: Literal["auto", "off"] = "auto"

@@ -35,7 +35,7 @@ class LogprobRecorder:
         asking = [(at, row) for at, row in enumerate(rows) if row.request.top_logprobs is not None]
         self._rows = [row for _, row in asking]
         self._at = uploaded([at for at, _ in asking], self._device, torch.int64)
-        self._num_top = max([1, *(row.request.top_logprobs or 0 for row in self._rows)])
+        self.num_top = max([1, *(row.request.top_logprobs or 0 for row in self._rows)])
 
     @property
     def is_asked(self) -> bool:
@@ -44,7 +44,7 @@ class LogprobRecorder:
     def see(self, logits: Tensor, chosen: Tensor) -> None:
         """Logits [B, V] and the tokens chosen from them [B]."""
         if self._rows:
-            self._seen += top_logprobs(logits[self._at], chosen[self._at], self._num_top)
+            self._seen += top_logprobs(logits[self._at], chosen[self._at], self.num_top)
 
     def take(self) -> Asked:
         """What was seen since the last time, on the device."""

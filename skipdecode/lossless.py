@@ -13,6 +13,8 @@ from skipdecode.plan import FullDepth, Schedule
 
 KEYS = ("lossless", "draft_tokens")
 """Of a `decode:` mapping, beside those of its schedule."""
+MOST_DRAFTS = 256
+"""Of `draft_tokens`: a decision prices every number up to it, which takes 6 ms then."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,15 @@ class Lossless(FullDepth):
 
 def lossless_schedule(drafts: Schedule, lossless: Any, draft_tokens: Any) -> Schedule:
     """`drafts` itself where it is to be decoded by, else `Lossless` for it; ValueError names the key at fault."""
-    if lossless not in (None, False, True, "auto"):
+    if not (lossless is None or isinstance(lossless, bool) or lossless == "auto"):
         raise ValueError(f"decode.lossless: {lossless!r} is not one of false, true, auto")
-    is_number = isinstance(draft_tokens, int) and not isinstance(draft_tokens, bool) and draft_tokens >= 1
+    is_number = (
+        isinstance(draft_tokens, int) and not isinstance(draft_tokens, bool) and 1 <= draft_tokens <= MOST_DRAFTS
+    )
     if draft_tokens not in (None, "auto") and not is_number:
-        raise ValueError(f"decode.draft_tokens: expected a whole number from 1 on, or auto, got {draft_tokens!r}")
+        raise ValueError(
+            f"decode.draft_tokens: expected a whole number from 1 to {MOST_DRAFTS}, or auto, got {draft_tokens!r}"
+        )
     if not lossless:
         if is_number:
             raise ValueError("decode.draft_tokens: has no meaning without decode.lossless; set it to true or auto")

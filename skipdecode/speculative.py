@@ -243,7 +243,7 @@ class SpeculativeBatch(UnevenBatch):
         spread = [(chain, i) for chain in chains for i in range(len(chain.tokens))]
         of, offsets = [chain for chain, _ in spread], [i for _, i in spread]
         h = self._feed_chains(of, offsets, self._full)
-        logits, made = self._choose_at(h, [c.at for c in of], [c.k + i + 1 for c, i in spread])
+        found, made = self._choose_at(h, [c.at for c in of], [c.k + i + 1 for c, i in spread])
         chosen, begin = made.tolist(), 0
         context = self._context(chains)
         newest = [0] * len(self._members)
@@ -267,8 +267,8 @@ class SpeculativeBatch(UnevenBatch):
             self._length.shortlist.wrote(
                 [token for row, _, kept in taken for token in row.tokens[len(row.tokens) - kept :]]
             )
-        if logits is not None:
-            self._give_logprobs(taken, logits, made)
+        if found:
+            self._give_logprobs(taken, found)
         self._newest = torch.tensor(newest, device=self._device)
         self.stats.layer_row_steps += sum(chain.layers for chain in chains)
         took_s = now(self._device) - start

@@ -27,6 +27,7 @@ from skipdecode.sampler import cuts, likeliest, pick
 # Ended rows keep their memory up to this share of the batch: where nothing is computed for them, to copy the others is
 # dearer than to carry them.
 CARRY_ENDED = {True: 7 / 8, False: 1 / 2}
+FEW = 64  # columns that are chosen at a time at least: each time reads the head
 
 
 class UnevenBatch(ContinuousBatch):
@@ -75,24 +76,27 @@ class UnevenBatch(ContinuousBatch):
         view = TokensView(self._arena, places, columns, self.model.rotations, most)
         return run_layers(by or self.model, self.model.embed(tokens[:, None], columns[:, None]), view, extents)[0]
 
-    def _choose_at(self, h: Tensor, places: Sequence[int], steps: Sequence[int]) -> tuple[Tensor | None, Tensor]:
-        """Logits [N, V] where somebody wants them, and token y_k of the row at `places[i]`, k = `steps[i]`: [N]."""
+    def _choose_at(self, h: Tensor, places: Sequence[int], steps: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Token y_k of the row at `places[i]`, k = `steps[i]`: [N]. Before it, where somebody asks, what `top_logprobs`
+        gives of it."""
         if self._params is None and not self._logprobs.is_asked:
-            return None, self.model.likeliest(h[:, -1])
-        logits = self.model.head(h[:, -1])
-        if self._params is None:
-            return logits, likeliest(logits)
-        at = torch.tensor(places, device=logits.device)
+            return [], self.model.likeliest(h[:, -1])
+        at = torch.tensor(places, device=h.device)
         numbers = [[self._members[place].uniform(k)] for place, k in zip(places, steps, strict=True)]
-        uniforms = torch.tensor(numbers, dtype=torch.float32, device=logits.device)
-        temperature, top_k, top_p = self._params
+        uniforms = torch.tensor(numbers, dtype=torch.float32, device=h.device)
         has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
-        made, rows = [], len(self._members)  # at a time, as full depth draws: sorting takes far more memory than logits
-        for begin in range(0, len(logits), rows):
-            part = slice(begin, begin + rows)
-            own = at[part]
-            made.append(pick(logits[part], temperature[own], top_k[own], top_p[own], uniforms[part], cuts=has_cuts))
-        return logits, torch.cat(made)
+        made, found, most = list[Tensor](), list[tuple[Tensor, ...]](), max(len(self._members), FEW)
+        for begin in range(0, len(h), most):  # at a time: logits of all columns may take more memory than the cache
+            part = slice(begin, begin + most)
+            logits = self.model.head(h[part, -1])
+            if self._params is None:
+                made.append(likeliest(logits))
+            else:
+                temperature, top_k, top_p = (one[at[part]] for one in self._params)
+                made.append(pick(logits, temperature, top_k, top_p, uniforms[part], cuts=has_cuts))
+            if self._logprobs.is_asked:
+                found.append(top_logprobs(logits, made[-1], self._logprobs.num_top))
+        return [torch.cat(parts) for parts in zip(*found, strict=True)], torch.cat(made)
 
     def _rest(self, running: Sequence[int]) -> list[int]:
         """A round without drafts: the tokens it makes, one for each of the rows `running`."""
@@ -101,27 +105,26 @@ class UnevenBatch(ContinuousBatch):
         at, places = torch.tensor([columns, running], device=device)
         is_whole = len(running) == len(self._members)
         h = self._feed(self._newest if is_whole else self._newest[places], places, at, self._full)
-        logits, made = self._choose_at(h, running, [len(row.tokens) for row in rows])
+        found, made = self._choose_at(h, running, [len(row.tokens) for row in rows])
         self._newest = made if is_whole else self._newest.index_copy(0, places, made)
         tokens, eos, depth = made.tolist(), self.model.config.eos_token_ids, self._depth
         for row, token in zip(rows, tokens, strict=True):
             row.take([token], eos, self._decode_text)
             row.layers.append(depth)
             row.ffns.append(depth)
-        if logits is not None:
-            self._give_logprobs([(row, i, 1) for i, row in enumerate(rows)], logits, made)
+        if found:
+            self._give_logprobs([(row, i, 1) for i, row in enumerate(rows)], found)
         self.stats.layer_row_steps += depth * len(rows)
         return tokens
 
-    def _give_logprobs(self, taken: Sequence[tuple[Row, int, int]], logits: Tensor, made: Tensor) -> None:
-        """To the rows that ask for them, of the tokens that are theirs."""
+    def _give_logprobs(self, taken: Sequence[tuple[Row, int, int]], found: Sequence[Tensor]) -> None:
+        """To the rows that ask for them, of the tokens that are theirs: so many, from a column on."""
         asking = [(row, begin, kept) for row, begin, kept in taken if row.request.top_logprobs is not None]
         if not asking:
             return
-        at = torch.tensor([begin + i for _, begin, kept in asking for i in range(kept)], device=logits.device)
-        most = max(1, *(row.request.top_logprobs or 0 for row, _, _ in asking))
-        found = iter(listed(*top_logprobs(logits[at], made[at], most)))
+        at = torch.tensor([begin + i for _, begin, kept in asking for i in range(kept)], device=found[0].device)
+        one_by_one = iter(listed(*(one[at] for one in found)))
         for row, _, kept in asking:
             for _ in range(kept):
-                one = next(found)
+                one = next(one_by_one)
                 row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))

@@ -174,7 +174,7 @@ class CountedFigures(TypedDict):
     speedup: Speedup
     agreement: Agreement
     draft_acceptance: float | None
-    """None, here and in the next two: no batch was decoded with drafts."""
+    """None: nothing was drafted. None in the next two: no batch was lossless."""
     tokens_per_pass: float | None
     drafts: Drafts | None
     layers_per_token: float | None

@@ -10,7 +10,7 @@ from skipdecode.chain import Chain
 from skipdecode.cost import Ceilings
 from skipdecode.draft_length import MOST, PROBE_EVERY, SKIPPED, DraftLength
 from skipdecode.families import config_of
-from skipdecode.lossless import Lossless
+from skipdecode.lossless import MOST_DRAFTS, Lossless
 from skipdecode.pace import RESTS, Decision
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.prices import Prices
@@ -51,7 +51,9 @@ def test_it_is_full_depth_to_all_others() -> None:
     [
         ({"lossless": "yes"}, "decode.lossless"),
         ({"lossless": True, "draft_tokens": 0}, "decode.draft_tokens"),
+        ({"lossless": True, "draft_tokens": MOST_DRAFTS + 1}, "decode.draft_tokens"),
         ({"lossless": True, "draft_tokens": "many"}, "decode.draft_tokens"),
+        ({"lossless": 1}, "decode.lossless"),
         ({"lossless": False, "draft_tokens": 4}, "decode.draft_tokens"),
         ({"lossless": True, "ffn_skip": {"mode": "row"}}, "decode.ffn_skip.mode"),
         ({"lossless": "auto", "ffn_skip": {"mode": "random", "share": 0.2}}, "decode.ffn_skip.mode"),

@@ -51,6 +51,8 @@ def test_it_stands_beside_whatever_schedule_holds(tmp_path: Path, tiny_checkpoin
         ({"decode__lossless": True, "prefill__method": "swiftkv"}, "decode.lossless"),
         ({"decode__draft_tokens": 4}, "decode.draft_tokens"),
         ({"decode__lossless": True, "decode__draft_tokens": 0}, "decode.draft_tokens"),
+        ({"decode__lossless": True, "decode__draft_tokens": 10**9}, "decode.draft_tokens"),
+        ({"decode__lossless": 1}, "decode.lossless"),
         ({"decode__lossless": "maybe"}, "decode.lossless"),
     ],
 )
