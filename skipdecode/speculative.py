@@ -247,7 +247,7 @@ class SpeculativeBatch(UnevenBatch):
         chosen, begin = made.tolist(), 0
         context = self._context(chains)
         newest = [0] * len(self._members)
-        taken: list[tuple[Row, int, int]] = []  # rows, where their tokens begin, how many are theirs
+        taken: list[tuple[Row, int, int]] = []  # rows, their columns, how many tokens of these are theirs
         for chain in chains:
             row, own = self._members[chain.at].row, chosen[begin : begin + len(chain.tokens)]
             accepted = chain.num_equal(own)
@@ -259,7 +259,7 @@ class SpeculativeBatch(UnevenBatch):
             row.layers += _spread(chain.layers, kept)
             row.ffns += _spread(chain.ffns, kept)
             newest[chain.at] = row.tokens[-1]
-            taken.append((row, begin, kept))
+            taken.append((row, len(own), kept))
             begin += len(own)
             self._length.acceptance.see(chain.sources, accepted)
             self.stats.count(chain.num_drafts, accepted)

@@ -77,8 +77,8 @@ class UnevenBatch(ContinuousBatch):
         return run_layers(by or self.model, self.model.embed(tokens[:, None], columns[:, None]), view, extents)[0]
 
     def _choose_at(self, h: Tensor, places: Sequence[int], steps: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """Token y_k of the row at `places[i]`, k = `steps[i]`: [N]. Before it, where somebody asks, what `top_logprobs`
-        gives of it."""
+        """What `top_logprobs` gives of the columns whose rows ask, and token y_k of the row at `places[i]`, k = `steps[i]`:
+        [N]."""
         if self._params is None and not self._logprobs.is_asked:
             return [], self.model.likeliest(h[:, -1])
         at = torch.tensor(places, device=h.device)
@@ -94,9 +94,12 @@ class UnevenBatch(ContinuousBatch):
             else:
                 temperature, top_k, top_p = (one[at[part]] for one in self._params)
                 made.append(pick(logits, temperature, top_k, top_p, uniforms[part], cuts=has_cuts))
-            if self._logprobs.is_asked:
-                found.append(top_logprobs(logits, made[-1], self._logprobs.num_top))
+            if own := [i for i, place in enumerate(places[part]) if self._asks(place)]:
+                found.append(top_logprobs(logits[own], made[-1][own], self._logprobs.num_top))
         return [torch.cat(parts) for parts in zip(*found, strict=True)], torch.cat(made)
+
+    def _asks(self, place: int) -> bool:
+        return self._members[place].row.request.top_logprobs is not None
 
     def _rest(self, running: Sequence[int]) -> list[int]:
         """A round without drafts: the tokens it makes, one for each of the rows `running`."""
@@ -113,18 +116,16 @@ class UnevenBatch(ContinuousBatch):
             row.layers.append(depth)
             row.ffns.append(depth)
         if found:
-            self._give_logprobs([(row, i, 1) for i, row in enumerate(rows)], found)
+            self._give_logprobs([(row, 1, 1) for row in rows], found)
         self.stats.layer_row_steps += depth * len(rows)
         return tokens
 
-    def _give_logprobs(self, taken: Sequence[tuple[Row, int, int]], found: Sequence[Tensor]) -> None:
-        """To the rows that ask for them, of the tokens that are theirs: so many, from a column on."""
-        asking = [(row, begin, kept) for row, begin, kept in taken if row.request.top_logprobs is not None]
-        if not asking:
-            return
-        at = torch.tensor([begin + i for _, begin, kept in asking for i in range(kept)], device=found[0].device)
-        one_by_one = iter(listed(*(one[at] for one in found)))
-        for row, _, kept in asking:
-            for _ in range(kept):
-                one = next(one_by_one)
+    def _give_logprobs(self, fed: Sequence[tuple[Row, int, int]], found: Sequence[Tensor]) -> None:
+        """To the rows that ask, of the tokens that are theirs. `fed`: rows with their columns, and how many of these
+        they keep."""
+        one_by_one = iter(listed(*found))
+        for row, columns, kept in fed:
+            if row.request.top_logprobs is None:
+                continue
+            for one in [next(one_by_one) for _ in range(columns)][:kept]:
                 row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))

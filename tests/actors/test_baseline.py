@@ -140,9 +140,6 @@ def test_agreement_by_hand(ours: list[list[int]], full: list[list[int]], wanted:
     assert agreement(completions(*ours), completions(*full)) == dict(zip(keys, wanted, strict=True))
 
 
-# Loading
-
-
 def test_a_failing_baseline_costs_no_row(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
     generator, requests = build(baseline_fraction=1.0), random_requests(9)
     wanted = one_by_one(build(), requests)
