@@ -77,8 +77,8 @@ class UnevenBatch(ContinuousBatch):
         return run_layers(by or self.model, self.model.embed(tokens[:, None], columns[:, None]), view, extents)[0]
 
     def _choose_at(self, h: Tensor, places: Sequence[int], steps: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """What `top_logprobs` gives of the columns whose rows ask, and token y_k of the row at `places[i]`, k = `steps[i]`:
-        [N]."""
+        """What `top_logprobs` gives of the columns whose rows ask, and of each column the token y_k of the row at
+        `places[i]`, k = `steps[i]`: [N]."""
         if self._params is None and not self._logprobs.is_asked:
             return [], self.model.likeliest(h[:, -1])
         at = torch.tensor(places, device=h.device)
