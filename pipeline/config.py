@@ -100,7 +100,7 @@ class DecodeConfig(Section):
     """true: the schedule only drafts, full depth verifies, and its tokens come out. auto: drafts are made
     where a gain is expected."""
     draft_tokens: Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_DRAFTS, strict=True)] = "auto"
-    """lossless: tokens drafted at a time, 256 at most; auto: as many as pay."""
+    """lossless: tokens drafted at a time; auto: as many as pay."""
     ffn_skip: FFNSkipConfig | None = None
     """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
     prefix: Literal["auto", "off"] = "auto"

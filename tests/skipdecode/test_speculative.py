@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipdecode import uneven
 from skipdecode.backends import choice
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings
@@ -193,8 +194,12 @@ def test_one_token_is_that_of_the_prompt(models: dict[str, Decoder]) -> None:
     assert [c.layers_run for c in result.completions] == [0, 0]
 
 
-def test_logprobs_are_those_of_full_depth(models: dict[str, Decoder]) -> None:
-    """Of the rows that ask for them, with as many of the likeliest as they ask for."""
+@pytest.mark.parametrize("at_a_time", [uneven.FEW, 1])
+def test_logprobs_are_those_of_full_depth(
+    models: dict[str, Decoder], at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rows that ask for them, with as many of the likeliest as they ask for; columns are chosen in parts."""
+    monkeypatch.setattr(uneven, "FEW", at_a_time)
     prompts, sampling = random_prompts([5, 17, 3], seed=4, vocab=200), greedy(20, temperature=0.5)
     pool = [
         Request(str(i), p, sampling, top_logprobs=top)
