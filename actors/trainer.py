@@ -90,7 +90,7 @@ def train(
     schedules = [listed_schedule(model.config, entry, config.horizon + 1) for entry in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
     if resume is None and config.fit_pairs:
-        fit_added(model, pairs, config)
+        fit_added(model, pairs, config, hooks.log)
     loss = _loss_to_train(model, config, teacher)
     module = wrap(loss, config.parallel)
     optimizer = _optimizer(model, config)
@@ -135,15 +135,20 @@ def train(
     return best
 
 
-def fit_added(model: Decoder, pairs: Sequence[Pair], config: TrainConfig) -> None:
-    """SwiftKV's keys and values by least squares over `config.fit_pairs` of `pairs`, the same on every worker."""
+def fit_added(
+    model: Decoder, pairs: Sequence[Pair], config: TrainConfig, log: Callable[[dict[str, Any]], None]
+) -> None:
+    """SwiftKV's keys and values by least squares over `config.fit_pairs` of `pairs`, the same on every worker.
+
+    `log` gets a record of how many pairs were seen, after each batch."""
     rank, world = rank_and_size()
     chosen = random.Random(f"{config.seed} fit").sample(pairs, min(config.fit_pairs, len(pairs)))
     rows = max(1, config.batch_size // (world * config.accumulate))
     fit = KVFit(model)
-    for batch in length_sorted_batches(chosen, rows, f"{config.seed} fit")[rank::world]:
+    for number, batch in enumerate(length_sorted_batches(chosen, rows, f"{config.seed} fit")[rank::world], start=1):
         with _autocast(model.device, config.precision):
             fit.add(teacher_batch(batch, model.config.filler_token_id, model.device))
+        log({"step": 0, "fitted": min(number * rows * world, len(chosen)), "fit_pairs": len(chosen)})
     if world > 1:
         for total in fit.sums:
             dist.all_reduce(total)

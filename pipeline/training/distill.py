@@ -5,7 +5,7 @@ The training is `finetune`, with the recipe of the paper for defaults; `init_swi
 """
 
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import torch
 
@@ -13,10 +13,12 @@ from actors.train_workers import Pair
 from actors.trainer import fit_added
 from pipeline.checkpoint import find_model
 from pipeline.config import ConfigError
+from pipeline.console import LiveLine
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig, FinetuneData
 from pipeline.training.corpus import encode, make_tokenizer, refuse_bad_rows, scan
 from pipeline.training.plan import stored_dtype, train_config
+from pipeline.training.records import FitLine, fitting
 from pipeline.units import Json, Note
 from skipdecode.config import DecoderConfig
 from skipdecode.weights import load_model, save_model
@@ -99,7 +101,9 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     loaded = load_model(folder, adapter=adapter, dtype=torch.float32 if fits else dtype)
     model = loaded.with_swiftkv(shape.kv_layers, shape.group_size)
     if fits:
-        fit_added(model, pairs, train_config(config.train))
+        said: list[str] = []
+        with LiveLine(lambda: said[-1] if said else None):
+            fit_added(model, pairs, train_config(config.train), lambda line: said.append(fitting(cast(FitLine, line))))
     with written_whole(target) as staging:
         save_model(model, staging, dtype=dtype)
         for name, content in tokenizer_files(folder).items():

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,15 @@ from pipeline.training.folder import TrainingFolder
 from pipeline.training.loss_plot import plot_losses
 from pipeline.training.plan import PlannedTraining, plan_training, stored_dtype
 from pipeline.training.pool import TrainPool, plan_workers
-from pipeline.training.records import Fingerprint, TrainingRecord, TrainingState, ValidationLine, losses_in
+from pipeline.training.records import (
+    Fingerprint,
+    LogLine,
+    TrainingRecord,
+    TrainingState,
+    ValidationLine,
+    fitting,
+    losses_in,
+)
 from pipeline.training.worker import Failed, Trained, TrainingJob, run_worker
 from pipeline.units import Note, count
 
@@ -169,7 +178,7 @@ def describe(folder: TrainingFolder) -> str | None:
     records = folder.records()
     lines = losses_in(records)
     if not lines:
-        return "starting workers"
+        return _before_the_first_loss(records)
     last = lines[-1]
     validations = [record for record in records if "mean" in record]
     # since the last start alone: a resumed run may be on another machine
@@ -186,6 +195,15 @@ def describe(folder: TrainingFolder) -> str | None:
         + (f"validation {validations[-1]['mean']:.4f}   " if validations else "")
         + f"{last['pairs_per_s']:.1f} pairs/s   {last['elapsed_s']:.0f} s   ETA {eta}"
     )
+
+
+def _before_the_first_loss(records: Sequence[LogLine]) -> str:
+    last = records[-1] if records else None
+    if last is None:
+        return "starting workers"
+    if "fitted" in last and last["fitted"] < last["fit_pairs"]:
+        return fitting(last)
+    return "first steps"
 
 
 def make_record(planned: PlannedTraining, best: ValidationLine) -> TrainingRecord:

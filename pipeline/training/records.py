@@ -23,6 +23,16 @@ class StartLine(TypedDict):
 
 
 @final
+class FitLine(TypedDict):
+    """Before the first step: SwiftKV's keys and values see the pairs that they are fitted to (`train.fit_pairs`)."""
+
+    step: int
+    fitted: int
+    """Pairs seen."""
+    fit_pairs: int
+
+
+@final
 class LossLine(TypedDict):
     """The mean training loss since the last such line."""
 
@@ -47,8 +57,13 @@ class ValidationLine(TypedDict):
     mean: float
 
 
-LogLine: TypeAlias = StartLine | LossLine | ValidationLine
-"""Told apart by their keys: `start`, `train_loss`, `validation_loss`."""
+LogLine: TypeAlias = StartLine | FitLine | LossLine | ValidationLine
+"""Told apart by their keys: `start`, `fitted`, `train_loss`, `validation_loss`."""
+
+
+def fitting(line: FitLine) -> str:
+    """For people: how far it is."""
+    return f"fitting SwiftKV's keys and values   {line['fitted']}/{line['fit_pairs']} pairs"
 
 
 def losses_in(lines: Iterable[LogLine]) -> list[LossLine]:

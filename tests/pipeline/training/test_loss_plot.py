@@ -27,7 +27,13 @@ def validated(step: int) -> dict[str, Any]:
 def test_the_progress_line(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     assert describe(folder) == "starting workers"
-    write_log(folder, [{"step": 0, "start": {}}, trained(10, 20.0)])
+    write_log(folder, [{"step": 0, "start": {}}])
+    assert describe(folder) == "first steps"
+    folder.append_log({"step": 0, "fitted": 16, "fit_pairs": 40})
+    assert describe(folder) == "fitting SwiftKV's keys and values   16/40 pairs"
+    folder.append_log({"step": 0, "fitted": 40, "fit_pairs": 40})
+    assert describe(folder) == "first steps"
+    folder.append_log({"steps": 100} | trained(10, 20.0))
     assert describe(folder) == "step 10/100 (10 %)   loss 0.5000   64.0 pairs/s   20 s   ETA ?"
     folder.append_log(trained(20, 40.0) | {"steps": 100})
     folder.append_log(validated(20))
