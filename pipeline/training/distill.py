@@ -5,7 +5,7 @@ The training is `finetune`, with the recipe of the paper for defaults; `init_swi
 """
 
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import TypedDict
 
 import torch
 
@@ -18,7 +18,7 @@ from pipeline.store.model_folder import new_folder, tokenizer_files, written_who
 from pipeline.training.config import FinetuneConfig, FinetuneData
 from pipeline.training.corpus import encode, make_tokenizer, refuse_bad_rows, scan
 from pipeline.training.plan import stored_dtype, train_config
-from pipeline.training.records import FitLine, fitting
+from pipeline.training.records import fitting
 from pipeline.units import Json, Note
 from skipdecode.config import DecoderConfig
 from skipdecode.weights import load_model, save_model
@@ -103,7 +103,8 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     if fits:
         said: list[str] = []
         with LiveLine(lambda: said[-1] if said else None):
-            fit_added(model, pairs, train_config(config.train), lambda line: said.append(fitting(cast(FitLine, line))))
+            recipe = train_config(config.train)
+            fit_added(model, pairs, recipe, lambda line: said.append(fitting(line["fitted"], line["fit_pairs"])))
     with written_whole(target) as staging:
         save_model(model, staging, dtype=dtype)
         for name, content in tokenizer_files(folder).items():

@@ -202,7 +202,7 @@ def _before_the_first_loss(records: Sequence[LogLine]) -> str:
     if last is None:
         return "starting workers"
     if "fitted" in last and last["fitted"] < last["fit_pairs"]:
-        return fitting(last)
+        return fitting(last["fitted"], last["fit_pairs"])
     return "first steps"
 
 

@@ -61,9 +61,9 @@ LogLine: TypeAlias = StartLine | FitLine | LossLine | ValidationLine
 """Told apart by their keys: `start`, `fitted`, `train_loss`, `validation_loss`."""
 
 
-def fitting(line: FitLine) -> str:
-    """For people: how far it is."""
-    return f"fitting SwiftKV's keys and values   {line['fitted']}/{line['fit_pairs']} pairs"
+def fitting(fitted: int, fit_pairs: int) -> str:
+    """A `FitLine` for people."""
+    return f"fitting SwiftKV's keys and values   {fitted}/{fit_pairs} pairs"
 
 
 def losses_in(lines: Iterable[LogLine]) -> list[LossLine]:
