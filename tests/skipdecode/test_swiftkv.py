@@ -291,8 +291,8 @@ def test_the_verb_writes_a_checkpoint_that_a_job_may_run(
         check_model(build_config(JobConfig, prefill | {"model": {"source": str(tiny_checkpoint)}}), print)
 
 
-def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """All pairs, whatever their order and batches."""
+def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All pairs, whatever their order and batches, and says how far it is."""
     texts = [(f"the {i} of {i * i}", " and more" * (1 + i % 3)) for i in range(9)]
     lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in texts]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
@@ -301,6 +301,7 @@ def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path) -> None:
     bad = [*asked, f"data.path={tmp_path / 'none.jsonl'}"]
     assert main(bad) == 2
     assert main([*asked, f"data.path={tmp_path / 'pairs.jsonl'}", "output.dtype=float32"]) == 0
+    assert "fitting SwiftKV's keys and values   9/9 pairs" in capsys.readouterr().err
     model = load_model(tiny_checkpoint)
     wanted, tokenizer = model.with_swiftkv(3, 1), Tokenizer(tiny_checkpoint, model.config)
     fit = KVFit(wanted)
