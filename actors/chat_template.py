@@ -1,21 +1,25 @@
 """A conversation to a prompt: the chat template of a checkpoint, as `tokenizer.apply_chat_template` of transformers.
 
 The text that it makes has its special tokens already: `Tokenizer.encode_rendered` adds none. Two things are done
-before, so that a template made for plain text does not meet what it does not know: content in parts becomes one text,
-its parts on lines of their own, and the role `developer` is `system` to a template that does not speak of it. Left out:
-where a checkpoint has its template (`actors.chat_template_files`), tools, documents, images, and a request's own
-template. No Ray, and few imports: every task that reads rows has them.
+before, so that a template made for plain text does not meet what it does not know. Content in parts becomes one text,
+its parts on lines of their own (one part again, for a template that knows nothing else). The role `developer` is
+`system` to a template that does not speak of it. Left out: where a checkpoint has its template
+(`actors.chat_template_files`), tools, documents, images, and a request's own template. No Ray, and few imports: every
+task that reads rows has them.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from actors.jinja_errors import TemplateError
 from actors.jinja_sandbox import Template
 
 ROLES = ("system", "developer", "user", "assistant")
 PASSED_ON = ("role", "content", "name")
+PROBE = "qzx7"  # no template has it
+DEVELOPER = re.compile(r"""(["'])developer\1""")  # as a constant of a template
 
 Message = dict[str, str]
 """`role`, `content`, and `name` where it has one."""
@@ -39,6 +43,15 @@ class ChatTemplate:
     template: Template
     special_tokens: Mapping[str, str]
     """What the template reads as `bos_token`, `eos_token` and so on."""
+    takes_parts: bool = False
+    """Whether it reads content as a list of parts alone, and leaves out what is a text (`knowing_parts`)."""
+
+    def knowing_parts(self) -> "ChatTemplate":
+        """The same, with `takes_parts` found by two renderings."""
+        asked, now = [{"role": "user", "content": PROBE}], datetime.now(UTC)
+        text, parts = (replace(self, takes_parts=takes).render_rows([asked], now=now)[0] for takes in (False, True))
+        loses_text = isinstance(text, str) and PROBE not in text
+        return replace(self, takes_parts=loses_text and isinstance(parts, str) and PROBE in parts)
 
     @property
     def source(self) -> str:
@@ -53,10 +66,13 @@ class ChatTemplate:
         return self.template.render_rows([self._values(messages) for messages in chats], now=now)
 
     def _values(self, messages: Sequence[Message]) -> dict[str, object]:
-        if "developer" not in self.source:
+        if DEVELOPER.search(self.source) is None:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-        given: dict[str, object] = {"messages": messages, "tools": None, "documents": None}
+        given: dict[str, object] = {"messages": [self._shaped(m) for m in messages], "tools": None, "documents": None}
         return given | {"add_generation_prompt": True} | dict(self.special_tokens)
+
+    def _shaped(self, message: Message) -> Mapping[str, object]:
+        return {**message, "content": [{"type": "text", "text": message["content"]}]} if self.takes_parts else message
 
 
 def check_messages(value: object) -> list[Message]:

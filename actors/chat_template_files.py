@@ -49,7 +49,8 @@ def load_chat_template(source: str | Path, model_type: str, file: str | Path | N
         raise ValueError(f"{where} cannot be used: {error}") from error
     if "messages" not in template.names:
         raise ValueError(f"{where} cannot be used: it does not read `messages`")
-    return ChatTemplate(template, _special_tokens(folder, model_type) if metadata is None else _gguf_tokens(metadata))
+    tokens = _special_tokens(folder, model_type) if metadata is None else _gguf_tokens(metadata)
+    return ChatTemplate(template, tokens).knowing_parts()
 
 
 def _of_folder(folder: Path) -> dict[str, str]:

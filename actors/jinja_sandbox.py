@@ -70,6 +70,8 @@ def _pickled(row: Mapping[str, object]) -> bytes | TemplateError:
         return pickle.dumps(_plain(row), protocol=5)
     except RecursionError:
         return TemplateTooCostly("the values are nested too deeply")
+    except Exception as error:  # of objects that a processor's rows may hold
+        return TemplateError(f"the values cannot be read: {type(error).__name__}: {error}"[:300])
 
 
 def _plain(value: object) -> object:

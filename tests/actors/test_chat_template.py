@@ -51,7 +51,7 @@ CLASSES = {
 
 def config_of(model_type: str, vocab_size: int = 4096) -> Any:
     return SimpleNamespace(
-        model_type=model_type, vocab_size=vocab_size, bos_token_id=None, eos_token_ids=(), pad_token_id=None
+        model_type=model_type, vocab_size=vocab_size, bos_token_id=None, eos_token_ids=(1,), pad_token_id=None
     )
 
 
@@ -243,9 +243,19 @@ def test_parts_are_lines_and_a_developer_speaks_for_the_system(folder: Callable[
                                {"role": "user", "content": parts, "name": "Ann", "refusal": None}])  # fmt: skip
     assert messages[1] == {"role": "user", "content": "a\nb", "name": "Ann"}
     assert loaded(folder("mistral"), "mistral").render(messages, now=NOW) == "<s>[INST] Be brief.\n\na\nb[/INST]"
-    (tmp_path / "mine.jinja").write_text(CHATML + "{# developer #}")
-    own = loaded(folder("chatml"), "llama", tmp_path / "mine.jinja")
-    assert own.render(messages, now=NOW).startswith("<|im_start|>developer\nBe brief.<|im_end|>\n")
+    for more, role in (("{# no developer #}", "system"), ("{% if 'developer' == 1 %}{% endif %}", "developer")):
+        (tmp_path / "mine.jinja").write_text(CHATML + more)
+        own = loaded(folder("chatml"), "llama", tmp_path / "mine.jinja")
+        assert own.render(messages, now=NOW).startswith(f"<|im_start|>{role}\nBe brief.<|im_end|>\n")
+
+
+def test_a_template_of_parts_loses_no_text(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    texts = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    both = "{% for m in messages %}{{ m.content if m.content is string else 'parts' }}{% endfor %}"
+    for source, made in ((texts, "<user>Hi"), (both, "Hi"), ("{{ messages | length }}", "1")):
+        (tmp_path / "mine.jinja").write_text(source)
+        own = loaded(folder("chatml"), "llama", tmp_path / "mine.jinja")
+        assert own.render([{"role": "user", "content": "Hi"}], now=NOW) == made
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,12 @@ def test_values_are_plain_data() -> None:
         ours("{{ name.shout() }}", row, strict=True)
 
 
+def test_a_row_whose_values_cannot_be_read_fails_alone() -> None:
+    made = Template("{{ a }}", strict=True).render_rows([{"a": {(1, 2): 3}}, {"a": "ok"}], now=NOW)
+    assert isinstance(made[0], TemplateError)
+    assert made[1] == "ok"
+
+
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(TemplateSyntaxError, match=r"^line 2: Encountered unknown tag 'iff'"):
         Template("a\n{% iff %}", strict=True)
@@ -299,6 +305,16 @@ def test_a_costly_row_fails_alone() -> None:
     made = template.render_rows([{"n": n} for n in sizes], now=NOW)
     for n, text in zip(sizes, made, strict=True):
         assert isinstance(text, TemplateTooCostly) if n == 99_999 else text == str(n)
+
+
+def test_what_rows_before_it_held_costs_no_row() -> None:
+    size, cycle = 2**20, "{% set o = namespace(l=0) %}{% set o.l = [o, 'a' * 20 * n] %}{{ n }}"
+    template = Template("{{ (('a' * n) ~ 'b') | length }}", strict=False)
+    made = template.render_rows([{"n": n * size} for n in (40, 16, 16)], now=NOW)
+    assert isinstance(made[0], TemplateTooCostly)
+    assert made[1:] == [str(16 * size + 1)] * 2
+    rows = [{"n": size}] * 6
+    assert Template(cycle, strict=False).render_rows(rows, now=NOW) == [str(size)] * 6
 
 
 def test_a_long_document_is_no_costly_row() -> None:
