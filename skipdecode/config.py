@@ -220,7 +220,7 @@ class DecoderConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Any of them ends a row; training writes the first."""
+        """Any of them ends a row."""
         return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
 
     @property

@@ -18,7 +18,7 @@ from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 from skipdecode.families import FAMILIES
 from skipdecode.hub import resolve_source
 from skipdecode.sampling import TextDecoder
-from skipdecode.tokenizer_files import load_folder, load_opt_folder
+from skipdecode.tokenizer_files import eos_token, load_folder, load_opt_folder
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0..3 in every OPT vocabulary
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of SentencePiece vocabularies
@@ -64,6 +64,8 @@ class Tokenizer:
             )
         self.front: tuple[int, ...] = self._front(config)
         """What `encode` puts before a text: BOS, or nothing."""
+        self.end = self._end(folder, config, vocabulary)
+        """What stands behind a whole answer: the tokenizer's own EOS, where the model ends at several."""
         self.decode = self._decoder(vocabulary)
         """Tokens -> text without special tokens; bytes that are no UTF-8 become U+FFFD."""
 
@@ -91,6 +93,10 @@ class Tokenizer:
         (bare,), (dressed,) = (self._ids(["a"], add_special_tokens=add) for add in (False, True))
         at = next((n for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), 0)
         return tuple(dressed[:at])
+
+    def _end(self, folder: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> int:
+        named = None if folder.is_file() else vocabulary.get(eos_token(folder))
+        return named if named in config.eos_token_ids else config.eos_token_ids[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """One token list per text, with the special tokens of the model around it; empty where there are none."""

@@ -62,6 +62,12 @@ def load_opt_folder(folder: Path) -> Tokenizer:
     return inner
 
 
+def eos_token(folder: Path) -> str:
+    """As the files name it; empty where they do not."""
+    found = (read_json(folder / name).get("eos_token") for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    return next(filter(None, map(content_of, found)), "")
+
+
 def _remedy(folder: Path) -> str:
     has = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
     if not has:

@@ -171,12 +171,14 @@ class RunPolicy:
     dtype: str
     quantization: Quantization | None
     max_new_tokens: int
+    is_chat: bool
+    """Its prompts are what the chat template made of them."""
 
     @classmethod
     def of(cls, state: RunState) -> Self:
         """Of a run of an earlier version too, which may lack keys."""
         config, fingerprint = state["config"], state["fingerprint"]
-        quantization = config["model"].get("quantization")
+        quantization, given = config["model"].get("quantization"), config.get("input", {})
         return cls(
             model=state["model"]["source"],
             files=str(fingerprint.get("model.files", "")),
@@ -188,6 +190,7 @@ class RunPolicy:
             dtype=str(fingerprint["model.dtype"] if quantization else config["model"]["dtype"]),
             quantization=quantization,
             max_new_tokens=config["sampling"]["max_new_tokens"],
+            is_chat=bool(given.get("chat") or given.get("messages_column")),
         )
 
 
@@ -198,6 +201,7 @@ class Policy:
     model: Decoder
     tokenizer: Tokenizer
     schedule: Schedule
+    is_chat: bool
 
 
 def _perplexity(
@@ -231,7 +235,7 @@ def _perplexity(
 
 def _draw(config: EvaluateConfig, policy: Policy, pairs: Sequence[tuple[str, str]], note: Note) -> list[Pair]:
     limit = policy.model.config.max_position_embeddings
-    encoded = encode_pairs(policy.tokenizer, pairs, policy.model.config.eos_token_ids[0])
+    encoded = encode_pairs(policy.tokenizer, pairs, is_rendered=policy.is_chat)
     drawn = draw_pairs(encoded, config.perplexity_pairs, limit)
     if len(drawn) < min(len(pairs), config.perplexity_pairs or len(pairs)):
         note(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
@@ -259,7 +263,7 @@ def _load_policy(config: EvaluateConfig, run: RunPolicy, device: torch.device) -
         max_new_tokens=run.max_new_tokens,  # rows with a limit of their own ran another schedule
         kv_layers=model.config.kv_layers(run.prefill),
     )
-    return Policy(model, encoder, schedule)
+    return Policy(model, encoder, schedule, run.is_chat)
 
 
 def draw_pairs(encoded: Sequence[Pair], count: int | None, max_tokens: int) -> list[Pair]:

@@ -145,7 +145,7 @@ def measure_run(
 ) -> Iterator[SweepRow]:
     """The lines of one entry of `runs`: its checkpoint is loaded once, and gone before that of the next one comes."""
     generator = Generator(generator_config(config, run))
-    encoded = encode_pairs(generator.tokenizer, corpus.pairs, generator.model.config.eos_token_ids[0])
+    encoded = encode_pairs(generator.tokenizer, corpus.pairs)
     pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
     plain = generator if run.quantization is None else Generator(generator_config(config, run, plain=True))
     started = time.monotonic()

@@ -197,17 +197,23 @@ def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: 
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], eos_token_id: int, is_cut: Sequence[bool] | None = None
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    is_cut: Sequence[bool] | None = None,
+    *,
+    is_rendered: bool = False,
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt tokens with BOS where the model has one, response tokens with EOS unless it was cut) of each pair.
 
-    A prompt that a chat template made may bring its own BOS, and gets no second one.
+    `is_rendered`: all prompts are of a chat template, and have their special tokens. Otherwise one that brings its own
+    BOS gets no second one.
     """
-    ends = [[eos_token_id] if is_whole else [] for is_whole in map(not_, is_cut or [False] * len(pairs))]
-    front = list(tokenizer.front)
+    ends = [[tokenizer.end] if is_whole else [] for is_whole in map(not_, is_cut or [False] * len(pairs))]
+    front = [] if is_rendered else list(tokenizer.front)
+    encode = tokenizer.encode_rendered if is_rendered else tokenizer.encode
     prompts = [
         tokens[len(front) :] if front and tokens[: 2 * len(front)] == 2 * front else tokens
-        for tokens in tokenizer.encode([prompt for prompt, _ in pairs])
+        for tokens in encode([prompt for prompt, _ in pairs])
     ]
     responses = tokenizer.encode_rendered([response for _, response in pairs])
     return [(p, [*r, *end]) for p, r, end in zip(prompts, responses, ends, strict=True)]

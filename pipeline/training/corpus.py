@@ -75,7 +75,7 @@ def check_same_tokens(teacher: Path, tokenizer: Tokenizer, opt: DecoderConfig, t
 def encode(pairs: Pairs, tokenizer: Tokenizer, opt: DecoderConfig) -> Corpus:
     """Pairs that fit the model's context; the others become problems."""
     corpus = Corpus([], [], [], list(pairs.problems))
-    tokens = encode_pairs(tokenizer, pairs.texts, opt.eos_token_ids[0], pairs.is_cut)
+    tokens = encode_pairs(tokenizer, pairs.texts, pairs.is_cut)
     for texts, where, is_cut, (prompt, response) in zip(pairs.texts, pairs.where, pairs.is_cut, tokens, strict=True):
         if not prompt:
             corpus.problems.append(f"{where}: the prompt is empty, and this model has no token that begins a text")

@@ -87,7 +87,7 @@ def test_generate_evaluate_and_resume(
     code, document, err = call(evaluate, *scoring)
     assert code == 0, err
     model = load_model(merged)
-    encoded = encode_pairs(Tokenizer(merged, model.config), [(text, REFERENCE) for text in PROMPTS], 2)
+    encoded = encode_pairs(Tokenizer(merged, model.config), [(text, REFERENCE) for text in PROMPTS])
     assert document["loss"] == pytest.approx(mean_loss(model, encoded, FullDepth(6), 6), rel=1e-5)
 
     tensors = load_file(own / "adapter_model.safetensors")

@@ -143,7 +143,7 @@ def test_an_absent_file_and_one_column_for_both(tmp_path: Path) -> None:
 def test_tokens_begin_with_bos_and_end_with_eos(tokenizer_folder: Path) -> None:
     config = OPTConfig(vocab_size=320, bos_token_id=2, eos_token_id=3)
     tokenizer = Tokenizer(tokenizer_folder, config)
-    (first, second) = encode_pairs(tokenizer, [("a pub", "cheap"), ("", "x")], config.eos_token_id)
+    (first, second) = encode_pairs(tokenizer, [("a pub", "cheap"), ("", "x")])
     assert first == (tokenizer.encode(["a pub"])[0], [*tokenizer.encode(["cheap"])[0][1:], 3])
     assert second[0] == [2]  # an empty prompt is BOS alone
 
@@ -152,16 +152,36 @@ def test_a_prompt_that_a_chat_template_made_begins_with_one_bos(tokenizer_folder
     config = OPTConfig(vocab_size=320, bos_token_id=2, eos_token_id=3)
     tokenizer = Tokenizer(tokenizer_folder, config)
     bos = next(text for text in ("<s>", "</s>", "<pad>", "<unk>") if tokenizer.encode_rendered([text]) == [[2]])
-    (rendered, plain) = encode_pairs(tokenizer, [(f"{bos}a pub", "cheap"), ("a pub", "cheap")], config.eos_token_id)
+    (rendered, plain) = encode_pairs(tokenizer, [(f"{bos}a pub", "cheap"), ("a pub", "cheap")])
     assert rendered == plain
     assert rendered[0].count(2) == 1
+
+
+def test_a_rendered_prompt_is_read_as_the_run_reads_it(tokenizer_folder: Path) -> None:
+    tokenizer = Tokenizer(tokenizer_folder, OPTConfig(vocab_size=320, bos_token_id=2, eos_token_id=3))
+    ((prompt, response),) = encode_pairs(tokenizer, [("a pub", "cheap")], is_rendered=True)
+    assert prompt == tokenizer.encode_rendered(["a pub"])[0] == tokenizer.encode(["a pub"])[0][1:]
+    assert response[-1] == 3
+
+
+def test_of_several_ends_the_one_of_the_tokenizer_is_written(tmp_path: Path) -> None:
+    """As Llama 3's chats end: its first EOS is that of a text, and its tokenizer's that of an answer."""
+    shape = {"vocab_size": 400, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = config_of(shape | {"model_type": "llama", "eos_token_id": [1, 0]})
+    folder = write_folder(tmp_path, byte_level("qwen2"), "llama", tokenizer_class="PreTrainedTokenizerFast")
+    names = {number: text for text, number in byte_level("qwen2").get_vocab().items()}
+    for named, end in ((names[0], 0), (names[1], 1), (names[5], 1)):
+        settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": named}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        ((_, response),) = encode_pairs(Tokenizer(folder, config), [("a pub", "cheap")])
+        assert response[-1] == end
 
 
 def test_a_response_has_no_bos_and_loses_no_token_where_the_model_has_none(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level("qwen2"), "qwen2", tokenizer_class="Qwen2Tokenizer")
     shape = {"vocab_size": 400, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
     tokenizer = Tokenizer(folder, config_of(shape | {"model_type": "qwen2", "eos_token_id": 1}))
-    ((prompt, response), (empty, _)) = encode_pairs(tokenizer, [("a pub", "cheap"), ("", "x")], 1)
+    ((prompt, response), (empty, _)) = encode_pairs(tokenizer, [("a pub", "cheap"), ("", "x")])
     assert tokenizer.decode(prompt) == "a pub"
     assert tokenizer.decode(response) == "cheap"
     assert response[-1] == 1
@@ -181,5 +201,5 @@ def test_a_response_that_a_run_cut_has_no_end(tmp_path: Path, tokenizer_folder: 
     found = scan_pairs(str(path), "prompt", "response")
     assert found.is_cut == [False, True, False]
     config = OPTConfig(vocab_size=320, bos_token_id=2, eos_token_id=3)
-    pairs = encode_pairs(Tokenizer(tokenizer_folder, config), found.texts, 3, found.is_cut)
+    pairs = encode_pairs(Tokenizer(tokenizer_folder, config), found.texts, found.is_cut)
     assert [response[-1] == 3 for _, response in pairs] == [True, False, True]
