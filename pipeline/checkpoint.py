@@ -62,9 +62,19 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
             f"{new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions",
         )
     model = ResolvedModel(folder, config.model.source, opt, decode, adapter)
-    if (text := untuned(model, config)) is not None:
+    for text in filter(None, (foreign_swiftkv(model, config), untuned(model, config))):
         note(text)
     return model
+
+
+def foreign_swiftkv(model: ResolvedModel, config: JobConfig) -> str | None:
+    """A warning where an adapter lies on SwiftKV's weights, which were made without it."""
+    if config.prefill.method != "swiftkv" or model.adapter is None:
+        return None
+    return (
+        f"warning: prefill.method=swiftkv: SwiftKV's weights in {model.source} were taken from it without "
+        "model.adapter, so texts may differ from those of a whole prompt; prefill.method=full needs none"
+    )
 
 
 def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
@@ -73,11 +83,6 @@ def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
     Lossless runs have none, since full depth verifies, nor has FFN-SkipLLM, which needs no tuning.
     """
     name = model.source + ("" if config.model.adapter is None else f" with {config.model.adapter}")
-    if config.prefill.method == "swiftkv" and model.adapter is not None:
-        return (
-            f"warning: prefill.method=swiftkv: SwiftKV's weights in {model.source} were taken from it without "
-            "model.adapter, so texts may differ from those of a whole prompt; prefill.method=full needs none"
-        )
     base = {key: value for key, value in model.decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
     layers, carried = model.config.num_hidden_layers, model.config.skip_decode
     schedule = make_schedule(base, num_layers=layers, max_new_tokens=max(config.sampling.max_new_tokens, 1))

@@ -88,6 +88,7 @@ _NEUTRAL_KEYS: Final[Neutral] = {
 _NEUTRAL_CHAT_KEYS: Final[Neutral] = {
     **{key: value for key, value in _NEUTRAL_KEYS.items() if key not in ("best_of", "echo", "suffix")},
     "logprobs": (lambda v: v is False, "false"),
+    "top_logprobs": (is_int(0, 0), "0"),
     "tools": (lambda v: v == [], "empty: tools are not supported"),
     "tool_choice": (lambda v: v == "none", '"none": tools are not supported'),
     "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false"),

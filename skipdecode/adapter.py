@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 KEY = "model.adapter"  # what an error blames
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 SCHEDULE_FILE = "skip_decode.json"
-"""Beside them, in adapters that we train: the schedule that generation takes by default, as `skip_decode` in a
-config.json."""
+"""Beside them, in adapters that we train: the schedule that generation takes by default."""
 ALL_LINEAR = "all-linear"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
@@ -37,8 +37,7 @@ READ = frozenset(
     "target_modules task_type use_rslora".split()
 )
 KEEPING_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""`init_lora_weights`: ways to begin that leave the weights of the model as they are; others (PiSSA, OLoRA, LoftQ, ...)
-take something off them, which the file of the adapter does not have."""
+"""`init_lora_weights` that leave the weights beneath as they are; others (PiSSA, OLoRA, LoftQ) take something off."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class LoraKeys:
     alpha_pattern: Mapping[str, float]
     target_modules: str | Sequence[str]
     exclude_modules: str | Sequence[str]
-    layers_to_transform: Sequence[int]
-    """Empty: all."""
+    layers_to_transform: Sequence[int]  # empty: all
     layers_pattern: Sequence[str]
 
     @classmethod
@@ -62,7 +60,6 @@ class LoraKeys:
         if not isinstance(raw, dict):
             raise ValueError(f"expected a mapping, got {type(raw).__name__}")
         _refuse_unsupported(raw)
-        one = raw.get("layers_to_transform")
         pattern = raw.get("layers_pattern")
         return cls(
             r=_number(raw, "r", raw.get("r", 8), int),
@@ -72,7 +69,7 @@ class LoraKeys:
             alpha_pattern=_pattern(raw, "alpha_pattern", float),
             target_modules=_names(raw, "target_modules"),
             exclude_modules=_names(raw, "exclude_modules"),
-            layers_to_transform=_layers(one),
+            layers_to_transform=_layers(raw.get("layers_to_transform"), raw.get("target_modules")),
             layers_pattern=[pattern] if isinstance(pattern, str) and pattern else _names(raw, "layers_pattern"),
         )
 
@@ -82,7 +79,7 @@ class LoraKeys:
             return False
         if not _is_named(module, self.target_modules):
             return False
-        if isinstance(self.target_modules, str) or not self.layers_to_transform:
+        if not self.layers_to_transform or module in self.target_modules:  # a whole name says its layer
             return True
         patterns = [rf"(?:^|.*?\.){one}\.(\d+)\." for one in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         found = next(filter(None, (re.match(pattern, module) for pattern in patterns)), None)
@@ -227,11 +224,14 @@ def _check_tensors(
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """ValueError names a tensor with NaN or infinity, as a training that diverged leaves them."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+        tensors = load_file(path)
     except Exception as error:  # a kind of safetensors' own
         raise ValueError(f"{path} cannot be read: {error}") from error
+    if wrong := [name for name, tensor in tensors.items() if not tensor.float().isfinite().all()]:
+        raise ValueError(f"tensor {wrong[0]!r} holds numbers that are not finite")
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _read_json(path: Path) -> Any:
@@ -284,10 +284,12 @@ def _names(raw: Mapping[str, Any], key: str) -> str | list[str]:
     return found
 
 
-def _layers(found: Any) -> list[int]:
+def _layers(found: Any, modules: Any) -> list[int]:
     listed = [] if found is None else [found] if isinstance(found, int) else found
     if not isinstance(listed, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
         raise ValueError(f"layers_to_transform is {found!r}, expected a list of layer numbers")
+    if listed and isinstance(modules, str):
+        raise ValueError(f"layers_to_transform is {found!r}, which PEFT does not take beside an expression")
     return listed
 
 

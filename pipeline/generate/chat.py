@@ -40,7 +40,9 @@ def used_chat_template(
     if format == "openai_batch" and chats and chat is None:
         if chats == sum(scan.num_documents for scan in scans):
             raise ConfigError(
-                "input.chat_template", f"every line is a chat, and the checkpoint has no chat template; {REMEDY}"
+                "input.chat_template",
+                f"every line is a chat, and the checkpoint has no chat template that can be used; {REMEDY}",
             )
-        note(f"input.chat_template: {count(chats, 'chat')} will fail, since the checkpoint has no template; {REMEDY}")
+        why = "the checkpoint has no template that can be used"
+        note(f"input.chat_template: {count(chats, 'chat')} will fail, since {why}; {REMEDY}")
     return chat if chats or config.input.is_chat else None

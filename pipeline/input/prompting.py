@@ -120,7 +120,8 @@ class Prompter:
             return text
         if self.chat is None:
             return Failure(
-                BAD_PARAMETERS, "a chat needs a chat template, and the checkpoint has none; set input.chat_template"
+                BAD_PARAMETERS,
+                "a chat needs a chat template, and the checkpoint has none that can be used; set input.chat_template",
             )
         try:
             messages = check_messages(_parsed(given))

@@ -95,6 +95,9 @@ def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_pa
     (note,) = notes_of(tmp_path / "swift", adapter, **keys)
     assert "prefill.method=swiftkv" in note
     assert "without model.adapter" in note
+    first, second = notes_of(tmp_path / "swift", adapter, **keys | {"decode": {"method": "skipdecode", "speedup": 2}})
+    assert "prefill.method=swiftkv" in first
+    assert "carries no skip_decode schedule" in second
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": "big"}, "lora_alpha is 'big'"),
     ({"rank_pattern": {"q_proj": -1}}, "rank_pattern is"),
     ({"layers_to_transform": ["all"]}, "layers_to_transform is"),
+    ({"layers_to_transform": [0], "target_modules": ".*fc1"}, "does not take beside an expression"),
     ({"target_modules": ["q_proj", "k_proj"]}, "lacks tensor .*k_proj.lora_A.weight' of a module that target_modules"),
     ({"layers_to_transform": [0, 1]}, "has 8 tensors that this model has no use for"),
 ]
@@ -193,6 +194,21 @@ def test_tensors_of_another_model_are_refused(
     save_file(tensors | {"base_model.model.model.decoder.embed_tokens.lora_embedding_A": torch.zeros(4, 320)}, path)
     with pytest.raises(ValueError, match="a part of it that is not supported"):
         check_folder(tiny_checkpoint, adapter)
+
+
+def test_numbers_that_are_none_are_refused(
+    hf: Callable[[Path], PreTrainedModel], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    modules = dict.fromkeys(opt_modules(range(6), "fc1"), 4)
+    adapter = write_adapter(tmp_path / "a", hf(tiny_checkpoint), modules, target_modules=["fc1"])
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[min(tensors)][0, 0] = torch.nan
+    save_file(tensors, path)
+    message = r"^model.adapter: .*layers.0.fc1.lora_A.weight' holds numbers that are not finite"
+    for call in (check_folder, load_model):
+        with pytest.raises(ValueError, match=message):
+            call(tiny_checkpoint, adapter=adapter)
 
 
 def test_a_folder_that_is_no_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:
