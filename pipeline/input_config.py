@@ -44,7 +44,8 @@ class InputConfig(Section):
     limit: Annotated[int, Field(ge=1)] | None = None
     """Only the first rows (documents, where each becomes several rows), in file order."""
     too_long: Literal["fail_row", "truncate_left", "truncate_right"] = "fail_row"
-    """What becomes of a prompt that leaves no room for `sampling.max_new_tokens`."""
+    """What becomes of a prompt that leaves no room for `sampling.max_new_tokens`. Chats fail under truncate_right: it
+    would cut what asks for the answer."""
 
     @field_validator("path", mode="before")
     @classmethod

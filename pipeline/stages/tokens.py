@@ -103,7 +103,8 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
             # a chat template may begin with another token
             is_bare = is_rendered[row] and tokens[row][: len(tokenizer.front)] != list(tokenizer.front)
             front = () if is_bare else tokenizer.front
-            tokens[row], problem = fit_prompt(tokens[row], front, max_new_tokens, config, is_cut=row in cut)
+            how = {"is_cut": row in cut, "is_chat": is_rendered[row]}
+            tokens[row], problem = fit_prompt(tokens[row], front, max_new_tokens, config, **how)
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             problem = ENGINE_ERROR, describe(error)
         counts[row] = len(tokens[row])
@@ -152,11 +153,12 @@ def describe(error: Exception) -> str:
 
 
 def fit_prompt(
-    ids: list[int], front: Sequence[int], max_new_tokens: int, config: TokenizeConfig, is_cut: bool
+    ids: list[int], front: Sequence[int], max_new_tokens: int, config: TokenizeConfig, *, is_cut: bool, is_chat: bool
 ) -> tuple[list[int], tuple[str, str] | None]:
     """The tokens, cut if the run says so; and the error code and message where they cannot be decoded.
 
-    `front`: what the tokenizer puts before every prompt. `is_cut`: by `cut_text`.
+    `front`: what the tokenizer puts before every prompt. `is_cut`: by `cut_text`. A chat ends in what asks for the
+    answer, so its right side is never cut.
     """
     if not ids:
         return ids, (PROMPT_MISSING, "the prompt has no tokens, and this model has none that begins a text")
@@ -169,11 +171,12 @@ def fit_prompt(
         return ids, (BAD_PARAMETERS, message)
     if len(ids) <= room:
         return ids, None
-    if config.too_long == "fail_row":
+    if config.too_long == "fail_row" or (is_chat and config.too_long == "truncate_right"):
+        remedy = "truncate_left" if is_chat else "truncate_left or truncate_right"
         count = f"more than {len(ids)}" if is_cut else len(ids)
         message = (
             f"{count} prompt tokens and {max_new_tokens} new ones do not fit the model's {limit} positions; "
-            "set input.too_long to truncate_left or truncate_right, or lower sampling.max_new_tokens"
+            f"set input.too_long to {remedy}, or lower sampling.max_new_tokens"
         )
         return ids, (PROMPT_TOO_LONG, message)
     if config.too_long == "truncate_right":

@@ -140,3 +140,14 @@ def test_a_file_in_place_of_a_prompt_is_not_tokenised_whole(
         room = config.model.max_position_embeddings - 8
         kept = [whole[0], *whole[len(whole) - room + 1 :]] if too_long == "truncate_left" else whole[:room]
         assert tokenize(given, config=some)["_prompt_tokens"][1].as_py() == kept
+
+
+def test_what_asks_for_the_answer_is_never_cut_off_a_chat(config: TokenizeConfig) -> None:
+    long = table(1, prompt=["word " * 1000 + "answer:"])
+    chat = replace(config, chat=True)
+    (failed,) = tokenize(long, config=replace(chat, too_long="truncate_right")).to_pylist()
+    assert failed["error_code"] == "prompt_too_long"
+    assert "set input.too_long to truncate_left, or" in failed["error_message"]
+    (cut,) = tokenize(long, config=replace(chat, too_long="truncate_left")).to_pylist()
+    assert cut["error_code"] == ""
+    assert Tokenizer(config.source, config.model).decode(cut["_prompt_tokens"]).endswith("answer:")
