@@ -27,6 +27,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="models x schedules, as --config says")
     parser.add_argument("--references", metavar="FILE", help="CSV, JSONL or Parquet: data.path")
     parser.add_argument("--prompt-column", metavar="NAME", help="its prompts (mr): data.prompt_column")
+    parser.add_argument(
+        "--id-column", metavar="NAME", help="ids of the run's rows, in place of prompts: data.id_column"
+    )
     parser.add_argument("--reference-column", metavar="NAME", help="its references (ref): data.reference_column")
     parser.add_argument("--no-perplexity", action="store_true", help="texts only; no model is loaded")
     parser.add_argument("--output-json", metavar="FILE", help="write the document there too")
@@ -54,6 +57,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Json]:
     flags: dict[str, Json] = {
         "data.path": arguments.references,
         "data.prompt_column": arguments.prompt_column,
+        "data.id_column": arguments.id_column,
         "data.reference_column": arguments.reference_column,
         "perplexity_pairs": 0 if arguments.no_perplexity else None,
     }

@@ -20,6 +20,7 @@ class Row(TypedDict):
     prompt: str | None
     generated_text: str | None
     id: NotRequired[str | None]
+    source_id: NotRequired[str | None]
     error_code: NotRequired[str | None]
     num_generated_tokens: NotRequired[int | None]
     layers_run: NotRequired[int | None]
@@ -30,6 +31,8 @@ class Texts:
     """The hypotheses of a corpus: one per distinct prompt."""
 
     by_prompt: dict[str, str]
+    prompts_of: dict[str, list[str]]
+    """By the id of the input's row: one prompt, or one for each template."""
     failed: frozenset[str]
     """Prompts whose row failed; their text is empty."""
     num_rows: int
@@ -55,7 +58,7 @@ def read_texts(folder: RunFolder, *, is_run: bool) -> Texts:
             kind = dataset.schema.field(name).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise ConfigError("", f"{folder.shown}: column {name!r} is {kind}, not text")
-        optional = ("id", "error_code", "num_generated_tokens", "layers_run")
+        optional = ("id", "source_id", "error_code", "num_generated_tokens", "layers_run")
         names = ["prompt", "generated_text", *(name for name in optional if name in dataset.schema.names)]
         rows = dataset.to_table(columns=names).to_pylist()
     except FileNotFoundError as error:
@@ -68,6 +71,7 @@ def read_texts(folder: RunFolder, *, is_run: bool) -> Texts:
 def choose_texts(rows: Sequence[Row]) -> Texts:
     """Of rows with the same prompt, the one with the lowest id, whether it failed or not."""
     by_prompt: dict[str, str] = {}
+    prompts_of: dict[str, list[str]] = {}
     failed = set()
     with_prompt = [(prompt, row) for row in rows if (prompt := row["prompt"]) is not None]
     for prompt, row in sorted(with_prompt, key=lambda pair: _rank(pair[1])):
@@ -75,9 +79,13 @@ def choose_texts(rows: Sequence[Row]) -> Texts:
         if prompt not in by_prompt:
             by_prompt[prompt] = "" if is_failed else row["generated_text"] or ""
             failed |= {prompt} if is_failed else set()
+        own = row.get("source_id") or row.get("id")
+        if own is not None and prompt not in (known := prompts_of.setdefault(own, [])):
+            known.append(prompt)
     steps = sum(max((row.get("num_generated_tokens") or 0) - 1, 0) for row in rows)
     return Texts(
         by_prompt=by_prompt,
+        prompts_of=prompts_of,
         failed=frozenset(failed),
         num_rows=len(rows),
         num_repeated=len(with_prompt) - len(by_prompt),

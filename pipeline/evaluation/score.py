@@ -57,10 +57,15 @@ class ReferenceData(Section):
     """Column of the references."""
 
 
+class ScoredData(ReferenceData):
+    id_column: Annotated[str, Field(min_length=1)] | None = None
+    """Column of the ids of the input's rows, which say the prompts in its place: for templates and chats."""
+
+
 class EvaluateConfig(Section):
     generated: str
     """A run folder of `jobs.generate`, or a Parquet file or folder with `prompt` and `generated_text`."""
-    data: ReferenceData = ReferenceData()
+    data: ScoredData = ScoredData()
     perplexity_pairs: Annotated[int, Field(ge=0)] | None = None
     """How many (prompt, reference) pairs, drawn at random, always the same; null: all; 0: no perplexity."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -77,7 +82,9 @@ def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
     """The figures of one corpus; everything that can be wrong is found before anything is computed."""
     if config.data.path is None:
         raise ConfigError("--references", "name the file with the references (CSV, JSONL or Parquet)")
-    pairs = read_pairs(config.data.path, config.data.prompt_column, config.data.reference_column, FLAGS)
+    by_id = config.data.id_column
+    flags = FLAGS if by_id is None else (FLAGS[0], "--id-column", FLAGS[2])
+    pairs = read_pairs(config.data.path, by_id or config.data.prompt_column, config.data.reference_column, flags)
     folder = RunFolder.open(config.generated)
     state = folder.read_state()
     texts = read_texts(folder, is_run=state is not None)
@@ -85,13 +92,17 @@ def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
         note(
             f"{config.generated}: the run is not finished; {texts.num_rows} of {state['books']['input']} rows are there"
         )
+    if by_id is not None:  # one that no row has stays, and is counted
+        pairs = [(prompt, reference) for own, reference in pairs for prompt in texts.prompts_of.get(own, [own])]
     references = group_references(pairs)
     chosen = [prompt for prompt in texts.by_prompt if prompt in references]
     if not chosen:
         raise ConfigError(
             "",
-            f"no prompt of {config.generated} is in column {config.data.prompt_column!r} of {config.data.path}: "
-            f"the run has {_named(texts.by_prompt)}, the references {_named(references)}",
+            f"no {'prompt' if by_id is None else 'id'} of {config.generated} is in column "
+            f"{by_id or config.data.prompt_column!r} of {config.data.path}: "
+            f"the run has {_named(texts.by_prompt if by_id is None else texts.prompts_of)}, the references "
+            f"{_named(references)}{'' if by_id else '; --id-column goes by ids, e.g. of chats'}",
         )
     counts = _compare(texts, references, chosen, note)
     policy = None if state is None else RunPolicy.of(state)

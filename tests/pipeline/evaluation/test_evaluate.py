@@ -194,6 +194,8 @@ def test_a_checkpoint_that_changed_since_the_run_is_refused(
             "--reference-column: is the prompt column",
         ),
         (("{run}", "--references", "{references}", "perplexity_pairs=-1"), "perplexity_pairs: "),
+        (("{run}", "--references", "{references}", "--id-column", "no"), "--id-column: "),
+        (("{run}", "--references", "{references}", "--id-column", "mr"), "no id of "),
         (("{run}", "--references", "{references}", "--output-json", "/nowhere/x.json"), "--output-json /nowhere/"),
         (("/nowhere", "--references", "{references}"), "/nowhere: no such file or folder"),
         (("{run}/report.html", "--references", "{references}"), "report.html: neither a run folder nor Parquet"),
@@ -206,6 +208,26 @@ def test_bad_input_is_named(
     code, document, err = job(*(text.format(run=finished_run, references=references) for text in arguments))
     assert (code, document["exit_code"]) == (2, 2), err
     assert message in err
+
+
+def test_references_by_id_are_those_of_the_rendered_prompts(job: Job, tmp_path: Path) -> None:
+    """Two templates of document a, of which the second failed; b has two references, and c no row."""
+    names = ("id", "source_id", "prompt", "generated_text", "error_code")
+    rows = [
+        ("a-x", "a", "<A x>", "a pub", ""),
+        ("a-y", "a", "<A y>", "", "engine_error"),
+        ("b-x", "b", "<B>", "an inn", ""),
+    ]
+    pq.write_table(pa.Table.from_pylist([dict(zip(names, one, strict=True)) for one in rows]), tmp_path / "out.parquet")
+    pairs = [("a", "a pub"), ("b", "a bar"), ("b", "an inn"), ("c", "none")]
+    lines = [json.dumps({"doc": own, "ref": reference}) for own, reference in pairs]
+    (tmp_path / "refs.jsonl").write_text("\n".join(lines))
+    code, document, err = job(tmp_path / "out.parquet", "--references", tmp_path / "refs.jsonl", "--id-column", "doc")
+    assert code == 0, err
+    counts = ("prompts", "failed", "references_without_row", "prompts_without_reference")
+    assert [document[name] for name in counts] == [3, 1, 1, 0]
+    assert document["rougeL"] == pytest.approx(100 * 2 / 3)
+    assert "have no row and are not scored: 'c'" in err
 
 
 def row(id: str | None, prompt: str | None, text: str | None, code: str = "") -> dict[str, Any]:
