@@ -93,7 +93,8 @@ def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
             f"{config.generated}: the run is not finished; {texts.num_rows} of {state['books']['input']} rows are there"
         )
     if by_id is not None:  # one that no row has stays, and is counted
-        pairs = [(prompt, reference) for own, reference in pairs for prompt in texts.prompts_of.get(own, [own])]
+        found = texts.prompts_of
+        pairs = [(prompt, reference) for own, reference in pairs for prompt in found.get(own, [f"id {own}"])]
     references = group_references(pairs)
     chosen = [prompt for prompt in texts.by_prompt if prompt in references]
     if not chosen:

@@ -227,7 +227,7 @@ def test_references_by_id_are_those_of_the_rendered_prompts(job: Job, tmp_path: 
     counts = ("prompts", "failed", "references_without_row", "prompts_without_reference")
     assert [document[name] for name in counts] == [3, 1, 1, 0]
     assert document["rougeL"] == pytest.approx(100 * 2 / 3)
-    assert "have no row and are not scored: 'c'" in err
+    assert "have no row and are not scored: 'id c'" in err
 
 
 def row(id: str | None, prompt: str | None, text: str | None, code: str = "") -> dict[str, Any]:
