@@ -27,9 +27,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="models x schedules, as --config says")
     parser.add_argument("--references", metavar="FILE", help="CSV, JSONL or Parquet: data.path")
     parser.add_argument("--prompt-column", metavar="NAME", help="its prompts (mr): data.prompt_column")
-    parser.add_argument(
-        "--id-column", metavar="NAME", help="ids of the run's rows, in place of prompts: data.id_column"
-    )
+    parser.add_argument("--id-column", metavar="NAME", help="ids of the input, in place of prompts: data.id_column")
     parser.add_argument("--reference-column", metavar="NAME", help="its references (ref): data.reference_column")
     parser.add_argument("--no-perplexity", action="store_true", help="texts only; no model is loaded")
     parser.add_argument("--output-json", metavar="FILE", help="write the document there too")

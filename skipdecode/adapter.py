@@ -230,7 +230,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     except Exception as error:  # a kind of safetensors' own
         raise ValueError(f"{path} cannot be read: {error}") from error
     if wrong := [name for name, tensor in tensors.items() if not tensor.float().isfinite().all()]:
-        raise ValueError(f"tensor {wrong[0]!r} holds numbers that are not finite")
+        raise ValueError(f"{path.name}: tensor {wrong[0]!r} holds NaN or infinity; take an earlier checkpoint")
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -95,8 +95,9 @@ class Tokenizer:
         return tuple(dressed[:at])
 
     def _end(self, folder: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> int:
-        named = None if folder.is_file() else vocabulary.get(eos_token(folder))
-        return named if named in config.eos_token_ids else config.eos_token_ids[0]
+        ends = config.eos_token_ids
+        named = vocabulary.get(eos_token(folder)) if len(ends) > 1 and folder.is_dir() else None
+        return named if named in ends else ends[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """One token list per text, with the special tokens of the model around it; empty where there are none."""

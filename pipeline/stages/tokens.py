@@ -103,8 +103,9 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
             # a chat template may begin with another token
             is_bare = is_rendered[row] and tokens[row][: len(tokenizer.front)] != list(tokenizer.front)
             front = () if is_bare else tokenizer.front
-            how = {"is_cut": row in cut, "is_chat": is_rendered[row]}
-            tokens[row], problem = fit_prompt(tokens[row], front, max_new_tokens, config, **how)
+            tokens[row], problem = fit_prompt(
+                tokens[row], front, max_new_tokens, config, is_cut=row in cut, is_chat=is_rendered[row]
+            )
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             problem = ENGINE_ERROR, describe(error)
         counts[row] = len(tokens[row])
