@@ -305,7 +305,7 @@ def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path, capsys: p
     model = load_model(tiny_checkpoint)
     wanted, tokenizer = model.with_swiftkv(3, 1), Tokenizer(tiny_checkpoint, model.config)
     fit = KVFit(wanted)
-    fit.add(teacher_batch(encode_pairs(tokenizer, texts, model.config.eos_token_ids[0], [False] * len(texts)), 1))
+    fit.add(teacher_batch(encode_pairs(tokenizer, texts), 1))
     fit.solve()
     found = load_model(tmp_path / "swift")
     assert found.swift is not None
