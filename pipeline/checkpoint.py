@@ -20,6 +20,7 @@ from skipdecode.lossless import stored_drafts
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
+from skipdecode.tuning import why_untuned
 from skipdecode.weights import adapted, check_folder
 
 
@@ -54,15 +55,16 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
                 "'swiftkv' needs a checkpoint that carries SwiftKV's weights, and config.json of this "
                 "one has no swiftkv; jobs.distill makes one that does, and prefill.method=full needs none",
             )
+        if new >= opt.max_position_embeddings:
+            raise ConfigError(
+                "sampling.max_new_tokens",
+                f"{new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions",
+            )
+        model = ResolvedModel(folder, config.model.source, opt, decode, adapter)
+        warnings = [foreign_swiftkv(model, config), untuned(model, config)]
     except ValueError as error:
         raise ConfigError.parse(error) from error
-    if new >= opt.max_position_embeddings:
-        raise ConfigError(
-            "sampling.max_new_tokens",
-            f"{new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions",
-        )
-    model = ResolvedModel(folder, config.model.source, opt, decode, adapter)
-    for text in filter(None, (foreign_swiftkv(model, config), untuned(model, config))):
+    for text in filter(None, warnings):
         note(text)
     return model
 
@@ -84,18 +86,14 @@ def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
     """
     name = model.source + ("" if config.model.adapter is None else f" with {config.model.adapter}")
     base = {key: value for key, value in model.decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
-    layers, carried = model.config.num_hidden_layers, model.config.skip_decode
+    layers = model.config.num_hidden_layers
     schedule = make_schedule(base, num_layers=layers, max_new_tokens=max(config.sampling.max_new_tokens, 1))
     if model.decode.get("lossless") or schedule == FullDepth(layers) or not config.sampling.max_new_tokens:
         return None
-    method, tuned_for = base["method"], None if carried is None else carried.get("method", "skipdecode")
-    if method == tuned_for:
-        return None
-    why = "carries no skip_decode schedule" if carried is None else f"carries the schedule of method {tuned_for}"
-    return (
-        f"warning: {name} {why}, so nothing says that it was tuned for decode.method={method}: its text may be "
-        "nonsense (agreement in the report compares it with full depth); tune it with jobs.finetune, or use "
-        "decode.method=full, or decode.lossless=true"
+    why = why_untuned(model.config, base)
+    return why and (
+        f"warning: {name} {why}: its text may be nonsense (agreement in the report compares it with full depth); tune "
+        "it with jobs.finetune, or use decode.method=full, or decode.lossless=true"
     )
 
 

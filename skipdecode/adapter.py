@@ -20,8 +20,6 @@ from torch import Tensor
 
 KEY = "model.adapter"  # what an error blames
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-SCHEDULE_FILE = "skip_decode.json"
-"""Beside them, in adapters that we train: the schedule that generation takes by default."""
 ALL_LINEAR = "all-linear"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
@@ -146,18 +144,6 @@ def open_adapter(
     except ValueError as error:
         raise ValueError(f"{key}: {folder / CONFIG_FILE}: {error}") from error
     return Adapter(folder, keys, frozenset(modules))
-
-
-def read_schedule(folder: Path, key: str = KEY) -> dict[str, Any] | None:
-    """What SCHEDULE_FILE says; None without one. ValueError blames `key`."""
-    path = folder / SCHEDULE_FILE
-    try:
-        found = _read_json(path) if path.is_file() else None
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
-    if not isinstance(found, dict | None):
-        raise ValueError(f"{key}: {path}: expected a decode: mapping, got {found!r}")
-    return found
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:

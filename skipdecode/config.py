@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
-from skipdecode.config_json import check_flag, check_number, check_size, read_eos
+from skipdecode.config_json import check_flag, check_mapping, check_mappings, check_number, check_size, read_eos
 from skipdecode.rope_config import Rope
 
 MAX_LOGPROBS = 20  # likeliest tokens beside each
@@ -114,6 +114,8 @@ class DecoderConfig:
     """Type of the stored weights."""
     skip_decode: dict[str, Any] | None = field(default=None, hash=False)
     """The schedule that the checkpoint was tuned for (keys of `decode:` in a job's configuration)."""
+    trained_schedules: list[dict[str, Any]] | None = field(default=None, hash=False)
+    """All that its training ran, where it says (entries of `train.schedules`)."""
     ffn_skip: dict[str, Any] | None = field(default=None, hash=False)
     """The feed-forward blocks that calibration found to matter least: `layers`, `warmup_tokens`, `num_layers`."""
     drafts: dict[str, Any] | None = field(default=None, hash=False)
@@ -259,8 +261,8 @@ class DecoderConfig:
         if (dtype := raw.get("dtype") or raw.get("torch_dtype")) is not None:
             known["torch_dtype"] = dtype
         for name in ("skip_decode", "drafts"):
-            if not isinstance(known.get(name), dict | None):
-                raise ValueError(f"{name} is {known[name]!r}, expected a mapping")
+            check_mapping(name, known.get(name))
+        check_mappings("trained_schedules", known.get("trained_schedules"))
         if "swiftkv" in known:
             known["swiftkv"] = SwiftKVConfig.from_dict(known["swiftkv"])
         if "eos_token_id" in raw:
@@ -273,7 +275,7 @@ class DecoderConfig:
         raw |= {name: getattr(self, name) for name in (one.name for one in fields(self))}
         raw["eos_token_id"] = self.eos_token_id if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
         raw["swiftkv"] = None if self.swiftkv is None else vars(self.swiftkv)
-        for key in ("skip_decode", "ffn_skip", "drafts", "swiftkv"):
+        for key in ("skip_decode", "trained_schedules", "ffn_skip", "drafts", "swiftkv"):
             if raw[key] is None:
                 del raw[key]
         return raw

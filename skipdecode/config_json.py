@@ -35,6 +35,18 @@ def check_number(key: str, value: Any) -> None:
         raise ValueError(f"{key} is {value!r}, expected a number from 0 on")
 
 
+def check_mapping(key: str, value: Any) -> None:
+    """ValueError where it is no mapping; None, which says nothing, is fine."""
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{key} is {value!r}, expected a mapping")
+
+
+def check_mappings(key: str, value: Any) -> None:
+    """ValueError where it is no list of mappings; None, which says nothing, is fine."""
+    if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        raise ValueError(f"{key} is {value!r}, expected a list of mappings")
+
+
 def refuse(raw: Mapping[str, Any], key: str, only: Any) -> None:
     """ValueError where a config.json asks for something else than `only`."""
     if raw.get(key, only) != only:

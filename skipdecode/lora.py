@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from skipdecode.adapter import CONFIG_FILE, KEY, SCHEDULE_FILE, WEIGHTS_FILE, Adapter, tensor_name
+from skipdecode.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, Adapter, tensor_name
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import Decoder
 from skipdecode.linear import Linear
+from skipdecode.tuning import SCHEDULE_FILE, TRAINED_FILE
 from skipdecode.weights import adapter_of, hf_parts
 
 LINEARS = ("qkv", "out_proj", "fc1", "fc2")  # of a layer
@@ -137,7 +138,7 @@ def save_adapter(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Writes the PEFT folder, with the schedule of `config` beside.
+    """Writes the PEFT folder, with the schedules of `config` beside.
 
     `weights`: the state of a model with an adapter, of which A and B are read; `base`: the name of the model.
     """
@@ -163,6 +164,8 @@ def save_adapter(
     _write(folder / CONFIG_FILE, keys)
     if config.skip_decode is not None:
         _write(folder / SCHEDULE_FILE, config.skip_decode)
+    if config.trained_schedules is not None:
+        _write(folder / TRAINED_FILE, config.trained_schedules)
     shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)  # safetensors lets nobody else read it
 
 
@@ -183,5 +186,5 @@ def _parts(config: DecoderConfig, number: int, part: str) -> Iterable[tuple[str,
         yield module.rpartition(".")[2], module, rows
 
 
-def _write(path: Path, content: Mapping[str, object]) -> None:
+def _write(path: Path, content: Mapping[str, object] | Sequence[object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

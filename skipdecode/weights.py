@@ -18,12 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skipdecode.adapter import Adapter, open_adapter, read_schedule
+from skipdecode.adapter import KEY as ADAPTER_KEY
+from skipdecode.adapter import Adapter, open_adapter
 from skipdecode.config import DecoderConfig
 from skipdecode.decoder import ADDED_PARTS, Decoder
 from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
 from skipdecode.placing import deal
+from skipdecode.tuning import read_schedules
 
 SHARD_SUFFIXES = (".safetensors", ".bin")
 
@@ -118,10 +120,12 @@ def adapter_of(path: str | Path, model: Decoder) -> Adapter:
 
 
 def adapted(config: DecoderConfig, adapter: Path) -> DecoderConfig:
-    """The configuration of a model with that adapter: with the schedule that the adapter was trained under, if it says,
-    and without the layers and the drafts that were calibrated for other weights."""
-    schedule = read_schedule(adapter)
-    return replace(config, skip_decode=config.skip_decode if schedule is None else schedule, ffn_skip=None, drafts=None)
+    """The configuration of a model with that adapter: with the schedules of the adapter's training, if it says, and
+    without the layers and the drafts that were calibrated for other weights."""
+    schedule, trained = read_schedules(adapter, ADAPTER_KEY)
+    if schedule is not None:
+        config = replace(config, skip_decode=schedule, trained_schedules=trained)
+    return replace(config, ffn_skip=None, drafts=None)
 
 
 def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected, config: DecoderConfig) -> Part | None:

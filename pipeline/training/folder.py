@@ -19,12 +19,19 @@ from pipeline.config import ConfigError
 from pipeline.store.model_folder import TOKENIZER_FILES
 from pipeline.training.records import LogLine, TrainingRecord, TrainingState
 from pipeline.units import Json
-from skipdecode import adapter
+from skipdecode import adapter, tuning
 
 KEEP = 2  # checkpoints
 WEIGHTS = ("model.safetensors", adapter.WEIGHTS_FILE)  # of a model, or of an adapter
 # the weights last: with them the folder is a model, and by then the rest is there
-MODEL_FILES = (*TOKENIZER_FILES, "config.json", adapter.CONFIG_FILE, adapter.SCHEDULE_FILE, *WEIGHTS)
+MODEL_FILES = (
+    *TOKENIZER_FILES,
+    "config.json",
+    adapter.CONFIG_FILE,
+    tuning.SCHEDULE_FILE,
+    tuning.TRAINED_FILE,
+    *WEIGHTS,
+)
 OURS = (*MODEL_FILES, "training.json", "training")  # the last holds run.json, which says that the rest is ours
 
 LoadedT = TypeVar("LoadedT")

@@ -80,9 +80,9 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
         done = "are where training starts" if before == opt.swiftkv else f"are left out: {wanted}"
         unused = "; train.fit_pairs is not used" if before == opt.swiftkv and config.train.fit_pairs else ""
         note(f"model.source: SwiftKV's weights in {config.model.source} {done}{unused}")
-    default = check_schedules(config.train, opt)
+    default, trained = check_schedules(config.train, opt)
     if config.train.trainable == "all":
-        opt = replace(opt, skip_decode=default, ffn_skip=None, drafts=None)
+        opt = replace(opt, skip_decode=default, trained_schedules=trained, ffn_skip=None, drafts=None)
         if opt.swiftkv and all(entry.get("prefill") == "swiftkv" for entry in config.train.schedules):
             note("train.schedules: all have prefill: swiftkv, so the model will need prefill.method=swiftkv")
     elif config.train.default_schedule is not None:  # the model stays as it is, and so does what it carries

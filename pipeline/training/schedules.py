@@ -12,8 +12,9 @@ Decode: TypeAlias = dict[str, Json]
 """A `decode:` mapping."""
 
 
-def check_schedules(train: TrainSection, opt: DecoderConfig) -> Decode:
-    """The schedule that the checkpoint will carry; ConfigError for one that this model cannot run."""
+def check_schedules(train: TrainSection, opt: DecoderConfig) -> tuple[Decode, list[Decode]]:
+    """The schedule that the checkpoint will carry, and all that are trained, as it will say; ConfigError for one that
+    this model cannot run."""
     found: list[Decode] = []
     for index, decode in enumerate(train.schedules):
         key, is_swift = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
@@ -30,10 +31,15 @@ def check_schedules(train: TrainSection, opt: DecoderConfig) -> Decode:
     if "prefill" in default:
         raise ConfigError("train.default_schedule.prefill", "a checkpoint carries no prefill; jobs.generate is told it")
     _check_schedule("train.default_schedule", default, train.horizon, opt)
+    return _carried(default, train.horizon), [_carried(decode, train.horizon) for decode in train.schedules]
+
+
+def _carried(decode: Decode, horizon: int) -> Decode:
+    """With its method and the horizon that it is trained with."""
     carried: Decode = {"method": "skipdecode"}
-    carried |= {key: value for key, value in default.items() if value is not None}
+    carried |= {key: value for key, value in decode.items() if value is not None}
     if "horizon" in METHOD_KEYS[str(carried["method"])]:
-        carried["horizon"] = carried.get("horizon", train.horizon)
+        carried["horizon"] = carried.get("horizon", horizon)
     return carried
 
 

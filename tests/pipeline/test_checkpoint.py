@@ -1,6 +1,7 @@
 """The warning that text may be nonsense: where layers are skipped, and nothing says that the model was tuned for it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from jobs import generate
 from pipeline.checkpoint import check_model
 from pipeline.config import ConfigError, JobConfig, build_config
-from skipdecode.adapter import SCHEDULE_FILE
 from skipdecode.decoder import Decoder
+from skipdecode.tuning import SCHEDULE_FILE, TRAINED_FILE
 from skipdecode.weights import load_model, save_model
 from tests.support.lora_adapters import write_adapter
 from tests.support.verbs import Call
@@ -67,6 +68,46 @@ def test_tuned_for_another_method(tuned: Path) -> None:
     assert "tuned for decode.method=unified" in note
 
 
+TRAINED = [{"method": "full"}, {"speedup": 1}, {"max_layers": 6, "min_layers": 3, "prefill": "swiftkv"},
+           {"method": "unified", "layers": 4}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("decode", "why"),
+    [
+        ({}, None),  # what it carries counts, listed or not: speedup 2 of 6 layers is 4 to 2
+        ({"max_layers": 5, "min_layers": 2}, None),
+        ({"max_layers": 2, "min_layers": 2, "horizon": 3, "warmup_layers": 2}, None),
+        ({"max_layers": 5, "min_layers": 1}, "decode.method=skipdecode with 2 layers or more, and .* as few as 1:"),
+        ({"method": "unified", "layers": 4}, None),
+        ({"method": "unified", "layers": 3}, "decode.method=unified with 4 layers or more, and .* as few as 3:"),
+        ({"method": "early_exit", "speedup": 2}, "carries schedules of methods full, skipdecode, unified, so nothing"),
+    ],
+)
+def test_fewer_layers_than_it_was_tuned_for(tuned: Path, decode: dict[str, Any], why: str | None) -> None:
+    config = json.loads((tuned / "config.json").read_text()) | {"trained_schedules": TRAINED}
+    (tuned / "config.json").write_text(json.dumps(config))
+    for new in (3, 50):  # the fewest layers are the same, however many steps there are
+        notes = notes_of(tuned, decode=decode, sampling={"max_new_tokens": new})
+        assert len(notes) == (why is not None)
+        assert all(re.search(str(why), note) for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("trained", "message"),
+    [
+        ({"speedup": 2}, "trained_schedules is {'speedup': 2}, expected a list of mappings"),
+        ([2], r"trained_schedules is \[2\], expected a list"),
+        ([{"speedup": 7}], "trained_schedules that it carries: decode.speedup: 7 has no preset .*; repair them"),
+    ],
+)
+def test_a_broken_list_of_what_was_trained_is_refused(tuned: Path, trained: Any, message: str) -> None:
+    config = json.loads((tuned / "config.json").read_text()) | {"trained_schedules": trained}
+    (tuned / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        notes_of(tuned, decode={"speedup": 4})
+
+
 def test_what_is_no_schedule_is_refused(tuned: Path) -> None:
     config = json.loads((tuned / "config.json").read_text()) | {"skip_decode": [2]}
     (tuned / "config.json").write_text(json.dumps(config))
@@ -81,7 +122,11 @@ def test_an_adapter_says_it_too(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (note,) = notes_of(tiny_checkpoint, adapter)
     assert f"{tiny_checkpoint} with {adapter} carries no" in note
     (adapter / SCHEDULE_FILE).write_text(json.dumps(TUNED))
+    assert notes_of(tiny_checkpoint, adapter) == notes_of(tiny_checkpoint, adapter, decode={"speedup": 5}) == []
+    (adapter / TRAINED_FILE).write_text(json.dumps([TUNED]))
     assert notes_of(tiny_checkpoint, adapter) == []
+    (note,) = notes_of(tiny_checkpoint, adapter, decode={"speedup": 5})
+    assert "tuned for decode.method=skipdecode with 2 layers or more, and this schedule runs as few as 1" in note
 
 
 def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:

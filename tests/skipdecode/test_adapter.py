@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import skipdecode
-from skipdecode.adapter import SCHEDULE_FILE, LoraKeys
+from skipdecode.adapter import LoraKeys
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.plan import FullDepth
+from skipdecode.tuning import SCHEDULE_FILE, TRAINED_FILE
 from skipdecode.weights import check_folder, load_model
 from tests.support.gguf_models import random_model, write_model
 from tests.support.lora_adapters import merge_by_hand, write_adapter
@@ -135,7 +136,11 @@ def test_the_schedule_of_the_adapter_is_the_default(
     model = skipdecode.load(tiny_checkpoint, adapter=adapter, dtype="float32")
     assert model.schedule(8, "full", {}).step(0).num_layers_run == 3
     (adapter / SCHEDULE_FILE).write_text("[1]")
-    with pytest.raises(ValueError, match=r"model.adapter: .*skip_decode.json: expected a decode: mapping"):
+    with pytest.raises(ValueError, match=r"model.adapter: .*skip_decode.json is \[1\], expected a mapping"):
+        load_model(tiny_checkpoint, adapter=adapter)
+    (adapter / SCHEDULE_FILE).write_text('{"method": "unified", "layers": 3}')
+    (adapter / TRAINED_FILE).write_text("{")
+    with pytest.raises(ValueError, match=r"model.adapter: .*trained_schedules.json cannot be read"):
         load_model(tiny_checkpoint, adapter=adapter)
 
 

@@ -25,6 +25,7 @@ PARAMETERS = {
     "opt-6.7b": 6_658_473_984,
 }
 
+CARRIED = {"skip_decode", "trained_schedules", "ffn_skip", "drafts", "swiftkv"}
 RAW = {"model_type": "opt", "hidden_size": 64, "num_attention_heads": 4}
 
 
@@ -91,7 +92,7 @@ def test_round_trip_through_hugging_face(tmp_path: Path, changes: dict[str, Any]
     theirs.save_pretrained(tmp_path)
     ours = read_config(tmp_path)
     for field in (one.name for one in fields(ours)):
-        if field not in ("skip_decode", "ffn_skip", "drafts", "swiftkv", "torch_dtype", "remove_final_layer_norm"):
+        if field not in (*CARRIED, "torch_dtype", "remove_final_layer_norm"):
             assert getattr(ours, field) == getattr(theirs, field), field
     assert ours.remove_final_layer_norm == theirs._remove_final_layer_norm
     assert ours.head_dim == 16
@@ -115,10 +116,11 @@ def test_stored_dtype_under_both_names() -> None:
 
 def test_schedule_of_the_checkpoint_survives() -> None:
     schedule = {"method": "skipdecode", "speedup": 2, "horizon": 31}
-    ours = OPTConfig.from_dict(RAW | {"skip_decode": schedule})
-    assert ours.skip_decode == schedule
-    assert OPTConfig.from_dict(ours.to_dict()).skip_decode == schedule
-    assert "skip_decode" not in OPTConfig.from_dict(RAW).to_dict()
+    trained = [{"method": "full"}, schedule]
+    ours = OPTConfig.from_dict(RAW | {"skip_decode": schedule, "trained_schedules": trained})
+    for found in (ours, OPTConfig.from_dict(ours.to_dict())):
+        assert (found.skip_decode, found.trained_schedules) == (schedule, trained)
+    assert not OPTConfig.from_dict(RAW).to_dict().keys() & CARRIED
     hash(ours)
 
 

@@ -61,6 +61,8 @@ def test_it_learns_every_speed(pairs: Path, tmp_path: Path, capsys: Capture) -> 
     config = read_config(folder)
     assert config.skip_decode == {"method": "skipdecode", "speedup": 2, "horizon": 7}
     assert OPTForCausalLM.from_pretrained(folder).config.skip_decode == config.skip_decode
+    falling = [{"method": "skipdecode", "speedup": speedup, "horizon": 7} for speedup in (2, 3, 4, 5)]
+    assert config.trained_schedules == [{"method": "full"}, *falling]
     tokenizer, model = Tokenizer(folder, config), load_model(folder, dtype=torch.float32)
     for decode in ({"method": "full"}, {"speedup": 2}, {"speedup": 5}):
         schedule = make_schedule(decode, num_layers=6, max_new_tokens=8)
@@ -336,4 +338,7 @@ def test_which_schedule_the_checkpoint_carries(schedules: list[dict], default: d
     expected = {"method": "skipdecode"} | stored
     if expected["method"] != "full":
         expected["horizon"] = 9
-    assert check_schedules(section, OPTConfig(num_hidden_layers=24)) == expected
+    carried, trained = check_schedules(section, OPTConfig(num_hidden_layers=24))
+    assert carried == expected
+    assert [one.get("speedup", "full") for one in trained] == [one.get("speedup", "full") for one in schedules]
+    assert all(one["method"] == "full" or one["horizon"] == 9 for one in trained)

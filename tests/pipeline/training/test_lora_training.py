@@ -14,10 +14,10 @@ from pipeline.config import ConfigError, JobConfig, build_config, read_tree
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.distill import init_swiftkv
 from pipeline.training.plan import plan_training
-from skipdecode.adapter import SCHEDULE_FILE
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.lora import LoraShape, add_lora, lora_modules, save_adapter
 from skipdecode.plan import FullDepth
+from skipdecode.tuning import SCHEDULE_FILE, TRAINED_FILE
 from skipdecode.weights import adapter_of, load_model
 from tests.support.finetune_helpers import arguments, curve, validations, write_pairs
 
@@ -149,7 +149,7 @@ def test_a_training_its_resume_and_two_workers(
     assert main(lora_arguments(tiny_checkpoint, pairs, output)) == 0
     assert f"(model.adapter={output})" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in tiny_checkpoint.iterdir()} == before
-    names = {"adapter_config.json", "adapter_model.safetensors", SCHEDULE_FILE, "tokenizer.json"}
+    names = {"adapter_config.json", "adapter_model.safetensors", SCHEDULE_FILE, TRAINED_FILE, "tokenizer.json"}
     assert {path.name for path in output.iterdir()} == names | {"training.json", "training"}
     losses = [sum(one.values()) for one in validations(output).values()]
     assert losses[-1] < 0.8 * losses[0]
