@@ -38,9 +38,11 @@ def why_untuned(config: DecoderConfig, decode: Mapping[str, Any]) -> str | None:
     if carried is None:
         return f"carries no skip_decode schedule, so nothing says that it was tuned for decode.method={method}"
     known = [carried, *(config.trained_schedules or ())]
-    if method not in (methods := sorted({_method(one) for one in known})):
-        which = "the schedule of method" if len(methods) == 1 else "schedules of methods"
-        return f"carries {which} {', '.join(methods)}, so nothing says that it was tuned for decode.method={method}"
+    methods = {_method(one) for one in known}
+    if method not in methods:
+        skipping = sorted(methods - {"full"}) or ["full"]
+        which = "the schedule of method" if len(skipping) == 1 else "schedules of methods"
+        return f"carries {which} {', '.join(skipping)}, so nothing says that it was tuned for decode.method={method}"
     if config.trained_schedules is None:
         return None
     try:
