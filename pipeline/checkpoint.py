@@ -17,7 +17,7 @@ from skipdecode.families import read_config
 from skipdecode.hub import pin, resolve_source
 from skipdecode.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.lossless import stored_drafts
-from skipdecode.plan import FullDepth, Schedule
+from skipdecode.plan import Schedule
 from skipdecode.schedule import make_schedule, settle_ffn_skip
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.tuning import why_untuned
@@ -86,11 +86,11 @@ def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
     """
     name = model.source + ("" if config.model.adapter is None else f" with {config.model.adapter}")
     base = {key: value for key, value in model.decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
-    layers = model.config.num_hidden_layers
-    schedule = make_schedule(base, num_layers=layers, max_new_tokens=max(config.sampling.max_new_tokens, 1))
-    if model.decode.get("lossless") or schedule == FullDepth(layers) or not config.sampling.max_new_tokens:
+    num_steps = config.sampling.max_new_tokens - 1  # the prompt, at full depth, gives the first token
+    if model.decode.get("lossless") or num_steps < 1:
         return None
-    why = why_untuned(model.config, base)
+    schedule = make_schedule(base, num_layers=model.config.num_hidden_layers, max_new_tokens=num_steps + 1)
+    why = why_untuned(model.config, str(base["method"]), schedule.step(num_steps - 1))
     return why and (
         f"warning: {name} {why}: its text may be nonsense (agreement in the report compares it with full depth); tune "
         "it with jobs.finetune, or use decode.method=full, or decode.lossless=true"

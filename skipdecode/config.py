@@ -115,7 +115,7 @@ class DecoderConfig:
     skip_decode: dict[str, Any] | None = field(default=None, hash=False)
     """The schedule that the checkpoint was tuned for (keys of `decode:` in a job's configuration)."""
     trained_schedules: list[dict[str, Any]] | None = field(default=None, hash=False)
-    """All that its training ran, where it says (entries of `train.schedules`)."""
+    """All of its last training, where it says (entries of `train.schedules`)."""
     ffn_skip: dict[str, Any] | None = field(default=None, hash=False)
     """The feed-forward blocks that calibration found to matter least: `layers`, `warmup_tokens`, `num_layers`."""
     drafts: dict[str, Any] | None = field(default=None, hash=False)

@@ -10,11 +10,11 @@ from typing import Any
 
 from skipdecode.config import DecoderConfig
 from skipdecode.config_json import check_mapping, check_mappings
+from skipdecode.plan import LayerPlan
 from skipdecode.schedule import make_schedule
 
 SCHEDULE_FILE, TRAINED_FILE = "skip_decode.json", "trained_schedules.json"
-"""Beside the weights of an adapter: the schedule that generation takes by default, and all that training ran."""
-LATE_STEP = 1 << 20  # beyond any horizon, where a schedule that falls runs its fewest layers
+"""Beside the weights of an adapter: the schedule that generation takes by default, and all of its last training."""
 
 
 def read_schedules(folder: Path, key: str) -> tuple[dict[str, Any] | None, list[dict[str, Any]] | None]:
@@ -28,42 +28,51 @@ def read_schedules(folder: Path, key: str) -> tuple[dict[str, Any] | None, list[
     return schedule, trained
 
 
-def why_untuned(config: DecoderConfig, decode: Mapping[str, Any]) -> str | None:
-    """What is said of a checkpoint that skips by `decode` untuned, behind its name; None: it was tuned for that.
+def why_untuned(config: DecoderConfig, method: str, asked: LayerPlan) -> str | None:
+    """What is said of a checkpoint that skips untuned, behind its name; None: it was tuned for that, or skips nothing.
 
-    Without a list of what was trained the method decides, with it the fewest layers of a token, too. ValueError blames
-    `model.source` for a list that is none for this model.
+    `asked`: the layers of the last token of a schedule of that `method`. They must hold those of the last token in
+    training (for `unified`, be as many); where no list says what was trained, the method decides. An entry of the list
+    that this model cannot run says nothing.
     """
-    method, carried = _method(decode), config.skip_decode
-    if carried is None:
+    known, is_listed = config.trained_schedules, config.trained_schedules is not None
+    if known is None and config.skip_decode is not None:
+        known = [config.skip_decode]
+    if asked.num_layers_run == config.num_hidden_layers:
+        return None
+    if known is None:
         return f"carries no skip_decode schedule, so nothing says that it was tuned for decode.method={method}"
-    known = [carried, *(config.trained_schedules or ())]
     methods = {_method(one) for one in known}
     if method not in methods:
         skipping = sorted(methods - {"full"}) or ["full"]
         which = "the schedule of method" if len(skipping) == 1 else "schedules of methods"
         return f"carries {which} {', '.join(skipping)}, so nothing says that it was tuned for decode.method={method}"
-    if config.trained_schedules is None:
+    if not is_listed:
         return None
-    try:
-        trained = min(_fewest_layers(one, config) for one in known if _method(one) == method)
-    except ValueError as error:
-        raise ValueError(
-            f"model.source: the trained_schedules that it carries: {error}; repair them, or take them out"
-        ) from error
-    asked = _fewest_layers(decode, config)
-    if asked >= trained:
+    trained = [plan for one in known if _method(one) == method and (plan := _last_plan(one, config)) is not None]
+    if any(_holds(asked, plan, method) for plan in trained):
         return None
-    return (
-        f"was tuned for decode.method={method} with {trained} layers or more, and this schedule runs as few as {asked}"
-    )
+    fewest = min((plan.num_layers_run for plan in trained), default=config.num_hidden_layers)
+    what = f"with {fewest} layers or more" if asked.num_layers_run < fewest else "with other layers"
+    down = f"{asked.num_layers_run} of {config.num_hidden_layers} layers"
+    return f"was tuned for decode.method={method} {what}, and this schedule comes down to {down}"
 
 
-def _fewest_layers(decode: Mapping[str, Any], config: DecoderConfig) -> int:
-    """That a schedule gives any token, however long its text is."""
+def _holds(asked: LayerPlan, trained: LayerPlan, method: str) -> bool:
+    """Whether no layer is missing; evenly spaced ones never hold each other, and are counted."""
+    if method == "unified":
+        return asked.num_layers_run >= trained.num_layers_run
+    return set(asked.layers) >= set(trained.layers)
+
+
+def _last_plan(decode: Mapping[str, Any], config: DecoderConfig) -> LayerPlan | None:
+    """Of the last token at the horizon; None where this model cannot run the schedule."""
     plain = {key: value for key, value in decode.items() if key != "prefill"}
-    schedule = make_schedule(plain, num_layers=config.num_hidden_layers, max_new_tokens=2)
-    return schedule.step(LATE_STEP).num_layers_run
+    try:
+        schedule = make_schedule(plain, num_layers=config.num_hidden_layers, max_new_tokens=2)
+        return schedule.step(plain.get("horizon") or 1)
+    except (ValueError, TypeError):  # of any file
+        return None
 
 
 def _method(decode: Mapping[str, Any]) -> str:
@@ -73,5 +82,5 @@ def _method(decode: Mapping[str, Any]) -> str:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

@@ -123,7 +123,7 @@ def adapted(config: DecoderConfig, adapter: Path) -> DecoderConfig:
     """The configuration of a model with that adapter: with the schedules of the adapter's training, if it says, and
     without the layers and the drafts that were calibrated for other weights."""
     schedule, trained = read_schedules(adapter, ADAPTER_KEY)
-    if schedule is not None:
+    if schedule is not None or trained is not None:
         config = replace(config, skip_decode=schedule, trained_schedules=trained)
     return replace(config, ffn_skip=None, drafts=None)
 

@@ -68,44 +68,74 @@ def test_tuned_for_another_method(tuned: Path) -> None:
     assert "tuned for decode.method=unified" in note
 
 
-TRAINED = [{"method": "full"}, {"speedup": 1}, {"max_layers": 6, "min_layers": 3, "prefill": "swiftkv"},
-           {"method": "unified", "layers": 4}]  # fmt: skip
+TRAINED = [
+    {"method": "full"},
+    {"speedup": 1},
+    {"max_layers": 6, "min_layers": 3, "prefill": "swiftkv", "horizon": 9},
+    {"max_layers": 4, "min_layers": 4, "warmup_layers": 3},
+    {"method": "unified", "layers": 4},
+    {"method": "layers", "layers": [0, 1, 5]},
+    {"method": "unified", "layers": 99},
+    {"method": [], "speedup": 2},
+]
 
 
-@pytest.mark.parametrize(
-    ("decode", "why"),
-    [
-        ({}, None),  # what it carries counts, listed or not: speedup 2 of 6 layers is 4 to 2
-        ({"max_layers": 5, "min_layers": 2}, None),
-        ({"max_layers": 2, "min_layers": 2, "horizon": 3, "warmup_layers": 2}, None),
-        ({"max_layers": 5, "min_layers": 1}, "decode.method=skipdecode with 2 layers or more, and .* as few as 1:"),
-        ({"method": "unified", "layers": 4}, None),
-        ({"method": "unified", "layers": 3}, "decode.method=unified with 4 layers or more, and .* as few as 3:"),
-        ({"method": "early_exit", "speedup": 2}, "carries schedules of methods skipdecode, unified, so nothing"),
-    ],
-)
-def test_fewer_layers_than_it_was_tuned_for(tuned: Path, decode: dict[str, Any], why: str | None) -> None:
-    config = json.loads((tuned / "config.json").read_text()) | {"trained_schedules": TRAINED}
-    (tuned / "config.json").write_text(json.dumps(config))
-    for new in (3, 50):  # the fewest layers are the same, however many steps there are
-        notes = notes_of(tuned, decode=decode, sampling={"max_new_tokens": new})
-        assert len(notes) == (why is not None)
-        assert all(re.search(str(why), note) for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("trained", "message"),
-    [
-        ({"speedup": 2}, "trained_schedules is {'speedup': 2}, expected a list of mappings"),
-        ([2], r"trained_schedules is \[2\], expected a list"),
-        ([{"speedup": 7}], "trained_schedules that it carries: decode.speedup: 7 has no preset .*; repair them"),
-    ],
-)
-def test_a_broken_list_of_what_was_trained_is_refused(tuned: Path, trained: Any, message: str) -> None:
+def listing(tuned: Path, trained: Any) -> Path:
     config = json.loads((tuned / "config.json").read_text()) | {"trained_schedules": trained}
     (tuned / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=message):
-        notes_of(tuned, decode={"speedup": 4})
+    return tuned
+
+
+@pytest.mark.parametrize(
+    ("decode", "new", "why"),
+    [
+        ({}, 50, "skipdecode with 3 layers or more, and this schedule comes down to 2 of 6 "),  # carried, untrained
+        ({"max_layers": 5, "min_layers": 3}, 50, None),
+        ({"max_layers": 3, "min_layers": 3, "horizon": 3}, 50, None),
+        ({"max_layers": 4, "min_layers": 4, "warmup_layers": 3}, 50, None),
+        (
+            {"max_layers": 4, "min_layers": 4, "warmup_layers": 4},
+            50,
+            "skipdecode with other layers, and .* to 4 of 6",
+        ),
+        ({"max_layers": 5, "min_layers": 1}, 3, "skipdecode with 3 layers or more, and .* to 1 of 6 layers: "),
+        ({"max_layers": 5, "min_layers": 1, "horizon": 50}, 3, None),  # so short a text stays above
+        ({"max_layers": 5, "min_layers": 1, "horizon": 50}, 99, "skipdecode with 3 layers or more, and .* to 1 of 6"),
+        ({"max_layers": 1, "min_layers": 1}, 1, None),  # there is no step
+        ({"method": "unified", "layers": 4}, 50, None),
+        ({"method": "unified", "layers": 3}, 50, "unified with 4 layers or more, and .* to 3 of 6 layers"),
+        ({"method": "layers", "layers": [0, 1, 2, 5]}, 50, None),
+        (
+            {"method": "layers", "layers": [0, 2, 4, 5]},
+            50,
+            "method=layers with other layers, and .* to 4 of 6",
+        ),
+        ({"method": "early_exit", "max_layers": 6, "min_layers": 6}, 50, None),
+        ({"method": "early_exit"}, 50, "carries schedules of methods layers, skipdecode, unified, so nothing says"),
+    ],
+)
+def test_other_layers_than_it_was_tuned_for(tuned: Path, decode: dict[str, Any], new: int, why: str | None) -> None:
+    notes = notes_of(listing(tuned, TRAINED), decode=decode, sampling={"max_new_tokens": new})
+    assert len(notes) == (why is not None)
+    assert all(re.search(str(why), note) for note in notes)
+
+
+def test_a_list_alone(tuned: Path) -> None:
+    config = json.loads((listing(tuned, TRAINED) / "config.json").read_text())
+    del config["skip_decode"]
+    (tuned / "config.json").write_text(json.dumps(config))
+    assert notes_of(tuned, decode={"max_layers": 5, "min_layers": 3}) == []
+
+
+def test_a_list_that_this_model_cannot_run_says_nothing_is_known(tuned: Path) -> None:
+    (note,) = notes_of(listing(tuned, [{"speedup": 7}]))
+    assert "was tuned for decode.method=skipdecode with 6 layers or more" in note
+
+
+@pytest.mark.parametrize("trained", [{"speedup": 2}, [2]])
+def test_what_is_no_list_is_refused(tuned: Path, trained: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"trained_schedules is {re.escape(repr(trained))}, expected a list of"):
+        notes_of(listing(tuned, trained))
 
 
 def test_what_is_no_schedule_is_refused(tuned: Path) -> None:
@@ -126,7 +156,10 @@ def test_an_adapter_says_it_too(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (adapter / TRAINED_FILE).write_text(json.dumps([TUNED]))
     assert notes_of(tiny_checkpoint, adapter) == []
     (note,) = notes_of(tiny_checkpoint, adapter, decode={"speedup": 5})
-    assert "tuned for decode.method=skipdecode with 2 layers or more, and this schedule runs as few as 1" in note
+    assert (
+        "tuned for decode.method=skipdecode with 2 layers or more, and this schedule comes down to 1 of 6 layers"
+        in note
+    )
 
 
 def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:
