@@ -5,7 +5,6 @@ is refused by the key of `adapter_config.json`, never ignored. Which modules an 
 `target_modules`; its tensors must be theirs, no more and no fewer. Training one is `skipdecode.lora`.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,8 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+
+from skipdecode.config_json import read_json
 
 KEY = "model.adapter"  # what an error blames
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -138,7 +139,7 @@ def open_adapter(
     tensors must come; `embeddings`: names of those. ValueError, which blames `key`, where the two do not fit."""
     folder = resolve_adapter(str(path), key)
     try:
-        keys = LoraKeys.from_dict(_read_json(folder / CONFIG_FILE))
+        keys = LoraKeys.from_dict(read_json(folder / CONFIG_FILE))
         modules = _changed(keys, linears, embeddings)
         _check_tensors(keys, modules, _shapes(folder / WEIGHTS_FILE), linears)
     except ValueError as error:
@@ -218,13 +219,6 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     if wrong := [name for name, tensor in tensors.items() if not tensor.float().isfinite().all()]:
         raise ValueError(f"{path.name}: tensor {wrong[0]!r} holds NaN or infinity; take an earlier checkpoint")
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def tensor_name(module: str, which: str) -> str:

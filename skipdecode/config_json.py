@@ -1,10 +1,20 @@
-"""Keys of a model's config.json, each checked by itself: it may come from anywhere. No torch.
+"""JSON files of a model, read, and keys of them, each checked by itself: they may come from anywhere. No torch.
 
 ValueError names the key at fault. What the keys mean is `config` and `families`.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+
+def read_json(path: Path) -> Any:
+    """What is in the file; ValueError, which names it, where that is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def read_eos(key: str, value: Any) -> int | tuple[int, ...]:

@@ -3,13 +3,12 @@
 How good text is, tuned or not, is for `jobs.evaluate`: here is only read what training wrote down.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from skipdecode.config import DecoderConfig
-from skipdecode.config_json import check_mapping, check_mappings
+from skipdecode.config_json import check_mapping, check_mappings, read_json
 from skipdecode.plan import LayerPlan
 from skipdecode.schedule import make_schedule
 
@@ -20,7 +19,9 @@ SCHEDULE_FILE, TRAINED_FILE = "skip_decode.json", "trained_schedules.json"
 def read_schedules(folder: Path, key: str) -> tuple[dict[str, Any] | None, list[dict[str, Any]] | None]:
     """What SCHEDULE_FILE and TRAINED_FILE of an adapter say, None without one. ValueError blames `key`."""
     try:
-        schedule, trained = _read_json(folder / SCHEDULE_FILE), _read_json(folder / TRAINED_FILE)
+        schedule, trained = (
+            read_json(path) if (path := folder / name).is_file() else None for name in (SCHEDULE_FILE, TRAINED_FILE)
+        )
         check_mapping(str(folder / SCHEDULE_FILE), schedule)
         check_mappings(str(folder / TRAINED_FILE), trained)
     except ValueError as error:
@@ -77,10 +78,3 @@ def _last_plan(decode: Mapping[str, Any], config: DecoderConfig) -> LayerPlan | 
 
 def _method(decode: Mapping[str, Any]) -> str:
     return str(decode.get("method") or "skipdecode")
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
