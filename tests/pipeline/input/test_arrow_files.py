@@ -18,23 +18,14 @@ from pipeline.config import ConfigError
 from pipeline.input import arrow_files
 from pipeline.input.read import read_file
 from pipeline.input.row import BLOCK_BYTES
-from tests.pipeline.input.test_bombs import MOST, most_bytes, planned
+from tests.pipeline.input.test_bombs import MOST, planned
 from tests.support.input_helpers import BASE, column, make_config, make_plan, read_rows, read_table, refuse, write_jsonl
+from tests.support.measured_memory import most_bytes
+from tests.support.null_columns import NULLS
 from tests.support.saved_datasets import write_stream
 
 DEEP = pa.list_(pa.struct([("t", pa.list_(pa.timestamp("s")))]))
 NULL_STRUCT = pa.struct([("a", pa.null())])
-TURNS = pa.list_(pa.struct([("role", pa.string()), ("tool_calls", pa.null())]))
-NULLS: dict[str, pa.Array] = {
-    "calls": pa.array([[{"role": "user", "tool_calls": None}] * 3] * 3, TURNS),
-    "structs of null": pa.array([[{"a": None}] * 2] * 3),
-    "lists of null": pa.array([[None] * 3, None, [None] * 4], pa.list_(pa.null())),
-    "null inside": pa.array([{"x": [None] * 3, "when": datetime(2024, 1, 2)}] * 3,
-                            pa.struct([("x", pa.large_list(pa.null())), ("when", pa.timestamp("s"))])),
-    "fixed null": pa.array([[None] * 2] * 3, pa.list_(pa.null(), 2)),
-    "map of null": pa.array([[("k", None), ("l", None)]] * 3, pa.map_(pa.string(), pa.null())),
-}  # fmt: skip
-"""More null values than rows."""
 COLUMNS: dict[str, pa.Array] = {
     "id": pa.array([10, None, 12], pa.uint32()),
     "prompt": pa.array(["a", None, ""], pa.large_string()),

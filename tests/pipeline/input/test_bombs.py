@@ -4,9 +4,7 @@ import gzip
 import io
 import json
 import sys
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,27 +25,10 @@ from pipeline.input.row import BLOCK_BYTES
 from pipeline.input.scan import scan_file
 from pipeline.json_size import count_marks
 from tests.support.input_helpers import make_config
+from tests.support.measured_memory import most_bytes
 
 MOST = 300 << 20
 BOMB = 320 << 20
-POOLS: list[pa.MemoryPool] = []  # tables live longer than the measurement
-
-
-@contextmanager
-def most_bytes(most: int) -> Iterator[None]:
-    """Of Python and Arrow together, beyond what they had before."""
-    before = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
-    POOLS.append(pool)
-    pa.set_memory_pool(pool)
-    tracemalloc.start()
-    try:
-        yield
-        taken = tracemalloc.get_traced_memory()[1] + pool.max_memory()
-    finally:
-        tracemalloc.stop()
-        pa.set_memory_pool(before)
-    assert taken < most, f"{taken >> 20} MiB"
 
 
 def planned(config: InputConfig, **limit: int) -> InputPlan:

@@ -15,8 +15,9 @@ from pipeline.input.ids import digest_id
 from pipeline.input.read import read_file
 from pipeline.input.row import BLOCK_BYTES
 from pipeline.input.scan import scan_file
-from tests.pipeline.input.test_bombs import most_bytes, planned
+from tests.pipeline.input.test_bombs import planned
 from tests.support.input_helpers import make_config
+from tests.support.measured_memory import most_bytes
 
 TEXT = "c" * 20_000
 COUNT = 8_000

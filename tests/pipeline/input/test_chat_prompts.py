@@ -1,0 +1,139 @@
+"""Prompts made of conversations by a chat template: columns of messages, batch files, what fails a row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.chat_template import ChatTemplate
+from actors.jinja_sandbox import Template
+from pipeline.json_size import MAX_MARKS
+from tests.support.input_helpers import write, write_jsonl
+from tests.support.prompt_helpers import read, texts
+
+pytestmark = pytest.mark.process  # the sandbox is one
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chatml(*messages: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages) + "<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def chat() -> ChatTemplate:
+    return through(CHATML)
+
+
+def through(source: str) -> ChatTemplate:
+    return ChatTemplate(Template(source, strict=False), {})
+
+
+def test_a_prompt_becomes_a_message(tmp_path: Path, chat: ChatTemplate) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi"}, {"prompt": None}])
+    rows = read(path, chat, chat=True)
+    assert texts(rows[:1]) == [chatml(("user", "Hi"))]
+    assert rows[1]["error_code"] == "prompt_missing"
+    rows = read(path, chat, chat=True, system="Be brief.")
+    assert texts(rows[:1]) == [chatml(("system", "Be brief."), ("user", "Hi"))]
+    rows = read(path, chat, chat=True, templates={"a": "A: {{ prompt }}", "b": "{{ prompt }}!"})
+    assert texts(rows[:2]) == [chatml(("user", "A: Hi")), chatml(("user", "Hi!"))]
+    rows = read(path, through("{{ strftime_now('%d %B %Y') }}"), chat=True)
+    assert texts(rows[:1]) == ["04 July 2026"]
+
+
+def test_conversations(tmp_path: Path, chat: ChatTemplate) -> None:
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "{{ 1 }}"},
+    ]
+    ruled = [{"role": "system", "content": "S"}, *talk]
+    said = [(message["role"], message["content"]) for message in talk]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"m": talk}, {"m": ruled}, {"m": json.dumps(talk)}])
+    rows = read(path, chat, messages_column="m", system="T")
+    assert texts(rows) == [
+        chatml(("system", "T"), *said), chatml(("system", "S"), *said), chatml(("system", "T"), *said),
+    ]  # fmt: skip
+    with_nulls = [{**message, "name": None} for message in talk]
+    pq.write_table(
+        pa.table({"m": [with_nulls, [{"role": "user", "content": "x", "name": None}], None]}), tmp_path / "a.parquet"
+    )
+    rows = read(tmp_path / "a.parquet", chat, messages_column="m")
+    assert texts(rows[:2]) == [chatml(*said), chatml(("user", "x"))]
+    assert rows[2]["error_code"] == "prompt_missing"
+    assert rows[0]["m"] == with_nulls, "the column stays"
+    csv = "m\n" + '"' + json.dumps(talk).replace('"', '""') + '"\n'
+    assert texts(read(write(tmp_path / "a.csv", csv), chat, messages_column="m")) == [chatml(*said)]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["text", 5, {}, [], [5], [{}], [{"content": "x"}], [{"role": "user"}], [{"role": "robot", "content": "x"}],
+     [{"role": "user", "content": 5}], [{"role": ["user"], "content": "x"}], "[1", '{"role": "user"}'],
+)  # fmt: skip
+def test_messages_of_a_wrong_shape_fail_their_row(tmp_path: Path, chat: ChatTemplate, messages: Any) -> None:
+    good = [{"role": "user", "content": "x"}]
+    rows = read(write_jsonl(tmp_path / "a.jsonl", [{"m": good}, {"m": messages}]), chat, messages_column="m")
+    assert [row["error_code"] for row in rows] == ["", "bad_messages"]
+    assert rows[1]["error_message"].startswith("a.jsonl line 2: ")
+    assert rows[1]["prompt"] is None
+
+
+def test_a_conversation_in_text_that_is_much_in_memory_fails_its_row(tmp_path: Path, chat: ChatTemplate) -> None:
+    """As a line does: what is in its texts is not counted there."""
+    bomb = "[" + "[]," * (MAX_MARKS // 2 + 1) + "[]]"
+    good = json.dumps([{"role": "user", "content": bomb}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"m": bomb}, {"m": good}])
+    rows = read(path, chat, messages_column="m")
+    assert [row["error_code"] for row in rows] == ["bad_messages", ""]
+    assert f"commas and brackets, more than the {MAX_MARKS}" in rows[0]["error_message"]
+
+
+def test_a_chat_template_that_raises_fails_the_row(tmp_path: Path) -> None:
+    chat = through("{{ raise_exception('roles must alternate') if messages|length > 1 else 'ok' }}")
+    message = {"role": "user", "content": "x"}
+    rows = read(write_jsonl(tmp_path / "a.jsonl", [{"m": [message]}, {"m": [message] * 2}]), chat, messages_column="m")
+    assert [(row["prompt"], row["error_code"]) for row in rows] == [("ok", ""), (None, "bad_template")]
+    assert "roles must alternate" in rows[1]["error_message"]
+
+
+def test_chats_and_completions_in_one_batch_file(tmp_path: Path, chat: ChatTemplate) -> None:
+    head = {"method": "POST", "url": "/v1/chat/completions"}
+    user = {"role": "user", "content": "Hi"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"messages": [user], "max_completion_tokens": 3, "max_tokens": 9}, ""),
+        ({"messages": [{"role": "developer", "content": "D"}, user], "n": 2, "temperature": 1}, ""),
+        ({"messages": [parts], "response_format": {"type": "text"}, "tools": [], "store": False}, ""),
+        ({"messages": [user], "tools": [{"type": "function"}]}, "body.tools must be empty"),
+        ({"messages": [user], "response_format": {"type": "json_object"}}, "body.response_format must be"),
+        ({"messages": [user], "max_completion_tokens": 0}, "body.max_completion_tokens must be"),
+        ({"messages": [user], "functions": []}, "body.functions is not supported"),
+        ({"messages": [user], "chat_template": "{{ 1 }}"}, "body.chat_template is not supported"),
+    ]
+    lines = [{"custom_id": f"c{n}", **head, "body": body} for n, (body, _) in enumerate(bodies)]
+    lines.append({"custom_id": "p", **head, "url": "/v1/completions", "body": {"prompt": "plain"}})
+    rows = {row["id"]: row for row in read(write_jsonl(tmp_path / "a.jsonl", lines), chat)}
+    assert rows["p"]["prompt"] == "plain"
+    assert rows["c0"]["prompt"] == chatml(("user", "Hi"))
+    assert json.loads(rows["c0"]["_sampling"]) == {"max_new_tokens": 3}
+    assert rows["c1-0"]["prompt"] == rows["c1-1"]["prompt"] == chatml(("system", "D"), ("user", "Hi"))
+    assert rows["c2"]["prompt"] == chatml(("user", "a\nb"))
+    for number, (_, reason) in enumerate(bodies):
+        row = rows.get(f"c{number}") or rows[f"c{number}-0"]
+        assert row["error_code"] == ("bad_parameters" if reason else ""), row
+        assert reason in row["error_message"]
+    rows = {row["id"]: row for row in read(tmp_path / "a.jsonl")}
+    assert (rows["c0"]["error_code"], rows["p"]["error_code"]) == ("bad_parameters", "")
+    assert "set input.chat_template" in rows["c0"]["error_message"]
+    bad = [{"custom_id": "x", **head, "body": {"messages": value}} for value in (None, "x", [], [{"role": "user"}])]
+    codes = [row["error_code"] for row in read(write_jsonl(tmp_path / "b.jsonl", bad), chat)]
+    assert (
+        codes == ["prompt_missing", "bad_messages", "bad_messages", "bad_messages"] or codes[1:] == ["duplicate_id"] * 3
+    )
