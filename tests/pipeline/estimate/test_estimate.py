@@ -1,11 +1,8 @@
-"""What a corpus will take: exact where it can be, from at most 64 rows where it cannot, and nearly free in a run."""
+"""What a corpus will take: priced at the measured level, said by a run and by `jobs.doctor`, held against what came."""
 
 import json
 import math
-import time
-from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +12,8 @@ import pytest
 from actors.batching import Batch
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main as doctor
-from pipeline.config import InputConfig, JobConfig
+from pipeline.config import JobConfig
 from pipeline.estimate import live
-from pipeline.estimate import sample as sample_module
 from pipeline.estimate.forecast import (
     Shape,
     batch_s,
@@ -28,29 +24,15 @@ from pipeline.estimate.forecast import (
     window_rows,
 )
 from pipeline.estimate.live import LiveEstimate
-from pipeline.estimate.measure import MAX_DECODED_ROWS, Level, at_level, measure, rows_by_step
-from pipeline.estimate.sample import Sample, sample_rows
+from pipeline.estimate.measure import Level, at_level, measure, rows_by_step
+from pipeline.estimate.sample import Sample
 from pipeline.handles import Pace
-from pipeline.input.prompting import Prompter
 from pipeline.report.figures import estimated
-from pipeline.stages.tokens import TokenizeConfig
 from skipdecode.families import read_config
 from skipdecode.generate import Request
-from skipdecode.sampling import Sampling
 from skipdecode.tokenizer import Tokenizer
-from tests.support.input_helpers import make_plan, write_jsonl
-
-FIXED = Sampling(max_new_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def generator(tiny_checkpoint: Path) -> Generator:
-    decode = {"method": "skipdecode", "speedup": 2.0}
-    return Generator(GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", device="cpu"))
-
-
-def requests(count: int, sampling: Sampling = FIXED) -> list[Request]:
-    return [Request(f"r{i}", [5 + i % 7] * (4 + i % 30), sampling) for i in range(count)]
+from tests.support.estimate_helpers import FIXED, requests
+from tests.support.input_helpers import write_jsonl
 
 
 def shape(**keys: Any) -> Shape:
@@ -58,102 +40,6 @@ def shape(**keys: Any) -> Shape:
         "rows": 1000, "window_rows": 128, "actors": 1, "baseline_fraction": 0.0, "max_new_tokens": 20
     }  # fmt: skip
     return Shape(**made | keys)
-
-
-@pytest.mark.parametrize("num_files", [1, 3, 40])
-def test_a_sample_is_of_neighbours_from_all_over_the_input(
-    tmp_path: Path, tiny_checkpoint: Path, generator: Generator, num_files: int
-) -> None:
-    for number in range(num_files):
-        rows = [{"id": f"{number:02d}-{i:04d}", "prompt": "word " * (1 + number % 5)} for i in range(400)]
-        write_jsonl(tmp_path / f"in/{number:02d}.jsonl", [*rows, {"id": f"{number}-bad", "prompt": None}])
-    config = InputConfig(path=(str(tmp_path / "in"),))
-    tokens = TokenizeConfig(str(tiny_checkpoint), generator.model.config, FIXED, "fail_row")
-    sample = sample_rows(make_plan(config), config, None, tokens, FIXED, 64)
-    assert 40 <= sample.num_rows <= 64
-    assert len(sample.requests) == sample.num_rows, "bad rows are at the end of these files"
-    files = {request.id[:2] for request in sample.requests}
-    assert len(files) == min(num_files, 16)
-    spots = {int(request.id[3:]) // 100 for request in sample.requests}
-    assert len(spots) == (4 if num_files == 1 else 1)
-    assert sample.requests[1].id == f"{sample.requests[0].id[:3]}0001"
-    wide = sample_rows(make_plan(config), config, None, tokens, FIXED, 100_000)
-    assert wide.good_share < 1 or num_files > 1
-
-
-@pytest.mark.process
-def test_a_sample_makes_few_prompts_and_waits_for_none(
-    tmp_path: Path, tiny_checkpoint: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A template that loops for every row held up the start for minutes."""
-    rows = [{"id": f"{i:04d}", "n": i % 1000, "q": f"word {i}"} for i in range(3000)]
-    for number in range(4):
-        write_jsonl(tmp_path / f"in/{number}.jsonl", [row | {"id": f"{number}-{row['id']}"} for row in rows])
-    tokens = TokenizeConfig(str(tiny_checkpoint), generator.model.config, FIXED, "fail_row")
-    now = datetime(2026, 7, 4, tzinfo=UTC)
-
-    def look(template: str, max_rows: int, max_files: int = 4) -> tuple[Sample, float]:
-        config = InputConfig(path=(str(tmp_path / "in"),), template=template)
-        prompter = Prompter.of(config, "jsonl", None, now)
-        began = time.monotonic()
-        return sample_rows(make_plan(config), config, prompter, tokens, FIXED, max_rows, max_files), (
-            time.monotonic() - began
-        )
-
-    sample, _ = look("{{ q }}", 512)
-    assert (sample.num_rows, len(sample.requests)) == (512, 512)
-    assert [request.id for request in sample.requests[127:129]] == ["0-0127", "1-0000"]
-    sample, _ = look("{{ q }}", 512, max_files=1)
-    assert [request.id for request in sample.requests[127:129]] == ["0-0127", "0-0750"]
-    loop = "{{ q }}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    monkeypatch.setattr(sample_module, "PROMPTS_S", 1.0)
-    sample, took_s = look(loop, 512)
-    assert (sample.num_rows, len(sample.requests)) == (64, 0), "the first block is finished"
-    assert took_s < 60, "512 rows took 190 s"
-    monkeypatch.setattr(sample_module, "PROMPTS_S", 0.0)
-    assert look("{{ q }}", 512)[0].num_rows == 64
-    nothing, _ = look("{{ q }} {{ missing }}", 512)
-    assert (nothing.num_rows, nothing.requests) == (64, [])
-    assert "missing" in nothing.problem
-
-
-@pytest.mark.process
-def test_a_file_that_is_slow_to_read_leaves_time_for_templates(
-    tmp_path: Path, tiny_checkpoint: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its price was: none of 0 rows can be decoded."""
-    write_jsonl(tmp_path / "in.jsonl", [{"id": f"{i}", "q": f"word {i}"} for i in range(60)])
-    config = InputConfig(path=(str(tmp_path),), template="{{ q }}")
-    tokens = TokenizeConfig(str(tiny_checkpoint), generator.model.config, FIXED, "fail_row")
-    prompter = Prompter.of(config, "jsonl", None, datetime(2026, 7, 4, tzinfo=UTC))
-    read_file = sample_module.read_file
-
-    def slow(*arguments: Any) -> Any:
-        for block in read_file(*arguments):
-            time.sleep(0.3)
-            yield block
-
-    monkeypatch.setattr(sample_module, "read_file", slow)
-    monkeypatch.setattr(sample_module, "PROMPTS_S", 0.1)
-    sample = sample_rows(make_plan(config), config, prompter, tokens, FIXED, 512)
-    assert (sample.num_rows, len(sample.requests)) == (60, 60)
-
-
-def test_no_more_than_64_rows_are_decoded(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    decode = Generator.decode_batches
-
-    def spy(self: Generator, chosen: Sequence[Request]) -> Any:
-        seen.extend(request.id for request in chosen)
-        return decode(self, chosen)
-
-    monkeypatch.setattr(Generator, "decode_batches", spy)
-    measured = measure(generator, requests(500))
-    assert sum(not id.startswith("probe-") for id in seen) == MAX_DECODED_ROWS == 64
-    assert len(measured.lengths) == 64
-    probes = [id for id in seen if id.startswith("probe-")]
-    assert len(set(probes)) == generator.batch_size(32, 20)
-    assert all(level.prefill > 0 and level.decode > 0 for level in measured.levels)
 
 
 def test_fixed_lengths_are_exact_and_others_are_those_of_real_answers(generator: Generator) -> None:

@@ -1,0 +1,10 @@
+"""Requests of which the tests of the estimate know the lengths."""
+
+from skipdecode.generate import Request
+from skipdecode.sampling import Sampling
+
+FIXED = Sampling(max_new_tokens=20, ignore_eos=True)
+
+
+def requests(count: int, sampling: Sampling = FIXED) -> list[Request]:
+    return [Request(f"r{i}", [5 + i % 7] * (4 + i % 30), sampling) for i in range(count)]
