@@ -1,11 +1,15 @@
 """A verb called in the process of the test, as its users call it in one of its own."""
 
 import json
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import pytest
 
 from pipeline.store.run_folder import RunFolder
+
+Job = Callable[..., tuple[int, dict[str, Any], str]]
+"""A verb with arguments of its own: exit code, JSON document, stderr."""
 
 
 class Verb(Protocol):
