@@ -1,5 +1,6 @@
 """Helpers of the endpoint's tests: a real `jobs.serve` process, a replica's HTTP without Ray, offline answers."""
 
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import httpx2 as httpx
 import openai
+import pytest
 import torch
 import uvicorn
 from transformers import OPTForCausalLM
@@ -166,3 +168,27 @@ def replica_pids(session_leader: int) -> list[int]:
         if re.match(r"ray::ServeReplica", title):
             found.append(pid)
     return found
+
+
+def post(url: str, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    return httpx.post(
+        f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 4} | body, headers=headers, timeout=30
+    )
+
+
+def stream(url: str, **body: Any) -> list[dict[str, Any]]:
+    """The `choices` entries of a stream of one prompt."""
+    asked = {"prompt": "a", "max_tokens": 4, "stream": True} | body
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
+
+
+def slow_down(endpoint: Endpoint, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = endpoint.engine.turn
+    monkeypatch.setattr(endpoint.engine, "turn", lambda: (time.sleep(seconds), step())[1])
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]

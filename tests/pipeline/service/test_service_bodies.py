@@ -1,0 +1,46 @@
+"""A replica over real HTTP without Ray: bodies of requests that are odd."""
+
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from pipeline.service.errors import ApiError
+from pipeline.service.parse import parse_body, parse_completion
+from tests.support.service_helpers import error_of, post
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "presence_penalty"])
+def test_numbers_that_no_float_can_hold(url: str, key: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", content=b'{"prompt": "x", "%s": 1%s}' % (key.encode(), b"0" * 400))
+    assert error_of(answer) == (400, "invalid_value")
+    assert answer.json()["error"]["param"] == key
+
+
+def test_a_number_that_no_tensor_of_integers_can_hold(url: str) -> None:
+    assert post(url, temperature=10**300).status_code == 200
+
+
+def test_a_prompt_nested_to_any_depth() -> None:
+    for depth in range(2, 1100):
+        with pytest.raises(ApiError) as caught:
+            parse_completion(parse_body(b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"), max_prompts=1)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16", "utf-32-be"])
+def test_a_body_in_another_encoding_is_not_guessed(encoding: str) -> None:
+    with pytest.raises(ApiError) as caught:  # its brackets were not counted
+        parse_body('{"prompt": "a"}'.encode(encoding))
+    assert caught.value.status == 400
+
+
+def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    assert parse_body('{"prompt": "a"}'.encode("utf-8-sig")) == {"prompt": "a"}
+
+
+@pytest.mark.parametrize("body", [{"k" * 100_000: 1}, {"model": "m" * 100_000}, {"temperature": "t" * 100_000}])
+def test_errors_do_not_repeat_what_was_sent(url: str, body: dict[str, Any]) -> None:
+    answer = post(url, **body)
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 500
