@@ -9,6 +9,7 @@ import pytest
 from actors import generator as module
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.generate import BatchResult, Request, generate
+from tests.support.engine_helpers import DECODE
 from tests.support.random_requests import BUCKETS, SKIP
 
 
@@ -42,3 +43,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, An
 
     monkeypatch.setattr(module, "generate", spy)
     return seen
+
+
+@pytest.fixture(scope="module")
+def generator(tiny_checkpoint: Path) -> Generator:
+    return Generator(GeneratorConfig(str(tiny_checkpoint), DECODE, dtype="float32", num_threads=1))

@@ -1,0 +1,116 @@
+"""`Generator`: failures cost the row at fault alone.
+
+Where batches must fail, `generate` inside `actors.generator` is wrapped: it raises for chosen rows, else decodes.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from actors import generator as module
+from actors.generator import Generator
+from actors.records import Answer, RowFailure
+from skipdecode.generate import BatchResult, Completion, Request, generate
+from skipdecode.sampling import Sampling
+from tests.support.random_requests import one_by_one, random_requests
+
+
+def fail_when(
+    monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Sequence[Request]], BaseException | None]
+) -> list[int]:
+    sizes: list[int] = []
+
+    def flaky(model: Any, requests: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+        sizes.append(len(requests))
+        error = is_bad(requests)
+        if error is not None:
+            raise error
+        return generate(model, requests, schedule, **keys)
+
+    monkeypatch.setattr(module, "generate", flaky)
+    return sizes
+
+
+def check_failures(answers: Sequence[Answer], wanted: Sequence[Completion], bad: set[int], *words: str) -> None:
+    for row, (answer, right) in enumerate(zip(answers, wanted, strict=True)):
+        if row in bad:
+            assert isinstance(answer, RowFailure)
+            assert answer.error_code == "engine_error"
+            assert all(word in answer.error_message for word in words)
+        else:
+            assert answer == right
+
+
+@pytest.mark.parametrize("bad", [{0}, {16}, {3, 4}, {0, 5, 11, 16}, set(range(17))], ids=str)
+@pytest.mark.parametrize("batch_size", [4, 17, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_poisoned_row_fails_alone(
+    build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch, bad: set[int], batch_size: int
+) -> None:
+    generator, requests = build(batch_size=batch_size), random_requests(17)
+    wanted, ids = one_by_one(generator, requests), {f"row-{i}" for i in bad}
+    fail_when(monkeypatch, lambda rs: RuntimeError("boom") if ids & {r.id for r in rs} else None)
+    result = generator(requests)
+    check_failures(result.answers, wanted, bad, "RuntimeError", "boom")
+    assert sum(record["rows"] for record in result.batches) == 17 - len(bad)  # records are of batches that were decoded
+
+
+def test_out_of_memory_halves_the_batch(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, requests = build(batch_size=16, length_buckets=(32,)), random_requests(16)
+    wanted = one_by_one(generator, requests)
+    sizes = fail_when(monkeypatch, lambda rs: torch.OutOfMemoryError("CUDA out of memory") if len(rs) > 3 else None)
+    result = generator(requests)
+    assert result.answers == wanted
+    assert {record["split_error"] for record in result.batches} == {"OutOfMemoryError: CUDA out of memory"}
+    assert sizes[:4] == [16, 8, 4, 2]
+    assert max(sizes[3:]) <= 8
+
+
+def test_a_dead_batch_lets_go_of_its_memory(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception holds the frames it went through, and these the cache: its halves would run out of memory too."""
+    generator, requests = build(batch_size=16, length_buckets=(32,)), random_requests(16)
+    caches: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def exhausted(model: Any, requests: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+        alive.append(sum(ref() is not None for ref in caches))
+        cache = torch.empty(1000)
+        caches.append(weakref.ref(cache))
+        if len(requests) > 2:
+            raise torch.OutOfMemoryError(f"no room for {len(cache)}")
+        return generate(model, requests, schedule, **keys)
+
+    monkeypatch.setattr(module, "generate", exhausted)
+    generator(requests)
+    assert len(alive) > 8
+    assert set(alive) == {0}
+
+
+def test_a_row_that_does_not_fit_the_model_fails_alone(shared: Generator) -> None:
+    requests = random_requests(6)
+    requests[2] = Request("long", [2] * 125, Sampling(max_new_tokens=12))
+    requests[4] = Request("alien", [2, 5000], Sampling(max_new_tokens=12))
+    answers = shared(requests).answers
+    good = [r for i, r in enumerate(requests) if i not in (2, 4)]
+    assert [a for i, a in enumerate(answers) if i not in (2, 4)] == one_by_one(shared, good)
+    for row, words in ((2, "128 positions"), (4, "IndexError")):
+        answer = answers[row]
+        assert isinstance(answer, RowFailure)
+        assert words in answer.error_message
+
+
+def test_interrupts_are_not_swallowed(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = build()
+    fail_when(monkeypatch, lambda rs: KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        generator(random_requests(3))
+
+
+def test_long_messages_are_cut(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = build()
+    fail_when(monkeypatch, lambda rs: RuntimeError("x" * 10_000))
+    (answer,) = generator(random_requests(1)).answers
+    assert isinstance(answer, RowFailure)
+    assert len(answer.error_message) <= 2000
