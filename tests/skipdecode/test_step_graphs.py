@@ -4,14 +4,10 @@ The CUDA back end with torch's operators as its kernels, against the decoder wit
 against Hugging Face; float32, tokens equal. Real captures are in `test_gpu`.
 """
 
-import itertools
 import random
-import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,24 +17,19 @@ from hypothesis import strategies as st
 from actors.generator import Generator, GeneratorConfig
 from skipdecode import step_graphs
 from skipdecode.batch_rows import ladder, rung_within
-from skipdecode.captures import CudaCaptures
 from skipdecode.cohort import COMPACT_AT, Cohort, kept_rows
 from skipdecode.decoder import Decoder
 from skipdecode.families import config_of
 from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.generate import Request, generate
+from skipdecode.generate import generate
 from skipdecode.kv import view
-from skipdecode.kv.padded import KVCache
-from skipdecode.kv.pool import CachePool, PoolFull
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
-from skipdecode.sampling import Sampling
-from skipdecode.step_graphs import MAX_GRAPHS, StepGraphs, graphs_serve, plans_of
+from skipdecode.step_graphs import MAX_GRAPHS, StepGraphs, plans_of
 from skipdecode.weights import load_model
-from tests.support.graphs import FakeCaptures, cpu_as_cuda
-from tests.support.naive import random_prompts
+from tests.support.graphs import ROOM, Ending, FakeCaptures, L, as_cuda, make_requests, model
 
-L = 6
-ROOM = 1 << 24
+__all__ = ["as_cuda", "model"]  # fixtures
+
 SCHEDULES: list[Schedule] = [
     FullDepth(L),
     SkipDecode(L, 5, 2, 1, 9),
@@ -49,23 +40,6 @@ SCHEDULES: list[Schedule] = [
     SkipSaturated(SkipDecode(L, 5, 2, 1, 40), 20, 1, 1, 0.85),  # graphs first, then rows that decide
     SkipAtRandom(FullDepth(L), 1, 0, 0, 0.5, 3),
 ]
-Ending = Callable[[str], Path]
-
-
-def make_requests(lengths: list[int], num_new: int, *, seed: int = 3, **keys: float) -> list[Request]:
-    sampling = Sampling(max_new_tokens=num_new, **keys)  # type: ignore[arg-type]
-    return [Request(f"row-{i}", p, sampling) for i, p in enumerate(random_prompts(lengths, seed=seed))]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _as_cuda() -> Iterator[None]:
-    with cpu_as_cuda():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(ending_checkpoint: Ending) -> Decoder:
-    return load_model(ending_checkpoint("125m")).pack()
 
 
 def test_rungs() -> None:
@@ -295,289 +269,3 @@ def test_a_late_graph_counts_too(model: Decoder, monkeypatch: pytest.MonkeyPatch
     for schedule in (FullDepth(L), SkipDecode(L, 5, 2, 1, 39)):
         assert generate(model, requests, schedule, graphs=graphs).completions
     assert (graphs.num_graphs, graphs.num_late, graphs.graph_bytes) == (3, 3, 1200)
-
-
-# When something goes wrong
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("CUDA error: out of memory")]
-)
-def test_a_device_without_room_for_another_graph_keeps_those_there_are(model: Decoder, error: Exception) -> None:
-    captures, schedule = FakeCaptures(), SkipDecode(L, 5, 2, 1, 19)
-    graphs = StepGraphs(model, ROOM, max_rows=4, captures=captures)
-    graphs.capture_all(plans_of([FullDepth(L)], 20))
-    captures.fails = error
-    graphs.capture_all(plans_of([schedule], 20))
-    assert (graphs.num_graphs, captures.forgotten, captures.captures) == (4, 0, 5)
-    assert "4 graphs in 0.00 GiB, full (the device has no memory for another; CUDA" in graphs.describe()
-    requests = make_requests([5, 2, 9], 20)
-    for each in (schedule, FullDepth(L)):
-        assert generate(model, requests, each, graphs=graphs).completions == generate(model, requests, each).completions
-    assert captures.replays == 19
-
-
-def test_steps_without_graphs_are_rehearsed_at_load(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled for numbers of rows, and a batch must not wait for that."""
-    graphs, seen = StepGraphs(model, ROOM, max_rows=8, captures=FakeCaptures(RuntimeError("no"))), []
-    step = graphs._step
-    monkeypatch.setattr(graphs, "_step", lambda plan, rows: (seen.append(rows), step(plan, rows)))
-    graphs.capture_all(plans_of([SkipDecode(L, 5, 2, 1, 19)], 20))
-    assert graphs.num_graphs == 0
-    assert set(seen) == set(graphs.rungs)
-
-
-def test_no_room_for_a_rehearsal_does_not_end_loading(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = FakeCaptures()
-    graphs = StepGraphs(model, ROOM, max_rows=4, captures=captures)
-
-    def no_room(_work: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(captures, "warm_up", no_room)
-    graphs.capture_all(plans_of([FullDepth(L)], 20))
-    assert "0 graphs in 0.00 GiB, full (the device has no memory" in graphs.describe()
-    requests = make_requests([5, 2, 9], 20)
-    made = generate(model, requests, FullDepth(L), graphs=graphs)
-    assert made.completions == generate(model, requests, FullDepth(L)).completions
-
-
-def test_a_capture_that_fails_leaves_steps_without_graphs(model: Decoder) -> None:
-    """One kernel that cannot be captured costs speed, and no row; the report names it."""
-    error = RuntimeError("CUDA error: operation not permitted when stream is capturing")
-    captures = FakeCaptures(error)
-    graphs, schedule = StepGraphs(model, ROOM, captures=captures), SkipDecode(L, 5, 2, 1, 19)
-    graphs.capture_all(plans_of([schedule], 20))
-    assert captures.captures == 1, "it tries again and again"
-    assert captures.forgotten == 1, "a pool whose graphs are gone would be used again"
-    requests = make_requests([5, 2, 9], 20)
-    made = generate(model, requests, schedule, graphs=graphs)
-    assert made.completions == generate(model, requests, schedule).completions
-    assert captures.captures == 1
-    assert graphs.num_graphs == 0
-    assert "operation not permitted" in graphs.describe()
-
-
-def test_a_capture_that_fails_late_does_its_step_once(model: Decoder) -> None:
-    captures, schedule = FakeCaptures(), SkipDecode(L, 5, 2, 1, 19)
-    graphs, requests = StepGraphs(model, ROOM, captures=captures), make_requests([5, 2, 9], 20)
-    cohort = Cohort(model, requests, schedule, graphs=graphs)
-    cohort.prefill()
-    cohort.step()
-    captures.fails = RuntimeError("out of luck")
-    while not cohort.is_done:
-        cohort.step()
-    assert [row.tokens for row in cohort.rows] == [c.tokens for c in generate(model, requests, schedule).completions]
-    assert graphs.failure == "RuntimeError: out of luck"
-
-
-def test_a_kernel_that_fails_in_its_first_run_leaves_steps_without_graphs(model: Decoder) -> None:
-    """At load and in a batch: what needs no graph goes on, and the report names the error."""
-    schedule, requests = SkipDecode(L, 5, 2, 1, 5), make_requests([5, 2], 6)
-    for at_load in (True, False):
-        captures = FakeCaptures()
-        graphs = StepGraphs(model, ROOM, max_rows=8, captures=captures)
-
-        def broken(_work: object) -> None:
-            raise RuntimeError("PassManager::run failed")
-
-        captures.warm_up = broken  # type: ignore[method-assign]
-        if at_load:
-            graphs.capture_all(plans_of([schedule], 20))
-        made = generate(model, requests, schedule, graphs=graphs)
-        assert made.completions == generate(model, requests, schedule).completions
-        assert captures.captures == 0
-        assert graphs.describe() == "no graphs (RuntimeError: PassManager::run failed)"
-
-
-def test_a_step_that_fails_without_graphs_too_is_the_batches_own(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loading says so, and goes on."""
-    graphs = StepGraphs(model, ROOM, max_rows=4, captures=FakeCaptures())
-    monkeypatch.setattr(graphs, "_step", lambda *_: 1 / 0)
-    graphs.capture_all(plans_of([FullDepth(L)], 20))
-    assert graphs.failure == "ZeroDivisionError: division by zero"
-    with pytest.raises(ZeroDivisionError):
-        generate(model, make_requests([5, 2], 20), FullDepth(L), graphs=graphs)
-
-
-def test_memory_is_that_of_the_batches_that_live(model: Decoder) -> None:
-    graphs = StepGraphs(model, 1 << 22)
-    before = graphs.pool.free_bytes
-    requests = make_requests([3, 9, 1, 5], 60)
-    cohort = Cohort(model, requests, FullDepth(L), graphs=graphs)
-    column = 2 * L * model.config.hidden_size * 4
-    columns = -(-(9 + 59) // 16) * 16
-    assert cohort.cache_bytes == before - graphs.pool.free_bytes == 4 * columns * column
-    many = make_requests([9] * 200, 60)
-    for _ in range(2):  # what cannot be had takes nothing
-        with pytest.raises(PoolFull, match=r"actors\.memory_share"):
-            Cohort(model, many, FullDepth(L), graphs=graphs)
-        assert before - graphs.pool.free_bytes == cohort.cache_bytes
-    del cohort
-    assert graphs.pool.free_bytes == before
-
-
-def test_more_rows_than_graphs_have(model: Decoder) -> None:
-    graphs, requests = StepGraphs(model, ROOM, max_rows=4), make_requests([3, 9, 1, 5, 8, 2], 30)
-    made = generate(model, requests, FullDepth(L), graphs=graphs)
-    assert made.completions == generate(model, requests, FullDepth(L)).completions
-
-
-def test_for_gpus_only(model: Decoder) -> None:
-    assert not graphs_serve(model)
-    plain = KVCache.allocate(model.config, num_pad=torch.tensor([0]), capacities=[4] * L, dtype=torch.float32)
-    with pytest.raises(AssertionError, match="from elsewhere"):
-        StepGraphs(model, ROOM)(torch.tensor([5]), plain, FullDepth(L).step(0))
-
-
-# Memory in one piece
-
-
-@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5)), max_size=40))
-def test_pool_parts_never_overlap_and_come_back(asked: list[tuple[int, int]]) -> None:
-    pool = CachePool(4096, torch.float32, torch.device("cpu"))  # 1,024 numbers
-    parts = []
-    for count, drop in asked:
-        if pool.has_room(-(-count // 16) * 16):
-            parts.append(pool.take(count))
-        if drop < len(parts):
-            del parts[drop]
-        spans = sorted((part.start, part.end) for part in parts)
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-        assert all(start % 16 == 0 for start, _ in spans)
-        assert pool.free_bytes == 4096 - 4 * sum(end - start for start, end in spans)
-    parts.clear()
-    assert pool.free_bytes == 4096
-    assert pool.take(1024).nbytes == 4096
-
-
-@pytest.mark.parametrize("line", range(8))
-def test_a_part_may_be_dropped_within_any_line(line: int) -> None:
-    """The collector of cycles runs where something is allocated, and so does another thread's last reference."""
-    pool = CachePool(4096, torch.float32, torch.device("cpu"))
-    parts = [pool.take(128) for _ in range(8)]
-    del parts[5], parts[1]  # gaps before, between and behind what comes back
-    left = iter(range(line))
-
-    def trace(frame: FrameType, event: str, _argument: object) -> object:
-        is_there = frame.f_code.co_filename == CachePool.take.__code__.co_filename and event == "line"
-        if is_there and next(left, None) is None and len(parts) == 6:
-            sys.settrace(None)
-            del parts[0]
-        return trace
-
-    sys.settrace(trace)  # type: ignore[arg-type]
-    try:
-        parts.append(pool.take(100))
-        parts.append(pool.take(128))
-    finally:
-        sys.settrace(None)
-    spans = sorted((part.start, part.end) for part in parts)
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    assert pool.free_bytes == 4096 - 4 * sum(end - start for start, end in spans)
-    parts.clear()
-    assert pool.take(1024).nbytes == 4096
-
-
-# Captures themselves, with torch's objects replaced
-
-
-class FakeGraph:
-    """`torch.cuda.graph` and `CUDAGraph`: capturing moves to a stream of its own, and stays there where it fails."""
-
-    fails = False
-
-    def __init__(self, cuda: "FakeCuda", pool: object, stream: object) -> None:
-        self.cuda, self.pool, self.stream = cuda, pool, stream
-
-    def __enter__(self) -> None:
-        self.cuda.here = self.stream
-
-    def __exit__(self, *_: object) -> None:
-        if self.fails:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        self.cuda.here = "main"
-
-
-class FakeCuda:
-    """What `CudaCaptures` asks of torch.cuda."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.here: object = "main"
-        self.num_streams, self.pools = 0, iter((0, number) for number in range(1, 9))
-        self.used: list[tuple[object, object]] = []
-        for name in ("Stream", "current_stream", "set_stream", "CUDAGraph", "graph", "graph_pool_handle", "device"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name.lower()))
-
-    def device(self, _device: torch.device) -> object:
-        return nullcontext()
-
-    def stream(self, _device: torch.device) -> str:
-        self.num_streams += 1
-        return f"stream {self.num_streams}"
-
-    def current_stream(self, _device: torch.device) -> object:
-        return self.here
-
-    def set_stream(self, stream: object) -> None:
-        self.here = stream
-
-    def cudagraph(self) -> SimpleNamespace:
-        return SimpleNamespace(replay=lambda: None)
-
-    def graph_pool_handle(self) -> tuple[int, int]:
-        return next(self.pools)
-
-    def graph(self, _graph: object, *, pool: object, stream: object, capture_error_mode: str) -> FakeGraph:
-        assert capture_error_mode == "thread_local"
-        self.used.append((pool, stream))
-        return FakeGraph(self, pool, stream)
-
-
-def test_one_stream_and_one_pool_until_graphs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library keeps a workspace for each stream it meets; a pool must not outlive its graphs."""
-    cuda = FakeCuda(monkeypatch)
-    captures = CudaCaptures(torch.device("cuda"))
-    for _ in range(3):
-        captures.capture(lambda: None)
-    captures.forget()
-    captures.capture(lambda: None)
-    assert cuda.used == [((0, 1), "stream 1")] * 3 + [((0, 2), "stream 1")]
-    assert cuda.num_streams == 1
-
-
-def test_what_others_hold_is_not_counted_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another worker on the same device loads its model meanwhile; only the graphs' own pool counts."""
-    FakeCuda(monkeypatch)
-    captures, own, free = CudaCaptures(torch.device("cuda")), 0, iter(range(70 << 30, 0, -(1 << 30)))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 80 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 8 << 30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 8 << 30)
-
-    def snapshot() -> list[dict[str, object]]:
-        sizes = [((0, 0), 8 << 30), ((0, 1), own), ((0, 2), 5)]
-        return [{"segment_pool_id": pool, "total_size": size} for pool, size in sizes]
-
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
-
-    def cannot() -> list[dict[str, object]]:
-        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
-
-    before = captures.held_bytes()
-    captures.capture(lambda: None)
-    own = 20 << 20
-    assert captures.held_bytes() - before == own
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", cannot)
-    assert captures.held_bytes() == 0
-    captures.forget()
-    assert captures.held_bytes() == 0
-
-
-def test_a_failed_capture_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr(FakeGraph, "fails", True)
-    with pytest.raises(RuntimeError, match="during capture"):
-        CudaCaptures(torch.device("cuda")).capture(lambda: None)
-    assert cuda.here == "main"

@@ -2,14 +2,24 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 import torch
 
 from skipdecode.backends.cuda import CudaBackend
 from skipdecode.backends.cuda_reference import TorchKernels
 from skipdecode.captures import Work
 from skipdecode.decoder import Decoder
+from skipdecode.generate import Request
+from skipdecode.sampling import Sampling
+from skipdecode.weights import load_model
 from tests.support.cuda_models import cpu_computed_by
+from tests.support.naive import random_prompts
+
+L = 6
+ROOM = 1 << 24
+Ending = Callable[[str], Path]
 
 
 @contextmanager
@@ -52,3 +62,19 @@ def forget_memory(model: Decoder, memory: torch.Tensor) -> None:
     """Nothing but what a row has written may matter: all else becomes NaN."""
     with torch.inference_mode():
         memory.fill_(torch.nan)
+
+
+def make_requests(lengths: list[int], num_new: int, *, seed: int = 3, **keys: float) -> list[Request]:
+    sampling = Sampling(max_new_tokens=num_new, **keys)  # type: ignore[arg-type]
+    return [Request(f"row-{i}", p, sampling) for i, p in enumerate(random_prompts(lengths, seed=seed))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_cuda() -> Iterator[None]:
+    with cpu_as_cuda():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(ending_checkpoint: Ending) -> Decoder:
+    return load_model(ending_checkpoint("125m")).pack()

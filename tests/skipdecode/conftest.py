@@ -1,0 +1,12 @@
+"""Fixtures that the files of this folder share."""
+
+from collections.abc import Callable
+
+import pytest
+
+from skipdecode.cohort import CHECK_EVERY
+
+
+@pytest.fixture
+def check_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda steps: monkeypatch.setitem(CHECK_EVERY, "cpu", steps)
