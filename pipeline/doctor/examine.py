@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from actors.generator import Generator, GeneratorConfig
-from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
+from actors.generator import Generator
+from pipeline.checkpoint import check_exact_drafts, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, plan_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
 from pipeline.doctor.corpus import Worker, estimate
@@ -25,6 +25,7 @@ from pipeline.doctor.facts import (
     wrong_places,
 )
 from pipeline.doctor.versions import check_versions
+from pipeline.generate.spec import local_paths, make_generator
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
 from pipeline.machine import provenance
@@ -33,7 +34,6 @@ from pipeline.units import Json, Note
 from pipeline.worker_backends import NodeBackend, find_backends, look, settle_dtype, why_by_torch, why_no_int8
 from skipdecode.cost import cache_bytes_per_row
 from skipdecode.host import num_cores
-from skipdecode.hub import resolve_source
 from skipdecode.placing import choose_device
 from skipdecode.schedule import make_schedule
 
@@ -110,13 +110,14 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
         note(f"CPU kernels: {backend}")
     document["cpu_backend"] = None if backend is None else asdict(backend)
     pool = None if cluster is None else attempt(lambda: fitting_pool(config, cluster))
-    device = worker_device(config, cluster, pool)
+    worker_pool = pool or pool_of_one(config, cluster)
+    device = worker_device(worker_pool)
     nodes = attempt(lambda: decoding_nodes(cluster, pool, device))
     for node in nodes or ():
         note(f"workers on {node.node}: {node.backend}")
     document["worker_backends"] = [asdict(node) for node in nodes or ()]
     worker = Worker()
-    chosen = None if nodes is None else attempt(lambda: choice(config, device, nodes, note, worker))
+    chosen = None if nodes is None else attempt(lambda: choice(config, worker_pool, nodes, note, worker))
     document["choice"] = None if chosen is None else asdict(chosen)
     if has_input:
         listing = attempt(lambda: list_files(config))
@@ -161,13 +162,17 @@ def fitting_pool(config: JobConfig, cluster: Cluster) -> Pool:
     return plan_pool(config.actors, cluster, {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus})
 
 
-def worker_device(config: JobConfig, cluster: Cluster | None, pool: Pool | None) -> torch.device:
+def pool_of_one(config: JobConfig, cluster: Cluster | None) -> Pool:
+    """Where no pool fits: one worker of the kind that was asked for, so that the rest of the questions are answered."""
+    num_gpus = config.actors.num_gpus
+    if num_gpus == "auto":
+        num_gpus = 1.0 if cluster is not None and cluster.num_gpus else 0.0
+    return Pool(1, 1, 1.0, float(num_gpus), num_cores())
+
+
+def worker_device(pool: Pool) -> torch.device:
     """Where workers would decode: on GPUs of the cluster, which this machine need not have."""
-    if pool is not None:
-        return torch.device("cuda" if pool.num_gpus else "cpu")
-    num_gpus = config.actors.num_gpus  # no pool fits: what was asked for
-    has_gpu = bool(cluster and cluster.num_gpus) if num_gpus == "auto" else num_gpus > 0
-    return torch.device("cuda" if has_gpu else "cpu")
+    return torch.device("cuda" if pool.num_gpus else "cpu")
 
 
 def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.device) -> Sequence[NodeBackend]:
@@ -181,10 +186,10 @@ def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.dev
 
 
 def choice(
-    config: JobConfig, device: torch.device, nodes: Sequence[NodeBackend], note: Note, worker: Worker | None = None
+    config: JobConfig, pool: Pool, nodes: Sequence[NodeBackend], note: Note, worker: Worker | None = None
 ) -> Choice:
-    """Where this machine has such a device the model is loaded as a worker on it does; `worker` keeps it."""
-    worker = worker or Worker()
+    """Where this machine has such a device the model is loaded as a worker of `pool` does; `worker` keeps it."""
+    worker, device = worker or Worker(), worker_device(pool)
     model = worker.model = check_model(config, note)
     dtype = settle_dtype(config.model.dtype, device.type, nodes)
     check_quantization(config.model.quantization, model.config, dtype, device.type, why_no_int8(nodes))
@@ -214,38 +219,11 @@ def choice(
     if config.model.quantization is not None and cpu_backend().no_int8 is not None:
         return found
     note(f"model: loading {model.source} on {device}")
-    generator = worker.generator = Generator(generator_config(config, model, device, dtype))
+    generator = worker.generator = Generator(make_generator(config, model, dtype, pool, local_paths(config, model)))
     if generator.graphs is not None:
         note(f"CUDA graphs: {generator.graphs.describe()}")
     sizes = {str(bucket): generator.batch_size(bucket, new) for bucket in buckets}
     return replace(found, load_s=generator.load_s, batch_size=sizes)
-
-
-def generator_config(config: JobConfig, model: ResolvedModel, device: torch.device, dtype: str) -> GeneratorConfig:
-    """As `spec.make_spec` tells a worker, on this machine."""
-    tokenizer, size = config.model.tokenizer, config.actors.batch_size
-    return GeneratorConfig(
-        source=str(model.folder),
-        tokenizer=tokenizer and str(resolve_source(tokenizer, "model.tokenizer")),
-        adapter=None if model.adapter is None else str(model.adapter),
-        decode=model.decode,
-        prefill=config.prefill.method,
-        dtype=dtype,
-        quantization=config.model.quantization,
-        device=device.type,
-        num_devices=config.actors.num_devices if device.type == "cuda" else 1,
-        batch_size=None if size == "auto" else size,
-        length_buckets=config.actors.length_buckets,
-        deterministic=config.sampling.deterministic,
-        baseline_fraction=config.baseline.fraction,
-        shares_prefixes=config.decode.prefix == "auto",
-        memory_share=config.actors.memory_share * gpu_share(config),
-    )
-
-
-def gpu_share(config: JobConfig) -> float:
-    """Of a GPU, what is for one worker."""
-    return 1.0 if config.actors.num_gpus == "auto" else min(1.0, float(config.actors.num_gpus) or 1.0)
 
 
 def output(config: JobConfig, problems: list[str]) -> Output:

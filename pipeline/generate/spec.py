@@ -1,6 +1,7 @@
 """From a checked configuration to what the stages are told: paths, sampling, batch sizes, windows, files."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from actors.generator import GeneratorConfig
 from pipeline.checkpoint import ResolvedModel, adapter_path, worker_path
@@ -46,19 +47,48 @@ def make_sampling(config: JobConfig) -> Sampling:
     )
 
 
+class Paths(NamedTuple):
+    """Where a worker finds what it loads."""
+
+    source: str
+    tokenizer: str | None
+    adapter: str | None
+
+
+def worker_paths(config: JobConfig, model: ResolvedModel) -> Paths:
+    """As any node of the cluster finds them."""
+    own = config.model.tokenizer
+    return Paths(
+        worker_path(model.source, model.folder),
+        own and worker_path(own, resolve_source(own, "model.tokenizer")),
+        adapter_path(config.model.adapter, model),
+    )
+
+
+def local_paths(config: JobConfig, model: ResolvedModel) -> Paths:
+    """As this process finds them, without Ray."""
+    own = config.model.tokenizer
+    tokenizer = own and str(resolve_source(own, "model.tokenizer"))
+    return Paths(str(model.folder), tokenizer, None if model.adapter is None else str(model.adapter))
+
+
 def make_stages(
     config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float, shares: bool
 ) -> tuple[TokenizeConfig, GeneratorConfig]:
     """What the tasks that tokenise and the workers are told; `dtype`: settled."""
-    source = worker_path(model.source, model.folder)
-    own = config.model.tokenizer
-    tokenizer = own and worker_path(own, resolve_source(own, "model.tokenizer"))
-    sampling = make_sampling(config)
+    paths = worker_paths(config, model)
+    generator = make_generator(config, model, dtype, pool, paths)
+    generator = replace(generator, baseline_fraction=baseline_fraction, shares_prefixes=shares)
+    return tokenize_config(config, paths.tokenizer or paths.source, model.config, make_sampling(config)), generator
+
+
+def make_generator(config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, paths: Paths) -> GeneratorConfig:
+    """Of one worker of `pool` in a run that begins anew."""
     batch_size = config.actors.batch_size
-    generator = GeneratorConfig(
-        source=source,
-        tokenizer=tokenizer,
-        adapter=adapter_path(config.model.adapter, model),
+    return GeneratorConfig(
+        source=paths.source,
+        tokenizer=paths.tokenizer,
+        adapter=paths.adapter,
         decode=model.decode,
         prefill=config.prefill.method,
         dtype=dtype,
@@ -69,11 +99,10 @@ def make_stages(
         batch_size=None if batch_size == "auto" else batch_size,
         length_buckets=config.actors.length_buckets,
         deterministic=config.sampling.deterministic,
-        baseline_fraction=baseline_fraction,
-        shares_prefixes=shares,
+        baseline_fraction=config.baseline.fraction,
+        shares_prefixes=shares_prefixes(config, None),
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
-    return tokenize_config(config, tokenizer or source, model.config, sampling), generator
 
 
 def tokenize_config(

@@ -16,12 +16,13 @@ from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main, show
 from pipeline.checkpoint import check_model
 from pipeline.cluster import Cluster, Pool, object_store_bytes
-from pipeline.config import ActorsConfig, ConfigError, JobConfig, ModelConfig, build_config
+from pipeline.config import ActorsConfig, ConfigError, JobConfig, ModelConfig, SamplingConfig, build_config
 from pipeline.doctor import examine as doctor
 from pipeline.doctor import versions
 from pipeline.doctor.corpus import Worker, estimate
 from pipeline.doctor.facts import GIB, wrong_places
 from pipeline.units import Json
+from pipeline.worker_backends import look
 from skipdecode.host import num_cores
 from tests.support.input_helpers import write_jsonl
 
@@ -152,21 +153,26 @@ GPUS = Cluster(64.0, 8.0, 64, is_embedded=False, node_cpus=(64.0,), node_gpus=(8
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "cluster", "pool", "device"),
-    [
-        ("auto", GPUS, Pool(8, 8, 1.0, 1.0, 1), "cuda"),
-        (0, GPUS, Pool(1, 1, 1.0, 0.0, 1), "cpu"),
-        (0, GPUS, None, "cpu"),
-        ("auto", GPUS, None, "cuda"),
-        (1, None, None, "cuda"),
-        ("auto", None, None, "cpu"),
-    ],
+    ("num_gpus", "cluster", "device"),
+    [(0, GPUS, "cpu"), ("auto", GPUS, "cuda"), (1, None, "cuda"), (0.5, None, "cuda"), ("auto", None, "cpu")],
 )
-def test_the_device_is_that_of_the_workers(
-    num_gpus: str | float, cluster: Cluster | None, pool: Pool | None, device: str
+def test_where_no_pool_fits_the_device_is_that_which_was_asked_for(
+    num_gpus: str | float, cluster: Cluster | None, device: str
 ) -> None:
     config = JobConfig(actors=ActorsConfig(num_gpus=num_gpus))
-    assert doctor.worker_device(config, cluster, pool).type == device
+    assert doctor.worker_device(doctor.pool_of_one(config, cluster)).type == device
+
+
+def test_the_model_is_loaded_as_a_worker_of_the_pool_loads_it(tiny_checkpoint: Path) -> None:
+    """Else the estimate of two workers with a core each would be that of two with two."""
+    config = JobConfig(model=ModelConfig(source=str(tiny_checkpoint)), sampling=SamplingConfig(max_new_tokens=8))
+    worker, threads = Worker(), torch.get_num_threads()
+    try:
+        doctor.choice(config, Pool(2, 2, 1.0, 0.0, num_threads=1), (look(),), print, worker)
+        assert worker.generator is not None
+        assert worker.generator.config.num_threads == 1 == torch.get_num_threads()
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the model would be loaded")
@@ -174,7 +180,7 @@ def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = JobConfig(model=ModelConfig(source=str(tiny_checkpoint)))
-    found = asdict(doctor.choice(config, torch.device("cuda"), (), print))
+    found = asdict(doctor.choice(config, Pool(1, 1, 1.0, 1.0, 1), (), print))
     assert (found["device"], found["dtype"], found["load_s"], found["batch_size"]) == ("cuda", "bfloat16", None, None)
     assert found["cache_bytes_per_row"]["32"] > 0
     machine = dict.fromkeys(("torch", "ray", "pyarrow", "numpy", "tokenizers", "device"), "x")
