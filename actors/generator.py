@@ -97,14 +97,14 @@ class Generator:
     def schedule(self, max_new_tokens: int) -> Schedule:
         """The schedule of a row with that limit; rows with equal schedules share batches. Where it only drafts, it is
         the same for all limits: rows of full depth share batches whatever theirs are."""
-        opt = self.model.config
+        model_config = self.model.config
         if self.config.decode.get("lossless"):
             max_new_tokens = DRAFT_TOKENS
         return make_schedule(
             self.config.decode,
-            num_layers=opt.num_hidden_layers,
+            num_layers=model_config.num_hidden_layers,
             max_new_tokens=max_new_tokens,
-            kv_layers=opt.kv_layers(self.config.prefill),
+            kv_layers=model_config.kv_layers(self.config.prefill),
         )
 
     def draft_length(self, schedule: Lossless) -> DraftLength:

@@ -40,27 +40,27 @@ class ResolvedModel:
 def check_model(config: JobConfig, note: Note) -> ResolvedModel:
     """Finds the checkpoint, checks its files against its config, and settles the schedule; ConfigError otherwise."""
     try:
-        folder, opt, adapter = find_model(config.model.source, config.model.adapter)
+        folder, model_config, adapter = find_model(config.model.source, config.model.adapter)
         tokenizer = config.model.tokenizer
-        Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, opt)
-        decode = resolve_decode(config, opt, note)
+        Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, model_config)
+        decode = resolve_decode(config, model_config, note)
         new = config.sampling.max_new_tokens
-        schedule = make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=new)
+        schedule = make_schedule(decode, num_layers=model_config.num_hidden_layers, max_new_tokens=new)
         check_lossless(decode, config.prefill.method)
         if config.actors.num_devices > 1:
             check_placement(config, schedule)
-        if config.prefill.method == "swiftkv" and opt.swiftkv is None:
+        if config.prefill.method == "swiftkv" and model_config.swiftkv is None:
             raise ConfigError(
                 "prefill.method",
                 "'swiftkv' needs a checkpoint that carries SwiftKV's weights, and config.json of this "
                 "one has no swiftkv; jobs.distill makes one that does, and prefill.method=full needs none",
             )
-        if new >= opt.max_position_embeddings:
+        if new >= model_config.max_position_embeddings:
             raise ConfigError(
                 "sampling.max_new_tokens",
-                f"{new} leaves no room for a prompt in the model's {opt.max_position_embeddings} positions",
+                f"{new} leaves no room for a prompt in the model's {model_config.max_position_embeddings} positions",
             )
-        model = ResolvedModel(folder, config.model.source, opt, decode, adapter)
+        model = ResolvedModel(folder, config.model.source, model_config, decode, adapter)
         warnings = [foreign_swiftkv(model, config), untuned(model, config)]
     except ValueError as error:
         raise ConfigError.parse(error) from error
@@ -101,13 +101,13 @@ def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, P
     """The folders of a model and of its adapter, and the configuration of both together; ValueError where the files do
     not fit one another."""
     folder = resolve_source(source)
-    opt = read_config(folder)
+    model_config = read_config(folder)
     place = None if adapter is None else resolve_adapter(adapter)
     check_folder(folder, place)
-    return folder, opt if place is None else adapted(opt, place), place
+    return folder, model_config if place is None else adapted(model_config, place), place
 
 
-def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[str, Json]:
+def resolve_decode(config: JobConfig, model_config: DecoderConfig, note: Note) -> dict[str, Json]:
     """The `decode:` mapping that holds: the job's own, else the checkpoint's (with `lossless` the drafts that were
     calibrated for it, if any), else SkipDecode at speedup 2.
 
@@ -116,22 +116,22 @@ def resolve_decode(config: JobConfig, opt: DecoderConfig, note: Note) -> dict[st
     """
     given = config.decode.model_dump(exclude_none=True, exclude={"prefix"})
     skip, lossless = given.pop("ffn_skip", None), {key: given.pop(key) for key in LOSSLESS_KEYS}
-    drafts = stored_drafts(opt) if lossless["lossless"] else None
+    drafts = stored_drafts(model_config) if lossless["lossless"] else None
     if drafts is not None:  # workers read them too, whatever the job names
-        check_drafts(drafts.decode, opt)
-    default = default_decode(opt) if drafts is None else dict(drafts.decode)
+        check_drafts(drafts.decode, model_config)
+    default = default_decode(model_config) if drafts is None else dict(drafts.decode)
     decode = {"method": "skipdecode"} | given if given else default
     if skip is not None:
-        decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, opt, note)}
+        decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, model_config, note)}
     return decode | {
         key: value for key, value in lossless.items() if lossless["lossless"] or value not in (False, "auto")
     }
 
 
-def check_drafts(decode: dict[str, Json], opt: DecoderConfig) -> None:
+def check_drafts(decode: dict[str, Json], model_config: DecoderConfig) -> None:
     """ConfigError where drafts that a checkpoint carries are no schedule for it."""
     try:
-        make_schedule(decode, num_layers=opt.num_hidden_layers, max_new_tokens=1)
+        make_schedule(decode, num_layers=model_config.num_hidden_layers, max_new_tokens=1)
     except ValueError as error:
         raise ConfigError(
             "decode.lossless",
@@ -149,14 +149,14 @@ def check_lossless(decode: dict[str, Json], prefill: str) -> None:
 
 
 def check_exact_drafts(
-    decode: dict[str, Json], deterministic: bool, opt: DecoderConfig, device: str, lacking: str | None
+    decode: dict[str, Json], deterministic: bool, model_config: DecoderConfig, device: str, lacking: str | None
 ) -> None:
     """ConfigError where workers on `device` could not draft under `sampling.deterministic`. `lacking`: a node without
     kernels for the model's type; None where there is none, or where nobody knows yet."""
     if not (deterministic and decode.get("lossless")):
         return
-    odd = [f"{key} {width} is no multiple of 32" for key, width in product_inputs(opt).items() if width % 32]
-    if opt.embed_dim != opt.hidden_size:
+    odd = [f"{key} {width} is no multiple of 32" for key, width in product_inputs(model_config).items() if width % 32]
+    if model_config.embed_dim != model_config.hidden_size:
         odd.append("torch multiplies before and behind the layers of this model")
     why = f"this would decode on {device}" if device != "cpu" else odd[0] if odd else lacking
     if why is not None:
@@ -193,7 +193,7 @@ def deterministic_rows(config: JobConfig) -> int:
 
 
 def resolve_ffn_skip(
-    skip: dict[str, Json], decode: dict[str, Json], prefill: str, opt: DecoderConfig, note: Note
+    skip: dict[str, Json], decode: dict[str, Json], prefill: str, model_config: DecoderConfig, note: Note
 ) -> dict[str, Json]:
     """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers where `calibrated` asks for them.
 
@@ -203,7 +203,7 @@ def resolve_ffn_skip(
         return settle_ffn_skip(skip)
     if "layers" in skip:
         raise ConfigError("decode.ffn_skip.layers", "has no meaning with mode 'calibrated'; use mode 'fixed'")
-    band = opt.ffn_skip
+    band = model_config.ffn_skip
     if band is None:
         raise ConfigError(
             "decode.ffn_skip.mode",
@@ -214,11 +214,11 @@ def resolve_ffn_skip(
         raise ConfigError(
             "decode.ffn_skip.mode", "ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes"
         )
-    if band["num_layers"] != opt.num_hidden_layers:
+    if band["num_layers"] != model_config.num_hidden_layers:
         raise ConfigError(
             "decode.ffn_skip.mode",
             f"the layers in ffn_skip of the checkpoint's config.json were calibrated for "
-            f"{band['num_layers']} layers, and this model has {opt.num_hidden_layers}",
+            f"{band['num_layers']} layers, and this model has {model_config.num_hidden_layers}",
         )
     before, now = (band.get("decode", decode), band.get("prefill", "full")), (decode, prefill)
     if before != now:
@@ -230,13 +230,15 @@ def resolve_ffn_skip(
     return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
 
 
-def default_decode(opt: DecoderConfig) -> dict[str, Json]:
+def default_decode(model_config: DecoderConfig) -> dict[str, Json]:
     """What holds where the job says nothing."""
-    return {"method": "skipdecode", "speedup": 2} if opt.skip_decode is None else dict(opt.skip_decode)
+    return (
+        {"method": "skipdecode", "speedup": 2} if model_config.skip_decode is None else dict(model_config.skip_decode)
+    )
 
 
 def check_quantization(
-    quantization: Quantization | None, opt: DecoderConfig, dtype: str, device: str, no_int8: str | None
+    quantization: Quantization | None, model_config: DecoderConfig, dtype: str, device: str, no_int8: str | None
 ) -> None:
     """ConfigError where workers on `device` in `dtype`, as it is settled, could not load the model with it.
 
@@ -256,19 +258,19 @@ def check_quantization(
             f"{quantization} weights need a back end that has kernels for them; {no_int8}; null keeps the weights as "
             "they are",
         )
-    for key, width in product_inputs(opt).items():
+    for key, width in product_inputs(model_config).items():
         if (problem := int8_misfit(width)) is not None:
             raise ConfigError("model.quantization", f"{key} {width} of this model is {problem}; null takes it")
 
 
-def product_inputs(opt: DecoderConfig) -> dict[str, int]:
+def product_inputs(model_config: DecoderConfig) -> dict[str, int]:
     """Inputs of a model's products, by what says so in its `config.json`."""
-    ffn = "intermediate_size" if "intermediate_size" in opt.sizes else "ffn_dim"
+    ffn = "intermediate_size" if "intermediate_size" in model_config.sizes else "ffn_dim"
     return {
-        "hidden_size": opt.hidden_size,
-        ffn: opt.ffn_dim,
-        "word_embed_proj_dim": opt.embed_dim,
-        "num_attention_heads * head_dim": opt.q_dim,
+        "hidden_size": model_config.hidden_size,
+        ffn: model_config.ffn_dim,
+        "word_embed_proj_dim": model_config.embed_dim,
+        "num_attention_heads * head_dim": model_config.q_dim,
     }
 
 

@@ -126,10 +126,10 @@ class SwiftKVSection(Section):
     group_size: Annotated[int, Field(ge=1)] = 1
     """Neighbouring layers above that share one K/V (AcrossKV); divides their number."""
 
-    def shape(self, opt: DecoderConfig) -> SwiftKVConfig:
+    def shape(self, model_config: DecoderConfig) -> SwiftKVConfig:
         """For a model of that shape; ValueError when it cannot have it."""
-        shape = SwiftKVConfig(self.kv_layers or -(-opt.num_hidden_layers // 2), self.group_size)
-        shape.check(opt)
+        shape = SwiftKVConfig(self.kv_layers or -(-model_config.num_hidden_layers // 2), self.group_size)
+        shape.check(model_config)
         return shape
 
 

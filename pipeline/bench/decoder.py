@@ -132,10 +132,10 @@ def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> 
     else:
         if config.adapter is not None:
             raise ValueError("adapter: is for a source; a shape has random weights")
-        opt = released(config.shape or "")
+        model_config = released(config.shape or "")
         if config.swiftkv is not None:
-            opt = replace(opt, swiftkv=config.swiftkv.shape(opt))
-        model = random_model(opt, device=str(device), dtype=dtype)
+            model_config = replace(model_config, swiftkv=config.swiftkv.shape(model_config))
+        model = random_model(model_config, device=str(device), dtype=dtype)
     for decode in config.schedules:
         listed_schedule(model.config, decode, config.new_tokens)
     return model.pack(config.quantization) if config.work == "decode" else model

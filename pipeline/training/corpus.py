@@ -53,40 +53,40 @@ def scan(data: FinetuneData, name: str) -> Pairs:
 
 
 def make_tokenizer(
-    source: Path | None, opt: DecoderConfig, texts: Texts, earlier: TrainingFolder | None
+    source: Path | None, model_config: DecoderConfig, texts: Texts, earlier: TrainingFolder | None
 ) -> tuple[Files, Tokenizer]:
     """The tokenizer and its files: of `source`, of the run to resume, or trained on `texts`."""
     with tempfile.TemporaryDirectory() as scratch, blame(""):
         folder = source or (earlier.root if earlier and (earlier.root / "tokenizer.json").is_file() else None)
         if folder is None:
             folder = Path(scratch)
-            train_tokenizer((text for pair in texts for text in pair), opt.vocab_size, folder)
-        return tokenizer_files(folder), Tokenizer(folder, opt)
+            train_tokenizer((text for pair in texts for text in pair), model_config.vocab_size, folder)
+        return tokenizer_files(folder), Tokenizer(folder, model_config)
 
 
-def check_same_tokens(teacher: Path, tokenizer: Tokenizer, opt: DecoderConfig, texts: Texts) -> None:
+def check_same_tokens(teacher: Path, tokenizer: Tokenizer, model_config: DecoderConfig, texts: Texts) -> None:
     """ConfigError when the teacher would read the first pairs as other tokens."""
     with blame("model.teacher: "):
         sample = [text for pair in texts[:TOKENS_COMPARED] for text in pair]
-        if Tokenizer(teacher, opt).encode(sample) != tokenizer.encode(sample):
+        if Tokenizer(teacher, model_config).encode(sample) != tokenizer.encode(sample):
             raise ValueError(f"{teacher} has another tokenizer than the model")
 
 
-def encode(pairs: Pairs, tokenizer: Tokenizer, opt: DecoderConfig) -> Corpus:
+def encode(pairs: Pairs, tokenizer: Tokenizer, model_config: DecoderConfig) -> Corpus:
     """Pairs that fit the model's context; the others become problems."""
     corpus = Corpus([], [], [], list(pairs.problems))
     tokens = encode_pairs(tokenizer, pairs.texts, pairs.is_cut)
     for texts, where, is_cut, (prompt, response) in zip(pairs.texts, pairs.where, pairs.is_cut, tokens, strict=True):
         if not prompt:
             corpus.problems.append(f"{where}: the prompt is empty, and this model has no token that begins a text")
-        elif len(prompt) + len(response) <= opt.max_position_embeddings:
+        elif len(prompt) + len(response) <= model_config.max_position_embeddings:
             corpus.texts.append(texts)
             corpus.is_cut.append(is_cut)
             corpus.tokens.append((prompt, response))
         else:
             corpus.problems.append(
                 f"{where}: {len(prompt)} prompt and {len(response)} response tokens, "
-                f"the model has {opt.max_position_embeddings} positions"
+                f"the model has {model_config.max_position_embeddings} positions"
             )
     return corpus
 

@@ -54,10 +54,10 @@ def with_defaults(tree: dict[str, Json], defaults: dict[str, Json] | None = None
     return merged
 
 
-def read_pairs(data: FinetuneData, folder: Path, opt: DecoderConfig) -> list[Pair]:
+def read_pairs(data: FinetuneData, folder: Path, model_config: DecoderConfig) -> list[Pair]:
     """Of `data.path`, as tokens of the model in `folder`."""
-    _, tokenizer = make_tokenizer(folder, opt, [], None)
-    corpus = encode(scan(data, "path"), tokenizer, opt)
+    _, tokenizer = make_tokenizer(folder, model_config, [], None)
+    corpus = encode(scan(data, "path"), tokenizer, model_config)
     refuse_bad_rows(corpus, "data.path", data)
     return corpus.tokens
 
@@ -86,18 +86,18 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     if config.model.source is None or config.model.swiftkv is None:
         raise ConfigError("model", "give source and swiftkv, the model and the shape of what it is given")
     try:
-        folder, opt, adapter = find_model(config.model.source, config.model.adapter)
+        folder, model_config, adapter = find_model(config.model.source, config.model.adapter)
     except ValueError as error:
         raise ConfigError.parse(error) from error
     try:
-        shape = config.model.swiftkv.shape(opt)
+        shape = config.model.swiftkv.shape(model_config)
     except ValueError as error:
         raise ConfigError.parse(f"model.{error}") from error
-    if opt.swiftkv is not None:
+    if model_config.swiftkv is not None:
         note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
-    dtype = getattr(torch, stored_dtype(config, opt))
-    fits = bool(config.train.fit_pairs and shape.num_shared(opt))
-    pairs = read_pairs(config.data, folder, opt) if fits else []
+    dtype = getattr(torch, stored_dtype(config, model_config))
+    fits = bool(config.train.fit_pairs and shape.num_shared(model_config))
+    pairs = read_pairs(config.data, folder, model_config) if fits else []
     loaded = load_model(folder, adapter=adapter, dtype=torch.float32 if fits else dtype)
     model = loaded.with_swiftkv(shape.kv_layers, shape.group_size)
     if fits:

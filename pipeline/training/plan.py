@@ -53,7 +53,7 @@ class PlannedTraining:
     """The folder of the model to start from; None: from scratch."""
     adapter: Path | None
     """The folder of the adapter to start from."""
-    opt: DecoderConfig
+    model_config: DecoderConfig
     """With the schedule and the SwiftKV shape that the result carries."""
     teacher: Path | None
     """The folder of the teacher; None: the model itself."""
@@ -69,35 +69,35 @@ class PlannedTraining:
 def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
-    source, opt, adapter = _check_model(config.model)
-    lora = check_lora(config, opt)
+    source, model_config, adapter = _check_model(config.model)
+    lora = check_lora(config, model_config)
     if lora is not None and adapter is not None:
         with blame(""):
-            check_start(adapter, lora, opt)
-    before, opt = opt.swiftkv, replace(opt, swiftkv=_check_swiftkv(config, opt))
+            check_start(adapter, lora, model_config)
+    before, model_config = model_config.swiftkv, replace(model_config, swiftkv=_check_swiftkv(config, model_config))
     if before is not None:
-        wanted = "none are asked for (model.swiftkv)" if opt.swiftkv is None else "another shape is asked for"
-        done = "are where training starts" if before == opt.swiftkv else f"are left out: {wanted}"
-        unused = "; train.fit_pairs is not used" if before == opt.swiftkv and config.train.fit_pairs else ""
+        wanted = "none are asked for (model.swiftkv)" if model_config.swiftkv is None else "another shape is asked for"
+        done = "are where training starts" if before == model_config.swiftkv else f"are left out: {wanted}"
+        unused = "; train.fit_pairs is not used" if before == model_config.swiftkv and config.train.fit_pairs else ""
         note(f"model.source: SwiftKV's weights in {config.model.source} {done}{unused}")
-    default, trained = check_schedules(config.train, opt)
+    default, trained = check_schedules(config.train, model_config)
     if config.train.trainable == "all":
-        opt = replace(opt, skip_decode=default, trained_schedules=trained, ffn_skip=None, drafts=None)
-        if opt.swiftkv and all(entry.get("prefill") == "swiftkv" for entry in config.train.schedules):
+        model_config = replace(model_config, skip_decode=default, trained_schedules=trained, ffn_skip=None, drafts=None)
+        if model_config.swiftkv and all(entry.get("prefill") == "swiftkv" for entry in config.train.schedules):
             note("train.schedules: all have prefill: swiftkv, so the model will need prefill.method=swiftkv")
     elif config.train.default_schedule is not None:  # the model stays as it is, and so does what it carries
-        opt = replace(opt, skip_decode=default)
-    teacher = _check_teacher(config, source, opt)
+        model_config = replace(model_config, skip_decode=default)
+    teacher = _check_teacher(config, source, model_config)
     pairs, validation = scan(config.data, "path"), scan(config.data, "validation")
     pairs = replace(pairs, texts=list(vary_names(pairs.texts, config.data.made_names_share, config.train.seed)))
-    files, tokenizer = make_tokenizer(source, opt, pairs.texts, folder if earlier else None)
+    files, tokenizer = make_tokenizer(source, model_config, pairs.texts, folder if earlier else None)
     if teacher is not None:
-        check_same_tokens(teacher, tokenizer, opt, pairs.texts)
-    train, held_out = (encode(found, tokenizer, opt) for found in (pairs, validation))
+        check_same_tokens(teacher, tokenizer, model_config, pairs.texts)
+    train, held_out = (encode(found, tokenizer, model_config) for found in (pairs, validation))
     for corpus, name in ((train, "path"), (held_out, "validation")):
         refuse_bad_rows(corpus, f"data.{name}", config.data)
     recipe = train_config(config.train)
-    if before is not None and before == opt.swiftkv:  # they were trained, or fitted
+    if before is not None and before == model_config.swiftkv:  # they were trained, or fitted
         recipe = replace(recipe, fit_pairs=0)
     steps = num_steps(len(train.tokens), recipe)
     recipe = replace(recipe, warmup_steps=settle_warmup(recipe.warmup_steps, steps, earlier, note))
@@ -105,11 +105,24 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
         f"data: {len(train.tokens)} pairs in {steps} steps of {recipe.batch_size}, {len(held_out.tokens)} pairs for "
         f"validation; {len(train.problems) + len(held_out.problems)} bad rows left out"
     )
-    prints = _fingerprint(config, source, opt, teacher, train, held_out)
+    prints = _fingerprint(config, source, model_config, teacher, train, held_out)
     prints["train.lora"] = None if lora is None else {**vars(lora), "targets": list(lora.targets)}
     prints["model.adapter"] = None if adapter is None else digest_adapter(adapter)
     return PlannedTraining(
-        config, recipe, folder, earlier, source, adapter, opt, teacher, files, train, held_out, steps, prints, lora
+        config,
+        recipe,
+        folder,
+        earlier,
+        source,
+        adapter,
+        model_config,
+        teacher,
+        files,
+        train,
+        held_out,
+        steps,
+        prints,
+        lora,
     )
 
 
@@ -157,7 +170,7 @@ def _check_model(model: FinetuneModel) -> tuple[Path | None, DecoderConfig, Path
         return find_model(model.source, model.adapter)
 
 
-def _check_swiftkv(config: FinetuneConfig, opt: DecoderConfig) -> SwiftKVConfig | None:
+def _check_swiftkv(config: FinetuneConfig, model_config: DecoderConfig) -> SwiftKVConfig | None:
     """The shape that the model is given; None: it gets none."""
     wanted = config.model.swiftkv
     if wanted is None:
@@ -169,15 +182,15 @@ def _check_swiftkv(config: FinetuneConfig, opt: DecoderConfig) -> SwiftKVConfig 
     if config.model.source is None:
         raise ConfigError("model.swiftkv", "its weights are taken from a trained model's; give model.source")
     with blame("model."):
-        shape = wanted.shape(opt)
-    if shape.num_shared(opt) == 0:
+        shape = wanted.shape(model_config)
+    if shape.num_shared(model_config) == 0:
         raise ConfigError(
             "model.swiftkv.kv_layers", f"all {shape.kv_layers} layers keep their own K/V: nothing to train"
         )
     return shape
 
 
-def check_lora(config: FinetuneConfig, opt: DecoderConfig) -> LoraShape | None:
+def check_lora(config: FinetuneConfig, model_config: DecoderConfig) -> LoraShape | None:
     """The shape of the adapter; None: none is asked for. ConfigError for what it cannot be combined with."""
     asked = config.train.lora
     if asked is None:
@@ -191,17 +204,17 @@ def check_lora(config: FinetuneConfig, opt: DecoderConfig) -> LoraShape | None:
         )
     if config.train.parallel == "fsdp":
         raise ConfigError("train.parallel", "fsdp does not shard adapters; use ddp, or leave train.lora out")
-    known = linear_names(opt)
+    known = linear_names(model_config)
     targets = tuple(known) if asked.targets is None else tuple(dict.fromkeys(asked.targets))
     if unknown := [name for name in targets if name not in known]:
         raise ConfigError("train.lora.targets", f"this model has no {unknown[0]!r}; it has {', '.join(known)}")
     return LoraShape(asked.rank, 2.0 * asked.rank if asked.alpha is None else asked.alpha, targets)
 
 
-def _check_teacher(config: FinetuneConfig, source: Path | None, opt: DecoderConfig) -> Path | None:
+def _check_teacher(config: FinetuneConfig, source: Path | None, model_config: DecoderConfig) -> Path | None:
     if config.model.teacher is None:
         is_moving = config.train.trainable == "all" and (config.train.distill or config.train.hidden)
-        return source if opt.swiftkv is not None and is_moving else None
+        return source if model_config.swiftkv is not None and is_moving else None
     if not config.train.distill and not config.train.hidden:
         raise ConfigError("model.teacher", "is not asked with train.distill and train.hidden 0")
     with blame(""):
@@ -209,39 +222,43 @@ def _check_teacher(config: FinetuneConfig, source: Path | None, opt: DecoderConf
     with blame("model.teacher: "):
         taught = read_config(folder)
         check_folder(folder)
-        if taught.vocab_size != opt.vocab_size:
-            raise ValueError(f"{config.model.teacher} has {taught.vocab_size} token ids, the model {opt.vocab_size}")
-        if taught.max_position_embeddings < opt.max_position_embeddings:
+        if taught.vocab_size != model_config.vocab_size:
+            raise ValueError(
+                f"{config.model.teacher} has {taught.vocab_size} token ids, the model {model_config.vocab_size}"
+            )
+        if taught.max_position_embeddings < model_config.max_position_embeddings:
             raise ValueError(f"{config.model.teacher} has {taught.max_position_embeddings} positions only")
-        if config.train.hidden and taught.hidden_size != opt.hidden_size:
-            raise ValueError(f"its states are {taught.hidden_size} wide, not {opt.hidden_size} as train.hidden needs")
+        if config.train.hidden and taught.hidden_size != model_config.hidden_size:
+            raise ValueError(
+                f"its states are {taught.hidden_size} wide, not {model_config.hidden_size} as train.hidden needs"
+            )
     return folder
 
 
 def _fingerprint(
     config: FinetuneConfig,
     source: Path | None,
-    opt: DecoderConfig,
+    model_config: DecoderConfig,
     teacher: Path | None,
     train: Corpus,
     validation: Corpus,
 ) -> Fingerprint:
-    entries: Fingerprint = {"code_version": CODE_VERSION, "output.dtype": stored_dtype(config, opt)}
+    entries: Fingerprint = {"code_version": CODE_VERSION, "output.dtype": stored_dtype(config, model_config)}
     recipe = config.train.model_dump(mode="json", exclude={*HOW, "lora"})
-    recipe["default_schedule"] = opt.skip_decode
+    recipe["default_schedule"] = model_config.skip_decode
     entries |= {f"train.{key}": value for key, value in recipe.items()}
     if source is None:
         entries |= {f"model.shape.{key}": value for key, value in config.model.shape.model_dump().items()}
     else:
         entries["model.files"] = digest_files(source)  # its tokenizer's too
-    entries["model.swiftkv"] = None if opt.swiftkv is None else vars(opt.swiftkv)
+    entries["model.swiftkv"] = None if model_config.swiftkv is None else vars(model_config.swiftkv)
     entries["model.teacher_files"] = None if teacher is None else digest_files(teacher)
     entries["data.pairs"], entries["data.validation_pairs"] = digest_pairs(train), digest_pairs(validation)
     return entries
 
 
-def stored_dtype(config: FinetuneConfig, opt: DecoderConfig) -> str:
+def stored_dtype(config: FinetuneConfig, model_config: DecoderConfig) -> str:
     """Of the weights in the output, the default settled."""
     if config.output.dtype is not None or config.train.trainable == "all":
         return config.output.dtype or ("bfloat16" if config.train.lora is None else "float32")
-    return opt.torch_dtype if opt.torch_dtype in ("float32", "bfloat16", "float16") else "float32"
+    return model_config.torch_dtype if model_config.torch_dtype in ("float32", "bfloat16", "float16") else "float32"

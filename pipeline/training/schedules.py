@@ -12,25 +12,25 @@ Decode: TypeAlias = dict[str, Json]
 """A `decode:` mapping."""
 
 
-def check_schedules(train: TrainSection, opt: DecoderConfig) -> tuple[Decode, list[Decode]]:
+def check_schedules(train: TrainSection, model_config: DecoderConfig) -> tuple[Decode, list[Decode]]:
     """The schedule that the checkpoint will carry, and all that are trained, as it will say; ConfigError for one that
     this model cannot run."""
     found: list[Decode] = []
     for index, decode in enumerate(train.schedules):
         key, is_swift = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
-        _check_schedule(key, decode, train.horizon, opt)
+        _check_schedule(key, decode, train.horizon, model_config)
         defaults: Decode = {"method": "skipdecode", "prefill": "full"}
         found.append(defaults | {name: value for name, value in decode.items() if value is not None})
         if found[-1] in found[:-1]:  # of a shallow model two different ones may come to the same layers
             raise ConfigError(key, f"{decode} is there twice")
         if train.trainable == "swiftkv" and not is_swift:
             raise ConfigError(key, "without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
-    if opt.swiftkv is not None and not any(decode.get("prefill") == "swiftkv" for decode in train.schedules):
+    if model_config.swiftkv is not None and not any(decode.get("prefill") == "swiftkv" for decode in train.schedules):
         raise ConfigError("train.schedules", "none has prefill: swiftkv, which model.swiftkv is for")
     default = _default_of(train)
     if "prefill" in default:
         raise ConfigError("train.default_schedule.prefill", "a checkpoint carries no prefill; jobs.generate is told it")
-    _check_schedule("train.default_schedule", default, train.horizon, opt)
+    _check_schedule("train.default_schedule", default, train.horizon, model_config)
     return _carried(default, train.horizon), [_carried(decode, train.horizon) for decode in train.schedules]
 
 
@@ -54,13 +54,13 @@ def _default_of(train: TrainSection) -> Decode:
     return wanted if wanted in skipping else skipping[0] if skipping else {"method": "full"}
 
 
-def _check_schedule(key: str, decode: Decode, horizon: int, opt: DecoderConfig) -> None:
+def _check_schedule(key: str, decode: Decode, horizon: int, model_config: DecoderConfig) -> None:
     if decode.get("ffn_skip") is not None:
         raise ConfigError(
             f"{key}.ffn_skip", "FFN-SkipLLM needs no training; give it to jobs.calibrate and jobs.generate"
         )
     try:
-        listed_schedule(opt, decode, horizon + 1)
+        listed_schedule(model_config, decode, horizon + 1)
     except ValueError as error:
         found = ConfigError.parse(error).renamed("decode", key)
         raise ConfigError(found.key, found.message.replace("decode.", f"{key}.")) from error  # remedies name keys too
