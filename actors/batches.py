@@ -4,10 +4,9 @@ A scheduler says which requests decode together and whose turn it is: `cohort_ba
 Nothing here looks at tokens.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
 
@@ -37,8 +36,6 @@ class Ticket:
     request: Request
     schedule: Schedule
     bucket: int
-    arrived_at: float = field(default_factory=time.monotonic)
-    first_token_at: float | None = None
     row: Row | None = None
     """Once it runs."""
     num_sent: int = 0

@@ -5,7 +5,6 @@ Owned by one thread (`engine_thread`); no Ray, no HTTP, no text. Which rows deco
 request can hurt another; what a row has given out already is not given out twice.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -180,7 +179,6 @@ class Engine:
             self.counts.layers_run += sum(layers) - (layers[0] if ticket.num_sent == 0 else 0)
             scored = ticket.prompt_logprobs if ticket.num_sent == 0 else None
             ticket.num_sent += len(new)
-            ticket.first_token_at = ticket.first_token_at or time.monotonic()
             if not row.is_running:
                 self.counts.finished += 1
                 del self.open[ticket]

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from gguf.quants import dequantize
 
-from skipdecode.gguf_header import Header, TensorInfo, is_gguf, read_header
+from skipdecode.gguf_header import Header, TensorInfo, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Made = TypeVar("Made")
 
-__all__ = ["chat_template", "checked", "is_gguf", "read_config", "shapes", "tensors"]
+__all__ = ["chat_template", "checked", "read_config", "shapes", "tensors"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SIZES = {

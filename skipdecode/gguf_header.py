@@ -41,11 +41,6 @@ class Header:
     """What it takes of the file; tensors follow."""
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether `path` is meant as a GGUF file: a file by that name."""
-    return Path(path).suffix == ".gguf" and Path(path).is_file()
-
-
 def read_header(path: str | Path) -> Header:
     """ValueError names the file and what is wrong with it."""
     try:

@@ -29,6 +29,7 @@ MODELS = (
 MAX_GPUS = 8
 MIN_ROWS = 16  # a model that leaves room for fewer takes another GPU
 ITEMSIZE = 2
+PROMPT_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -131,26 +132,21 @@ def predict(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload,
     return Prediction("", "", num_gpus, part * num_gpus, 1e3 * decode / steps, prefill, tokens_per_s, cost, 1.0)
 
 
-def predict_all(
-    gpu: GPU, models: Sequence[tuple[str, DecoderConfig]], work: Workload, decode: dict[str, object] | None = None
-) -> list[Prediction]:
-    """Full depth and `decode` (None: SkipDecode 2x) of every model that MAX_GPUS such GPUs hold."""
+def predict_all(gpu: GPU, models: Sequence[tuple[str, DecoderConfig]], work: Workload) -> list[Prediction]:
+    """Full depth and SkipDecode 2x of every model that MAX_GPUS such GPUs hold."""
     found = []
     for name, config in models:
         num_gpus = gpus_needed(config, gpu.memory_bytes, work)
         if num_gpus is None:
             continue
         layers = config.num_hidden_layers
-        fast = make_schedule(
-            decode or {"method": "skipdecode", "speedup": 2}, num_layers=layers, max_new_tokens=work.new_tokens
-        )
+        decode = {"method": "skipdecode", "speedup": 2}
+        fast = make_schedule(decode, num_layers=layers, max_new_tokens=work.new_tokens)
         full = predict(config, FullDepth(layers), gpu, work, num_gpus)
         ours = predict(config, fast, gpu, work, num_gpus)
         found.append(replace(full, model=name, schedule="full"))
         speedup = ours.tokens_per_s / full.tokens_per_s
-        found.append(
-            replace(ours, model=name, schedule="skipdecode 2x" if decode is None else "decode", speedup=speedup)
-        )
+        found.append(replace(ours, model=name, schedule="skipdecode 2x", speedup=speedup))
     return found
 
 
@@ -167,8 +163,8 @@ def step_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, 
     return sum(map(seconds, steps)) / len(steps)
 
 
-def prompt_token_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, rows: int = 32) -> float:
-    """Seconds of one token of `rows` prompts that go through the model together."""
-    n = work.prompt_tokens
+def prompt_token_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload) -> float:
+    """Seconds of one token of prompts, PROMPT_ROWS of which go through the model together."""
+    rows, n = PROMPT_ROWS, work.prompt_tokens
     parts = plan_parts(config, schedule.prefill(), rows=rows, new_columns=n, context=n, itemsize=ITEMSIZE)
     return sum(map(ceilings_of(gpu).seconds, parts)) / (rows * n)

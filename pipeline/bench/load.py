@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
@@ -37,7 +37,6 @@ class Outcome:
     last_s: float = 0.0
     tokens: int = 0
     error: str = ""
-    times_s: list[float] = field(default_factory=list)
     text: str = ""
 
     @property

@@ -18,8 +18,6 @@ from pipeline.store.whole import HUB
 Format: TypeAlias = Literal["dataset", "jsonl", "parquet"]
 Compression: TypeAlias = Literal["none", "gzip", "zstd"]
 Rows: TypeAlias = Literal["good", "failed", "all"]
-FORMATS: Final[tuple[Format, ...]] = ("dataset", "jsonl", "parquet")
-COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "gzip", "zstd")
 STATUSES_OF: Final[dict[Rows, tuple[str, ...]]] = {"good": ("ok",), "failed": ("failed",), "all": STATUSES}
 ROWS_PER_FILE: Final = 100_000
 

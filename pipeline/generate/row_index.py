@@ -157,10 +157,9 @@ def match_rows(
     inputs: Sequence[EntriesRef],
     outputs: Sequence[EntriesRef],
     num_outputs: int = 0,
-    part_rows: int = PART_ROWS,
 ) -> Iterator[Match]:
     """Matches the rows of `plan` with those of the data files, part by part; without a plan the latter alone."""
-    num_parts = max(1, -(-max(plan.num_rows if plan else 0, num_outputs) // part_rows))
+    num_parts = max(1, -(-max(plan.num_rows if plan else 0, num_outputs) // PART_ROWS))
     cut = [[[ref] for ref in refs] if num_parts == 1 else _split_all(refs, num_parts) for refs in (inputs, outputs)]
     task = ray.remote(**TASK)(_match_part)
     files = (np.asarray(plan.num_rows_per_file), [file.name for file in plan.listing.files]) if plan else None

@@ -7,7 +7,7 @@ it is (`pipeline.generate.openai_answers`).
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from pipeline.openai_logprobs import Decode, LogprobsBody, TextOffsets, add_logprob, add_prompt, empty_logprobs
 from skipdecode.request import TokenLogprobs
@@ -58,7 +58,3 @@ def choice_of(own: str, prompt: Sequence[int], tokens: Sequence[int], text: str,
             add_logprob(logprobs, token, scored, offsets.next(token), decode)
     part: ChoicePart = {"text": front + text, "logprobs": logprobs}
     return json.dumps(part, ensure_ascii=False)
-
-
-def read_choice(text: str) -> ChoicePart:
-    return cast(ChoicePart, json.loads(text))

@@ -276,9 +276,9 @@ class RunFolder:
         """Rows of one status, from the file footers."""
         return sum(int(rows) for rows, _ in self._footers(self.data_files(status, place)))
 
-    def read_files(self, place: str = "data") -> dict[str, FileRecord]:
+    def read_files(self) -> dict[str, FileRecord]:
         """Rows of each data file, and the sum of their ids in hex ("": of an earlier version), from the footers."""
-        paths = [path for status in STATUSES for path in self.data_files(status, place)]
+        paths = [path for status in STATUSES for path in self.data_files(status)]
         return {self.name(path): footer for path, footer in zip(paths, self._footers(paths), strict=True)}
 
     def _footers(self, paths: Sequence[str]) -> list[FileRecord]:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from skipdecode.backends.cuda import CudaBackend
 from skipdecode.backends.cuda_reference import TorchKernels
@@ -56,12 +55,6 @@ class FakeCaptures:
 
     def held_bytes(self) -> int:
         return self.captures * self.graph_bytes
-
-
-def forget_memory(model: Decoder, memory: torch.Tensor) -> None:
-    """Nothing but what a row has written may matter: all else becomes NaN."""
-    with torch.inference_mode():
-        memory.fill_(torch.nan)
 
 
 def make_requests(lengths: list[int], num_new: int, *, seed: int = 3, **keys: float) -> list[Request]:
