@@ -9,10 +9,11 @@ from typing import Any
 from actors.chat_template import ChatTemplate
 from actors.jinja_errors import TemplateError
 from actors.jinja_sandbox import Template
+from skipdecode.config_json import read_mapping
 from skipdecode.families import FAMILIES
 from skipdecode.gguf_header import read_header
 from skipdecode.hub import resolve_source
-from skipdecode.tokenizer_files import LLAMA_TOKENS, NAMED_TOKENS, content_of, read_json
+from skipdecode.tokenizer_files import LLAMA_TOKENS, NAMED_TOKENS, content_of
 
 TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 DEFAULT = "default"  # the name of the template that is meant where there are several
@@ -61,7 +62,7 @@ def _of_folder(folder: Path) -> dict[str, str]:
         found[DEFAULT] = _read(folder / TEMPLATE_FILE)
     if found:
         return found
-    said = read_json(folder / "tokenizer_config.json").get("chat_template")
+    said = read_mapping(folder / "tokenizer_config.json").get("chat_template")
     if said is None:
         return {}
     named = {DEFAULT: said} if isinstance(said, str) else said
@@ -89,14 +90,14 @@ def _read(path: Path) -> str:
 
 def _special_tokens(folder: Path, model_type: str) -> dict[str, str]:
     """`special_tokens_map` of the tokenizer that transformers makes of the folder."""
-    settings = read_json(folder / "tokenizer_config.json")
-    kind = settings.get("tokenizer_class") or read_json(folder / "config.json").get("tokenizer_class")
+    settings = read_mapping(folder / "tokenizer_config.json")
+    kind = settings.get("tokenizer_class") or read_mapping(folder / "config.json").get("tokenizer_class")
     rules = FAMILIES[model_type].tokenizer
     name = rules.class_name if rules.is_class_fixed else str(kind or rules.class_name).removesuffix("Fast")
     if rules.is_file_alone or (name == "LlamaTokenizer" and _is_byte_level(folder)):
         name = ""
     if "added_tokens_decoder" not in settings:
-        settings = settings | read_json(folder / "special_tokens_map.json")
+        settings = settings | read_mapping(folder / "special_tokens_map.json")
     tokens = dict(CLASS_TOKENS.get(name, {}))
     for key in NAMED_TOKENS:
         if key in settings:

@@ -31,7 +31,7 @@ from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY
 from pipeline.input.plan import plan_input
 from pipeline.input.read import read_rest
 from pipeline.schema import OUTPUT_SCHEMA
-from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_folder import RunFolder
 
 ROWS_PER_INPUT, ROWS_PER_OUTPUT = 100_000, 10_000
 
@@ -82,7 +82,7 @@ def measure(root: Path) -> dict[str, Any]:
     scans, entries = scan_input(listing, config, True, note)
     plan = plan_input(listing, scans, config)
     lap("scan_s")
-    paths = [path for status in STATUSES for path in folder.data_files(status)]
+    paths = folder.all_data_files()
     num_outputs, outputs = index_outputs(folder.filesystem, paths, note)
     lap("index_s")
     plan, done = mark_rows(plan, match_rows(plan, entries, outputs, num_outputs))

@@ -21,7 +21,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--serve", action="store_true", help="endpoints under load instead of the decoder alone")
     parser.add_argument("--output-json", metavar="FILE", help="write the document there too")
     parser.add_argument("--profile", action="store_true", help="instead: the share of each stage of a decode step")
-    return parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.serve and arguments.profile:
+        parser.error("--profile looks at the decoder alone, not at endpoints; leave --serve or --profile out")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:

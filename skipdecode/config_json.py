@@ -17,6 +17,14 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The same of a file that need not be there, and then is empty; ValueError where it holds no mapping."""
+    raw = read_json(path) if path.exists() else {}
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: expected a mapping, got {type(raw).__name__}")
+    return raw
+
+
 def read_eos(key: str, value: Any) -> int | tuple[int, ...]:
     """One token id or a list of them; ValueError otherwise."""
     ids = value if isinstance(value, list | tuple) else [value]

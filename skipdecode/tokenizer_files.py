@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
+from skipdecode.config_json import read_mapping
+
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # what LlamaTokenizer takes for granted
 
@@ -28,9 +30,9 @@ def load_folder(folder: Path, vocab_size: int, *, is_file_alone: bool) -> Tokeni
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(_remedy(folder))
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = read_mapping(folder / "tokenizer_config.json")
     text = path.read_text(encoding="utf-8")
-    kind = settings.get("tokenizer_class") or read_json(folder / "config.json").get("tokenizer_class") or ""
+    kind = settings.get("tokenizer_class") or read_mapping(folder / "config.json").get("tokenizer_class") or ""
     # what is byte-level is no LlamaTokenizer, whatever it says
     is_llama = str(kind).removesuffix("Fast") == "LlamaTokenizer" and not is_file_alone
     raw = json.loads(text) if is_llama and '"ByteLevel"' not in text else {}
@@ -40,7 +42,7 @@ def load_folder(folder: Path, vocab_size: int, *, is_file_alone: bool) -> Tokeni
     else:
         tokenizer = Tokenizer.from_str(text)
     if "added_tokens_decoder" not in settings:
-        settings = settings | read_json(folder / "special_tokens_map.json")
+        settings = settings | read_mapping(folder / "special_tokens_map.json")
     try:
         _add_tokens(tokenizer, settings, vocab_size)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -64,7 +66,8 @@ def load_opt_folder(folder: Path) -> Tokenizer:
 
 def eos_token(folder: Path) -> str:
     """As the files name it; empty where they do not."""
-    found = (read_json(folder / name).get("eos_token") for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    found = (read_mapping(folder / name).get("eos_token") for name in names)
     return next(filter(None, map(content_of, found)), "")
 
 
@@ -77,19 +80,6 @@ def _remedy(folder: Path) -> str:
         f"(transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})), "
         "or set model.tokenizer to a folder that has one"
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file; ValueError names one that is no JSON mapping."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: expected a mapping, got {type(raw).__name__}")
-    return raw
 
 
 def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

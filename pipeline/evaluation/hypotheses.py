@@ -47,7 +47,7 @@ def read_texts(folder: RunFolder, *, is_run: bool) -> Texts:
     """The texts of a run, or of plain Parquet."""
     source: str | list[str] = folder.root
     if is_run:
-        source = [path for status in ("ok", "failed") for path in folder.data_files(status)]
+        source = folder.all_data_files()
         if not source:
             raise ConfigError("", f"{folder.shown}: the run has written no rows yet")
     try:

@@ -11,7 +11,7 @@ from pipeline.generate.plan import PlannedRun
 from pipeline.generate.row_index import index_outputs, mark_rows, match_rows
 from pipeline.input.match import DoneRows
 from pipeline.input.plan import InputPlan
-from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 from pipeline.units import Note
 
@@ -57,7 +57,7 @@ def settle_rows(
 
 def all_data_files(folder: RunFolder) -> list[str]:
     """Of both statuses."""
-    return [path for status in STATUSES for path in folder.data_files(status)]
+    return folder.all_data_files()
 
 
 def remove_empty(folder: RunFolder, check: Callable[[], None], note: Note) -> None:

@@ -72,8 +72,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
 
 
 def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, note: Note) -> LiveEstimate | None:
-    """None: the rows that are left are no fair sample of the input, or could not be looked at, which is for the run
-    itself to say."""
+    """None: the rows that are left are no fair sample of the input, or could not be looked at."""
     if work.num_done or work.place != "data":
         return None
     sampling, actors = spec.tokenize.sampling, planned.config.actors
@@ -86,7 +85,8 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, note: N
     )
     try:
         sample = sample_rows(work.plan, spec.input, spec.prompter, spec.tokenize, sampling, SAMPLED_ROWS, SAMPLED_FILES)
-    except Exception:
+    except Exception as error:  # the run says what is wrong with its rows; here only figures are lost
+        note(f"estimate: none, since the first rows could not be looked at ({error})")
         return None
     if not sample.requests:  # all fail, or templates are slow
         return None

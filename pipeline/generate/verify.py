@@ -31,7 +31,7 @@ from pipeline.input.read import read_file
 from pipeline.input_config import stored_input
 from pipeline.schema import score_schema
 from pipeline.store.lease import may_live, read_lease
-from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Books, RunState
 from pipeline.units import Json, Note, count
 
@@ -98,7 +98,7 @@ def _check_state(folder: RunFolder, state: RunState, problems: Problems) -> None
 
 def _files_since(folder: RunFolder, state: RunState) -> list[str]:
     """Data files that came after the books were closed."""
-    there = [folder.name(path) for status in STATUSES for path in folder.data_files(status)]
+    there = [folder.name(path) for path in folder.all_data_files()]
     known = frozenset(state.get("files", there) if state["state"] == "finished" else there)
     return [
         f"run.json: {name} is not among the files that the books were closed with"
@@ -116,7 +116,7 @@ def _other_ids(state: RunState, found: FilesFound) -> list[str]:
 
 def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFound, list[str], list[EntriesRef]]:
     """What the data files hold, their paths, and references to the entries of their rows."""
-    paths = [path for status in STATUSES for path in folder.data_files(status)]
+    paths = folder.all_data_files()
     task = ray.remote(num_returns=2, **TASK)(check_files)
     groups = [[(index, paths[index]) for index in group] for group in group_files([1] * len(paths))]
     scores = score_schema(build_config(SamplingConfig, state["config"]["sampling"])).names

@@ -32,15 +32,12 @@ TEMPORARY = re.compile(
     r"(run\.json|lease\.json|report\.json|report\.html|batch_output\.jsonl|batch_errors\.jsonl)(\.\w+)?\.(tmp|gone)"
 )
 """What a process that is killed while it replaces a file leaves beside it."""
-WRITER = re.compile(r"(?:part|rest)-([^-]+)-")
-"""The session in the name of a data file."""
 KNOWN_NAMES = re.compile(
     rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
     rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})-\d+(-\d+)?\.parquet"
     rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet|{TEMPORARY.pattern}"
 )
 """What a finished run holds."""
-
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet
 
 
@@ -244,8 +241,7 @@ class RunFolder:
 
     def late_files(self, known: Collection[str], sessions: Collection[str]) -> list[str]:
         """Paths of data files by writers of these `sessions` that are not among the `known` names: they came late."""
-        paths = [path for status in STATUSES for path in self.data_files(status)]
-        return [path for path in paths if self.name(path) not in known and writer_of(path) in sessions]
+        return [p for p in self.all_data_files() if self.name(p) not in known and writer_of(p) in sessions]
 
     def remove_empty(self, check: Callable[[], None]) -> list[str]:
         """Removes data files of no bytes, as uploads that are cut off leave; gives their paths. `check` comes first."""
@@ -269,6 +265,10 @@ class RunFolder:
         """Paths of the finished files of one status, sorted."""
         return self.files(f"{place}/status={status}")
 
+    def all_data_files(self) -> list[str]:
+        """Paths of the finished files, status by status."""
+        return [path for status in STATUSES for path in self.data_files(status)]
+
     def files(self, folder: str) -> list[str]:
         return sorted(self.path(name) for name in self._names(folder) if name.endswith(".parquet"))
 
@@ -278,7 +278,7 @@ class RunFolder:
 
     def read_files(self) -> dict[str, FileRecord]:
         """Rows of each data file, and the sum of their ids in hex ("": of an earlier version), from the footers."""
-        paths = [path for status in STATUSES for path in self.data_files(status)]
+        paths = self.all_data_files()
         return {self.name(path): footer for path, footer in zip(paths, self._footers(paths), strict=True)}
 
     def _footers(self, paths: Sequence[str]) -> list[FileRecord]:
@@ -296,5 +296,5 @@ def _parse(text: str) -> RunState:
 
 def writer_of(path: str) -> str:
     """The session that wrote a data file, by its name; "" where it says none."""
-    found = WRITER.match(path.rpartition("/")[2])
+    found = re.match(r"(?:part|rest)-([^-]+)-", path.rpartition("/")[2])
     return found.group(1) if found else ""

@@ -26,7 +26,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from jobs import verify
-from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_folder import RunFolder
 from tests.support.processes import alive, command, descendants, environment, hits, run, start, wait_for, workers
 
 MIB = 1 << 20
@@ -104,7 +104,7 @@ CORPORA = {
 def read_rows(output: str | Path) -> Found:
     """Of every data file, from whatever store."""
     folder = RunFolder.open(str(output))
-    paths = [path for status in STATUSES for path in folder.data_files(status)]
+    paths = folder.all_data_files()
     found: Found = []
     for path in paths:
         with folder.filesystem.open_input_file(path) as file:

@@ -67,6 +67,10 @@ def test_a_profile_adds_up_and_leaves_the_decoder_alone(
     assert (cpu.attend, KVCache.append, Sampler.__call__, skipdecode.kv.padded.attention) == before
     assert main(["work=train", f"source={tiny_checkpoint}", *SMALL, "--profile"]) == 2
     assert "--profile is for work=decode" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--serve", "--profile"])
+    assert ended.value.code == 2
+    assert "leave --serve or --profile out" in capsys.readouterr().err
 
 
 def test_training_flops_by_hand() -> None:
