@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from actors.batches import Batches, EngineConfig, Ticket
-from actors.cohort_batches import CohortBatches
-from actors.continuous_batches import ContinuousBatches
+from actors.cohort_scheduler import CohortScheduler
+from actors.continuous_scheduler import ContinuousScheduler
 from actors.devices import is_lost
 from actors.generator import Generator
+from actors.scheduler import EngineConfig, Scheduler, Ticket
 from skipdecode.logprobs import score_prompt
 from skipdecode.request import Request, TokenLogprobs, refuse_too_long
 
@@ -64,20 +64,20 @@ class Engine:
         self.waiting: deque[Ticket] = deque()
         self.open: dict[Ticket, None] = {}
         """Those that are wanted and were not told their end, in the order they came."""
-        kind = ContinuousBatches if self.config.scheduler == "continuous" else CohortBatches
-        self._batches: Batches = kind(self.generator, self.config)
+        kind = ContinuousScheduler if self.config.scheduler == "continuous" else CohortScheduler
+        self._scheduler: Scheduler = kind(self.generator, self.config)
 
     @property
     def is_idle(self) -> bool:
-        return not self.waiting and not self._batches.running
+        return not self.waiting and not self._scheduler.running
 
     @property
     def num_running(self) -> int:
-        return sum(len(batch.tickets) for batch in self._batches.running)
+        return sum(len(batch.tickets) for batch in self._scheduler.running)
 
     @property
     def cache_bytes(self) -> int:
-        return sum(batch.cache_bytes for batch in self._batches.running)
+        return sum(batch.cache_bytes for batch in self._scheduler.running)
 
     def add(self, request: Request) -> Ticket:
         """Queues a request; ValueError when it can never run."""
@@ -88,7 +88,7 @@ class Engine:
     def ticket(self, request: Request) -> Ticket:
         """A request as the engine knows it; ValueError when it can never run. Safe from any thread."""
         refuse_too_long([request], self.generator.model.config.max_position_embeddings)
-        return self._batches.ticket(request)
+        return self._scheduler.ticket(request)
 
     def enqueue(self, ticket: Ticket) -> None:
         """Queues what `ticket` made."""
@@ -120,26 +120,26 @@ class Engine:
         return made
 
     def _turn(self, made: list[Progress]) -> None:
-        newcomers = self._batches.choose(self.waiting)
+        newcomers = self._scheduler.choose(self.waiting)
         if newcomers:
             for ticket in newcomers:
                 self.waiting.remove(ticket)
                 self.counts.input_tokens += len(ticket.request.prompt_tokens)
             made += self._guarded(newcomers, lambda: self._start(newcomers))
-        batch = self._batches.next()
+        batch = self._scheduler.next()
         if batch is not None:
             tickets = batch.tickets
             self.counts.steps += 1
             self.counts.row_steps += len(tickets)
             made += self._guarded(tickets, batch.step)
-        self._batches.clear_done()
+        self._scheduler.clear_done()
 
     def _start(self, newcomers: list[Ticket]) -> None:
         for ticket in newcomers:  # before they join others, who must not suffer if it fails
             if ticket.request.score_prompt and ticket.prompt_logprobs is None:
                 top = ticket.request.top_logprobs or 0
                 ticket.prompt_logprobs = score_prompt(self.generator.model, ticket.request.prompt_tokens, top)
-        self._batches.start(newcomers)
+        self._scheduler.start(newcomers)
 
     def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> list[Progress]:
         """Does the work for these tickets and says what it made; what they cannot do together they do in halves."""
@@ -152,7 +152,7 @@ class Engine:
         else:
             return self._progress(tickets)
         # outside `except`: the traceback holds the dead batch's cache
-        together = [ticket for ticket in self._batches.drop(tickets) if ticket in self.open]
+        together = [ticket for ticket in self._scheduler.drop(tickets) if ticket in self.open]
         made = self._progress([ticket for ticket in together if ticket.has_ended])  # they lack nothing
         left = [ticket for ticket in together if not ticket.has_ended]
         if len(together) == 1 and left:
@@ -160,7 +160,7 @@ class Engine:
             del self.open[left[0]]
             return [Progress(left[0], [], [], [], error=reason)]
         for ticket in reversed(left):
-            ticket.row, ticket.max_company = None, max(1, len(together) // 2)
+            ticket.row, ticket.max_batch_rows = None, max(1, len(together) // 2)
             self.waiting.appendleft(ticket)
         return made
 

@@ -10,8 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from actors.batches import Ticket
 from actors.engine import Engine, Progress
+from actors.scheduler import Ticket
 from skipdecode.request import Request
 
 RATE_WINDOW_S = 10  # over which the rate of answers is taken, for Retry-After

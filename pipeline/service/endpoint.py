@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
-from actors.batches import EngineConfig, Ticket
 from actors.engine import Engine, Progress
 from actors.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.generator import Generator, GeneratorConfig
+from actors.scheduler import EngineConfig, Ticket
 from pipeline.service import errors
 from pipeline.service.config import ServeConfig
 from pipeline.service.errors import ApiError

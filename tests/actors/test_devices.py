@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors import cohort_batches, devices, generator, loading
-from actors.batches import EngineConfig
+from actors import cohort_scheduler, devices, generator, loading
 from actors.devices import DeviceMemory, is_lost, refuse_too_large
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
 from actors.room import Room
+from actors.scheduler import EngineConfig
 from skipdecode.batch_rows import ladder, rung_within
 from skipdecode.cohort import Cohort
 from skipdecode.cost import cache_bytes_per_row
@@ -292,13 +292,13 @@ def test_cohorts_wait_for_the_memory_of_graphs(
     wanted = made(some(6, 40)).answers
     made.graphs = StepGraphs(made.model, room, max_rows=8)  # room for a cohort or two, or for none
     monkeypatch.setattr(
-        cohort_batches, "Cohort", lambda *args, **keys: (seen.append(keys["graphs"]), Cohort(*args, **keys))[1]
+        cohort_scheduler, "Cohort", lambda *args, **keys: (seen.append(keys["graphs"]), Cohort(*args, **keys))[1]
     )
     engine = Engine(made, EngineConfig(batch_size=batch_size))
     tickets, most = [engine.add(request) for request in some(6, 40)], 0
     while not engine.is_idle:
         engine.turn()
-        most = max(most, len(engine._batches.running))
+        most = max(most, len(engine._scheduler.running))
     assert [ticket.row.tokens for ticket in tickets if ticket.row] == [answer.tokens for answer in wanted]  # type: ignore[union-attr]
     assert len(seen) > 1
     assert seen.count(None) == beside

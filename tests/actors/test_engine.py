@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.cohort_batches import CohortBatches
+from actors.cohort_scheduler import CohortScheduler
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.generate import Request
 from tests.support.engine_helpers import DECODE, SCHEDULERS, collect, engine_of, offline, pool_of, run
@@ -111,7 +111,7 @@ def test_caches_stay_within_the_budget(generator: Generator, scheduler: str, mon
     collect(made, ends, engine.turn())
     assert engine.num_running == 16
     budget = int(1.1 * engine.cache_bytes)
-    monkeypatch.setattr(engine._batches, "cache_budget", budget)
+    monkeypatch.setattr(engine._scheduler, "cache_budget", budget)
     for request in pool[16:]:
         engine.add(request)
     while not engine.is_idle:
@@ -136,11 +136,11 @@ def test_places_for_cohorts_are_not_all_taken_at_once(generator: Generator) -> N
     """A burst of arrivals one by one must leave a place for who comes later."""
     engine = engine_of(generator, max_cohorts=4)
     run(engine, {0: pool_of(1, 30)})  # now the life of a cohort is known
-    batches = engine._batches
-    assert isinstance(batches, CohortBatches)
-    batches._mean_life_s = 1e6
+    scheduler = engine._scheduler
+    assert isinstance(scheduler, CohortScheduler)
+    scheduler._mean_life_s = 1e6
     for request in pool_of(8, 60):
         engine.add(request)
         engine.turn()
-    assert len(batches.running) == 2
+    assert len(scheduler.running) == 2
     assert len(engine.waiting) == 6

@@ -81,7 +81,7 @@ def test_a_prompt_that_cannot_be_scored_hurts_no_other(
     assert sorted(ends) == ["0", "1", "2", "3", "4", "6"]
     assert num_scored["4"] == num_scored["6"] == [5]
     assert not any(num_scored["0"])
-    assert all(ticket.max_company is None for ticket in older)
+    assert all(ticket.max_batch_rows is None for ticket in older)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

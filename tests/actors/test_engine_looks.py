@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.batches import EngineConfig, Ticket
 from actors.engine import Engine, Progress
 from actors.generator import Generator, GeneratorConfig
+from actors.scheduler import EngineConfig, Ticket
 from skipdecode import cohort
 from skipdecode.continuous import ContinuousBatch
 from skipdecode.request import Request

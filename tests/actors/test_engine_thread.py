@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from actors.batches import Ticket
 from actors.engine import Progress
 from actors.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.generator import Generator
+from actors.scheduler import Ticket
 from skipdecode.generate import Request
 from tests.support.engine_helpers import collect, engine_of, offline, pool_of
 from tests.support.naive import greedy

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from actors.batches import EngineConfig
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
+from actors.scheduler import EngineConfig
 from skipdecode.backends import choice
 from skipdecode.generate import generate
 from skipdecode.request import Completion, Request

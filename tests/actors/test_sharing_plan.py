@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actors.generator
-from actors.batches import EngineConfig
 from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
+from actors.scheduler import EngineConfig
 from actors.sharing_plan import MIN_HEAD, NOMINAL, Head, PromptPrices, cut_sharing, cut_window, find_heads
 from skipdecode.generate import Request, generate
 from skipdecode.plan import FullDepth, Schedule

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from actors.batches import EngineConfig
 from actors.engine import Engine, Progress
 from actors.generator import Generator
+from actors.scheduler import EngineConfig
 from skipdecode.generate import Request
 from skipdecode.sampling import Sampling
 from tests.support.naive import random_prompts

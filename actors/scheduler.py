@@ -1,6 +1,6 @@
 """What the schedulers of the engine have in common: tickets, and who may start now.
 
-A scheduler says which requests decode together and whose turn it is: `cohort_batches` and `continuous_batches`.
+A scheduler says which requests decode together and whose turn it is: `cohort_scheduler` and `continuous_scheduler`.
 Nothing here looks at tokens.
 """
 
@@ -40,7 +40,7 @@ class Ticket:
     """Once it runs."""
     num_sent: int = 0
     """Tokens that were given out."""
-    max_company: int | None = None
+    max_batch_rows: int | None = None
     """Rows, itself included, that it may share a batch with, after a batch with it could not be decoded."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens but the first, once they are scored."""
@@ -63,8 +63,8 @@ class Batch(Protocol):
     def step(self) -> None: ...
 
 
-class Batches(Protocol):
-    """A scheduler."""
+class Scheduler(Protocol):
+    """Says which waiting requests start together, and which batch steps next."""
 
     @property
     def running(self) -> Sequence[Batch]: ...
@@ -91,7 +91,7 @@ class Batches(Protocol):
 
 
 class Admission:
-    """What both schedulers ask before they take rows in: company, prompt tokens of a turn, memory."""
+    """What both schedulers ask before they take rows in: rows of a batch, prompt tokens of a turn, memory."""
 
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
         self.generator, self.config = generator, config
@@ -107,21 +107,21 @@ class Admission:
         return _row_bytes(self.generator.model.config, ticket.schedule, ticket.bucket, num_new, itemsize)
 
     def together(
-        self, waiting: deque[Ticket], company: Sequence[Ticket], fits: Callable[[int, int, int], bool], must_fit: bool
+        self, waiting: deque[Ticket], joined: Sequence[Ticket], fits: Callable[[int, int, int], bool], must_fit: bool
     ) -> list[Ticket]:
-        """Those in line with the first one (schedule, bucket, and whether company is limited) that may start now.
+        """Those in line with the first one (schedule, bucket, and whether their batch is limited) that may start now.
 
-        `company`: whom they join. `fits`: whether there is memory for so many of them, with the longest prompt and the
-        most new tokens among them. `must_fit`: the first one too; else it may start at any price.
+        `joined`: whose batch they join. `fits`: whether there is memory for so many of them, with the longest prompt
+        and the most new tokens among them. `must_fit`: the first one too; else it may start at any price.
         """
         chosen: list[Ticket] = []
         most, prompt, num_new = self.config.batch_size, 0, 0
-        most = min([most, *(ticket.max_company for ticket in company if ticket.max_company is not None)])
+        most = min([most, *(ticket.max_batch_rows for ticket in joined if ticket.max_batch_rows is not None)])
         for ticket in waiting:
             if _line(ticket) != _line(waiting[0]):
                 continue
-            rows, most = len(chosen) + 1, min(most, ticket.max_company or most)
-            if len(company) + rows > most or (chosen and rows * ticket.bucket > self.config.max_prefill_tokens):
+            rows, most = len(chosen) + 1, min(most, ticket.max_batch_rows or most)
+            if len(joined) + rows > most or (chosen and rows * ticket.bucket > self.config.max_prefill_tokens):
                 break
             prompt = max(prompt, len(ticket.request.prompt_tokens))
             num_new = max(num_new, ticket.request.sampling.max_new_tokens)
@@ -132,7 +132,7 @@ class Admission:
 
 
 def _line(ticket: Ticket) -> tuple[int, bool, Schedule]:
-    return ticket.bucket, ticket.max_company is not None, ticket.schedule
+    return ticket.bucket, ticket.max_batch_rows is not None, ticket.schedule
 
 
 @lru_cache(maxsize=4096)

@@ -6,8 +6,8 @@ Those whose batch has failed, and who may share one with so many only, have batc
 from collections import deque
 from collections.abc import Sequence
 
-from actors.batches import Admission, EngineConfig, Ticket
 from actors.generator import Generator
+from actors.scheduler import Admission, EngineConfig, Ticket
 from skipdecode.continuous import ContinuousBatch, check_continuous
 from skipdecode.request import Request
 from skipdecode.speculative import SpeculativeBatch
@@ -41,7 +41,7 @@ class PoolBatch:
         self.batch.step()
 
 
-class ContinuousBatches(Admission):
+class ContinuousScheduler(Admission):
     """One continuous batch per schedule; newcomers join at once while it has places and memory."""
 
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
@@ -110,14 +110,14 @@ class ContinuousBatches(Admission):
             batch: ContinuousBatch = SpeculativeBatch(model, lossless, decode_text=decode, length=length)
         else:
             batch = ContinuousBatch(model, schedule, decode_text=decode)
-        return PoolBatch(batch, ticket.max_company is not None)
+        return PoolBatch(batch, ticket.max_batch_rows is not None)
 
     def _pool_for(self, ticket: Ticket) -> PoolBatch | None:
-        """The batch that it joins now or, where company is not limited, when it has room."""
+        """The batch that it joins now or, where its rows are not limited, when it has room."""
         for pool in self._pools:
-            if pool.batch.schedule != ticket.schedule or pool.is_limited != (ticket.max_company is not None):
+            if pool.batch.schedule != ticket.schedule or pool.is_limited != (ticket.max_batch_rows is not None):
                 continue
-            limits = [t.max_company for t in (*pool.tickets, ticket) if t.max_company is not None]
+            limits = [t.max_batch_rows for t in (*pool.tickets, ticket) if t.max_batch_rows is not None]
             if not limits or len(pool.tickets) < min(limits):
                 return pool
         return None

@@ -5,8 +5,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from actors.batches import Admission, EngineConfig, Ticket
 from actors.generator import Generator
+from actors.scheduler import Admission, EngineConfig, Ticket
 from skipdecode.cohort import Cohort
 from skipdecode.lossless import Lossless
 from skipdecode.prompts import has_room, rounded_columns
@@ -32,7 +32,7 @@ class CohortBatch:
         self.cohort.step()
 
 
-class CohortBatches(Admission):
+class CohortScheduler(Admission):
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
         super().__init__(generator, config)
         self._running: deque[CohortBatch] = deque()
