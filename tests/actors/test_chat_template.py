@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from actors.chat_template import ChatTemplate, MessagesError, check_messages
 from actors.chat_template_files import load_chat_template
 from actors.jinja_errors import TemplateRaised, TemplateTooCostly
-from skipdecode.tokenizer import Tokenizer
+from actors.tokenizer import Tokenizer
 from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES
 from tests.support.family_tokenizers import NASTY, byte_level, sentencepiece, template, write_folder
 from tests.support.gguf_models import Writer, add_byte_level

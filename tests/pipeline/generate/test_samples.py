@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from actors.tokenizer import Tokenizer
 from jobs import generate, retry, verify
 from skipdecode.decoder import Decoder
 from skipdecode.families import read_config
@@ -15,7 +16,6 @@ from skipdecode.generate import Request
 from skipdecode.generate import generate as decode
 from skipdecode.plan import FullDepth
 from skipdecode.sampling import Sampling
-from skipdecode.tokenizer import Tokenizer
 from tests.support.verbs import Call
 
 pytestmark = pytest.mark.ray
