@@ -21,6 +21,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch
 from skipdecode.generate import Request, generate
 from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.placing import dtype_name
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import listed_schedule
@@ -155,7 +156,7 @@ def _run_in_turns(
     """What each schedule's runs counted, and the ceilings of each run."""
     runs: dict[str, list[Any]] = {name: [] for name, _ in named}
     ceilings: dict[str, list[Ceilings]] = {name: [] for name, _ in named}
-    measure = partial(measure_ceilings, str(model.device), str(model.dtype).removeprefix("torch."))
+    measure = partial(measure_ceilings, str(model.device), dtype_name(model.dtype))
     for _ in range(repeats):
         for name, schedule in named:
             if model.device.type == "cpu":

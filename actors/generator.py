@@ -28,6 +28,7 @@ from skipdecode.cost import Ceilings, measure_ceilings
 from skipdecode.draft_length import DraftLength
 from skipdecode.generate import BatchResult, Completion, Request, generate, generate_lossless
 from skipdecode.lossless import Lossless
+from skipdecode.placing import dtype_name
 from skipdecode.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.prefix import Sharing
 from skipdecode.prices import Prices
@@ -56,8 +57,7 @@ class Generator:
         self._draft_lengths: dict[Lossless, DraftLength] = {}
         self._shortlist = Shortlist(self.model.config.vocab_size)  # one, since the model keeps one head for it
         if config.baseline_fraction > 0 or config.decode.get("lossless"):
-            dtype = str(self.dtype).removeprefix("torch.")
-            self.ceilings = measure_ceilings(str(self.device), dtype)
+            self.ceilings = measure_ceilings(str(self.device), dtype_name(self.dtype))
         self.room = Room(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
         self.graphs = make_graphs(config, self.model, self.room)  # takes what is left of the device
         self.room = replace(self.room, graphs=self.graphs)
@@ -92,7 +92,7 @@ class Generator:
     def numbers(self) -> str:
         """What it computes in, for people: `bfloat16`, `bfloat16, int8 weights`."""
         weights = "" if self.config.quantization is None else f", {self.config.quantization} weights"
-        return str(self.dtype).removeprefix("torch.") + weights
+        return dtype_name(self.dtype) + weights
 
     def schedule(self, max_new_tokens: int) -> Schedule:
         """The schedule of a row with that limit; rows with equal schedules share batches. Where it only drafts, it is

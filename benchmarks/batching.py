@@ -27,7 +27,7 @@ from skipdecode.cost import cache_bytes_per_row
 from skipdecode.decoder import Decoder
 from skipdecode.families import released
 from skipdecode.generate import Request, generate, generate_continuous
-from skipdecode.placing import choose_dtype
+from skipdecode.placing import choose_dtype, dtype_name
 from skipdecode.plan import FullDepth, Schedule
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import make_schedule
@@ -119,7 +119,7 @@ def main() -> None:
     document = provenance(device) | {
         "date": datetime.date.today().isoformat(),
         "shape": SHAPE,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "rows": ROWS,
         "batch": BATCH,
         "results": [

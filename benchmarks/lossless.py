@@ -42,7 +42,7 @@ from skipdecode.draft_length import MOST, SKIPPED, DraftLength
 from skipdecode.families import config_of, released
 from skipdecode.generate import BatchResult, generate, run_to_the_end
 from skipdecode.lossless import Lossless, stored_drafts
-from skipdecode.placing import choose_dtype
+from skipdecode.placing import choose_dtype, dtype_name
 from skipdecode.plan import FullDepth
 from skipdecode.prices import Prices
 from skipdecode.request import Request
@@ -249,7 +249,7 @@ def main() -> None:
     torch.set_num_threads(num_cores())
     device = torch.device("cpu")
     dtype = choose_dtype(arguments.dtype, device)
-    kind = str(dtype).removeprefix("torch.")
+    kind = dtype_name(dtype)
     ceilings, results = measure_ceilings("cpu", kind), list[dict[str, Any]]()
     for name in arguments.models:
         batches = arguments.batches or BATCHES[name]

@@ -40,7 +40,7 @@ from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
 from skipdecode.families import released
 from skipdecode.generate import Request, generate
-from skipdecode.placing import choose_dtype
+from skipdecode.placing import choose_dtype, dtype_name
 from skipdecode.plan import FullDepth
 from skipdecode.prefix import Sharing, share
 from skipdecode.sampling import Sampling
@@ -170,7 +170,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(num_cores())
     dtype = choose_dtype(args.dtype, torch.device("cpu"))
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if args.model:
         model = load_model(args.model, device=torch.device("cpu"), dtype=dtype).pack()
     else:

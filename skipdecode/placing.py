@@ -42,6 +42,11 @@ def devices_of(device: torch.device, count: int) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", number) for number in range(count))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configurations write it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto`: what the device's back end takes."""
     dtype: torch.dtype = getattr(torch, backend_on(device).dtype if name == "auto" else name)

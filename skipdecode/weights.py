@@ -24,7 +24,7 @@ from skipdecode.config import DecoderConfig
 from skipdecode.decoder import ADDED_PARTS, Decoder
 from skipdecode.families import read_config
 from skipdecode.hub import resolve_source
-from skipdecode.placing import deal
+from skipdecode.placing import deal, dtype_name
 from skipdecode.tuning import read_schedules
 
 SHARD_SUFFIXES = (".safetensors", ".bin")
@@ -254,6 +254,6 @@ def save_model(model: Decoder, folder: str | Path, *, dtype: torch.dtype | None 
         for (theirs, _), part in zip(parts, parameter.split(rows), strict=True):
             tensors[theirs] = part.to(dtype=dtype, device="cpu").contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    raw = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    raw = model.config.to_dict() | {"torch_dtype": dtype_name(dtype)}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it

@@ -12,6 +12,7 @@ from pipeline.units import Json, Note
 from skipdecode.config import Quantization
 from skipdecode.families import released
 from skipdecode.host import num_cores
+from skipdecode.placing import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,7 @@ def run_bench(config: BenchConfig, note: Note, *, profile: bool = False) -> dict
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
-    precision = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
+    precision = dtype_name(choose_dtype(config.dtype, device))
     if config.work == "train":
         _check_training(config, precision, profile)
     torch.set_num_threads(config.threads or num_cores())

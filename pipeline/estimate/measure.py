@@ -19,6 +19,7 @@ from actors.generator import Generator
 from skipdecode.cohort import CHECK_EVERY, carried_rows
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.generate import BatchResult, Request
+from skipdecode.placing import dtype_name
 from skipdecode.plan import Schedule
 
 MAX_DECODED_ROWS: Final = 64
@@ -48,7 +49,7 @@ class Measured:
 def measure(generator: Generator, requests: Sequence[Request]) -> Measured:
     """Decodes the requests, at most MAX_DECODED_ROWS of them."""
     chosen = list(requests[:MAX_DECODED_ROWS])
-    dtype = str(generator.dtype).removeprefix("torch.")
+    dtype = dtype_name(generator.dtype)
     ceilings = generator.ceilings or measure_ceilings(str(generator.device), dtype)
     results = generator.decode_batches(chosen)
     rows = [row for batch, _ in results for row in batch.rows]

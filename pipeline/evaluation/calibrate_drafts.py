@@ -15,6 +15,7 @@ from pipeline.config import ConfigError
 from pipeline.evaluation.documents import Decode, DraftGain, DraftProposal
 from pipeline.units import Json, Note
 from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings
+from skipdecode.placing import dtype_name
 from skipdecode.plan import FullDepth
 from skipdecode.prices import Prices
 from skipdecode.schedule import make_schedule
@@ -112,7 +113,7 @@ def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateC
     note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
     if sample.num_prompts < FEW:
         note(f"warning: {sample.num_prompts} texts say little about how many drafts are accepted; give {FEW} or more")
-    ceilings = measure_ceilings(str(generator.device), str(generator.dtype).removeprefix("torch."))
+    ceilings = measure_ceilings(str(generator.device), dtype_name(generator.dtype))
     prices = Prices.of(generator.model, ceilings, keep=None)
     search = Search(sample, prices, config.batch_sizes, config.max_new_tokens, _progress(note))
     candidates = search.run()

@@ -5,7 +5,7 @@ import pyarrow.compute as pc
 
 from actors.records import WindowResult
 from pipeline.evaluation.documents import PrefillSpeedup, SpeedFigures
-from pipeline.report.batches import BatchTotals, agreement, speedup
+from pipeline.report.batches import BatchTotals, agreement, ratio, speedup
 from pipeline.report.document import Agreement, Speedup
 from pipeline.report.records import BATCH_SCHEMA
 
@@ -18,14 +18,14 @@ def speed_figures(result: WindowResult, *, is_full: bool) -> SpeedFigures:
     layers, ffns = _sum(table, "layers_run"), _sum(table, "ffns_run")
     totals = BatchTotals.of([table])
     return {
-        "rows_per_s": _ratio(rows, prefill_s + decode_s),
-        "prefill_ms_per_row": _ratio(1e3 * prefill_s, rows),
-        "decode_ms_per_row": _ratio(1e3 * decode_s, rows),
-        "cache_bytes_per_row": _ratio(_sum(table, "cache_bytes"), rows),
+        "rows_per_s": ratio(rows, prefill_s + decode_s),
+        "prefill_ms_per_row": ratio(1e3 * prefill_s, rows),
+        "decode_ms_per_row": ratio(1e3 * decode_s, rows),
+        "cache_bytes_per_row": ratio(_sum(table, "cache_bytes"), rows),
         "speedup_prefill": {"measured": 1.0, "predicted": 1.0} if is_full else prefill_speedup(table),
-        "layers_per_token": _ratio(layers, tokens - rows),
+        "layers_per_token": ratio(layers, tokens - rows),
         "ffn_skip_share": 1 - ffns / layers if layers else None,
-        "output_tokens_per_s": _ratio(tokens, prefill_s + decode_s),
+        "output_tokens_per_s": ratio(tokens, prefill_s + decode_s),
         "speedup": _speedup(totals, is_full=is_full),
         "agreement": _agreement(totals, is_full=is_full),
     }
@@ -35,8 +35,8 @@ def prefill_speedup(table: pa.Table) -> PrefillSpeedup:
     """Time for the prompts at full depth over time for them, over the batches decoded both ways; and as predicted."""
     pairs = table.filter(pc.is_valid(table["full_prefill_s"]))
     return {
-        "measured": _ratio(_sum(pairs, "full_prefill_s"), _sum(pairs, "prefill_s")),
-        "predicted": _ratio(_sum(pairs, "full_predicted_prefill_s"), _sum(pairs, "predicted_prefill_s")),
+        "measured": ratio(_sum(pairs, "full_prefill_s"), _sum(pairs, "prefill_s")),
+        "predicted": ratio(_sum(pairs, "full_predicted_prefill_s"), _sum(pairs, "predicted_prefill_s")),
     }
 
 
@@ -64,7 +64,3 @@ def _agreement(totals: BatchTotals, *, is_full: bool) -> Agreement:
 def _sum(table: pa.Table, name: str) -> float:
     column: list[float] = table[name].to_pylist()
     return sum(column)
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return a / b if b else None

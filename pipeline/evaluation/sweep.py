@@ -35,7 +35,7 @@ from skipdecode.backends.choice import choose
 from skipdecode.config import Quantization
 from skipdecode.generate import Request
 from skipdecode.host import num_cores
-from skipdecode.placing import choose_device, choose_dtype
+from skipdecode.placing import choose_device, choose_dtype, dtype_name
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import METHOD_KEYS, listed_schedule
 
@@ -105,7 +105,7 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> SweepDocument:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
     corpus = load_corpus(config.data, note)
-    dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
+    dtype = dtype_name(choose_dtype(config.dtype, device))
     settings = [check_run(config, index, dtype, device.type, note) for index in range(len(config.runs))]
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
