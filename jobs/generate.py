@@ -68,8 +68,9 @@ def ending(finished: "RunResult", more: dict[str, Any]) -> tuple[dict[str, Any],
     code = TOO_MANY_FAILED if finished.too_many_failed else OK
     if code:
         note(
-            f"exit code {code}: {finished.report['failed']} rows failed, more than limits.max_failed_rows "
-            f"allows; the good rows stay, the failed ones are in {finished.folder.path('data/status=failed')}"
+            f"exit code {code}: {finished.report['failed']} rows failed, and limits.max_failed_rows allows "
+            f"{finished.failures_allowed:g}; the good rows stay, the failed ones are in "
+            f"{finished.folder.path('data/status=failed')}"
         )
         more = more | {"exit_code": code}
     return key_figures(finished, more), code
@@ -91,26 +92,46 @@ def key_figures(finished: "RunResult", more: dict[str, Any]) -> dict[str, Any]:
 
 
 def summarize(finished: "RunResult") -> None:
-    """The figures of a run in three lines, on stderr."""
+    """The figures of a run in a few lines, on stderr: what it made, what it gained, what went wrong."""
     report, folder = finished.report, finished.folder
     if "speedup" not in report:  # the run is finished, its report could not be made
         note(f"done: {report['completed']} rows ok, {report['failed']} failed\ndata: {folder.path('data')}")
         return
-    s, agreement = report["speedup"], report["agreement"]["token_match"]
-    interval = f" (95 %: {s['ci95'][0]:.2f} to {s['ci95'][1]:.2f})" if s["ci95"] else ""
     note(
         f"done: {report['completed']} rows ok, {report['failed']} failed, "
         f"{report['output_throughput']:.0f} output tokens/s over the whole run, "
         f"{report['decode_output_throughput'] or 0:.0f} per second of decoding"
     )
-    note(
-        f"speedup over full depth: measured {_times(s['measured'])}{interval}, by layers {_times(s['layers'])}, "
-        f"predicted {_times(s['predicted'])}; tokens as at full depth: "
-        + ("not measured" if agreement is None else f"{100 * agreement:.1f} %")
-    )
+    if speedup := speedup_in_words(report):
+        note(speedup)
+    if cut := report.get("finish_reasons", {}).get("length"):  # a run of an earlier version may not say
+        note(f"{cut} of {report['completed']} answers ended at their limit of new tokens (sampling.max_new_tokens)")
+    if errors := report["errors"]:
+        most_first = sorted(errors, key=lambda code: -errors[code])
+        counts = ", ".join(f"{errors[code]} {code}" for code in most_first)
+        first = report["error_examples"][most_first[0]][0]
+        note(f"failed rows: {counts}; e.g. {first['id']}: {first['message']}")
     if split := report["split_batches"]["count"]:
         note(f"{split} batches are parts of larger ones that failed: {report['split_batches']['first']}")
     note(f"data: {folder.path('data')}\nreport: {folder.path('report.html')}")
+
+
+def speedup_in_words(report: dict[str, Any]) -> str:
+    """Empty for a run at full depth, which has nothing to gain."""
+    s, agreement = report["speedup"], report["agreement"]["token_match"]
+    if report["decode"].get("method") == "full" and not report["decode"].get("lossless"):
+        return ""
+    if s["measured"] is None:
+        measured = "not measured"
+    elif s["ci95"] is None:
+        measured = f"{_times(s['measured'])} in the one batch that was decoded both ways, which says little"
+    else:
+        low, high = s["ci95"]
+        measured = f"measured {_times(s['measured'])} (95 %: {low:.2f} to {high:.2f}, {s['batches']} batches)"
+    return (
+        f"speedup over full depth: {measured}, by layers {_times(s['layers'])}, predicted {_times(s['predicted'])}; "
+        f"tokens as at full depth: {'not measured' if agreement is None else f'{100 * agreement:.1f} %'}"
+    )
 
 
 def _times(value: float | None) -> str:

@@ -30,8 +30,13 @@ class RunResult:
     report: dict[str, Any]
     """`report.json`; of a run whose report could not be made, its counts and books alone."""
     folder: RunFolder
-    too_many_failed: bool
+    failures_allowed: float
+    """Rows that may fail, by `limits.max_failed_rows`."""
     was_finished: bool = False
+
+    @property
+    def too_many_failed(self) -> bool:
+        return bool(self.report["failed"] > self.failures_allowed)
 
 
 def run(config: JobConfig, note: Note) -> RunResult:
@@ -110,4 +115,4 @@ def was_finished(planned: PlannedRun) -> RunResult:
 
 def _result(planned: PlannedRun, report: dict[str, Any], was_finished: bool = False) -> RunResult:
     allowed = allowed_failures(planned.config.limits.max_failed_rows, report["books"]["input"])
-    return RunResult(report, planned.folder, report["failed"] > allowed, was_finished)
+    return RunResult(report, planned.folder, allowed, was_finished)

@@ -193,6 +193,8 @@ class CountedFigures(TypedDict):
     decoded_again: DecodedAgain
     lengths: Lengths
     layers_by_step: LayersByStep
+    finish_reasons: dict[str, int]
+    """Good rows by `finish_reason`."""
     errors: dict[str, int]
     error_examples: dict[str, list[Example]]
     split_batches: ErrorCount

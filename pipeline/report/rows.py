@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,6 +35,8 @@ class DataTotals:
     input_lengths: Counter[int] = field(default_factory=Counter)
     """Good rows by `num_input_tokens`."""
     output_lengths: Counter[int] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    """Good rows by `finish_reason`."""
     errors: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[Example]] = field(default_factory=dict)
     """Of each code the first rows: `id`, `message`."""
@@ -44,7 +47,8 @@ class DataTotals:
 def count_data(folder: RunFolder) -> DataTotals:
     totals = DataTotals()
     for path in folder.data_files("ok"):
-        _count_good(_read(folder, path, ["num_input_tokens", "num_generated_tokens", "layers_run"]), totals)
+        columns = ["num_input_tokens", "num_generated_tokens", "finish_reason", "layers_run"]
+        _count_good(_read(folder, path, columns), totals)
     for path in folder.data_files("failed"):
         _count_failed(_read(folder, path, ["id", "error_code", "error_message"]), totals)
     return totals
@@ -58,11 +62,9 @@ def _count_good(table: pa.Table, totals: DataTotals) -> None:
     totals.ok += table.num_rows
     totals.input_tokens += pc.sum(table["num_input_tokens"]).as_py() or 0
     totals.output_tokens += pc.sum(table["num_generated_tokens"]).as_py() or 0
-    for name, counter in (
-        ("num_input_tokens", totals.input_lengths),
-        ("num_generated_tokens", totals.output_lengths),
-    ):
-        counter.update({item["values"]: item["counts"] for item in table[name].value_counts().to_pylist()})
+    totals.input_lengths.update(_counts(table["num_input_tokens"]))
+    totals.output_lengths.update(_counts(table["num_generated_tokens"]))
+    totals.finish_reasons.update(_counts(table["finish_reason"]))
     by_length = table.group_by("num_generated_tokens").aggregate([("layers_run", "min"), ("layers_run", "max")])
     for row in by_length.to_pylist():
         low, high = row["layers_run_min"], row["layers_run_max"]
@@ -70,11 +72,14 @@ def _count_good(table: pa.Table, totals: DataTotals) -> None:
         totals.layers_by_length[row["num_generated_tokens"]] = (min(low, before[0]), max(high, before[1]))
 
 
+def _counts(column: pa.ChunkedArray) -> dict[Any, int]:
+    return {item["values"]: item["counts"] for item in column.value_counts().to_pylist()}
+
+
 def _count_failed(table: pa.Table, totals: DataTotals) -> None:
     totals.failed += table.num_rows
-    for item in table["error_code"].value_counts().to_pylist():
-        code = item["values"]
-        totals.errors[code] = totals.errors.get(code, 0) + item["counts"]
+    for code, count in _counts(table["error_code"]).items():
+        totals.errors[code] = totals.errors.get(code, 0) + count
         shown = totals.examples.setdefault(code, [])
         if missing := NUM_EXAMPLES - len(shown):
             rows = table.filter(pc.equal(table["error_code"], code)).slice(0, missing).to_pylist()

@@ -151,7 +151,7 @@ REPORT = {
 
 
 def figures(folder: Path, report: dict[str, object], **more: object) -> dict[str, object]:
-    return key_figures(RunResult(report, RunFolder.open(str(folder)), too_many_failed=False), more)
+    return key_figures(RunResult(report, RunFolder.open(str(folder)), failures_allowed=0), more)
 
 
 def test_key_figures_have_the_names_of_the_report(tmp_path: Path) -> None:

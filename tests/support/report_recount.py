@@ -177,6 +177,8 @@ def check_layers(of: Recount) -> None:
 
 def check_errors(of: Recount) -> None:
     codes = [row["error_code"] for row in of.bad]
+    reasons = [row["finish_reason"] for row in of.good]
+    assert of.figure("finish_reasons") == {reason: reasons.count(reason) for reason in set(reasons)}
     assert of.figure("errors") == {code: codes.count(code) for code in set(codes)}
     assert set(codes) == {"prompt_missing", "prompt_too_long", "duplicate_id"}
     messages = {(row["error_code"], row["id"], row["error_message"]) for row in of.bad}
