@@ -130,7 +130,7 @@ class SpeculativeBatch(UnevenBatch):
         self._hold = self._length.hold(rows, ages[rows // 2], context)
         return self._hold
 
-    def _without_drafts(self, running: Sequence[int], hold: Hold, begin: float) -> int:
+    def _without_drafts(self, running: list[int], hold: Hold, begin: float) -> int:
         """The tokens made."""
         tokens, rows = self._rest(running), len(running)
         if self._lists and hold.num_rounds % HOLDS == 0:  # some of the text says enough, and counting takes time
@@ -145,7 +145,7 @@ class SpeculativeBatch(UnevenBatch):
 
     def _draft(self, running: Sequence[int], decision: Decision, begin: float) -> int:
         """A round with drafts; the tokens made."""
-        self._priced_s, start = 0.0, now(self._device)
+        self._priced_s, self._rested, start = 0.0, None, now(self._device)
         chains = [
             Chain(at, len(row.tokens) - 1, [row.tokens[-1]], row.request.sampling.max_new_tokens - 1 - len(row.tokens))
             for at, row in ((at, self._members[at].row) for at in running)

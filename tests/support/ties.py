@@ -21,8 +21,8 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 def is_tie(model: Decoder, request: Request, made: list[int], wanted: list[int]) -> bool:
-    """Whether full depth has no clear choice of the first token in which they differ: the two likeliest logits lie
-    within 1e-5, or the row's number within 1e-6 of the border between tokens."""
+    """Whether full depth has no clear choice between the first tokens in which they differ: these are the two likeliest
+    and their logits lie within 1e-5, or the row's number within 1e-6 of the border between them."""
     at = first_difference(made, wanted)
     assert at is not None, "equal"
     if at >= min(len(made), len(wanted)):
@@ -32,8 +32,9 @@ def is_tie(model: Decoder, request: Request, made: list[int], wanted: list[int])
     logits = teacher_forced_logits(model, batch, FullDepth(model.config.num_hidden_layers))[0, 0].double()
     sampling = request.sampling
     if sampling.temperature == 0:
-        top = logits.topk(2).values
-        return bool(top[0] - top[1] < LOGITS_CLOSE * max(1.0, float(top[0].abs())))
+        top = logits.topk(2)
+        are_those = {made[at], wanted[at]} == set(top.indices.tolist())
+        return are_those and bool(top.values[0] - top.values[1] < LOGITS_CLOSE)
     p = (logits / sampling.temperature).softmax(0)
     ordered, tokens = p.sort(descending=True, stable=True)
     before = ordered.cumsum(0) - ordered
@@ -47,6 +48,8 @@ def is_tie(model: Decoder, request: Request, made: list[int], wanted: list[int])
             return True  # a token that is nearly cut
         kept &= before < sampling.top_p
     mass = torch.zeros_like(p).scatter(0, tokens, torch.where(kept, ordered, torch.zeros_like(ordered)))
-    borders = (mass.cumsum(0) / mass.sum()).numpy()
+    above = (mass.cumsum(0) / mass.sum()).numpy()
+    below = np.concatenate([[0.0], above[:-1]])
     number = float(row_uniforms(sampling.seed, request.id, at + 1)[at])
-    return bool(np.abs(borders - number).min() < NUMBER_CLOSE)
+    near = (below - NUMBER_CLOSE < number) & (number < above + NUMBER_CLOSE) & (mass > 0).numpy()
+    return bool(near[made[at]] and near[wanted[at]])

@@ -59,7 +59,8 @@ def test_whatever_a_run_holds_is_text_on_its_page(report: dict[str, Any]) -> Non
     state["sessions"][0]["id"] = NASTY
     report["actors"] = [actor(NASTY, {"name": "torch", "reason": NASTY}) | {"host": NASTY, "device": NASTY}]
     report |= {
-        "finish_reasons": {NASTY: 1}, "errors": {NASTY: 1}, "error_examples": {NASTY: [{"id": NASTY, "message": NASTY}]}, "prefill": NASTY,
+        "finish_reasons": {NASTY: 1}, "errors": {NASTY: 1},
+        "error_examples": {NASTY: [{"id": NASTY, "message": NASTY}]}, "prefill": NASTY,
         "decode": {"method": NASTY}, "split_batches": {"count": 1, "first": NASTY},
         "baseline_errors": {"count": 1, "first": NASTY},
     }  # fmt: skip
