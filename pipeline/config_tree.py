@@ -9,10 +9,10 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from pipeline.units import Json
@@ -71,6 +71,22 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, defer_build=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """Pydantic would take true for 1."""
+        if isinstance(value, bool) and info.field_name is not None:
+            kinds = _leaves(cls.model_fields[info.field_name].annotation)
+            if kinds & {int, float} and not kinds & {bool, Any, object}:
+                raise ValueError("expected a number, not true or false")
+        return value
+
+
+def _leaves(annotation: object) -> set[object]:
+    """The types that a type is put together of."""
+    parts = get_args(annotation)
+    return {annotation} if not parts else set[object]().union(*map(_leaves, parts))
 
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.backends.choice import has_matrix_units
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import Ceilings, Cost, attention_cost, ffn_cost, head_cost
 from skipdecode.plan import LayerPlan
@@ -23,8 +24,11 @@ ENOUGH = 4
 # Passes of a number of drafts, before its price is by what they took; and passes of as many rows, until which it is
 # tried: rows may always have fewer drafts than were wanted.
 TRIES, TRIED_FOR = 2, 128
-# A machine to decide by where the one at hand is not to be measured: 2 cores with matrix units, by order of magnitude.
-REFERENCE = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
+# Machines to decide by where the one at hand is not to be measured: 2 cores with matrix units and without, by order of
+# magnitude, and what the host does in a skipped pass and in a round with drafts (of the demo model, on a Xeon).
+REFERENCE_AMX = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=1e-6)
+REFERENCE = Ceilings(flops_per_s=2e11, bytes_per_s=2.5e10, call_s=1e-6)
+HOST_DRAFT_S, HOST_ROUND_S = 1.5e-4, 1.5e-4
 COLUMNS = 16  # of context are priced alike
 MOST_KNOWN = 4096  # prices that are kept
 Pass = tuple[str, int, int]
@@ -56,16 +60,17 @@ class Prices:
         weight_itemsize: int | None = None,
         ceilings: Ceilings | None = None,
         *,
+        reference: Ceilings = REFERENCE,
         draft_itemsize: int | None = None,
         keep: int | None = KEPT_TIMES,
     ) -> None:
         """`draft_itemsize`: bytes of a weight in drafts (`skipdecode.drafter`); None: as elsewhere. `ceilings`: of this
-        machine, whose measured times then count, too; None: decide without a clock. `keep`: the newest times of each
-        size of pass; None: all, of passes that are timed in turns, so that each size speaks for itself from the first
-        on."""
+        machine, whose measured times then count, too; None: decide without a clock, by `reference`. `keep`: the newest
+        times of each size of pass; None: all, of passes that are timed in turns, so that each size speaks for itself
+        from the first on."""
         self._config, self._sizes = config, {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
         self._of_drafts = self._sizes | ({} if draft_itemsize is None else {"weight_itemsize": draft_itemsize})
-        self._ceilings, self.is_timed, self._keep = ceilings or REFERENCE, ceilings is not None, keep
+        self._ceilings, self.is_timed, self._keep = ceilings or reference, ceilings is not None, keep
         self._ratios: dict[Pass, deque[float]] = {}
         # A decision asks for some twenty prices, in the time that a small model takes for a step.
         self._nearest: dict[Pass, list[deque[float]]] = {}
@@ -77,7 +82,9 @@ class Prices:
     def of(cls, model: "Decoder", ceilings: Ceilings | None = None, *, keep: int | None = KEPT_TIMES) -> "Prices":
         """Of a model whose weights are as it decodes by them."""
         sizes = model.dtype.itemsize, model.weight_itemsize
-        return cls(model.config, *sizes, ceilings, draft_itemsize=model.drafter.weight_itemsize, keep=keep)
+        reference = REFERENCE_AMX if model.device.type == "cpu" and has_matrix_units() else REFERENCE
+        drafts = model.drafter.weight_itemsize
+        return cls(model.config, *sizes, ceilings, reference=reference, draft_itemsize=drafts, keep=keep)
 
     @property
     def vocab_size(self) -> int:
@@ -117,6 +124,8 @@ class Prices:
         begins to bind the cost model may be far off.
         """
         seconds = self.model_s(plan, rows, tokens, context, outputs, kind) * self._ratio(kind, rows, tokens)
+        if kind == "draft" and not self.is_timed:
+            return seconds + HOST_DRAFT_S
         if kind != "verify" or not self._is_next(rows, tokens):
             return seconds
         less = self.seconds(_less(rows, tokens), plan, rows, tokens - rows, context)
@@ -148,7 +157,9 @@ class Prices:
             self._rounds_s.setdefault(size_of(rows), deque(maxlen=self._keep)).append(took_s)
 
     def round_s(self, rows: int) -> float:
-        """The least of that, for the nearest number of rows that was seen; 0 for none."""
+        """The least of that, for the nearest number of rows that was seen; 0 for none yet."""
+        if not self.is_timed:
+            return HOST_ROUND_S
         if not self._rounds_s:
             return 0.0
         size = size_of(rows)

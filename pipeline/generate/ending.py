@@ -19,7 +19,7 @@ from pipeline.store.write import DISK_FULL, NoSpaceLeft
 from pipeline.units import Note
 
 ASK_TIMEOUT_S = 5
-SHARE_ENDS_AT = 100  # failed rows; below, a run is too small for an early end to save anything
+ENDS_EARLY_AT = 100  # failed rows; below, an early end saves too little to leave a run without its books
 
 
 class RunStopped(RuntimeError):
@@ -49,9 +49,8 @@ def allowed_failures(limit: int | float, num_rows: int) -> float:
 
 
 def early_limit(limit: int | float, num_rows: int) -> float:
-    """With more failed rows than this the run ends early; a share of a small corpus ends nothing."""
-    allowed = allowed_failures(limit, num_rows)
-    return allowed if isinstance(limit, int) else max(allowed, SHARE_ENDS_AT)
+    """With more failed rows than this the run ends early."""
+    return max(allowed_failures(limit, num_rows), ENDS_EARLY_AT)
 
 
 def check_budget(failed: int, ends_at: float) -> None:

@@ -38,8 +38,8 @@ class AnswerRow(TypedDict):
     """Rows that its line became, or NOT_KNOWN."""
 
 
-def answer_line(rows: Sequence[AnswerRow], model: str) -> dict[str, Json]:
-    """A line of the output file: the samples of one line of the input, in order."""
+def answer_line(rows: Sequence[AnswerRow], model: str, created: int) -> dict[str, Json]:
+    """A line of the output file: the samples of one line of the input, in order. `created`: seconds since 1970."""
     first, is_chat = rows[0], rows[0].get("is_chat", False)
     own = first.get("source_id", first["id"])
     read, made = first["num_input_tokens"], sum(row["num_generated_tokens"] for row in rows)
@@ -47,6 +47,7 @@ def answer_line(rows: Sequence[AnswerRow], model: str) -> dict[str, Json]:
     body: dict[str, Json] = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{own}",
         "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
         "model": model,
         "choices": choices,
         "usage": {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made},
@@ -71,7 +72,7 @@ def error_line(row: AnswerRow) -> dict[str, Json]:
     return {"id": f"batch_req_{own}", "custom_id": own, "response": None, "error": error}
 
 
-def lines_of(rows: Sequence[AnswerRow], model: str) -> Iterator[tuple[str, dict[str, Json]]]:
+def lines_of(rows: Sequence[AnswerRow], model: str, created: int) -> Iterator[tuple[str, dict[str, Json]]]:
     """Status and line for each line of the input that these rows come from: all rows of one `custom_id` and number of
     samples, of more than one line where the id is there twice."""
     num_lines = max(1, sum(row.get("sample", 0) == 0 for row in rows))
@@ -80,7 +81,7 @@ def lines_of(rows: Sequence[AnswerRow], model: str) -> Iterator[tuple[str, dict[
     is_whole = _is_whole(own)
     failed = [*(row for row in own if row["error_code"]), *later]
     if is_whole and not any(row["error_code"] for row in own):
-        yield "ok", answer_line(own, model)
+        yield "ok", answer_line(own, model, created)
         num_lines, failed = num_lines - 1, later
     elif is_whole and later:
         yield "failed", error_line(failed[0])

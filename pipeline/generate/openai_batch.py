@@ -49,12 +49,12 @@ class _Lines:
 
 
 def write_batch_files(
-    folder: RunFolder, model: str, check: Callable[[], None] = lambda: None, samples: int = 1
+    folder: RunFolder, model: str, created: int, check: Callable[[], None] = lambda: None, samples: int = 1
 ) -> dict[str, list[int]]:
     """A line for each line of the input: answers in `batch_output.jsonl`, failures, be it of one of its samples, in
     `batch_errors.jsonl`; each file appears when whole, and after `check`. Gives the lines and bytes of each.
 
-    `samples`: of a line that does not say it.
+    `created`: of all answers, in seconds since 1970. `samples`: of a line that does not say it.
     """
     with (
         folder.replacing(FILES["failed"], check) as bad,
@@ -65,12 +65,12 @@ def write_batch_files(
         for status in FILES:
             for row in _rows(folder, status, samples):
                 if row.get("samples", 1) == 1:
-                    lines[status].write(answer_line([row], model) if status == "ok" else error_line(row))
+                    lines[status].write(answer_line([row], model, created) if status == "ok" else error_line(row))
                 elif rows := gathered.add(row):
-                    for found, line in lines_of(rows, model):
+                    for found, line in lines_of(rows, model, created):
                         lines[found].write(line)
         for rows in gathered.rest():
-            for found, line in lines_of(rows, model):
+            for found, line in lines_of(rows, model, created):
                 lines[found].write(line)
     return {FILES[status]: [written.num_lines, written.num_bytes] for status, written in lines.items()}
 

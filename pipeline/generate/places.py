@@ -3,9 +3,11 @@ in it finished or not."""
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pyarrow as pa
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import FileType, LocalFileSystem
 
 from pipeline.config import ConfigError, JobConfig
 from pipeline.generate.openai_batch import has_batch_files
@@ -38,6 +40,19 @@ def check_apart(folder: RunFolder, listing: Listing) -> None:
                 f"the input file {file.path} lies in {folder.shown}; "
                 "choose an output.path that holds nothing of input.path",
             )
+
+
+@contextmanager
+def left_as_found(folder: RunFolder) -> Iterator[None]:
+    """A refusal takes the folder away again that was made to see whether it can be."""
+    was_there = folder.filesystem.get_file_info(folder.root).type != FileType.NotFound
+    try:
+        yield
+    except ConfigError:
+        if folder.is_local and not was_there:
+            with suppress(OSError):  # not empty, or never made
+                os.rmdir(folder.root)
+        raise
 
 
 def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:

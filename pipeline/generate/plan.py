@@ -16,7 +16,7 @@ from pipeline.config import ConfigError, JobConfig
 from pipeline.generate.chat import find_chat_template, used_chat_template
 from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint, keeps_newlines
-from pipeline.generate.places import check_apart, check_output, has_all_rows
+from pipeline.generate.places import check_apart, check_output, has_all_rows, left_as_found
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.input.expansion import LINES_BEFORE, LINES_NOW, Expansion
 from pipeline.input.files import list_input
@@ -61,8 +61,13 @@ def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedR
     `index_all`: so that single rows can be looked up, as a resume must.
     """
     model = check_model(config, note)
-    chat = find_chat_template(config, model)
     folder = RunFolder.open(config.output.path)
+    with left_as_found(folder):
+        return _plan(config, model, folder, note, index_all)
+
+
+def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, note: Note, index_all: bool) -> PlannedRun:
+    chat = find_chat_template(config, model)
     earlier = check_output(folder, config)
     expansion = Expansion.of(config.input, config.sampling, lines_of(earlier))
     listing = list_input(config.input, config.limits.max_line_bytes, expansion)

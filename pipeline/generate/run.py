@@ -94,8 +94,8 @@ def finish_run(planned: PlannedRun, state: RunState, lease: Lease, note: Note) -
     session["ended_at"] = session["ended_at"] or time.time()
     lease.check()
     if planned.input.listing.format == "openai_batch":
-        samples = planned.config.sampling.n
-        state["answers"] = write_batch_files(folder, planned.model.source, lease.check, samples)
+        samples, created = planned.config.sampling.n, int(planned.started_at)
+        state["answers"] = write_batch_files(folder, planned.model.source, created, lease.check, samples)
     report = finish_report(folder, state | {"state": "finished"}, note, lease.check)
     lease.check()
     fault_point("leaving")

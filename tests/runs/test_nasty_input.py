@@ -127,7 +127,7 @@ def test_a_torn_data_file_is_named(tmp_path: Path, job: Job) -> None:
 @pytest.mark.slow
 def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_path: Path, job: Job) -> None:
     source = tmp_path / "in.jsonl"
-    lines = [{"id": f"r{i}", "prompt": None if i % 20 == 0 else f"row {i % 97}"} for i in range(480)]
+    lines = [{"id": f"r{i}", "prompt": None if i % 3 == 0 else f"row {i % 97}"} for i in range(960)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["-i", str(source), "actors.batch_size=8", "actors.window_batches=1", "baseline.fraction=0"]
     code, document, err = job(generate, *arguments, "limits.max_failed_rows=5")
@@ -137,13 +137,13 @@ def test_an_overdrawn_budget_ends_the_run_early_and_a_larger_one_goes_on(tmp_pat
     assert "good rows stay, --resume with a larger limit goes on" in err
     assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "interrupted"
     before = {row["id"]: row for row in rows(tmp_path, "ok")}
-    assert len(before) < 240, "it must end early"
-    code, report, err = job(generate, *arguments, "--resume", "limits.max_failed_rows=0.05")
+    assert len(before) < 480, "it must end early"
+    code, report, err = job(generate, *arguments, "--resume", "limits.max_failed_rows=0.4")
     assert code == 0, err
-    assert report["books"] == {"input": 480, "ok": 456, "failed": 24, "closed": True}
+    assert report["books"] == {"input": 960, "ok": 640, "failed": 320, "closed": True}
     after = {row["id"]: row for row in rows(tmp_path, "ok")}
     assert {row: after[row] for row in before} == before
-    assert job(generate, *arguments, "--resume", "limits.max_failed_rows=23")[0] == 3, "judged by the limit of today"
+    assert job(generate, *arguments, "--resume", "limits.max_failed_rows=319")[0] == 3, "judged by the limit of today"
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ def row(source: str, sample: int, samples: int, code: str = "", **keys: Any) -> 
 
 def gather(rows: list[AnswerRow], held_bytes: int) -> list[tuple[str, dict[str, Any]]]:
     with Gathered(held_bytes) as gathered:
-        found = [line for one in rows if (whole := gathered.add(one)) for line in lines_of(whole, "m")]
-        return found + [line for rest in gathered.rest() for line in lines_of(rest, "m")]
+        found = [line for one in rows if (whole := gathered.add(one)) for line in lines_of(whole, "m", 1)]
+        return found + [line for rest in gathered.rest() for line in lines_of(rest, "m", 1)]
 
 
 def test_choices_count_to_what_is_held() -> None:

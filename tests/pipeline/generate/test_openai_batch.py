@@ -42,7 +42,7 @@ def state(**keys: Any) -> Any:
 
 
 def test_they_are_as_long_as_was_written_down(folder: RunFolder) -> None:
-    written = write_batch_files(folder, "opt")
+    written = write_batch_files(folder, "opt", 1)
     assert {name: lines for name, (lines, _) in written.items()} == {"batch_output.jsonl": 3, "batch_errors.jsonl": 1}
     finished = state(answers=written)
     assert has_batch_files(folder, finished)
@@ -68,7 +68,7 @@ def test_they_are_on_the_disk_before_they_have_their_names(folder: RunFolder, mo
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (steps.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda *names: (steps.append("replace"), replace(*names)))
-    write_batch_files(folder, "opt")
+    write_batch_files(folder, "opt", 1)
     assert [step if step == "replace" else Path(step).name.partition(".")[0] for step in steps] == [
         "batch_output", "replace", folder.root.rpartition("/")[2],
         "batch_errors", "replace", folder.root.rpartition("/")[2],
@@ -101,7 +101,7 @@ def test_lines_of_every_kind_have_one_line_each(tmp_path: Path, monkeypatch: pyt
         (tmp_path / f"run/data/status={status}").mkdir(parents=True)
         pq.write_table(table, tmp_path / f"run/data/status={status}/part-s1-x-0.parquet")
     folder = RunFolder.open(str(tmp_path / "run"))
-    written = write_batch_files(folder, "m", samples=n)
+    written = write_batch_files(folder, "m", 1, samples=n)
     found = {
         name: sorted(json.loads(line)["custom_id"] for line in (folder.read_text(name) or "").splitlines())
         for name in written

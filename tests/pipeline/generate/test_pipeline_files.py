@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,7 @@ def test_openai_batch_in_and_out(job: Job, tmp_path: Path, tiny_checkpoint: Path
     assert ok["sampled"]["generated_tokens"] != ok["again"]["generated_tokens"]
     body = out["short"]["response"]["body"]
     assert body["object"] == "text_completion"
+    assert 0 <= time.time() - body["created"] < 3600
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["completion_tokens"] == 3
     for name, is_lost in (("batch_output.jsonl", False), ("batch_errors.jsonl", True)):
