@@ -101,6 +101,21 @@ def test_what_cannot_fit_is_refused_before_the_start(
     refused(generate(*fixed, *overrides), message)
 
 
+@pytest.mark.ray
+@pytest.mark.parametrize("text", [None, "", "\n \n"], ids=["missing", "empty", "blank"])
+def test_an_input_without_rows_leaves_no_folder_behind(
+    generate: Generate, tiny_checkpoint: Path, tmp_path: Path, text: str | None
+) -> None:
+    path, output = tmp_path / "in.jsonl", tmp_path / "run"
+    if text is not None:
+        path.write_text(text)
+    refused(generate(f"model.source={tiny_checkpoint}", "-i", str(path), "-o", str(output)), str(path))
+    assert not output.exists()
+    output.mkdir()
+    refused(generate(f"model.source={tiny_checkpoint}", "-i", str(path), "-o", str(output)), str(path))
+    assert output.exists(), "it was there before"
+
+
 def test_an_output_folder_that_exists(generate: Generate, tiny_checkpoint: Path, source: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious.txt").write_text("mine")
