@@ -95,7 +95,7 @@ SCRIPTED = ("opt-1.3b", "tinyllama-1.1b")
 def model_and_requests(
     name: str, dtype: torch.dtype, rows: int, given: argparse.Namespace
 ) -> tuple[Decoder, list[Request]]:
-    sampling = Sampling(given.new_tokens, ignore_eos=name in SCRIPTED)
+    sampling = Sampling(given.new_tokens, given.temperature, ignore_eos=name in SCRIPTED)
     if name == "demo":
         model = load_model(DEMO, device="cpu", dtype=dtype)
         prompts = [str(row["prompt"]) for row in make_prompts(rows)]
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="to draft")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64, help="of a row at most")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -269,6 +270,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "dtype": kind,
         "new_tokens": arguments.new_tokens,
+        "temperature": arguments.temperature,
         "scripted_acceptance": ACCEPTED,
         "own": {key: str(getattr(arguments, key)) for key in ("source", "adapter", "prompts", "draft")},
         "results": results,
