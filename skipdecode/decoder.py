@@ -160,6 +160,11 @@ class Decoder(nn.Module):
         return self.dtype.itemsize if self.quantization is None else WEIGHT_BYTES[self.quantization]
 
     @property
+    def has_matrix_units(self) -> bool:
+        """Whether its products are those of matrix units."""
+        return backend_on(self.device).has_matrix_units
+
+    @property
     def layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.blocks))
 

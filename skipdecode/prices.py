@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.backends.choice import has_matrix_units
 from skipdecode.config import DecoderConfig
 from skipdecode.cost import Ceilings, Cost, attention_cost, ffn_cost, head_cost
 from skipdecode.plan import LayerPlan
@@ -82,7 +81,7 @@ class Prices:
     def of(cls, model: "Decoder", ceilings: Ceilings | None = None, *, keep: int | None = KEPT_TIMES) -> "Prices":
         """Of a model whose weights are as it decodes by them."""
         sizes = model.dtype.itemsize, model.weight_itemsize
-        reference = REFERENCE_AMX if model.device.type == "cpu" and has_matrix_units() else REFERENCE
+        reference = REFERENCE_AMX if model.has_matrix_units else REFERENCE
         drafts = model.drafter.weight_itemsize
         return cls(model.config, *sizes, ceilings, reference=reference, draft_itemsize=drafts, keep=keep)
 

@@ -61,11 +61,6 @@ def choose() -> Choice:
     return _choose(os.environ.get(VARIABLE, "").strip().lower(), cpu_flags())
 
 
-def has_matrix_units() -> bool:
-    """Whether products of this process are those of matrix units, which take many columns at the price of one."""
-    return choose().name == "amx"
-
-
 def int8_misfit(inputs: int) -> str | None:
     """What is wrong with so many inputs of an int8 weight, on every back end that has these; None: nothing."""
     if inputs % 32:

@@ -42,6 +42,10 @@ class CompiledBackend(Backend):
         return choice.choose().dtype
 
     @property
+    def has_matrix_units(self) -> bool:  # type: ignore[override]
+        return choice.choose().name == "amx"
+
+    @property
     def why_slow(self) -> str | None:
         chosen = choice.choose()
         return f"the CPU kernels are not used: {chosen.reason}" if chosen.name == "torch" else None

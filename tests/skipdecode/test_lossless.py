@@ -13,7 +13,7 @@ from skipdecode.families import config_of
 from skipdecode.lossless import MOST_DRAFTS, Lossless
 from skipdecode.pace import RESTS, Decision
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified
-from skipdecode.prices import Prices
+from skipdecode.prices import REFERENCE_AMX, Prices
 from skipdecode.schedule import listed_schedule, make_schedule
 
 L = 24
@@ -27,7 +27,7 @@ def made(**decode: Any) -> Schedule:
 
 
 def length(drafts: Schedule = SKIP, tokens: int | None = None, may_rest: bool = True, **prices: Any) -> DraftLength:
-    return DraftLength(Lossless(L, drafts, tokens, may_rest), Prices(OPT, 2, **prices))
+    return DraftLength(Lossless(L, drafts, tokens, may_rest), Prices(OPT, 2, reference=REFERENCE_AMX, **prices))
 
 
 def test_the_mapping_says_what_drafts() -> None:
@@ -188,7 +188,7 @@ def test_acceptance_is_counted_up_to_the_first_refusal() -> None:
 
 def test_prices_know_columns_of_a_row_from_rows() -> None:
     """The cache of a row is read once for all of its columns, weights once for all rows."""
-    prices, full, few = Prices(OPT, 2), FullDepth(L).prefill(), Unified(L, 4).step(0)
+    prices, full, few = Prices(OPT, 2, reference=REFERENCE_AMX), FullDepth(L).prefill(), Unified(L, 4).step(0)
     assert prices.model_s(full, 4, 20, 1500) < prices.model_s(full, 20, 20, 1500)
     assert prices.model_s(full, 4, 20, 1500) < 2 * prices.model_s(full, 4, 4, 1500)
     assert prices.model_s(few, 4, 4, 100) < prices.model_s(full, 4, 4, 100) / 2

@@ -3,6 +3,7 @@
 import pytest
 
 from skipdecode import prices
+from skipdecode.backends.compiled import CompiledBackend
 from skipdecode.families import released
 from skipdecode.plan import FullDepth
 from skipdecode.prices import Prices
@@ -24,7 +25,7 @@ def test_many_columns_are_dear_without_matrix_units() -> None:
 
 @pytest.mark.parametrize("has_them", [True, False])
 def test_a_model_is_priced_by_the_cpu_it_runs_on(monkeypatch: pytest.MonkeyPatch, has_them: bool) -> None:
-    monkeypatch.setattr(prices, "has_matrix_units", lambda: has_them)
+    monkeypatch.setattr(CompiledBackend, "has_matrix_units", has_them)
     model = random_model("opt", layers=2)
     reference = prices.REFERENCE_AMX if has_them else prices.REFERENCE
     wanted = Prices(model.config, model.dtype.itemsize, model.weight_itemsize, reference=reference)
