@@ -9,6 +9,7 @@ import torch
 
 from actors.draft_search import Candidate, DraftSample, Pair, Search, named_decodes
 from actors.draft_times import VERIFIED, time_drafts, time_full_depth
+from skipdecode import prices as prices_module
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MARGIN, MOST
@@ -20,6 +21,13 @@ from tests.support.cuda_models import random_model, some_requests
 
 L, N = 8, 20
 CEILINGS = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=3e-6)
+
+
+@pytest.fixture(autouse=True)
+def _no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the host's work layers as small as these cost nothing, and no draft would pay."""
+    monkeypatch.setattr(prices_module, "HOST_DRAFT_S", 0.0)
+    monkeypatch.setattr(prices_module, "HOST_ROUND_S", 0.0)
 
 
 def model_with(idle: Sequence[int]) -> Decoder:
@@ -40,7 +48,9 @@ def pairs_of(model: Decoder, count: int = 12) -> list[Pair]:
 
 def search_of(model: Decoder, batch_sizes: Sequence[int] = (1, 8), pairs: list[Pair] | None = None) -> Search:
     sample = DraftSample(model, pairs_of(model) if pairs is None else pairs, 4)
-    return Search(sample, Prices(model.config, 4), batch_sizes, N, lambda _: None)
+    return Search(
+        sample, Prices(model.config, 4, reference=prices_module.REFERENCE_AMX), batch_sizes, N, lambda _: None
+    )
 
 
 @pytest.mark.parametrize("idle", [(2, 3, 5), (1, 4, 6), (0, 7)])
