@@ -9,7 +9,8 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -84,8 +85,8 @@ class Section(BaseModel):
 
 
 def _leaves(annotation: object) -> set[object]:
-    """The types that a type is put together of."""
-    parts = get_args(annotation)
+    """The types that a value may be of."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType, Annotated) else ()
     return {annotation} if not parts else set[object]().union(*map(_leaves, parts))
 
 
