@@ -106,11 +106,12 @@ def summarize(finished: "RunResult") -> None:
         note(speedup)
     if cut := report.get("finish_reasons", {}).get("length"):  # a run of an earlier version may not say
         note(f"{cut} of {report['completed']} answers ended at their limit of new tokens (sampling.max_new_tokens)")
-    if errors := report["errors"]:
+    if errors := report.get("errors"):
         most_first = sorted(errors, key=lambda code: -errors[code])
         counts = ", ".join(f"{errors[code]} {code}" for code in most_first)
-        first = report["error_examples"][most_first[0]][0]
-        note(f"failed rows: {counts}; e.g. {first['id']}: {first['message']}")
+        examples = report.get("error_examples", {}).get(most_first[0], [])
+        shown = "".join(f"; e.g. {one['id']}: {one['message']}" for one in examples[:1])
+        note("failed rows: " + counts + "".join(c if c.isprintable() else " " for c in shown))
     if split := report["split_batches"]["count"]:
         note(f"{split} batches are parts of larger ones that failed: {report['split_batches']['first']}")
     note(f"data: {folder.path('data')}\nreport: {folder.path('report.html')}")
@@ -119,7 +120,8 @@ def summarize(finished: "RunResult") -> None:
 def speedup_in_words(report: dict[str, Any]) -> str:
     """Empty for a run at full depth, which has nothing to gain."""
     s, agreement = report["speedup"], report["agreement"]["token_match"]
-    if report["decode"].get("method") == "full" and not report["decode"].get("lossless"):
+    decode = report.get("decode", {})
+    if decode.get("method") == "full" and not decode.get("lossless"):
         return ""
     if s["measured"] is None:
         measured = "not measured"

@@ -19,7 +19,12 @@ def read_json(path: Path) -> Any:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """The same of a file that need not be there, and then is empty; ValueError where it holds no mapping."""
-    raw = read_json(path) if path.exists() else {}
+    try:
+        raw = read_json(path)
+    except ValueError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        return {}
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected a mapping, got {type(raw).__name__}")
     return raw

@@ -133,7 +133,8 @@ class UnevenBatch(ContinuousBatch):
     def _rest(self, running: list[int]) -> list[int]:
         """A round without drafts: the tokens it makes, one for each of the rows `running`."""
         rows = [self._members[at].row for at in running]
-        at, places = self._columns_of(running, rows)
+        fed = self._columns_of(running, rows)
+        at, places = fed
         is_whole = len(running) == len(self._members)
         h = self._feed(self._newest if is_whole else self._newest[places], places, at, self._full)
         found, made = self._choose_at(h, running, [len(row.tokens) for row in rows])
@@ -143,6 +144,7 @@ class UnevenBatch(ContinuousBatch):
             row.take([token], eos, self._decode_text)
             row.layers.append(depth)
             row.ffns.append(depth)
+        self._rested = running, fed  # now that they have their tokens
         if found:
             self._give_logprobs([(row, 1, 1) for row in rows], found)
         self.stats.layer_row_steps += depth * len(rows)
@@ -157,7 +159,6 @@ class UnevenBatch(ContinuousBatch):
             prompts = self._arena.prompts
             columns = [prompts[at] + len(row.tokens) - 1 for at, row in zip(running, rows, strict=True)]
             found = torch.tensor([columns, running], device=self._device)
-        self._rested = running, found
         return found
 
     def _give_logprobs(self, fed: Sequence[tuple[Row, int, int]], found: Sequence[Tensor]) -> None:

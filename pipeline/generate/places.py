@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pyarrow as pa
-from pyarrow.fs import FileType, LocalFileSystem
+from pyarrow.fs import LocalFileSystem
 
 from pipeline.config import ConfigError, JobConfig
 from pipeline.generate.openai_batch import has_batch_files
@@ -45,11 +45,11 @@ def check_apart(folder: RunFolder, listing: Listing) -> None:
 @contextmanager
 def left_as_found(folder: RunFolder) -> Iterator[None]:
     """A refusal takes the folder away again that was made to see whether it can be."""
-    was_there = folder.filesystem.get_file_info(folder.root).type != FileType.NotFound
+    is_new = folder.is_local and not os.path.lexists(folder.root)
     try:
         yield
     except ConfigError:
-        if folder.is_local and not was_there:
+        if is_new:
             with suppress(OSError):  # not empty, or never made
                 os.rmdir(folder.root)
         raise
