@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +19,17 @@ from actors.trainer import Hooks, init_weights, train
 from skipdecode.decoder import Decoder
 from skipdecode.families.opt import OPTConfig
 from skipdecode.families.qwen import Qwen3Config
+from tests.support.train_configs import make_config
 
 pytestmark = pytest.mark.process
 
 SHAPE = OPTConfig(vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08)
 QWEN3 = Qwen3Config(vocab_size=24, hidden_size=32, num_hidden_layers=4, intermediate_size=48, num_attention_heads=4,
                     num_key_value_heads=2, head_dim=16, max_position_embeddings=64, init_std=0.08)  # fmt: skip
-RECIPE: dict[str, Any] = {
-    "schedules": ({"method": "full"}, {"method": "skipdecode", "speedup": 2}),
-    "horizon": 8,
-    "epochs": 3.0,
-    "batch_size": 15,  # shared by two workers in two micro-batches: never evenly
-    "accumulate": 1,
-    "learning_rate": 4e-3,
-    "final_learning_rate": 1e-4,
-    "warmup_steps": 5,
-    "betas": (0.9, 0.95),
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "distill": 0.0,
-    "temperature": 1.0,
-    "hidden": 0.0,
-    "trainable": "all",
-    "fit_pairs": 0,
-    "draw": "one",
-    "precision": "float32",
-    "recompute": False,
-    "parallel": "ddp",
-    "log_every": 1,
-    "validate_every": 6,
-    "checkpoint_every": 5,
-    "validation_rows": 9,
-    "seed": 0,
-}
+# a batch is shared by two workers in two micro-batches: never evenly
+RECIPE: dict[str, Any] = asdict(
+    make_config(epochs=3.0, batch_size=15, log_every=1, validate_every=6, checkpoint_every=5, validation_rows=9)
+)
 NUM_STEPS = 15  # 64 pairs: the last batch of an epoch has 4
 
 

@@ -4,13 +4,12 @@ import json
 import socket
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import httpx2 as httpx
 import openai
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
 from pipeline.service.callers import check_local
 from pipeline.service.endpoint import Endpoint
 from pipeline.service.errors import ApiError
@@ -47,12 +46,6 @@ FOREIGN = [
     {"Tailscale-User-Login": "somebody"},
     {"X-Scheme": "https"},
 ]
-
-
-@pytest.fixture(scope="module")
-def generator(tiny_checkpoint: Path) -> Generator:
-    decode = {"method": "skipdecode", "max_layers": 5, "min_layers": 2, "horizon": 12}
-    return Generator(GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", num_threads=1))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import os
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
 from pipeline.json_size import MAX_MARKS
 from pipeline.service.parse import OWN_KEYS
 from tests.support.processes import wait_for
@@ -29,12 +28,6 @@ STATUSES = {200, 400, 404, 405, 408, 413, 422, 429}
 """Of requests at random: none is the server's own fault."""
 NUM_FUZZED = int(os.environ.get("FUZZ_EXAMPLES", "4000"))
 FUZZ = settings(max_examples=NUM_FUZZED, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-
-
-@pytest.fixture(scope="module")
-def generator(tiny_checkpoint: Path) -> Generator:
-    decode = {"method": "skipdecode", "max_layers": 5, "min_layers": 2, "horizon": 12}
-    return Generator(GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", num_threads=1))
 
 
 @pytest.fixture(scope="module")
