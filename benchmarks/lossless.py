@@ -79,13 +79,13 @@ class Scripted(SpeculativeBatch):
     wanted: dict[str, list[int]]
     rng: random.Random
 
-    def _drafted(self, chains: Sequence[Chain], made: Tensor) -> list[int]:
+    def _drafted(self, chains: Sequence[Chain], made: Tensor) -> Tensor:
         drafts = []
         for chain in chains:
             tokens, k = self.wanted[self._members[chain.at].row.request.id], chain.k + chain.num_drafts + 1
             token = tokens[k] if k < len(tokens) else 0
             drafts.append(token if self.rng.random() < ACCEPTED else (token + 1) % self.model.config.vocab_size)
-        return drafts
+        return torch.tensor(drafts)
 
 
 DRAFT = {"method": "skipdecode", "max_layers": 4, "min_layers": 4}

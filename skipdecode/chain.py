@@ -46,3 +46,8 @@ class Chain:
             if token in eos:
                 self.room = self.num_drafts
                 break
+
+
+def shares(total: int, count: int) -> list[int]:
+    """`total` over `count` tokens, the first ones getting what is left over."""
+    return [total // count + (i < total % count) for i in range(count)]

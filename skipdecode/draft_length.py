@@ -10,6 +10,7 @@ A decision changes how fast tokens come, never which. No torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 
 from skipdecode.lossless import Lossless
@@ -145,11 +146,11 @@ class DraftLength:
         return Decision(0, {length: wanted.repeated.get(length, 1) for length in lengths})
 
     def _pace(self, rows: int) -> Pace:
-        return self._paces.setdefault(size_of(rows), Pace())
+        return self._paces.setdefault(size_of(rows), Pace(rows))
 
     def _by_prices(self, rows: int, k: int, context: int) -> Decision:
         number = self.schedule.draft_tokens
-        passes_s = [self._verify_s(rows, n, context) for n in range((number or MOST) + 1)]
+        passes_s = self._passes_s(rows, number or MOST, context)
         skipped, rate = 0, rows / self._full_s(rows, context)
         if self.schedule.drafts_by_skipping:
             skipped, rate = self._skipped(rows, k, context, passes_s)
@@ -164,8 +165,12 @@ class DraftLength:
     def _full_s(self, rows: int, context: int) -> float:
         return self.prices.seconds("full", self.schedule.prefill(), rows, rows, context)
 
-    def _verify_s(self, rows: int, drafted: int, context: int) -> float:
-        return self.prices.seconds("verify", self.schedule.prefill(), rows, rows * (1 + drafted), context)
+    def _passes_s(self, rows: int, most: int, context: int) -> list[float]:
+        """Seconds of a verification of 0, 1, .. `most` drafts of each row: of fewer ones it never takes longer, though
+        it may have been seen on a bad day."""
+        full = self.schedule.prefill()
+        seen = [self.prices.seconds("verify", full, rows, rows * (1 + n), context) for n in range(most + 1)]
+        return list(accumulate(reversed(seen), min))[::-1]
 
     def _skipped(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> tuple[int, float]:
         """Tokens to draft by skipped passes, and the tokens per second with so many."""
@@ -192,7 +197,7 @@ class DraftLength:
     def speedups(self, rows: int, k: int, context: int, expected: Sequence[float] | None = None) -> list[float]:
         """What 0, 1, .. MOST drafts of skipped passes gain over decoding at full depth. `expected`: tokens that a pass
         gives a row behind so many drafts; None: by the acceptance that it knows so far."""
-        passes_s = [self._verify_s(rows, n, context) for n in range(MOST + 1)]
+        passes_s = self._passes_s(rows, MOST, context)
         rates = self._rates(rows, k, context, passes_s, expected or self.acceptance.expected(SKIPPED, MOST))
         return [rate / rates[0] for rate in rates]
 

@@ -105,3 +105,9 @@ class Drafter:
         if short is None and self._head is not None:
             return self._head.likeliest(self._model.head_states(h))
         return self._model.likeliest(h, short)
+
+    def logits(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
+        """Of all tokens, or of those of `short` in their order: [B, D] -> [B, n]."""
+        if short is not None:
+            return short.logits(self._model.head_states(h))
+        return self._model.head(h) if self._head is None else self._head(self._model.head_states(h), None)

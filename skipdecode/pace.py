@@ -16,9 +16,12 @@ HOLDS, RESTS = 8, 32  # rounds of a decision, with drafts and without: prices co
 LOOK = 4  # rounds without drafts by which one learns what these take
 # Rounds with drafts until such ones are looked at again: where drafts gain less than PLAIN, and where they gain more.
 LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
-TRY = 4  # rounds with drafts before these are judged, of each decision
+# Rounds with drafts before these are judged, of each decision, and rows that must have been in them: how many tokens
+# come of one is luck.
+TRY, TOLD = 4, 16
 # Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
 TRY_EVERY, AT_MOST = 32, 2048
+PAYS = 1.02  # what drafts must gain: where they come out even, trying them again costs more
 KEPT = 5  # decisions of each kind, of which the middle one counts
 ENOUGH = 2  # of them before drafts are judged
 
@@ -65,7 +68,9 @@ class Hold:
     steps_s: float = 0.0
     """Of as many steps at full depth with these rows, by the cost model."""
     counted_s: float = 0.0
-    """Of these, up to when drafts were counted last."""
+    """Of `took_s`, up to when drafts were counted last."""
+    _each: list[float] = field(default_factory=list)
+    """Seconds of each round without drafts over those of its step."""
 
     def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
         """One round."""
@@ -74,25 +79,47 @@ class Hold:
         self.steps_s += step_s
         self.num_made += made
         self.took_s += took_s
+        if not self.decision.has_drafts:
+            self._each.append(took_s / step_s)
+
+    def and_(self, other: "Hold") -> "Hold":
+        """Rounds of both, as those of the first decision."""
+        return replace(
+            self,
+            num_rounds=self.num_rounds + other.num_rounds,
+            num_fed=self.num_fed + other.num_fed,
+            num_made=self.num_made + other.num_made,
+            took_s=self.took_s + other.took_s,
+            steps_s=self.steps_s + other.steps_s,
+        )
 
     @property
     def pace(self) -> float:
-        """Seconds per token over those that the cost model has for full depth."""
+        """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, which are all
+        alike, the middle one's: the first of a batch lays calls out."""
+        if self._each:
+            return median(self._each)
         return self.took_s / self.num_made / (self.steps_s / self.num_fed)
 
 
 class Pace:
     """Of batches of about one size."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
+        self._try = max(TRY, -(-TOLD // rows))  # rounds
         self._drafting: deque[float] = deque(maxlen=KEPT)
         self._resting: deque[float] = deque(maxlen=KEPT)
+        self._short: Hold | None = None  # rounds with drafts that are too few yet
         self._drafted = self._rested = 0  # rounds since the last that did not
         self._patience = TRY_EVERY
 
     def saw(self, hold: Hold) -> None:
         if hold.decision.has_drafts:
-            self._drafting.append(hold.pace)
+            whole = hold if self._short is None else self._short.and_(hold)
+            is_short = whole.num_fed < TOLD
+            self._short = whole if is_short else None
+            if not is_short:
+                self._drafting.append(whole.pace)
             self._drafted, self._rested = self._drafted + hold.num_rounds, 0
         else:
             self._resting.append(hold.pace)
@@ -112,12 +139,13 @@ class Pace:
         if not (self._resting or is_likely) or self._drafted >= (SELDOM if (gain or 0.0) >= PLAIN else LOOK_EVERY):
             return wanted.without_drafts(LOOK)
         if gain is None:
-            return replace(wanted, rounds=TRY)
-        if gain >= 1.0:
+            return replace(wanted, rounds=self._try)
+        if gain >= PAYS:
             self._patience = TRY_EVERY
             return wanted
         if self._rested < self._patience:
             return wanted.without_drafts(RESTS)
         self._patience = min(2 * self._patience, AT_MOST)
         self._drafting.clear()  # what they gained then is not what they gain now
-        return replace(wanted, rounds=TRY)
+        self._short = None
+        return replace(wanted, rounds=self._try)

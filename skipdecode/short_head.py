@@ -34,8 +34,12 @@ class ShortHead:
             return cls(ids, rows)
         return cls(ids, backend_on(weight.device).narrowed(packed) or packed)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """[B, E] -> [B, n]."""
+        return F.linear(x, self.weight) if isinstance(self.weight, Tensor) else self.weight(x, None)
+
     def likeliest(self, x: Tensor) -> Tensor:
         """[B, E] -> [B] int64, of the vocabulary; the lower one of equals."""
         if isinstance(self.weight, Tensor):
-            return self.tokens[likeliest(F.linear(x, self.weight))]
+            return self.tokens[likeliest(self.logits(x))]
         return self.tokens[self.weight.likeliest(x)]

@@ -4,8 +4,8 @@ The head is a product with a row for every token of the vocabulary: a fifth of t
 tokens, and more than that of a draft, which runs few layers. A draft needs no more than the tokens that are likely
 here, since full depth verifies it with all of them. Compare the lexical shortlists of machine translation (arXiv
 1412.2007) and FR-Spec (arXiv 2502.14856), which take theirs from a corpus beforehand; this one learns what the texts at
-hand are made of. For greedy drafts alone: a draw by the same random number lands elsewhere where tokens before it are
-left out. No torch.
+hand are made of. A draw by the same random number lands elsewhere where tokens are left out, but only as far as these
+weigh anything together. No torch.
 """
 
 from collections import Counter

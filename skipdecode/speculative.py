@@ -11,7 +11,7 @@ Verification writes keys and values of every column that it feeds, those of draf
 accepted one are rubbish until the next round writes them. Rows that have ended cost nothing where kernels take places
 (`skipdecode.kv.tokens`), and little elsewhere, until enough of them are dropped.
 
-Not here: how many tokens to draft, if any (`draft_length`), where repeats are found (`repeats`), a row's drafts
+Not here: how many tokens to draft, if any (`draft_length`), drafts by repetition (`repeat_drafts`), a row's drafts
 (`chain`), passes, and rounds without drafts (`uneven`), a batch run to its end (`generate`).
 """
 
@@ -21,23 +21,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.chain import Chain
+from skipdecode.chain import Chain, shares
 from skipdecode.cohort import now
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import SKIPPED, DraftLength
-from skipdecode.extents import Extents, extents_of, layer_ends
-from skipdecode.layer_loop import Layered
+from skipdecode.extents import extents_of, layer_ends
+from skipdecode.kv.tokens import TokensView
 from skipdecode.lossless import Lossless
 from skipdecode.pace import HOLDS, Decision, Hold
-from skipdecode.plan import LayerPlan
 from skipdecode.prefix import Sharing
 from skipdecode.prices import Prices, size_of
-from skipdecode.repeats import RepeatsOfRows
+from skipdecode.repeat_drafts import RepeatDrafts
 from skipdecode.request import DecodeText, Request, Row
 from skipdecode.short_head import ShortHead
-from skipdecode.uneven import UnevenBatch
-
-SURE = 3  # tokens that repeat from which on a repeat comes before a skipped pass, where nobody decides
+from skipdecode.uneven import Draws, UnevenBatch
+from skipdecode.uploads import uploaded
 
 
 class SpeculativeBatch(UnevenBatch):
@@ -59,7 +57,7 @@ class SpeculativeBatch(UnevenBatch):
         self._length = length or DraftLength(schedule, Prices.of(model))
         self._draft_ends = layer_ends(schedule.drafts, model.config.max_position_embeddings)
         self._draft_layers = [i for i, ends in enumerate(zip(*self._draft_ends, strict=True)) if any(ends)]
-        self._repeats = RepeatsOfRows()
+        self._repeats = RepeatDrafts(self._length.acceptance, decides=schedule.draft_tokens is None)
         self._hold: Hold | None = None  # what was decided, and for how long
         self._priced_s = 0.0  # of this round, by its passes
         self._lists = schedule.drafts_by_skipping and model.has_head_rows  # else a list would be learnt in vain
@@ -84,12 +82,14 @@ class SpeculativeBatch(UnevenBatch):
                 begin = now(self._device)  # once for a model: it says nothing about rounds
             made = self._draft(running, hold.decision, begin)
         else:
-            made = self._without_drafts(running, hold, begin)
+            made = self._without_drafts(running, hold)
         self.row_steps += len(running)
         self.stats.decode_steps += 1
         self.stats.row_steps += len(running)
-        step_s = self._length.step_s(len(running), hold.context)
-        hold.add(len(running), made, now(self._device) - begin, step_s)
+        took_s, step_s = now(self._device) - begin, self._length.step_s(len(running), hold.context)
+        if not hold.decision.has_drafts:
+            self._saw_rest(len(running), took_s, step_s)
+        hold.add(len(running), made, took_s, step_s)
         if self.is_done:  # what it came to is for the batches behind it
             self._length.saw(hold)
             self._hold = None
@@ -100,15 +100,13 @@ class SpeculativeBatch(UnevenBatch):
 
     def _prepare(self) -> bool:
         """The weights of drafts, once; whether there was anything to do."""
-        chooses_among_all = not self._lists and self._params is None
-        return self.model.drafter.prepare(self._draft_layers, with_head=chooses_among_all)
+        return self.model.drafter.prepare(self._draft_layers, with_head=not self._lists)
 
     def _short_head(self) -> ShortHead | None:
         """What drafts of skipped passes choose by; None: by the head of the model."""
-        listed = self._length.shortlist.tokens() if self._lists and self._params is None else None
+        listed = self._length.shortlist.tokens() if self._lists else None
         head = None if listed is None else self.model.short_head(listed)
-        among_all = self.model.drafter.num_outputs if self._params is None else None
-        self._length.listed = among_all if head is None else len(head.tokens)
+        self._length.listed = self.model.drafter.num_outputs if head is None else len(head.tokens)
         return head
 
     # --- how many
@@ -130,16 +128,17 @@ class SpeculativeBatch(UnevenBatch):
         self._hold = self._length.hold(rows, ages[rows // 2], context)
         return self._hold
 
-    def _without_drafts(self, running: list[int], hold: Hold, begin: float) -> int:
+    def _without_drafts(self, running: list[int], hold: Hold) -> int:
         """The tokens made."""
-        tokens, rows = self._rest(running), len(running)
+        tokens = self._rest(running)
         if self._lists and hold.num_rounds % HOLDS == 0:  # some of the text says enough, and counting takes time
             self._length.shortlist.wrote(tokens)
-        took_s, model_s = now(self._device) - begin, self._length.step_s(rows, hold.context)
+        return len(tokens)
+
+    def _saw_rest(self, rows: int, took_s: float, step_s: float) -> None:
         self.stats.verify_s += took_s
-        self.stats.model_decode_s += model_s
-        self._length.prices.saw("full", self._lossless.prefill(), rows, rows, 0, took_s, model_s)
-        return rows
+        self.stats.model_decode_s += step_s
+        self._length.prices.saw("full", self._lossless.prefill(), rows, rows, 0, took_s, step_s)
 
     # --- drafts
 
@@ -152,11 +151,11 @@ class SpeculativeBatch(UnevenBatch):
         ]
         short = self._short_head()
         for chain in chains:
-            self._repeat(chain, decision)
+            self._repeats.draft(chain, self._members[chain.at].row, decision, self._eos(chain))
         self._skip(chains, short)
         if decision.continued:
             for chain in chains:
-                self._continue(chain, decision)
+                self._repeats.go_on(chain, self._members[chain.at].row, decision, self._eos(chain))
         drafted = now(self._device)
         made = self._verify(chains, drafted)
         self.stats.draft_s += drafted - start
@@ -171,79 +170,83 @@ class SpeculativeBatch(UnevenBatch):
         sampling = self._members[chain.at].row.request.sampling
         return () if sampling.ignore_eos else tuple(self.model.config.eos_token_ids)
 
-    def _repeat(self, chain: Chain, decision: Decision) -> None:
-        """Drafts what the row repeats, or leaves it to skipped passes."""
-        chain.wanted = decision.skipped
-        if not decision.repeated or chain.room <= 0:
-            return
-        found, tokens = self._repeats.of(self._members[chain.at].row).find(
-            min(max(decision.repeated.values()), chain.room), min(decision.repeated)
-        )
-        count = decision.repeated.get(found, 0)
-        if count and (not decision.skipped or self._is_better(found)):
-            chain.add(tokens[:count], found, self._eos(chain))
-            chain.wanted = 0
-
-    def _is_better(self, found: int) -> bool:
-        """Whether a repeat of so many tokens is as good as a skipped pass."""
-        rate = self._length.acceptance.rate
-        return rate(found, 0) >= rate(SKIPPED, 0) if self._lossless.draft_tokens is None else found >= SURE
-
-    def _continue(self, chain: Chain, decision: Decision) -> None:
-        """Behind drafts of skipped passes: what follows on them elsewhere."""
-        room, drafts = chain.room - chain.num_drafts, chain.tokens[1:]
-        if not drafts or room <= 0 or chain.sources[0][0] != SKIPPED:
-            return
-        index = self._repeats.of(self._members[chain.at].row)
-        index.add(drafts)
-        found, tokens = index.find(min(max(decision.continued.values()), room), min(decision.continued))
-        index.drop(len(drafts))
-        chain.add(tokens[: decision.continued.get(found, 0)], found, self._eos(chain))
-
     def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
         """Drafts by skipped passes, one column of all rows that want one at a time, of the tokens of `short`. The rows
         that run a layer are the youngest ones, as in the batch below."""
-        rows = sorted((c for c in chains if c.wanted > 0 and c.room > 0), key=lambda c: -c.k)
-        drafts = self._lossless.drafts
+        rows, draws = sorted((c for c in chains if c.wanted > 0 and c.room > 0), key=lambda c: -c.k), None
         while rows := [chain for chain in rows if chain.num_drafts < min(chain.wanted, chain.room)]:
-            ages = [chain.k + chain.num_drafts for chain in rows]
-            start = now(self._device)
-            extents = extents_of(ages, *self._draft_ends)
-            h = self._feed_chains(rows, [chain.num_drafts for chain in rows], extents, self.model.drafter)
-            if self._params is None:
-                made = self.model.drafter.likeliest(h[:, -1], short)
-            else:
-                _, made = self._choose_at(h, [chain.at for chain in rows], [age + 1 for age in ages])
-            for chain, token, age in zip(rows, self._drafted(rows, made), ages, strict=True):
-                plan = drafts.step(age)
-                chain.layers += plan.num_layers_run
-                chain.ffns += sum(plan.ffn)
-                chain.add([token], SKIPPED, self._eos(chain))
-            took_s, context = now(self._device) - start, self._context(chains)
-            self._price("draft", drafts.step(ages[len(ages) // 2]), len(rows), len(rows), context, took_s)
+            start, places = now(self._device), [chain.at for chain in rows]
+            tokens, view = self._fed(rows, [chain.num_drafts for chain in rows])
+            if self._params is not None:
+                most = max(chain.wanted - chain.num_drafts for chain in rows)
+                draws = self._draws(places, [chain.k + chain.num_drafts + 1 for chain in rows], most)
+            ages, ends = [chain.k + chain.num_drafts for chain in rows], list[float]()
+            while not ends or all(chain.num_drafts < min(chain.wanted, chain.room) for chain in rows):
+                if ends:  # the same rows, a column on
+                    view.advance()
+                tokens = self._skip_once(rows, ages, tokens, view, draws, len(ends), short)
+                ages = [age + 1 for age in ages]
+                ends.append(now(self._device))
+            self._price_drafts(len(rows), ages[len(ages) // 2] - 1, self._context(chains), start, ends)
 
-    def _drafted(self, chains: Sequence[Chain], made: Tensor) -> list[int]:
-        """The drafts of a skipped pass, from what it made of each chain [n]. A measurement may script them."""
-        return list(made.tolist())
+    def _price_drafts(self, rows: int, age: int, context: int, start: float, ends: Sequence[float]) -> None:
+        """What skipped passes took, the last at that age. The first finds nothing in the caches: what that takes is
+        the round's."""
+        plan, prices, listed = self._lossless.drafts.step(age), self._length.prices, self._length.listed
+        model_s = prices.model_s(plan, rows, rows, context, listed, "draft")
+        first_s, known_s = ends[0] - start, prices.seconds("draft", plan, rows, rows, context, listed)
+        took_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else min(first_s, known_s)
+        if len(ends) > 1 or first_s < known_s:
+            prices.saw("draft", plan, rows, rows, context, took_s, model_s)
+        self.stats.model_decode_s += len(ends) * model_s
+        self._priced_s += len(ends) * took_s
 
-    def _feed_chains(
-        self, chains: Sequence[Chain], offsets: Sequence[int], extents: Extents, by: Layered | None = None
+    def _skip_once(
+        self,
+        rows: Sequence[Chain],
+        ages: Sequence[int],
+        tokens: Tensor,
+        view: TokensView,
+        draws: Draws | None,
+        number: int,
+        short: ShortHead | None,
     ) -> Tensor:
-        """The states [N, 1, D] of token `offsets[i]` of `chains[i]`, which lie side by side, behind the layers of
-        `by`."""
+        """One skipped pass, by that `number` of the `draws`: the drafts that it makes [n], which the rows have then."""
+        drafter, drafts = self.model.drafter, self._lossless.drafts
+        h = self._feed(tokens, view, extents_of(ages, *self._draft_ends), drafter)[:, -1]
+        if draws is None:
+            made = drafter.likeliest(h, short)
+        else:
+            made = self._drawn(drafter.logits(h, short), draws, number)
+            made = made if short is None else short.tokens[made]
+        made = self._drafted(rows, made)
+        for chain, token, age in zip(rows, made.tolist(), ages, strict=True):
+            plan = drafts.step(age)
+            chain.layers += plan.num_layers_run
+            chain.ffns += sum(plan.ffn)
+            chain.add([token], SKIPPED, self._eos(chain))
+        return made
+
+    def _drafted(self, chains: Sequence[Chain], made: Tensor) -> Tensor:
+        """The drafts of a skipped pass, from what it made of each chain [n]. A measurement may script them."""
+        return made
+
+    def _fed(self, chains: Sequence[Chain], offsets: Sequence[int]) -> tuple[Tensor, TokensView]:
+        """Token `offsets[i]` of `chains[i]`, which lie side by side: these [N], and their view."""
         prompts = self._arena.prompts
         tokens = [chain.tokens[i] for chain, i in zip(chains, offsets, strict=True)]
         columns = [prompts[chain.at] + chain.k + i for chain, i in zip(chains, offsets, strict=True)]
         places = [chain.at for chain in chains]
-        fed, at, where = torch.tensor([tokens, columns, places], device=self._device)
-        return self._feed(fed, where, at, extents, max(Counter(places).values()), by)
+        fed, at, where = uploaded([tokens, columns, places], self._device)
+        return fed, self._view(where, at, max(Counter(places).values()))
 
     def _verify(self, chains: Sequence[Chain], start: float) -> int:
         """Feeds all chains at full depth, and gives the rows what they got: so many tokens."""
         spread = [(chain, i) for chain in chains for i in range(len(chain.tokens))]
         of, offsets = [chain for chain, _ in spread], [i for _, i in spread]
-        h = self._feed_chains(of, offsets, self._full)
-        found, made = self._choose_at(h, [c.at for c in of], [c.k + i + 1 for c, i in spread])
+        h = self._feed(*self._fed(of, offsets), self._full)
+        places = [chain.at for chain in of]
+        found, made = self._choose_at(h, places, self._draws(places, [chain.k + i + 1 for chain, i in spread]))
         chosen, begin = made.tolist(), 0
         context = self._context(chains)
         newest = [0] * len(self._members)
@@ -256,8 +259,8 @@ class SpeculativeBatch(UnevenBatch):
             kept = len(row.tokens) - before
             chain.layers += len(own) * self._depth
             chain.ffns += len(own) * self._depth
-            row.layers += _spread(chain.layers, kept)
-            row.ffns += _spread(chain.ffns, kept)
+            row.layers += shares(chain.layers, kept)
+            row.ffns += shares(chain.ffns, kept)
             newest[chain.at] = row.tokens[-1]
             taken.append((row, len(own), kept))
             begin += len(own)
@@ -273,18 +276,9 @@ class SpeculativeBatch(UnevenBatch):
         self.stats.layer_row_steps += sum(chain.layers for chain in chains)
         took_s = now(self._device) - start
         self.stats.verify_s += took_s
-        self._price("verify", self._lossless.prefill(), len(chains), len(spread), context, took_s)
-        return sum(kept for _, _, kept in taken)
-
-    def _price(self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float) -> None:
-        """What a pass took, the host's work with it: for few rows of a small model that is most of it."""
-        listed = self._length.listed if kind == "draft" else None
-        model_s = self._length.prices.model_s(plan, rows, tokens, context, listed, kind)
+        self._priced_s += took_s  # with the host's work: for few rows of a small model that is most of it
+        sizes = len(chains), len(spread), context
+        model_s = self._length.prices.model_s(self._lossless.prefill(), *sizes, kind="verify")
         self.stats.model_decode_s += model_s
-        self._length.prices.saw(kind, plan, rows, tokens, context, took_s, model_s)
-        self._priced_s += took_s
-
-
-def _spread(total: int, count: int) -> list[int]:
-    """`total` over `count` tokens, the first ones getting what is left over."""
-    return [total // count + (i < total % count) for i in range(count)]
+        self._length.prices.saw("verify", self._lossless.prefill(), *sizes, took_s, model_s)
+        return sum(kept for _, _, kept in taken)

@@ -8,8 +8,9 @@ B rows, N tokens of a pass, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +25,42 @@ from skipdecode.logprobs import listed, top_logprobs
 from skipdecode.plan import FullDepth
 from skipdecode.request import DecodeText, Row, TokenLogprobs
 from skipdecode.sampler import cuts, likeliest, pick
+from skipdecode.uploads import uploaded
 
 # Ended rows keep their memory up to this share of the batch: where nothing is computed for them, to copy the others is
 # dearer than to carry them.
 CARRY_ENDED = {True: 7 / 8, False: 1 / 2}
 FEW = 64  # columns that are chosen at a time at least: each time reads the head
+
+
 Params: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Temperature, top_k, top_p [N, 1]."""
+
+
+class Draws(NamedTuple):
+    """How tokens of N rows are drawn, n of each one after the other."""
+
+    params: Params
+    uniforms: Tensor
+    """[N, n]."""
+
+    def of(self, rows: slice) -> "Draws":
+        temperature, top_k, top_p = self.params
+        return Draws((temperature[rows], top_k[rows], top_p[rows]), self.uniforms[rows])
+
+
+class _Rested(NamedTuple):
+    """A round without drafts."""
+
+    running: list[int]
+    """Places of its rows."""
+    places: Tensor
+    """The same, [R]."""
+    view: TokensView
+    params: Params | None
+    """Of these rows; None: all are greedy."""
+    numbers: Tensor
+    """[R, 1] int64: where in all random numbers, put flat, those of their tokens are."""
 
 
 class UnevenBatch(ContinuousBatch):
@@ -44,8 +74,9 @@ class UnevenBatch(ContinuousBatch):
         self._device = model.device
         self._carry = CARRY_ENDED[backend_on(self._device).takes_places]
         self._has_cuts = False
-        self._rested: tuple[list[int], Tensor] | None = None  # the rows of the last round, if it was one without drafts
-        self._next_column = torch.tensor([[1], [0]], device=self._device)
+        # the last round, where it was one without drafts
+        self._rested: _Rested | None = None
+        self._uniforms = torch.empty(0, device=self._device)  # [B, N] of all tokens of the rows, where one draws
         self._num_running: int | None = None  # when it was last seen to that ended rows are dropped
         self.stats = LosslessStats()
 
@@ -68,58 +99,59 @@ class UnevenBatch(ContinuousBatch):
         super()._changed()
         self._num_running, self._rested = None, None
         self._has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
+        if self._params is not None:
+            self._uniforms = uploaded(padded([member.uniforms for member in self._members]), self._device)
 
-    def _feed(
-        self,
-        tokens: Tensor,
-        places: Tensor,
-        columns: Tensor,
-        extents: Extents,
-        most: int = 1,
-        by: Layered | None = None,
-    ) -> Tensor:
-        """The states [N, 1, D] of tokens [N] behind their layers; `places`, `columns`, `most` as in `TokensView`. `by`:
-        whose layers; None: the model's."""
-        view = TokensView(self._arena, places, columns, self.model.rotations, most)
-        return run_layers(by or self.model, self.model.embed(tokens[:, None], columns[:, None]), view, extents)[0]
+    def _view(self, places: Tensor, columns: Tensor, most: int = 1) -> TokensView:
+        """For tokens [N]; `most` as in `TokensView`."""
+        return TokensView(self._arena, places, columns, self.model.rotations, most)
 
-    def _choose_at(self, h: Tensor, places: Sequence[int], steps: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """What `top_logprobs` gives of the columns whose rows ask, and of each column the token y_k of the row at
-        `places[i]`, k = `steps[i]`: [N]."""
-        params, asks = self._params, self._logprobs.is_asked
-        if params is None and not asks:
+    def _feed(self, tokens: Tensor, view: TokensView, extents: Extents, by: Layered | None = None) -> Tensor:
+        """The states [N, 1, D] of tokens [N] behind their layers. `by`: whose layers; None: the model's."""
+        return run_layers(by or self.model, self.model.embed(tokens[:, None], view.positions), view, extents)[0]
+
+    def _draws(self, places: Sequence[int], steps: Sequence[int], count: int = 1) -> Draws | None:
+        """Of `count` tokens from y_k on, k = `steps[i]`, of the row at `places[i]`; None where all are greedy."""
+        members, params = self._members, self._params_at(places)
+        if params is None:
+            return None
+        numbers = [
+            [members[place].uniform(k + i) for i in range(count)] for place, k in zip(places, steps, strict=True)
+        ]
+        return Draws(params, uploaded(np.array(numbers, dtype=np.float32), self._device))
+
+    def _params_at(self, places: Sequence[int]) -> Params | None:
+        params = self._params
+        if params is None or list(places) == list(range(len(self._members))):
+            return params
+        at = uploaded(places, self._device)
+        return params[0][at], params[1][at], params[2][at]
+
+    def _drawn(self, logits: Tensor, draws: Draws, number: int = 0) -> Tensor:
+        """[N, V] -> [N]: of each row's tokens that `number`."""
+        return pick(logits, *draws.params, draws.uniforms[:, number : number + 1], cuts=self._has_cuts)
+
+    def _choose_at(self, h: Tensor, places: Sequence[int], draws: Draws | None) -> tuple[list[Tensor], Tensor]:
+        """What `top_logprobs` gives of the columns whose rows ask, and of each column a token of the row at
+        `places[i]`, by its `draws`: [N]."""
+        if self._params is None and not self._logprobs.is_asked:
             return [], self.model.likeliest(h.select(1, -1))
-        uniforms, members = None, self._members
-        if params is not None:
-            numbers = [members[place].uniform(k) for place, k in zip(places, steps, strict=True)]
-            uniforms = torch.tensor(numbers, dtype=torch.float32, device=h.device).unsqueeze(1)
-            if len(places) != len(members) or any(at != place for at, place in enumerate(places)):
-                at = torch.tensor(places, device=h.device)
-                params = params[0][at], params[1][at], params[2][at]
-        states, most = h.select(1, -1), max(len(members), FEW)
+        states, most = h.select(1, -1), max(len(self._members), FEW)
         if len(h) <= most:
-            return self._choose(states, places, params, uniforms)
+            return self._choose(states, places, draws)
         made, found = list[Tensor](), list[list[Tensor]]()
         for begin in range(0, len(h), most):  # at a time: logits of all columns may take more memory than the cache
             part = slice(begin, begin + most)
-            own = None if params is None else (params[0][part], params[1][part], params[2][part])
-            numbers_of = None if uniforms is None else uniforms[part]
-            seen, chosen = self._choose(states[part], places[part], own, numbers_of)
+            seen, chosen = self._choose(states[part], places[part], None if draws is None else draws.of(part))
             made.append(chosen)
             if seen:
                 found.append(seen)
         return [torch.cat(parts) for parts in zip(*found, strict=True)], torch.cat(made)
 
-    def _choose(
-        self, states: Tensor, places: Sequence[int], params: Params | None, uniforms: Tensor | None
-    ) -> tuple[list[Tensor], Tensor]:
-        """The same of states [N, D] whose logits are held at once; `params` and `uniforms` [N, 1] each, None where all
-        are greedy."""
+    def _choose(self, states: Tensor, places: Sequence[int], draws: Draws | None) -> tuple[list[Tensor], Tensor]:
+        """The same of states [N, D] whose logits are held at once; `draws`: None where all are greedy."""
         logits = self.model.head(states)
-        if params is None or uniforms is None:
-            made = likeliest(logits)
-        else:
-            made = pick(logits, *params, uniforms, cuts=self._has_cuts)
+        made = likeliest(logits) if draws is None else self._drawn(logits, draws)
         if not self._logprobs.is_asked:
             return [], made
         own = [i for i, place in enumerate(places) if self._asks(place)]
@@ -133,33 +165,35 @@ class UnevenBatch(ContinuousBatch):
     def _rest(self, running: list[int]) -> list[int]:
         """A round without drafts: the tokens it makes, one for each of the rows `running`."""
         rows = [self._members[at].row for at in running]
-        fed = self._columns_of(running, rows)
-        at, places = fed
-        is_whole = len(running) == len(self._members)
-        h = self._feed(self._newest if is_whole else self._newest[places], places, at, self._full)
-        found, made = self._choose_at(h, running, [len(row.tokens) for row in rows])
+        rested = self._to_rest(running, rows)
+        is_whole, places = len(running) == len(self._members), rested.places
+        h = self._feed(self._newest if is_whole else self._newest[places], rested.view, self._full)
+        draws = None if rested.params is None else Draws(rested.params, self._uniforms.take(rested.numbers))
+        found, made = self._choose_at(h, running, draws)
         self._newest = made if is_whole else self._newest.index_copy(0, places, made)
         tokens, eos, depth = made.tolist(), self.model.config.eos_token_ids, self._depth
         for row, token in zip(rows, tokens, strict=True):
             row.take([token], eos, self._decode_text)
             row.layers.append(depth)
             row.ffns.append(depth)
-        self._rested = running, fed  # now that they have their tokens
+        self._rested = rested  # now that they have their tokens
         if found:
             self._give_logprobs([(row, 1, 1) for row in rows], found)
         self.stats.layer_row_steps += depth * len(rows)
         return tokens
 
-    def _columns_of(self, running: list[int], rows: Sequence[Row]) -> Tensor:
-        """Columns and places [2, R] of the newest tokens; those of the last round and one more, where it fed the same
-        rows and no drafts."""
-        if self._rested is not None and self._rested[0] == running:
-            found = self._rested[1] + self._next_column
-        else:
-            prompts = self._arena.prompts
-            columns = [prompts[at] + len(row.tokens) - 1 for at, row in zip(running, rows, strict=True)]
-            found = torch.tensor([columns, running], device=self._device)
-        return found
+    def _to_rest(self, running: list[int], rows: Sequence[Row]) -> "_Rested":
+        """The newest tokens; those of the last round a column on, where it fed the same rows and no drafts."""
+        rested, self._rested = self._rested, None  # what fails on the way is not to be gone on from
+        if rested is not None and rested.running == running:
+            rested.view.advance()
+            rested.numbers.add_(1)
+            return rested
+        steps, prompts, most = [len(row.tokens) for row in rows], self._arena.prompts, self._uniforms.shape[-1]
+        columns = [prompts[at] + k - 1 for at, k in zip(running, steps, strict=True)]
+        numbers = [at * most + k for at, k in zip(running, steps, strict=True)]
+        places, at, numbers_of = uploaded([running, columns, numbers], self._device)
+        return _Rested(running, places, self._view(places, at), self._params_at(running), numbers_of[:, None])
 
     def _give_logprobs(self, fed: Sequence[tuple[Row, int, int]], found: Sequence[Tensor]) -> None:
         """To the rows that ask, of the tokens that are theirs. `fed`: rows with their columns, and how many of these
@@ -170,3 +204,11 @@ class UnevenBatch(ContinuousBatch):
                 continue
             for one in [next(one_by_one) for _ in range(columns)][:kept]:
                 row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))
+
+
+def padded(lines: Sequence[Sequence[float]]) -> np.ndarray:
+    """[B, N] float32, zeros behind a line's end."""
+    filled = np.zeros((len(lines), max(map(len, lines), default=0)), dtype=np.float32)
+    for row, line in enumerate(lines):
+        filled[row, : len(line)] = line
+    return filled

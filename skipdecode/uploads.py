@@ -21,8 +21,11 @@ def uploaded(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `torch.tensor`: the shape of the list, and by default int64 or float32, or the type of the array."""
+    """As `torch.tensor`: the shape of the list, and by default int64 or float32, or the type of the array, whose memory
+    it may keep."""
     if device.type != "cuda":
+        if isinstance(numbers, np.ndarray) and dtype is None:  # sooner by several microseconds
+            return torch.from_numpy(numbers)
         return torch.tensor(numbers, dtype=dtype, device=device)
     if isinstance(numbers, np.ndarray):  # which torch.tensor does not pin
         given = torch.from_numpy(numbers)

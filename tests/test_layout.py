@@ -108,7 +108,8 @@ def test_only_a_back_end_knows_its_kernels() -> None:
 
 
 RUN_LAYERS = {
-    "decoder", "forced", "graphed", "layer_loop", "layers", "padded", "ragged", "swiftkv", "tokens", "unpadded", "view",
+    "decoder", "forced", "graphed", "kept_steps", "layer_loop", "layers", "padded", "ragged", "swiftkv", "tokens",
+    "unpadded", "view",
 }  # fmt: skip
 """Modules of skipdecode/ and its kv/ that hold what a back end made of a layer, to give it work."""
 

@@ -116,6 +116,8 @@ class Backend:
     """`prepare_step` and `column_attention` take `Columns` with `places`: several new columns of a row."""
     wants_among = False
     """Of those, they want `Columns.among`."""
+    takes_fewer = False
+    """A step that is prepared for some rows serves fewer, too: the first ones of its columns."""
     has_matrix_units = False
     """Many columns cost a product little more than one (an order of magnitude is enough: `skipdecode.prices`)."""
     reads_tables = False

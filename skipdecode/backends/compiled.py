@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from skipdecode.backends import choice, cpu, cpu_draw, cpu_weights
+from skipdecode.backends import choice, cpu, cpu_weights
 from skipdecode.backends.backend import (
     Activation,
     Backend,
@@ -35,7 +35,7 @@ from skipdecode.config import Quantization
 class CompiledBackend(Backend):
     """As `Backend`, for CPUs."""
 
-    takes_places = True
+    takes_places = takes_fewer = True
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
@@ -138,10 +138,8 @@ class CompiledBackend(Backend):
     def argmax(self, logits: Tensor) -> Tensor:
         return cpu.argmax(logits) if cpu.is_available(logits) else super().argmax(logits)
 
-    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        drawn = cpu_draw.draw(logits, temperature, top_k, top_p, uniform)
-        is_greedy = temperature[:, 0] == 0
-        return torch.where(is_greedy, self.argmax(logits), drawn) if is_greedy.any() else drawn
+    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor | None:
+        return cpu.draw(logits, temperature, top_k, top_p, uniform) if cpu.is_available(logits) else None
 
     def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
         """Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros

@@ -106,6 +106,20 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
+def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """What `skipdecode.sampler.pick_by_sort` chooses, but for rounding: [B, V] logits, [B, 1] each -> [B] int64."""
+    B, V = logits.shape
+    given = [logits, temperature, top_k, top_p, uniform]
+    for tensor, dtype in zip(given[1:], (torch.float32, torch.int64, torch.float32, torch.float32), strict=True):
+        assert tensor.dtype == dtype, (tensor.dtype, dtype)
+        assert tensor.shape == (B, 1), (tensor.shape, B)
+    given = [tensor.contiguous() for tensor in given]
+    out = torch.empty(B, dtype=torch.int64)
+    pointers = [tensor.data_ptr() for tensor in (*given, out)]
+    function("draw", logits.dtype)(B, V, *pointers, torch.get_num_threads())
+    return out
+
+
 def linear(
     x: Tensor,
     packed: Weight,

@@ -143,8 +143,6 @@ class LayerKernel:
         """Keys, values, capacity, first and last columns, as `step` takes them."""
         k, v, first, last, places = columns[:5]
         _check_cache(self.dtype, rows if places is None else len(k), self._shape, k, v)
-        _check_indices(rows, first)
-        _check_indices(rows, last)
         return k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr()
 
     def read(
@@ -179,15 +177,16 @@ class Step:
     def __init__(
         self, layers: Sequence[LayerKernel], rows: int, columns: Sequence[Columns] | None, *, feeds: bool
     ) -> None:
-        """As `Backend.prepare_step`."""
+        """As `Backend.prepare_step`; it `takes_fewer`."""
         count, dtype = len(layers), layers[0].dtype
         memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
         places = shared = None
         if columns is not None:
             places = columns[0].places
             assert all(of.places is places for of in columns), "layers of other rows"
-            if places is not None:
-                _check_indices(rows, places)
+            numbers = [number for of in columns for number in (of.first, of.last, of.places) if number is not None]
+            for indices in {id(number): number for number in numbers}.values():  # mostly the same in all layers
+                _check_indices(rows, indices)
             heads = [at.shared.struct(rows, at.k) for at in columns if at.shared is not None]
             assert len(heads) in (0, count), "shared columns in some of the layers"
             shared = (Shared * count)(*heads) if heads else None
@@ -195,11 +194,11 @@ class Step:
         for kernel in layers:
             assert (kernel.dtype, kernel.width) == (dtype, layers[0].width), (kernel.dtype, kernel.width)
         self._held = (layers, columns)  # what the pointers point to
-        self._dtype, self._shape = dtype, (rows, 1, layers[0].width)
+        self._dtype, self._width, self._most = dtype, layers[0].width, rows
         k, v, capacities, first, last = zip(*memory, strict=True)
         pointers = POINTER * count
         self._call = function("step", dtype)
-        self._layers = (pointers(*(kernel.address for kernel in layers)), count, rows)
+        self._layers = pointers(*(kernel.address for kernel in layers)), count
         self._columns = (
             columns is not None,
             feeds,
@@ -214,9 +213,10 @@ class Step:
 
     def __call__(self, h: Tensor) -> Tensor:
         """h [B, 1, D], in place."""
-        _check_states(self._dtype, h, self._shape)
-        threads = torch.get_num_threads()
-        self._call(*self._layers, h.data_ptr(), *self._columns, pointer(LayerKernel.seconds), threads)
+        rows, threads = len(h), torch.get_num_threads()
+        assert rows <= self._most, (rows, self._most)
+        _check_states(self._dtype, h, (rows, 1, self._width))
+        self._call(*self._layers, rows, h.data_ptr(), *self._columns, pointer(LayerKernel.seconds), threads)
         return h
 
 

@@ -10,7 +10,6 @@ B rows, R rows with memory, S columns visible, H heads of queries, G of keys and
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +18,13 @@ from torch import Tensor
 from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
 from skipdecode.backends.device import backend_on
 from skipdecode.config import DecoderConfig
+from skipdecode.kv.kept_steps import KeptSteps
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.view import StepView, attention
 from skipdecode.rope import Turn, turn_of
 from skipdecode.uploads import uploaded
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
-KEPT_STEPS = 8  # calls of layers, for as many numbers of tokens
 
 
 class Arena:
@@ -51,7 +50,7 @@ class Arena:
         """Prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
         self._lengths: list[int] = []  # columns written
-        self._steps: dict[tuple[Any, ...], tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+        self._steps = KeptSteps(self._backend)
         self._clear()
 
     @property
@@ -98,7 +97,7 @@ class Arena:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all rows but these (rising). What falls off at the ends costs nothing."""
-        self._steps.clear()  # which hold memory, too
+        self._steps.clear()
         prompts, limits = [self.prompts[row] for row in rows], [self._limits[row] for row in rows]
         if not rows:
             self._clear()  # a burst of long rows leaves nothing behind
@@ -138,6 +137,8 @@ class Arena:
     def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of all rows of the batch: [B, G, columns of the layer, K]."""
         owner, rows = self._owners[layer], slice(self.first, self.first + self.num_rows)
+        if self.num_rows == self._num_rows:  # 2 L slices are a tenth of a small model's step
+            return self._k[owner], self._v[owner]
         return self._k[owner][rows], self._v[owner][rows]
 
     @property
@@ -147,19 +148,8 @@ class Arena:
     def step_of(
         self, kernels: Sequence[FusedLayer], layers: Sequence[int], numbers: Tensor, most: int, *, feeds: bool
     ) -> Callable[[Tensor], Tensor]:
-        """`Backend.prepare_step` for the tokens of a `TokensView`, which attend. Calls are kept as long as rows and
-        their memory stay, so that a step of as many tokens lays out none. `numbers` as `TokensView.numbers`."""
-        key = (numbers.shape, most if self.wants_among else 1, feeds, *layers, *kernels)
-        if key not in self._steps:
-            if len(self._steps) >= KEPT_STEPS:
-                self._steps.clear()
-            held = numbers.clone()  # a call knows where they lie
-            one = columns_of(self.memory_of(layers[0]), held, most)
-            of = [one._replace(k=k, v=v) for k, v in map(self.memory_of, layers)]
-            self._steps[key] = held, self._backend.prepare_step(kernels, numbers.shape[1], of, feeds=feeds)
-        held, step = self._steps[key]
-        held.copy_(numbers)
-        return step
+        """`KeptSteps.of` this batch."""
+        return self._steps.of(kernels, layers, numbers, most, self.memory_of, feeds=feeds)
 
     def view(self, table: Tensor | None = None) -> "ArenaSlice":
         """All rows of the batch, in the step begun; `table` as in `ArenaSlice`."""
@@ -292,9 +282,3 @@ class ArenaSlice(StepView):
 
     def last(self, h: Tensor) -> tuple[Tensor, "ArenaSlice"]:
         raise AssertionError("one new column already")
-
-
-def columns_of(memory: tuple[Tensor, Tensor], numbers: Tensor, most: int) -> Columns:
-    """Of `TokensView.numbers`."""
-    first, last, places = numbers[:3]
-    return Columns(*memory, first, last, places, among=numbers[3:] if len(numbers) > 3 else None, most=most)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.backend import Columns, FusedLayer
-from skipdecode.kv.ragged import Arena, columns_of
+from skipdecode.kv.kept_steps import columns_of
+from skipdecode.kv.ragged import Arena
 from skipdecode.kv.view import StepView, attention
 from skipdecode.rope import Turn, turn_of
 
@@ -32,9 +33,20 @@ class TokensView(StepView):
         self._attend_one = arena.attention_at_places
         self.has_kernels = self._attend_one is not None
 
+    def advance(self) -> None:
+        """To the next column of every token's place."""
+        self._columns = self.numbers[1].add_(1)
+        for kept in ("turn", "_slots"):
+            self.__dict__.pop(kept, None)
+
+    @property
+    def positions(self) -> Tensor:
+        """[N, 1] int64."""
+        return self._columns[:, None]
+
     @cached_property
     def turn(self) -> Turn | None:
-        return turn_of(self._table, self._columns[:, None])
+        return turn_of(self._table, self.positions)
 
     @cached_property
     def numbers(self) -> Tensor:

@@ -51,7 +51,7 @@ def test_a_hold_counts_tokens_and_seconds() -> None:
 
 
 def test_rounds_without_drafts_are_looked_at_first_and_again() -> None:
-    pace = Pace()
+    pace = Pace(4)
     assert pace.judge(WANTED) == Decision(0, {}, LOOK)
     pace.saw(hold(Decision(0, {}, LOOK), 1.0))
     rounds = 0
@@ -66,18 +66,18 @@ def test_rounds_without_drafts_are_looked_at_first_and_again() -> None:
 @pytest.mark.parametrize(("gain", "loss"), [(3.0, 0.01), (1.1, 0.01), (1.0, 0.001), (0.9, 0.01), (0.5, 0.05)])
 def test_little_is_lost_of_what_is_best(gain: float, loss: float) -> None:
     """In the long run; where drafts lose they are tried less and less often."""
-    per_token, _ = simulate(Pace(), gain, 6000)
+    per_token, _ = simulate(Pace(4), gain, 6000)
     assert per_token <= min(1.0, 1 / gain) * (1 + loss)
 
 
 def test_few_rounds_lose_little_where_drafts_cost_twice() -> None:
-    per_token, drafted = simulate(Pace(), 0.5, 1000)
+    per_token, drafted = simulate(Pace(4), 0.5, 1000)
     assert drafted <= 2 * TRY * 6  # two decisions until they are judged, and five tries
     assert per_token < 1.25
 
 
 def test_vain_tries_become_rare() -> None:
-    pace, at, tries = Pace(), 0, list[int]()
+    pace, at, tries = Pace(4), 0, list[int]()
     while at < 4 * AT_MOST:
         decision = pace.judge(WANTED)
         if decision.has_drafts:
@@ -91,7 +91,7 @@ def test_vain_tries_become_rare() -> None:
 
 
 def test_drafts_that_begin_to_pay_are_taken_up_again() -> None:
-    pace = Pace()
+    pace = Pace(4)
     simulate(pace, 0.8, 800)
     _, drafted = simulate(pace, 2.0, 3000)
     assert drafted > 2000
@@ -103,12 +103,12 @@ def test_drafts_that_begin_to_pay_are_taken_up_again() -> None:
 def test_a_machine_with_other_work_does_not_sway_it(seed: int) -> None:
     """Rounds take up to half as long again, at random."""
     for gain in (0.8, 1.25):
-        per_token, _ = simulate(Pace(), gain, 8000, noise=0.5, seed=seed)
+        per_token, _ = simulate(Pace(4), gain, 8000, noise=0.5, seed=seed)
         assert per_token == pytest.approx(min(1.0, 1 / gain), rel=0.03)
 
 
 def test_where_drafts_plainly_pay_one_seldom_looks() -> None:
-    pace, looks, at = Pace(), list[int](), 0
+    pace, looks, at = Pace(4), list[int](), 0
     while at < 3 * SELDOM:
         decision = pace.judge(WANTED)
         looks += [] if decision.has_drafts else [at]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from skipdecode.backends.cpu_draw import kept_tokens
 from skipdecode.sampler import Sampler, draw, pick, pick_by_sort
 from skipdecode.sampling import Sampling, row_uniforms
 
@@ -228,59 +227,6 @@ def test_a_row_without_cuts_draws_the_same_in_any_company(temperature: float) ->
     alone, beside = Sampler(ids[:5], [plain] * 5, 200, CPU), Sampler(ids, [plain] * 5 + [cut], 200, CPU)
     for k in range(200):
         assert torch.equal(alone(logits[:5], k), beside(logits, k)[:5])
-
-
-def test_nothing_is_ordered_where_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    orders: list[int] = []
-    topk = Tensor.topk
-    monkeypatch.setattr(Tensor, "topk", lambda self, *a, **k: orders.append(1) or topk(self, *a, **k))
-    for row, count in ((Sampling(temperature=1.0), 0), (Sampling(top_k=3), 0), (Sampling(temperature=1.0, top_k=3), 1)):
-        rows = [row, Sampling(temperature=0.5)]
-        Sampler(["a", "b"], rows, 1, CPU)(torch.randn(2, 50), 0)
-        assert len(orders) == count
-
-
-def by_sorting(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The tokens that top-k and top-p leave of logits [V], by their definition: the whole row in order. bool [V]."""
-    ordered, tokens = logits.sort(descending=True, stable=True)
-    p = ordered[: top_k or None].double().softmax(-1)
-    stays = (p.cumsum(-1) - p < top_p) | (top_p >= 1)
-    stays[0] = True
-    return torch.zeros(len(logits), dtype=torch.bool).index_fill(0, tokens[: len(p)][stays], True)
-
-
-@settings(max_examples=80)
-@given(
-    seed=st.integers(0, 2**31),
-    head=st.sampled_from([1, 3, 7]),
-    cuts=st.lists(
-        st.tuples(st.integers(0, 25), st.sampled_from([0.0, 0.21, 0.53, 0.77, 0.97, 1.0])), min_size=1, max_size=5
-    ),
-    step=st.sampled_from([None, 0.5]),
-)
-def test_a_cut_behind_the_largest_logits(
-    seed: int, head: int, cuts: list[tuple[int, float]], step: float | None
-) -> None:
-    """Whether the cut lies among the logits that are ordered first or behind them, and with `step` among ties."""
-    logits = torch.randn(len(cuts), 23, generator=torch.Generator().manual_seed(seed))
-    if step:
-        logits = (logits / step).round() * step
-    wanted = torch.stack([by_sorting(row, *cut) for row, cut in zip(logits, cuts, strict=True)])
-    given_k = torch.tensor([[k or 2**62] for k, _ in cuts])
-    given_p = torch.tensor([[p] for _, p in cuts])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("skipdecode.backends.cpu_draw.HEAD", head)
-        weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
-        assert torch.equal(kept_tokens(logits, weights, given_k, given_p), wanted)
-
-
-def test_rows_are_drawn_in_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(7, 60, generator=torch.Generator().manual_seed(1))
-    rows = [Sampling(temperature=2.0, top_k=k, top_p=p) for k in (0, 5) for p in (0.5, 1.0)] + [Sampling()] * 3
-    whole = [sample(logits, rows, k) for k in range(20)]
-    for size in (1, 3, 7):
-        monkeypatch.setattr("skipdecode.backends.cpu_draw.BLOCK", size)
-        assert [sample(logits, rows, k) for k in range(20)] == whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

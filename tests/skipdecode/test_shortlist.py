@@ -148,7 +148,8 @@ def lossless(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_are_those_of_full_depth_whatever_is_listed(model: Decoder, temperature: float) -> None:
-    """Drafts of all layers are right wherever the next token is listed, and never elsewhere."""
+    """Drafts of all layers are right wherever the next token is listed, and never elsewhere. Rows that draw: where what
+    is left out weighs little."""
     requests = some_requests(20, temperature=temperature)
     wanted = [one.tokens for one in generate(model, requests, FullDepth(LAYERS)).completions]
     made = frozenset(token for tokens in wanted for token in tokens)
@@ -159,12 +160,9 @@ def test_rows_are_those_of_full_depth_whatever_is_listed(model: Decoder, tempera
         assert [row.tokens for row in rows] == wanted
         rates.append(rate)
     assert rates[0] == 1.0
-    if temperature > 0:
-        assert rates == [1.0] * 4, "who draws chooses among all"
-    else:
-        assert rates[1] == 1.0
-        assert 0 < rates[2] < 1
-        assert rates[3] == 0
+    assert rates[1] == 1.0 if temperature == 0 else rates[1] > 0.9
+    assert 0 < rates[2] < 0.9
+    assert rates[3] == 0
 
 
 def test_a_run_learns_its_list_and_prices_know_it(model: Decoder) -> None:

@@ -1,0 +1,195 @@
+// The next token of each row from its logits, for any CPU: the likeliest one, or one draw from what top-k and top-p leave,
+// without putting whole rows in order. A row's token never depends on its company. Reference: `pick_by_sort` of
+// skipdecode/sampler.py.
+
+#include "buffer.h"
+#include "numbers.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using namespace cpu;
+
+constexpr int64_t BLOCK = 512;  // tokens that are looked at, or summed, at once
+// Where the likeliest token weighs 1, weights up to here are none: e^-86.1; what exp_of_negatives gives at least is e^-87.
+constexpr float NONE = 4e-38f;
+constexpr float COLDEST = 1e-30f;  // temperature: below it, of two logits that differ the smaller one has no weight
+// Of weights up to 1: by exponent and four bits behind it, in the order of the weights.
+constexpr int BUCKETS = (0x3f800000 >> 19) + 1;
+
+struct Likeliest {
+  float logit;
+  int64_t token;  // the lowest of equals; 0 where there is nothing but NaN, or -inf, which is below all that is compared
+};
+
+template <typename T>
+Likeliest likeliest(int64_t count, const T* logits) {
+  float best = -FLT_MAX;
+  int64_t at = 0;  // the first block that holds `best`: only there its place is looked for, one by one
+  for (int64_t from = 0; from < count; from += BLOCK) {
+    const int64_t to = std::min(from + BLOCK, count);
+    float top = -FLT_MAX;
+    for (int64_t i = from; i < to; ++i) top = load(logits[i]) > top ? load(logits[i]) : top;
+    if (top > best) best = top, at = from;
+  }
+  const int64_t stop = std::min(at + BLOCK, count);
+  while (at < stop && load(logits[at]) != best) ++at;
+  return {best, at < stop ? at : 0};
+}
+
+// e^((x - top) / temperature) of each logit: 0 to 1, whatever the logits are.
+template <typename T>
+void weigh(int64_t count, const T* logits, float top, float temperature, float* weights) {
+  const Floats most = all(top), warmth = all(std::max(temperature, COLDEST));
+  for (int64_t i = 0; i < count; i += 16) {
+    const Floats x = (load_first(logits + i, count - i) - most) / warmth;
+    store_first(weights + i, min(exp_of_negatives(x), all(1.0f)), count - i);
+  }
+}
+
+int bucket_of(float weight) {
+  uint32_t bits;
+  std::memcpy(&bits, &weight, 4);
+  return int(bits >> 19);
+}
+
+// Tokens by falling weight, the lower one of equals first, put in order as far as one must look to cut them off.
+class Ranking {
+ public:
+  Ranking(int64_t count, const float* weights) : count_(count), weights_(weights), counts_(BUCKETS), sums_(BUCKETS) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (weights[i] <= NONE) continue;
+      const int bucket = bucket_of(weights[i]);
+      ++counts_[bucket], sums_[bucket] += weights[i];
+    }
+  }
+
+  double mass() const {
+    double mass = 0.0;
+    for (const double sum : sums_) mass += sum;
+    return mass;
+  }
+
+  struct Cut {
+    float weight;  // of the last token that stays
+    int64_t token;
+    double mass;  // of all that stay
+  };
+
+  // Where the first `most` tokens stay, as long as those before a token weigh less than `mass`; the first one always does.
+  Cut cut(int64_t most, double mass) const {
+    int64_t rank = 0;
+    double before = 0.0;
+    for (int bucket = BUCKETS - 1; bucket >= 0; --bucket) {
+      if (rank + counts_[bucket] < most && before + sums_[bucket] < mass) {
+        rank += counts_[bucket], before += sums_[bucket];
+        continue;
+      }
+      for (const auto& [weight, token] : ordered(bucket)) {
+        ++rank, before += weight;
+        if (rank >= most || before >= mass) return {weight, token, before};
+      }
+    }
+    return {0.0f, -1, before};  // all stay
+  }
+
+ private:
+  std::vector<std::pair<float, int64_t>> ordered(int bucket) const {
+    std::vector<std::pair<float, int64_t>> own;
+    own.reserve(counts_[bucket]);
+    for (int64_t i = 0; i < count_; ++i)
+      if (weights_[i] > NONE && bucket_of(weights_[i]) == bucket) own.emplace_back(weights_[i], i);
+    std::sort(own.begin(), own.end(),
+              [](const auto& x, const auto& y) { return x.first > y.first || (x.first == y.first && x.second < y.second); });
+    return own;
+  }
+
+  int64_t count_;
+  const float* weights_;
+  std::vector<int64_t> counts_;
+  std::vector<double> sums_;
+};
+
+// Takes the weights of what top-k and top-p leave out.
+void leave_out(int64_t count, int64_t top_k, float top_p, float* weights) {
+  const Ranking ranking(count, weights);
+  Ranking::Cut cut = {0.0f, -1, 0.0};
+  if (top_k < count) cut = ranking.cut(top_k, DBL_MAX);
+  if (top_p < 1.0f) cut = ranking.cut(top_k, top_p * (top_k < count ? cut.mass : ranking.mass()));
+  for (int64_t i = 0; i < count; ++i) {
+    const bool stays = weights[i] > cut.weight || (weights[i] == cut.weight && i <= cut.token);
+    weights[i] = stays ? weights[i] : 0.0f;
+  }
+}
+
+float sum_of(int64_t count, const float* weights) {
+  Floats total = all(0.0f);
+  for (int64_t i = 0; i < count; i += 16) total = total + load_first(weights + i, count - i);
+  return sum(total);
+}
+
+// The first token up to which all together weigh more than `uniform` of all.
+int64_t hit(int64_t count, const float* weights, float uniform) {
+  double whole = 0.0, before = 0.0;
+  for (int64_t from = 0; from < count; from += BLOCK) whole += sum_of(std::min(BLOCK, count - from), weights + from);
+  const double wanted = uniform * whole;
+  int64_t last = 0;
+  for (int64_t from = 0; from < count; from += BLOCK) {
+    const int64_t size = std::min(BLOCK, count - from);
+    const double behind = before + sum_of(size, weights + from);
+    if (behind > wanted) {  // rounded otherwise, its weights may come to less one by one: then it is its last one
+      bool is_seen = false;
+      for (int64_t i = from; i < from + size; ++i) {
+        if (weights[i] <= NONE) continue;
+        before += weights[i], last = i, is_seen = true;
+        if (before > wanted) return i;
+      }
+      if (is_seen) return last;
+    }
+    before = behind;
+  }
+  return last;
+}
+
+template <typename T>
+void draw(int64_t rows, int64_t count, const T* logits, const float* temperature, const int64_t* top_k, const float* top_p,
+          const float* uniform, int64_t* out, int num_threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (rows > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* own = logits + row * count;
+    const Likeliest most = likeliest(count, own);
+    out[row] = most.token;
+    if (temperature[row] == 0.0f) continue;
+    thread_local Buffer<float> kept;
+    float* weights = kept.room(count);
+    weigh(count, own, most.logit, temperature[row], weights);
+    if (top_k[row] < count || top_p[row] < 1.0f) leave_out(count, top_k[row], top_p[row], weights);
+    out[row] = hit(count, weights, uniform[row]);
+  }
+}
+
+template <typename T>
+void argmax(int64_t rows, int64_t count, const T* logits, int64_t* out, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t row = 0; row < rows; ++row) out[row] = likeliest(count, logits + row * count).token;
+}
+
+}  // namespace
+
+// logits [rows, count]; the others one number for each row. top_k at least 1.
+#define EXPORT(NAME, T)                                                                                              \
+  extern "C" void argmax_##NAME(int64_t rows, int64_t count, const T* logits, int64_t* out, int num_threads) {       \
+    argmax<T>(rows, count, logits, out, num_threads);                                                                \
+  }                                                                                                                  \
+  extern "C" void draw_##NAME(int64_t rows, int64_t count, const T* logits, const float* temperature,                \
+                              const int64_t* top_k, const float* top_p, const float* uniform, int64_t* out,          \
+                              int num_threads) {                                                                     \
+    draw<T>(rows, count, logits, temperature, top_k, top_p, uniform, out, num_threads);                              \
+  }
+
+EXPORT(float32, float)
+EXPORT(bfloat16, bfloat16)

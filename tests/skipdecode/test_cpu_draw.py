@@ -1,0 +1,123 @@
+"""The compiled draw against its definition in float64: whole rows in order, sums of probabilities."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from skipdecode.backends import cpu
+from tests.support.cpu_backends import DTYPES, backend, num_threads
+
+__all__ = ["backend"]  # a fixture
+
+NEAR = 2e-6  # of an edge of the distribution function, or of top-p: rounding may fall to either side
+
+
+def kept(p: Tensor, top_k: int, top_p: float) -> tuple[Tensor, bool]:
+    """Which of the tokens of p [V] float64 top-k and top-p leave; whether that is certain."""
+    ordered, tokens = p.sort(descending=True, stable=True)
+    ordered = ordered[:top_k] / ordered[:top_k].sum()
+    before = ordered.cumsum(-1) - ordered
+    stays = (before < top_p) | (top_p >= 1)
+    stays[0] = True
+    is_certain = bool(top_p in (0.0, 1.0) or ((before - top_p).abs() > NEAR).all())
+    return torch.zeros(len(p), dtype=torch.bool).index_fill(0, tokens[: len(ordered)][stays], True), is_certain
+
+
+def drawn(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: float) -> tuple[int, bool]:
+    """The token of a row [V], and whether it is certain."""
+    if temperature == 0:
+        return int(logits.argmax()), True
+    p = (logits.double() / temperature).softmax(-1)
+    stays, is_certain = kept(p, top_k, top_p)
+    cdf = p.masked_fill(~stays, 0.0).cumsum(-1)
+    cdf = cdf / cdf[-1].clone()
+    token = int((cdf > uniform).long().argmax())
+    edges = cdf[stays]
+    return token, is_certain and bool(((edges[:-1] - uniform).abs() > NEAR).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    seed=st.integers(0, 2**31),
+    vocab=st.one_of(st.integers(1, 40), st.sampled_from([511, 512, 513, 1040, 5003])),
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 1e-3, 0.3, 0.8, 1.0, 5.0]),
+            st.sampled_from([2**62, 1, 2, 7, 40, 600]),
+            st.sampled_from([1.0, 0.0, 0.21, 0.53, 0.9, 0.97]),
+            st.one_of(st.floats(0, 1 - 2**-24, width=32), st.sampled_from([0.0, 1 - 2**-24])),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    spread=st.sampled_from([0.01, 1.0, 4.0, 30.0]),
+    step=st.sampled_from([None, 0.5]),
+    threads=st.integers(1, 3),
+)
+def test_a_token_is_the_one_of_its_definition(
+    backend: str,
+    dtype: torch.dtype,
+    seed: int,
+    vocab: int,
+    rows: list[tuple[float, int, float, float]],
+    spread: float,
+    step: float | None,
+    threads: int,
+) -> None:
+    """With `step` among ties, of which the lower ones come first."""
+    logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed)) * spread
+    logits = (logits if step is None else (logits / step).round() * step).to(dtype)
+    columns = zip(*rows, strict=True)
+    types = (torch.float32, torch.int64, torch.float32, torch.float32)
+    given_ones = [torch.tensor(own, dtype=type_)[:, None] for own, type_ in zip(columns, types, strict=True)]
+    with num_threads(threads):
+        made = cpu.draw(logits, *given_ones).tolist()
+    for row, (token, one) in enumerate(zip(made, rows, strict=True)):
+        wanted, is_certain = drawn(logits[row].float(), *one)
+        assert 0 <= token < vocab
+        if is_certain:
+            assert token == wanted, (row, one)
+        alone = cpu.draw(logits[row : row + 1], *[own[row : row + 1] for own in given_ones])
+        assert alone.tolist() == [token], "whatever its company"
+
+
+def test_an_even_sweep_gives_each_token_its_share(backend: str) -> None:
+    """Of a large vocabulary, whose sums are long: as often as it is likely, by 200,000 numbers."""
+    logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(1)) * 3
+    count, chunk = 200_000, 2_000
+    uniforms = (torch.arange(count) / count).float()[:, None]
+    ones = torch.ones(chunk, 1)
+    made = torch.cat(
+        [
+            cpu.draw(logits.expand(chunk, -1).contiguous(), ones, (2**62 * ones).long(), ones, own.contiguous())
+            for own in uniforms.split(chunk)
+        ]
+    )
+    counts = made.bincount(minlength=49152).double() / count
+    torch.testing.assert_close(counts, logits[0].double().softmax(-1), atol=2.01 / count, rtol=0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("top_k", [2**62, 3])
+def test_what_is_no_number_ends_no_process(backend: str, value: float, top_k: int) -> None:
+    logits = torch.randn(3, 1300, generator=torch.Generator().manual_seed(1))
+    one = torch.ones(3, 1)
+    given_ones = (one, torch.full((3, 1), top_k), 0.9 * one, 0.5 * one)
+    beside = cpu.draw(logits, *given_ones)
+    logits[0], logits[1, ::2] = value, value
+    made = cpu.draw(logits, *given_ones)
+    assert all(0 <= token < 1300 for token in made.tolist())
+    assert made[2] == beside[2]
+    if value == -torch.inf:
+        assert made[1] % 2 == 1, "what is excluded is not drawn"
+
+
+def test_tokens_that_are_excluded_are_never_drawn(backend: str) -> None:
+    """By the smallest number, and by the largest, either."""
+    logits = torch.full((2, 700), -torch.inf)
+    logits[:, [5, 600]] = 1.0
+    one = torch.ones(2, 1)
+    ends = torch.tensor([[0.0], [1 - 2**-24]])
+    assert cpu.draw(logits, one, (2**62 * one).long(), one, ends).tolist() == [5, 600]
