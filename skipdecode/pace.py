@@ -20,7 +20,7 @@ LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
 # come of one is luck.
 TRY, TOLD = 4, 16
 # Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
-TRY_EVERY, AT_MOST = 32, 2048
+TRY_EVERY, AT_MOST = 32, 1024
 PAYS = 1.02  # what drafts must gain: where they come out even, trying them again costs more
 KEPT = 5  # decisions of each kind, of which the middle one counts
 ENOUGH = 2  # of them before drafts are judged

@@ -156,13 +156,13 @@ class Prices:
             self._rounds_s.setdefault(size_of(rows), deque(maxlen=self._keep)).append(took_s)
 
     def round_s(self, rows: int) -> float:
-        """The least of that, for the nearest number of rows that was seen; 0 for none yet."""
+        """That, for the nearest number of rows that was seen; 0 for none yet."""
         if not self.is_timed:
             return HOST_ROUND_S
         if not self._rounds_s:
             return 0.0
         size = size_of(rows)
-        return min(self._rounds_s[min(self._rounds_s, key=lambda other: abs(other - size))])
+        return self._least(self._rounds_s[min(self._rounds_s, key=lambda other: abs(other - size))])
 
     def learn(self, other: "Prices") -> None:
         """Takes over the times that `other`, of the same model, has seen."""

@@ -1,7 +1,5 @@
 """Lossless decoding against full depth: same tokens, whatever is drafted and whoever is in the batch. Float32."""
 
-import os
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,63 +9,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode import uneven
-from skipdecode.backends import choice
 from skipdecode.config import Quantization
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import DraftLength
-from skipdecode.ffn_skip import SkipBand
 from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
 from skipdecode.pace import Hold
-from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.prices import Prices
 from skipdecode.request import Request, Row
 from skipdecode.sampling import Sampling
-from skipdecode.shortlist import Shortlist
 from skipdecode.speculative import SpeculativeBatch
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 from tests.support.cpu_backends import forced, kind, product_dtype
 from tests.support.cuda_models import random_model
+from tests.support.lossless_models import DRAFTS, FULL, L, models
 from tests.support.naive import greedy, random_prompts, requests_for
 from tests.support.ties import is_tie
 
-__all__ = ["kind", "product_dtype"]  # fixtures
+__all__ = ["kind", "models", "product_dtype"]  # fixtures
 
-L = 6
-FULL = FullDepth(L)
-DRAFTS: list[Schedule] = [
-    FULL,  # repeats alone
-    SkipDecode(L, 5, 2, 1, 14),
-    SkipDecode(L, 6, 6, 1, 1),  # all layers: whatever it drafts is accepted
-    EarlyExit(L, 4, 1, 1, 9),
-    Unified(L, 3),
-    ChosenLayers(L, (1, 2, 5)),
-    SkipBand(SkipDecode(L, 6, 3, 2, 9), 4, (1, 4)),
-]
 PROMPT_LENGTHS = [3, 30, 7, 1, 12, 5, 18, 9]
-
-
-def is_quiet(model: Decoder) -> Decoder:
-    """The same model with middle layers that change little, so that drafts without them are often right."""
-    with torch.no_grad():
-        for layer in model.layers[1:-1]:
-            for linear in (layer.out_proj, layer.fc2):
-                linear.weight *= 0.2
-                if linear.bias is not None:
-                    linear.bias *= 0.2
-    return model
-
-
-@pytest.fixture(scope="module", params=["torch", *(["kernels"] if choice.choose().name != "torch" else [])])
-def models(request: pytest.FixtureRequest, ending_checkpoint: Callable[[str], Path]) -> Iterator[dict[str, Decoder]]:
-    """Narrow random models, by torch's operators and by the kernels of this machine: one whose rows end, and a Llama
-    whose heads share keys."""
-    with forced("torch" if request.param == "torch" else choice.choose().name):
-        opt = is_quiet(load_model(ending_checkpoint("1.3b")))  # as wide as kernels take it
-        llama = is_quiet(random_model("llama", layers=L))
-        yield {"opt": opt.pack(), "llama": llama.pack()}
 
 
 def run(batch: SpeculativeBatch, arrivals: dict[int, list[Request]], cancel_at: dict[str, int]) -> dict[str, Row]:
@@ -288,37 +252,3 @@ def test_stop_strings_end_rows_within_a_draft(tiny_checkpoint: Path) -> None:
         (c.tokens, c.finish_reason) for c in full.completions
     ]
     assert {c.finish_reason for c in ours.completions} >= {"stop"}
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.slow
-def test_very_many_rows(models: dict[str, Decoder]) -> None:
-    """SKIPDECODE_LOSSLESS_ROWS of them (2,000) in batches of any size: all that differ are no clear choices, and these
-    are at most one in 10^5 tokens."""
-    num_rows = int(os.environ.get("SKIPDECODE_LOSSLESS_ROWS", "2000"))
-    rng = torch.Generator().manual_seed(7)
-    differing, tokens, done = 0, 0, 0
-    while done < num_rows:
-        size = int(torch.randint(1, 49, (1,), generator=rng))
-        lengths = torch.randint(1, 40, (size,), generator=rng).tolist()
-        model = models[("opt", "llama")[done % 2]]
-        temperature = (0.0, 0.6, 1.0)[done % 3]
-        sampling = greedy(
-            int(torch.randint(1, 40, (1,), generator=rng)), temperature=temperature, top_k=(0, 20)[done % 2]
-        )
-        pool = [
-            Request(f"{done}-{i}", p, sampling) for i, p in enumerate(random_prompts(lengths, seed=done, vocab=200))
-        ]
-        schedule = Lossless(L, DRAFTS[done % len(DRAFTS)], (None, 1, 3, 6)[done % 4])
-        listed = Shortlist(model.config.vocab_size, range(0, 200, 2), learns=False) if done % 5 == 0 else None
-        length = DraftLength(schedule, Prices(model.config, 4), shortlist=listed)
-        ours = generate_lossless(model, pool, schedule, length=length).completions
-        full = generate(model, pool, FULL).completions
-        for request, a, b in zip(pool, ours, full, strict=True):
-            tokens += len(b.tokens)
-            if (a.tokens, a.finish_reason) != (b.tokens, b.finish_reason):
-                assert is_tie(model, request, a.tokens, b.tokens), request
-                differing += 1
-        done += size
-    print(f"{done} rows, {tokens} tokens, {differing} rows that differ where there is no clear choice")
-    assert differing <= max(1, tokens / 1e5)

@@ -1,0 +1,48 @@
+"""Models and drafts for tests of lossless decoding."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from skipdecode.backends import choice
+from skipdecode.decoder import Decoder
+from skipdecode.ffn_skip import SkipBand
+from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.weights import load_model
+from tests.support.cpu_backends import forced
+from tests.support.cuda_models import random_model
+
+L = 6
+FULL = FullDepth(L)
+DRAFTS: list[Schedule] = [
+    FULL,  # repeats alone
+    SkipDecode(L, 5, 2, 1, 14),
+    SkipDecode(L, 6, 6, 1, 1),  # all layers: whatever it drafts is accepted
+    EarlyExit(L, 4, 1, 1, 9),
+    Unified(L, 3),
+    ChosenLayers(L, (1, 2, 5)),
+    SkipBand(SkipDecode(L, 6, 3, 2, 9), 4, (1, 4)),
+]
+
+
+def is_quiet(model: Decoder) -> Decoder:
+    """The same model with middle layers that change little, so that drafts without them are often right."""
+    with torch.no_grad():
+        for layer in model.layers[1:-1]:
+            for linear in (layer.out_proj, layer.fc2):
+                linear.weight *= 0.2
+                if linear.bias is not None:
+                    linear.bias *= 0.2
+    return model
+
+
+@pytest.fixture(scope="module", params=["torch", *(["kernels"] if choice.choose().name != "torch" else [])])
+def models(request: pytest.FixtureRequest, ending_checkpoint: Callable[[str], Path]) -> Iterator[dict[str, Decoder]]:
+    """Narrow random models, by torch's operators and by the kernels of this machine: one whose rows end, and a Llama
+    whose heads share keys."""
+    with forced("torch" if request.param == "torch" else choice.choose().name):
+        opt = is_quiet(load_model(ending_checkpoint("1.3b")))  # as wide as kernels take it
+        llama = is_quiet(random_model("llama", layers=L))
+        yield {"opt": opt.pack(), "llama": llama.pack()}
