@@ -56,8 +56,7 @@ class Generator:
         self.ceilings: Ceilings | None = None
         self._draft_lengths: dict[Lossless, DraftLength] = {}
         self._shortlist = Shortlist(self.model.config.vocab_size)  # one, since the model keeps one head for it
-        if config.baseline_fraction > 0 or config.decode.get("lossless"):
-            self.ceilings = measure_ceilings(str(self.device), dtype_name(self.dtype))
+        self._measure()
         self.room = Room(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
         self.graphs = make_graphs(config, self.model, self.room)  # takes what is left of the device
         self.room = replace(self.room, graphs=self.graphs)
@@ -73,8 +72,7 @@ class Generator:
         prefill: str | None = None,
         length_buckets: Sequence[int] = (),
     ) -> "Generator":
-        """The same loaded model under another `decode:` mapping (batch size, prefill, buckets), counting its batches
-        anew."""
+        """The same loaded model under another `decode:` mapping (batch size, prefill, buckets), counting anew."""
         other = copy.copy(self)
         other.config = replace(
             self.config,
@@ -83,36 +81,38 @@ class Generator:
             prefill=prefill or self.config.prefill,
             length_buckets=tuple(length_buckets) or self.config.length_buckets,
         )
+        other._measure()
         other._turns = Turns()
         other._draft_lengths = {}
         other._warm_up()
         return other
 
+    def _measure(self) -> None:
+        if self.ceilings is None and (self.config.baseline_fraction > 0 or self.config.decode.get("lossless")):
+            self.ceilings = measure_ceilings(str(self.device), dtype_name(self.dtype))
+
     @property
     def numbers(self) -> str:
         """What it computes in, for people: `bfloat16`, `bfloat16, int8 weights`."""
-        weights = "" if self.config.quantization is None else f", {self.config.quantization} weights"
-        return dtype_name(self.dtype) + weights
+        return dtype_name(self.dtype) + (f", {self.config.quantization} weights" if self.config.quantization else "")
 
     def schedule(self, max_new_tokens: int) -> Schedule:
         """The schedule of a row with that limit; rows with equal schedules share batches. Where it only drafts, it is
         the same for all limits: rows of full depth share batches whatever theirs are."""
-        model_config = self.model.config
         if self.config.decode.get("lossless"):
             max_new_tokens = DRAFT_TOKENS
         return make_schedule(
             self.config.decode,
-            num_layers=model_config.num_hidden_layers,
+            num_layers=self.model.config.num_hidden_layers,
             max_new_tokens=max_new_tokens,
-            kv_layers=model_config.kv_layers(self.config.prefill),
+            kv_layers=self.model.config.kv_layers(self.config.prefill),
         )
 
     def draft_length(self, schedule: Lossless) -> DraftLength:
         """Decides how many tokens that schedule's batches draft; one for all of them, which learns from each."""
         if schedule not in self._draft_lengths:
-            # timing decides nothing where a run is to be repeated
-            prices = Prices.of(self.model, None if self.config.deterministic else self.ceilings)
-            known = known_acceptance(self.model.config, schedule)
+            ceilings = None if self.config.deterministic else self.ceilings  # time decides nothing there
+            prices, known = Prices.of(self.model, ceilings), known_acceptance(self.model.config, schedule)
             self._draft_lengths[schedule] = DraftLength(schedule, prices, known, shortlist=self._shortlist)
         return self._draft_lengths[schedule]
 

@@ -119,7 +119,8 @@ def resolve_decode(config: JobConfig, model_config: DecoderConfig, note: Note) -
     drafts = stored_drafts(model_config) if lossless["lossless"] else None
     if drafts is not None:  # workers read them too, whatever the job names
         check_drafts(drafts.decode, model_config)
-    default = default_decode(model_config) if drafts is None else dict(drafts.decode)
+    stored = default_decode(model_config) if drafts is None else drafts.decode
+    default = {key: value for key, value in stored.items() if key not in LOSSLESS_KEYS}
     decode = {"method": "skipdecode"} | given if given else default
     if skip is not None:
         decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, model_config, note)}

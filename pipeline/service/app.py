@@ -5,6 +5,7 @@ share its batches.
 """
 
 import logging
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +23,7 @@ from pipeline.service.keys import read_keys
 from pipeline.service.metrics import RayMetrics, scrape
 from pipeline.service.routes import create_app
 from pipeline.units import Json
+from skipdecode.backends.choice import VARIABLE
 from skipdecode.continuous import check_continuous
 from skipdecode.host import num_cores
 from skipdecode.hub import pin, resolve_source
@@ -71,6 +73,13 @@ def replica_threads(num_cores: int, num_cpus: float) -> int:
     return max(1, own - 1)
 
 
+def why_other_bits(dtype: str) -> str | None:
+    """Why replicas on CPUs would leave products of that type to torch, as far as that is known without a node."""
+    if dtype == "float16":
+        return "kernels for CPUs have no float16"
+    return f"{VARIABLE}=torch" if os.environ.get(VARIABLE, "").strip().lower() == "torch" else None
+
+
 def make_spec(config: ServeConfig) -> EndpointSpec:
     """Checks the checkpoint, the schedule and the keys, here and not in a replica that would be started for ever."""
     sampling = SamplingConfig(max_new_tokens=config.sampling.max_new_tokens)
@@ -85,7 +94,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         logging.getLogger("ray.serve").warning(
             "decode.lossless under sampling.deterministic: replicas decode on CPUs, and GPUs that they reserve idle"
         )
-        check_exact_drafts(model.decode, True, model.config, device, lacking=None)
+        check_exact_drafts(model.decode, True, model.config, device, why_other_bits(dtype))
     if config.engine.scheduler == "continuous":
         if config.sampling.deterministic:
             raise ConfigError(

@@ -62,6 +62,7 @@ def test_offline(generator: Generator, decode: dict[str, Any]) -> None:
 def test_rows_of_different_limits_share_a_batch_as_at_full_depth(generator: Generator) -> None:
     """Drafts without a horizon are made for one, not for that of each limit."""
     one = generator.with_decode({"method": "skipdecode", "speedup": 2, "lossless": "auto"})
+    assert one.ceilings is not None, "prices are of this machine, whatever the generator was loaded for"
     prompts = random_prompts([20] * 8, seed=6)
     requests = [Request(str(i), p, Sampling(9 + i, ignore_eos=True)) for i, p in enumerate(prompts)]
     result = one(requests)

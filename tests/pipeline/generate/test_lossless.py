@@ -40,6 +40,10 @@ def test_it_stands_beside_whatever_schedule_holds(tmp_path: Path, tiny_checkpoin
     own = resolve_decode(config_of(tiny_checkpoint, decode__lossless="auto"), tuned, notes.append)
     assert own == SKIP | {"horizon": 9, "lossless": "auto", "draft_tokens": "auto"}
     assert not notes
+    (tmp_path / "config.json").write_text(
+        json.dumps(tuned_config | {"skip_decode": SKIP | {"lossless": True, "draft_tokens": 3}})
+    )
+    assert resolve_decode(config_of(tiny_checkpoint), read_config(tmp_path), notes.append) == SKIP, "the job's own"
     default = resolve_decode(config_of(tiny_checkpoint, decode__lossless=True), opt, notes.append)
     assert (default["method"], default["speedup"], default["lossless"]) == ("skipdecode", 2, True)
 

@@ -59,6 +59,12 @@ def test_drafts_in_fixed_bits_are_for_cpus(tiny_checkpoint: Path, monkeypatch: p
     assert make_spec(load(CONFIG, [f"model.source={DEMO}", *keys], None, None).args).generator.device == "cpu"
     with pytest.raises(ConfigError, match=r"decode\.lossless: .*hidden_size 48 is no multiple of 32"):
         make_spec(load(CONFIG, [f"model.source={tiny_checkpoint}", *keys], None, None).args)
+    keys.append(f"model.source={DEMO}")
+    with pytest.raises(ConfigError, match=r"decode\.lossless: .*kernels for CPUs have no float16"):
+        make_spec(load(CONFIG, [*keys, "model.dtype=float16"], None, None).args)
+    monkeypatch.setenv("SKIPDECODE_KERNELS", "torch")
+    with pytest.raises(ConfigError, match=r"decode\.lossless: .*SKIPDECODE_KERNELS=torch"):
+        make_spec(load(CONFIG, keys, None, None).args)
 
 
 @pytest.mark.parametrize(
