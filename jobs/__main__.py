@@ -7,6 +7,7 @@ import ast
 import difflib
 import importlib
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from jobs.cli import BAD_CONFIG, fail, start
@@ -25,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     verb, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if verb in ("-h", "--help"):
         show_verbs()
+        return 0
+    if verb == "--version":
+        print(f"skipdecode-ray {version('skipdecode-ray')}")
         return 0
     if verb not in verbs():
         close = difflib.get_close_matches(verb, verbs(), n=1)

@@ -6,6 +6,7 @@ are is said elsewhere: of a run in `pipeline.config`, of other verbs in their ro
 
 import difflib
 import itertools
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -117,7 +118,8 @@ def read_override(override: str) -> tuple[str, Json]:
     """The dotted key and the value of `key=value`, where the value is YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError("", f"override {override!r}: expected key=value, e.g. decode.speedup=3")
+        hint = "; a file is given by an option, e.g. -i FILE" if os.path.exists(override) else ""
+        raise ConfigError("", f"override {override!r}: expected key=value, e.g. decode.speedup=3{hint}")
     is_text = key in TEXT_KEYS or key.startswith("input.templates.")
     try:
         value = yaml.safe_load(text)
@@ -183,16 +185,36 @@ def _describe(cls: type[Section], problem: ErrorDetails) -> tuple[str, str]:
     """The dotted key at fault, and what is wrong with it."""
     location = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        names = _field_names(cls, location[:-1])
-        close = difflib.get_close_matches(location[-1], names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
-        return ".".join(location), f"unknown key; {hint}"
+        return ".".join(location), f"unknown key; {_meant(cls, location)}"
     # A union reports every branch it tried; the key is the part of the path that is a field or an index.
     is_name = [part.isidentifier() and part.islower() and part not in _TYPE_TAGS for part in location]
     is_index = [part.isdigit() and named for part, named in zip(location, [*is_name[1:], False], strict=True)]
     key = ".".join(part for part, *keep in zip(location, is_name, is_index, strict=True) if any(keep))
     message = problem["msg"].removeprefix("Value error, ")
     return key, f"{message} (got {problem['input']!r})"
+
+
+def _meant(cls: type[Section], location: Sequence[str]) -> str:
+    """What to write in place of an unknown key: one beside it that is nearly called so, or one of another section."""
+    names, elsewhere = _field_names(cls, location[:-1]), _dotted(cls)
+    of_leaf = {dotted.rpartition(".")[2]: dotted for dotted in reversed(elsewhere)}  # the first of a name
+    if close := difflib.get_close_matches(location[-1], names, n=1):
+        return f"did you mean {close[0]!r}?"
+    if close := difflib.get_close_matches(location[-1], of_leaf, n=1, cutoff=0.75):
+        return f"did you mean {of_leaf[close[0]]!r}?"
+    return f"known keys: {', '.join(names)}"
+
+
+def _dotted(cls: type[Section]) -> list[str]:
+    """All keys that are no sections, but for those of lists."""
+    found = list[str]()
+    for name, field in cls.model_fields.items():
+        inside = field.annotation
+        if isinstance(inside, type) and issubclass(inside, Section):
+            found += [f"{name}.{key}" for key in _dotted(inside)]
+        elif _section_in(inside) is None:
+            found.append(name)
+    return found
 
 
 def _is_section(cls: type[Section], name: str) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,11 @@ def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str
     assert document["exit_code"] == 2
     assert document["error"].startswith(f"unknown verb {verb!r}; {hint}")
     assert document["error"] in err
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert console.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"skipdecode-ray {version('skipdecode-ray')}\n"
 
 
 def named(*words: str) -> tuple[str, list[str]]:

@@ -185,6 +185,11 @@ def test_the_tree_is_frozen() -> None:
     [
         ("decode.spedup=3", "decode.spedup: unknown key; did you mean 'speedup'?"),
         ("decoder.speedup=3", "decoder: unknown key; did you mean 'decode'?"),
+        ("temperature=0.8", "temperature: unknown key; did you mean 'sampling.temperature'?"),
+        ("max_tokens=9", "max_tokens: unknown key; did you mean 'sampling.max_new_tokens'?"),
+        ("decode.batch_size=9", "decode.batch_size: unknown key; did you mean 'actors.batch_size'?"),
+        ("no.such=9", "no: unknown key; known keys: model, decode, prefill"),
+        (".", "expected key=value, e.g. decode.speedup=3; a file is given by an option, e.g. -i FILE"),
         ("sampling.top_p=0", "sampling.top_p: "),
         ("sampling.temperature=.inf", "sampling.temperature: "),
         ("sampling.max_new_tokens=0", "sampling.max_new_tokens: "),
