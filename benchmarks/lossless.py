@@ -20,7 +20,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from operator import mul
 from pathlib import Path
 from statistics import median
@@ -200,7 +200,12 @@ def _line(
     full, ours = results["full"], results[way]
     rates = [median((r.stats.output_tokens - r.stats.rows) / r.stats.decode_s for r in own) for own in (full, ours)]
     speedups = [a.stats.decode_s / b.stats.decode_s for a, b in zip(full, ours, strict=True)]
-    stats: Any = ours[-1].stats
+    every: list[Any] = [result.stats for result in ours]
+    stats = every[-1]
+    accepted, drafted = (
+        list(map(sum, zip_longest(*(getattr(s, name) for s in every), fillvalue=0)))
+        for name in ("accepted_at", "drafted_at")
+    )
     itemsize = model.dtype.itemsize
     _, full_s = predict_s(
         model.config, FullDepth(model.config.num_hidden_layers), ceilings, prompt_columns=stats.prompt_columns,
@@ -219,10 +224,10 @@ def _line(
         "speedups": speedups,
         "rows": len(pairs),
         "rows_equal": sum(a.tokens == b.tokens for a, b in pairs),
-        "tokens_per_pass": (stats.output_tokens - stats.rows) / stats.row_steps,
-        "acceptance_by_position": [a / d for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)],
-        "draft_s": stats.draft_s,
-        "verify_s": stats.verify_s,
+        "tokens_per_pass": sum(s.output_tokens - s.rows for s in every) / sum(s.row_steps for s in every),
+        "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
+        "draft_s": sum(s.draft_s for s in every),
+        "verify_s": sum(s.verify_s for s in every),
     }
     print(json.dumps(line), file=sys.stderr, flush=True)
     return line
