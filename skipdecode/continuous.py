@@ -54,6 +54,11 @@ class _Member:
     def uniform(self, k: int) -> float:
         return self.uniforms[min(k, len(self.uniforms) - 1)]  # only ended rows get that far
 
+    def uniforms_from(self, k: int, count: int) -> list[float]:
+        """Of token k and those behind it; 0 for those that never come."""
+        own = self.uniforms[k : k + count]
+        return own + [0.0] * (count - len(own))
+
     def is_fed(self, num_steps: int) -> bool:
         """Whether the token that it has made by now is to be fed. The last one it may make is not, seen or not."""
         return self.row.is_running and num_steps - self.joined_at + 1 < self.row.request.sampling.max_new_tokens
@@ -136,9 +141,10 @@ class ContinuousBatch:
             keep = uploaded(stay, self.model.device)
             limits = [r.sampling.max_new_tokens for r in requests]
             newest = torch.cat([self._newest, first[keep]])
+            together = [*self._members, *(members[at] for at in stay)]
+            params = _params(together, self.model.device)
             self._arena.add(cache, keep, [len(r.prompt_tokens) for r in requests], limits)
-            self._members += [members[at] for at in stay]
-            self._newest = newest
+            self._members, self._newest, self._params = together, newest, params
             self._changed()
         self._rows = self.rows + rows
         return rows
@@ -215,13 +221,14 @@ class ContinuousBatch:
         if len(keep) == num_rows:
             return
         newest = self._newest[uploaded(keep, self.model.device, torch.int64)]
+        together = [self._members[at] for at in keep]
+        params = _params(together, self.model.device)
         self._arena.keep(keep)
-        self._members = [self._members[at] for at in keep]
-        self._newest = newest
+        self._members, self._newest, self._params = together, newest, params
         self._changed()
 
     def _changed(self) -> None:
-        self._params = _params(self._members, self.model.device)
+        """After rows came or went."""
         self._logprobs.keep([member.row for member in self._members])
 
 

@@ -33,8 +33,8 @@ class LogprobRecorder:
         """The rows of the batch from now on, in its order. What was seen must have been taken."""
         assert not self._seen, "of other rows"
         asking = [(at, row) for at, row in enumerate(rows) if row.request.top_logprobs is not None]
-        self._rows = [row for _, row in asking]
         self._at = uploaded([at for at, _ in asking], self._device, torch.int64)
+        self._rows = [row for _, row in asking]
         self.num_top = max([1, *(row.request.top_logprobs or 0 for row in self._rows)])
 
     @property

@@ -21,6 +21,7 @@ LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
 TRY, TOLD = 4, 16
 # Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
 TRY_EVERY, AT_MOST = 32, 1024
+STOPPED = 2.0  # times the middle round's seconds: what is above was somebody else's
 PAYS = 1.02  # what drafts must gain: where they come out even, trying them again costs more
 KEPT = 5  # decisions of each kind, of which the middle one counts
 ENOUGH = 2  # of them before drafts are judged
@@ -70,7 +71,7 @@ class Hold:
     counted_s: float = 0.0
     """Of `took_s`, up to when drafts were counted last."""
     _each: list[float] = field(default_factory=list)
-    """Seconds of each round without drafts over those of its step."""
+    """Seconds of each round over those of a step."""
 
     def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
         """One round."""
@@ -79,8 +80,7 @@ class Hold:
         self.steps_s += step_s
         self.num_made += made
         self.took_s += took_s
-        if not self.decision.has_drafts:
-            self._each.append(took_s / step_s)
+        self._each.append(took_s / step_s)
 
     def and_(self, other: "Hold") -> "Hold":
         """Rounds of both, as those of the first decision."""
@@ -91,15 +91,19 @@ class Hold:
             num_made=self.num_made + other.num_made,
             took_s=self.took_s + other.took_s,
             steps_s=self.steps_s + other.steps_s,
+            _each=self._each + other._each,
         )
 
     @property
     def pace(self) -> float:
         """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, which are all
-        alike, the middle one's: the first of a batch lays calls out."""
-        if self._each:
-            return median(self._each)
-        return self.took_s / self.num_made / (self.steps_s / self.num_fed)
+        alike, the middle one's: the first of a batch lays calls out. Of others the mean, without what a round was
+        stopped for by other processes."""
+        middle = median(self._each)
+        if not self.decision.has_drafts:
+            return middle
+        whole, kept = sum(self._each), sum(min(each, STOPPED * middle) for each in self._each)
+        return kept / whole * self.took_s / self.num_made / (self.steps_s / self.num_fed)
 
 
 class Pace:

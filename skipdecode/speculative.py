@@ -217,7 +217,7 @@ class SpeculativeBatch(UnevenBatch):
         if draws is None:
             made = drafter.likeliest(h, short)
         else:
-            made = self._drawn(drafter.logits(h, short), draws, number)
+            made = self._drawn(drafter.logits(h, short), draws.number(number))
             made = made if short is None else short.tokens[made]
         made = self._drafted(rows, made)
         for chain, token, age in zip(rows, made.tolist(), ages, strict=True):
@@ -249,7 +249,6 @@ class SpeculativeBatch(UnevenBatch):
         found, made = self._choose_at(h, places, self._draws(places, [chain.k + i + 1 for chain, i in spread]))
         chosen, begin = made.tolist(), 0
         context = self._context(chains)
-        newest = [0] * len(self._members)
         taken: list[tuple[Row, int, int]] = []  # rows, their columns, how many tokens of these are theirs
         for chain in chains:
             row, own = self._members[chain.at].row, chosen[begin : begin + len(chain.tokens)]
@@ -261,7 +260,6 @@ class SpeculativeBatch(UnevenBatch):
             chain.ffns += len(own) * self._depth
             row.layers += shares(chain.layers, kept)
             row.ffns += shares(chain.ffns, kept)
-            newest[chain.at] = row.tokens[-1]
             taken.append((row, len(own), kept))
             begin += len(own)
             self._length.acceptance.see(chain.sources, accepted)
@@ -272,7 +270,6 @@ class SpeculativeBatch(UnevenBatch):
             )
         if found:
             self._give_logprobs(taken, found)
-        self._newest = torch.tensor(newest, device=self._device)
         self.stats.layer_row_steps += sum(chain.layers for chain in chains)
         took_s = now(self._device) - start
         self.stats.verify_s += took_s

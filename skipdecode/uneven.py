@@ -8,6 +8,7 @@ B rows, N tokens of a pass, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,6 +32,7 @@ from skipdecode.uploads import uploaded
 # dearer than to carry them.
 CARRY_ENDED = {True: 7 / 8, False: 1 / 2}
 FEW = 64  # columns that are chosen at a time at least: each time reads the head
+AHEAD = 32  # random numbers of a row that rounds without drafts look up at a time
 
 
 Params: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -48,19 +50,29 @@ class Draws(NamedTuple):
         temperature, top_k, top_p = self.params
         return Draws((temperature[rows], top_k[rows], top_p[rows]), self.uniforms[rows])
 
+    def number(self, i: int) -> "Draws":
+        """Of each row's token i."""
+        return Draws(self.params, self.uniforms[:, i : i + 1])
 
-class _Rested(NamedTuple):
-    """A round without drafts."""
+
+@dataclass
+class _Rested:
+    """A round without drafts, and what the next one begins with."""
 
     running: list[int]
     """Places of its rows."""
-    places: Tensor
-    """The same, [R]."""
+    newest: Tensor
+    """Their newest tokens [R]."""
     view: TokensView
-    params: Params | None
-    """Of these rows; None: all are greedy."""
-    numbers: Tensor
-    """[R, 1] int64: where in all random numbers, put flat, those of their tokens are."""
+    """Of these."""
+    ahead: Draws | None
+    """Of AHEAD tokens of each row; None: all are greedy."""
+    number: int = 0
+    """Of these the one that comes."""
+
+    @property
+    def draws(self) -> Draws | None:
+        return None if self.ahead is None else self.ahead.number(self.number)
 
 
 class UnevenBatch(ContinuousBatch):
@@ -76,7 +88,6 @@ class UnevenBatch(ContinuousBatch):
         self._has_cuts = False
         # the last round, where it was one without drafts
         self._rested: _Rested | None = None
-        self._uniforms = torch.empty(0, device=self._device)  # [B, N] of all tokens of the rows, where one draws
         self._num_running: int | None = None  # when it was last seen to that ended rows are dropped
         self.stats = LosslessStats()
 
@@ -96,11 +107,9 @@ class UnevenBatch(ContinuousBatch):
         super()._drop_ended(carry)
 
     def _changed(self) -> None:
-        super()._changed()
         self._num_running, self._rested = None, None
         self._has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
-        if self._params is not None:
-            self._uniforms = uploaded(padded([member.uniforms for member in self._members]), self._device)
+        super()._changed()
 
     def _view(self, places: Tensor, columns: Tensor, most: int = 1) -> TokensView:
         """For tokens [N]; `most` as in `TokensView`."""
@@ -115,9 +124,7 @@ class UnevenBatch(ContinuousBatch):
         members, params = self._members, self._params_at(places)
         if params is None:
             return None
-        numbers = [
-            [members[place].uniform(k + i) for i in range(count)] for place, k in zip(places, steps, strict=True)
-        ]
+        numbers = [members[place].uniforms_from(k, count) for place, k in zip(places, steps, strict=True)]
         return Draws(params, uploaded(np.array(numbers, dtype=np.float32), self._device))
 
     def _params_at(self, places: Sequence[int]) -> Params | None:
@@ -127,9 +134,9 @@ class UnevenBatch(ContinuousBatch):
         at = uploaded(places, self._device)
         return params[0][at], params[1][at], params[2][at]
 
-    def _drawn(self, logits: Tensor, draws: Draws, number: int = 0) -> Tensor:
-        """[N, V] -> [N]: of each row's tokens that `number`."""
-        return pick(logits, *draws.params, draws.uniforms[:, number : number + 1], cuts=self._has_cuts)
+    def _drawn(self, logits: Tensor, draws: Draws) -> Tensor:
+        """[N, V] -> [N], by one draw of each row."""
+        return pick(logits, *draws.params, draws.uniforms, cuts=self._has_cuts)
 
     def _choose_at(self, h: Tensor, places: Sequence[int], draws: Draws | None) -> tuple[list[Tensor], Tensor]:
         """What `top_logprobs` gives of the columns whose rows ask, and of each column a token of the row at
@@ -166,17 +173,14 @@ class UnevenBatch(ContinuousBatch):
         """A round without drafts: the tokens it makes, one for each of the rows `running`."""
         rows = [self._members[at].row for at in running]
         rested = self._to_rest(running, rows)
-        is_whole, places = len(running) == len(self._members), rested.places
-        h = self._feed(self._newest if is_whole else self._newest[places], rested.view, self._full)
-        draws = None if rested.params is None else Draws(rested.params, self._uniforms.take(rested.numbers))
-        found, made = self._choose_at(h, running, draws)
-        self._newest = made if is_whole else self._newest.index_copy(0, places, made)
+        h = self._feed(rested.newest, rested.view, self._full)
+        found, made = self._choose_at(h, running, rested.draws)
         tokens, eos, depth = made.tolist(), self.model.config.eos_token_ids, self._depth
         for row, token in zip(rows, tokens, strict=True):
             row.take([token], eos, self._decode_text)
             row.layers.append(depth)
             row.ffns.append(depth)
-        self._rested = rested  # now that they have their tokens
+        rested.newest, self._rested = made, rested  # now that they have their tokens
         if found:
             self._give_logprobs([(row, 1, 1) for row in rows], found)
         self.stats.layer_row_steps += depth * len(rows)
@@ -185,15 +189,17 @@ class UnevenBatch(ContinuousBatch):
     def _to_rest(self, running: list[int], rows: Sequence[Row]) -> "_Rested":
         """The newest tokens; those of the last round a column on, where it fed the same rows and no drafts."""
         rested, self._rested = self._rested, None  # what fails on the way is not to be gone on from
-        if rested is not None and rested.running == running:
-            rested.view.advance()
-            rested.numbers.add_(1)
-            return rested
-        steps, prompts, most = [len(row.tokens) for row in rows], self._arena.prompts, self._uniforms.shape[-1]
-        columns = [prompts[at] + k - 1 for at, k in zip(running, steps, strict=True)]
-        numbers = [at * most + k for at, k in zip(running, steps, strict=True)]
-        places, at, numbers_of = uploaded([running, columns, numbers], self._device)
-        return _Rested(running, places, self._view(places, at), self._params_at(running), numbers_of[:, None])
+        steps = [len(row.tokens) for row in rows]
+        if rested is None or rested.running != running:
+            prompts = self._arena.prompts
+            columns = [prompts[at] + k - 1 for at, k in zip(running, steps, strict=True)]
+            newest, places, at = uploaded([[row.tokens[-1] for row in rows], running, columns], self._device)
+            return _Rested(running, newest, self._view(places, at), self._draws(running, steps, AHEAD))
+        rested.view.advance()
+        rested.number += 1
+        if rested.number == AHEAD and rested.ahead is not None:
+            rested.number, rested.ahead = 0, self._draws(running, steps, AHEAD)
+        return rested
 
     def _give_logprobs(self, fed: Sequence[tuple[Row, int, int]], found: Sequence[Tensor]) -> None:
         """To the rows that ask, of the tokens that are theirs. `fed`: rows with their columns, and how many of these
@@ -204,11 +210,3 @@ class UnevenBatch(ContinuousBatch):
                 continue
             for one in [next(one_by_one) for _ in range(columns)][:kept]:
                 row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))
-
-
-def padded(lines: Sequence[Sequence[float]]) -> np.ndarray:
-    """[B, N] float32, zeros behind a line's end."""
-    filled = np.zeros((len(lines), max(map(len, lines), default=0)), dtype=np.float32)
-    for row, line in enumerate(lines):
-        filled[row, : len(line)] = line
-    return filled

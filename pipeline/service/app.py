@@ -23,6 +23,7 @@ from pipeline.service.keys import read_keys
 from pipeline.service.metrics import RayMetrics, scrape
 from pipeline.service.routes import create_app
 from pipeline.units import Json
+from pipeline.worker_backends import look, why_by_torch
 from skipdecode.backends.choice import VARIABLE
 from skipdecode.continuous import check_continuous
 from skipdecode.host import num_cores
@@ -77,7 +78,11 @@ def why_other_bits(dtype: str) -> str | None:
     """Why replicas on CPUs would leave products of that type to torch, as far as that is known without a node."""
     if dtype == "float16":
         return "kernels for CPUs have no float16"
-    return f"{VARIABLE}=torch" if os.environ.get(VARIABLE, "").strip().lower() == "torch" else None
+    if not os.environ.get(VARIABLE):
+        return None
+    here = look()
+    own = "float32" if here.backend is None else here.backend.dtype
+    return here.problem or why_by_torch([here], own if dtype == "auto" else dtype)
 
 
 def make_spec(config: ServeConfig) -> EndpointSpec:

@@ -44,7 +44,7 @@ def drawn(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform:
     vocab=st.one_of(st.integers(1, 40), st.sampled_from([511, 512, 513, 1040, 5003])),
     rows=st.lists(
         st.tuples(
-            st.sampled_from([0.0, 1e-3, 0.3, 0.8, 1.0, 5.0]),
+            st.sampled_from([0.0, 1e-3, 0.3, 0.8, 1.0, 5.0, 1e9]),
             st.sampled_from([2**62, 1, 2, 7, 40, 600]),
             st.sampled_from([1.0, 0.0, 0.21, 0.53, 0.9, 0.97]),
             st.one_of(st.floats(0, 1 - 2**-24, width=32), st.sampled_from([0.0, 1 - 2**-24])),
@@ -112,6 +112,8 @@ def test_what_is_no_number_ends_no_process(backend: str, value: float, top_k: in
     assert made[2] == beside[2]
     if value == -torch.inf:
         assert made[1] % 2 == 1, "what is excluded is not drawn"
+    if value == torch.inf:
+        assert made[:2].tolist() == [0, 0], "the first of the largest"
 
 
 def test_tokens_that_are_excluded_are_never_drawn(backend: str) -> None:
@@ -121,3 +123,11 @@ def test_tokens_that_are_excluded_are_never_drawn(backend: str) -> None:
     one = torch.ones(2, 1)
     ends = torch.tensor([[0.0], [1 - 2**-24]])
     assert cpu.draw(logits, one, (2**62 * one).long(), one, ends).tolist() == [5, 600]
+
+
+def test_where_all_weigh_alike_the_largest_stay(backend: str) -> None:
+    """At a huge temperature weights are equal, and logits are not."""
+    logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(1)).expand(64, -1).contiguous()
+    one, numbers = torch.ones(64, 1), torch.arange(64)[:, None] / 64
+    made = cpu.draw(logits, 1e9 * one, (5 * one).long(), one, numbers.float().contiguous())
+    assert set(made.tolist()) == set(logits[0].topk(5).indices.tolist())

@@ -1,5 +1,6 @@
 """Lossless decoding against full depth: same tokens, whatever is drafted and whoever is in the batch. Float32."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.draft_length import DraftLength
 from skipdecode.generate import generate, generate_lossless
 from skipdecode.lossless import Lossless
-from skipdecode.pace import Hold
+from skipdecode.pace import Decision, Hold
 from skipdecode.plan import FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.prices import Prices
 from skipdecode.request import Request, Row
@@ -25,7 +26,7 @@ from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 from tests.support.cpu_backends import forced, kind, product_dtype
 from tests.support.cuda_models import random_model
-from tests.support.lossless_models import DRAFTS, FULL, L, models
+from tests.support.lossless_models import DRAFTS, FULL, Erratic, L, models
 from tests.support.naive import greedy, random_prompts, requests_for
 from tests.support.ties import is_tie
 
@@ -94,11 +95,68 @@ def test_rows_that_come_and_go_have_the_tokens_of_full_depth(
     for row in names:
         arrivals.setdefault(data.draw(st.integers(0, 12)), []).append(data.draw(requests(row)))
     cancel_at = {row: data.draw(st.integers(0, 20)) for row in names if data.draw(st.integers(0, 3)) == 0}
-    batch = SpeculativeBatch(models[name], Lossless(L, drafts, draft_tokens, may_rest))
+    schedule, model = Lossless(L, drafts, draft_tokens, may_rest), models[name]
+    seed = data.draw(st.integers(0, 99)) if may_rest else None
+    length = None if seed is None else Erratic(schedule, model.config, seed)
+    batch = SpeculativeBatch(model, schedule, length=length)
     rows = run(batch, arrivals, cancel_at)
     assert sorted(rows) == sorted(names)
     for row in rows.values():
         assert_same(models[name], row.request, row.tokens, row.finish_reason)
+
+
+class Resting(Erratic):
+    """Never drafts."""
+
+    def decide(self, rows: int, k: int, context: int) -> Decision:
+        return Decision(0, {}, 5)
+
+
+@pytest.mark.parametrize("limits", [(40, 4, 40), (4, 40, 3), (70, 66, 1)])
+def test_rounds_without_drafts_of_rows_that_draw_and_others(models: dict[str, Decoder], limits: Sequence[int]) -> None:
+    """Each looks its own random numbers up, whatever limits its neighbours have, and whoever joins or goes."""
+    schedule = Lossless(L, Unified(L, 3), may_rest=True)
+    for model in models.values():
+        for drawing in ((1,), (0, 2), (0, 1, 2)):
+            pool = [
+                Request(f"{i}", prompt, greedy(limit, temperature=0.9 * (i % 3 in drawing), ignore_eos=True))
+                for i, (prompt, limit) in enumerate(
+                    zip(random_prompts([5, 9, 3] * 2, seed=1, vocab=200), limits * 2, strict=True)
+                )
+            ]
+            batch = SpeculativeBatch(model, schedule, length=Resting(schedule, model.config, 1))
+            rows = run(batch, {0: pool[:3], 6: pool[3:]}, {})
+            for row in rows.values():
+                assert_same(model, row.request, row.tokens, row.finish_reason)
+
+
+@pytest.mark.parametrize("where", ["_params", "LogprobRecorder", "Arena.add"])
+def test_a_join_that_fails_changes_nobody(
+    models: dict[str, Decoder], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that runs out on the way: rows in the batch go on with their own numbers, though one left just then."""
+    model, schedule = models["opt"], Lossless(L, Unified(L, 3), may_rest=True)
+    sampled = [greedy(limit, temperature=0.9, ignore_eos=True) for limit in (30, 5, 30, 9)]
+    pool = [
+        Request(str(i), prompt, sampling)
+        for i, (prompt, sampling) in enumerate(zip(random_prompts([4] * 4, seed=1, vocab=200), sampled, strict=True))
+    ]
+    batch = SpeculativeBatch(model, schedule, length=Resting(schedule, model.config, 1))
+    rows = batch.join(pool[:3])
+    for _ in range(6):  # the second row ends
+        batch.step()
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"skipdecode.{'kv.ragged' if '.' in where else 'continuous'}.{where}", fails)
+        with pytest.raises(MemoryError):
+            batch.join(pool[3:])
+    while not batch.is_done:
+        batch.step()
+    for row in rows:
+        assert_same(model, row.request, row.tokens, row.finish_reason)
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.4, marks=pytest.mark.slow)])

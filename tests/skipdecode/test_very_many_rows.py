@@ -15,7 +15,7 @@ from skipdecode.prices import Prices
 from skipdecode.request import Completion, Request, Row
 from skipdecode.shortlist import Shortlist
 from skipdecode.speculative import SpeculativeBatch
-from tests.support.lossless_models import DRAFTS, FULL, L, models
+from tests.support.lossless_models import DRAFTS, FULL, Erratic, L, models
 from tests.support.naive import greedy, random_prompts
 from tests.support.ties import is_tie
 
@@ -57,16 +57,20 @@ def test_very_many_rows(models: dict[str, Decoder]) -> None:
         size = int(torch.randint(1, 49, (1,), generator=rng))
         lengths = torch.randint(1, 40, (size,), generator=rng).tolist()
         model = models[("opt", "llama")[done % 2]]
-        temperature = (0.0, 0.6, 1.0)[done % 3]
-        sampling = greedy(
-            int(torch.randint(1, 40, (1,), generator=rng)), temperature=temperature, top_k=(0, 20)[done % 2]
-        )
+        limits = torch.randint(1, 40, (size,), generator=rng).tolist()
+        first, step, is_erratic = torch.randint(0, 3, (3,), generator=rng).tolist()
+        temperatures = [(0.0, 0.6, 1.0)[(first + i * step) % 3] for i in range(size)]  # greedy ones among others, too
+        prompts = random_prompts(lengths, seed=done, vocab=200)
         pool = [
-            Request(f"{done}-{i}", p, sampling) for i, p in enumerate(random_prompts(lengths, seed=done, vocab=200))
+            Request(f"{done}-{i}", prompt, greedy(limit, temperature=temperature, top_k=(0, 20)[i % 2]))
+            for i, (prompt, limit, temperature) in enumerate(zip(prompts, limits, temperatures, strict=True))
         ]
         schedule = Lossless(L, DRAFTS[done % len(DRAFTS)], (None, 1, 3, 6)[done % 4])
         listed = Shortlist(model.config.vocab_size, range(0, 200, 2), learns=False) if done % 5 == 0 else None
         length = DraftLength(schedule, Prices(model.config, 4), shortlist=listed)
+        if is_erratic:
+            schedule = Lossless(L, schedule.drafts, may_rest=True)
+            length = Erratic(schedule, model.config, done, listed)
         how = ("closed", "newcomers", "retried")[int(torch.randint(0, 3, (1,), generator=rng))]
         if how == "closed":
             ours: Sequence[Completion | Row] = generate_lossless(model, pool, schedule, length=length).completions

@@ -1,5 +1,6 @@
 """Models and drafts for tests of lossless decoding."""
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,9 +8,16 @@ import pytest
 import torch
 
 from skipdecode.backends import choice
+from skipdecode.config import DecoderConfig
 from skipdecode.decoder import Decoder
+from skipdecode.draft_length import DraftLength
 from skipdecode.ffn_skip import SkipBand
+from skipdecode.lossless import Lossless
+from skipdecode.pace import Decision
 from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.prices import Prices
+from skipdecode.repeats import LONGEST, SHORTEST
+from skipdecode.shortlist import Shortlist
 from skipdecode.weights import load_model
 from tests.support.cpu_backends import forced
 from tests.support.cuda_models import random_model
@@ -46,3 +54,22 @@ def models(request: pytest.FixtureRequest, ending_checkpoint: Callable[[str], Pa
         opt = is_quiet(load_model(ending_checkpoint("1.3b")))  # as wide as kernels take it
         llama = is_quiet(random_model("llama", layers=L))
         yield {"opt": opt.pack(), "llama": llama.pack()}
+
+
+class Erratic(DraftLength):
+    """Drafts, and rests, as a die says: for some rounds each, by skipped passes, by repeats, or by both."""
+
+    def __init__(
+        self, schedule: Lossless, config: DecoderConfig, seed: int, shortlist: Shortlist | None = None
+    ) -> None:
+        super().__init__(schedule, Prices(config, 4), shortlist=shortlist)
+        self._die = random.Random(seed)
+
+    def decide(self, rows: int, k: int, context: int) -> Decision:
+        die = self._die
+        repeated = {length: die.randint(1, 5) for length in range(SHORTEST, LONGEST + 1) if die.random() < 0.5}
+        continued = {length: die.randint(1, 3) for length in repeated}
+        skipped = die.randint(1, 5) if self.schedule.drafts_by_skipping and die.random() < 0.5 else 0
+        rests = die.random() < 0.4
+        rounds = die.choice([1, 2, 5, 40])
+        return Decision(0, {}, rounds) if rests else Decision(skipped, repeated, rounds, continued if skipped else {})

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cfloat>
-#include <utility>
 #include <vector>
 
 namespace {
@@ -54,13 +53,15 @@ void weigh(int64_t count, const T* logits, float top, float temperature, float* 
 int bucket_of(float weight) {
   uint32_t bits;
   std::memcpy(&bits, &weight, 4);
-  return int(bits >> 19);
+  return std::min(int(bits >> 19), BUCKETS - 1);
 }
 
-// Tokens by falling weight, the lower one of equals first, put in order as far as one must look to cut them off.
+// Tokens by falling logit, the lower one of equals first, put in order as far as one must look to cut them off.
+template <typename T>
 class Ranking {
  public:
-  Ranking(int64_t count, const float* weights) : count_(count), weights_(weights), counts_(BUCKETS), sums_(BUCKETS) {
+  Ranking(int64_t count, const T* logits, const float* weights)
+      : count_(count), logits_(logits), weights_(weights), counts_(BUCKETS), sums_(BUCKETS) {
     for (int64_t i = 0; i < count; ++i) {
       if (weights[i] <= NONE) continue;
       const int bucket = bucket_of(weights[i]);
@@ -75,7 +76,8 @@ class Ranking {
   }
 
   struct Cut {
-    float weight;  // of the last token that stays
+    int bucket;  // of the last token that stays
+    float logit;
     int64_t token;
     double mass;  // of all that stay
   };
@@ -85,45 +87,61 @@ class Ranking {
     int64_t rank = 0;
     double before = 0.0;
     for (int bucket = BUCKETS - 1; bucket >= 0; --bucket) {
+      if (counts_[bucket] == 0) continue;
       if (rank + counts_[bucket] < most && before + sums_[bucket] < mass) {
         rank += counts_[bucket], before += sums_[bucket];
         continue;
       }
-      for (const auto& [weight, token] : ordered(bucket)) {
-        ++rank, before += weight;
-        if (rank >= most || before >= mass) return {weight, token, before};
+      for (const int64_t token : ordered(bucket, most - rank)) {
+        ++rank, before += weights_[token];
+        if (rank >= most || before >= mass) return {bucket, load(logits_[token]), token, before};
       }
     }
-    return {0.0f, -1, before};  // all stay
+    return {-1, 0.0f, 0, before};  // all stay
+  }
+
+  bool stays(int64_t token, const Cut& cut) const {
+    const int bucket = bucket_of(weights_[token]);
+    const float logit = load(logits_[token]);
+    return bucket > cut.bucket ||
+           (bucket == cut.bucket && (logit > cut.logit || (logit == cut.logit && token <= cut.token)));
   }
 
  private:
-  std::vector<std::pair<float, int64_t>> ordered(int bucket) const {
-    std::vector<std::pair<float, int64_t>> own;
+  // The first `most` of a bucket, or all.
+  std::vector<int64_t> ordered(int bucket, int64_t most) const {
+    std::vector<int64_t> own;
     own.reserve(counts_[bucket]);
     for (int64_t i = 0; i < count_; ++i)
-      if (weights_[i] > NONE && bucket_of(weights_[i]) == bucket) own.emplace_back(weights_[i], i);
-    std::sort(own.begin(), own.end(),
-              [](const auto& x, const auto& y) { return x.first > y.first || (x.first == y.first && x.second < y.second); });
+      if (weights_[i] > NONE && bucket_of(weights_[i]) == bucket) own.push_back(i);
+    const auto is_before = [&](int64_t x, int64_t y) {
+      const float a = load(logits_[x]), b = load(logits_[y]);
+      return a > b || (a == b && x < y);
+    };
+    if (most < int64_t(own.size())) {
+      std::nth_element(own.begin(), own.begin() + most, own.end(), is_before);
+      own.resize(most);
+    }
+    std::sort(own.begin(), own.end(), is_before);
     return own;
   }
 
   int64_t count_;
+  const T* logits_;
   const float* weights_;
   std::vector<int64_t> counts_;
   std::vector<double> sums_;
 };
 
 // Takes the weights of what top-k and top-p leave out.
-void leave_out(int64_t count, int64_t top_k, float top_p, float* weights) {
-  const Ranking ranking(count, weights);
-  Ranking::Cut cut = {0.0f, -1, 0.0};
+template <typename T>
+void leave_out(int64_t count, const T* logits, int64_t top_k, float top_p, float* weights) {
+  const Ranking<T> ranking(count, logits, weights);
+  typename Ranking<T>::Cut cut = {-1, 0.0f, 0, 0.0};
   if (top_k < count) cut = ranking.cut(top_k, DBL_MAX);
   if (top_p < 1.0f) cut = ranking.cut(top_k, top_p * (top_k < count ? cut.mass : ranking.mass()));
-  for (int64_t i = 0; i < count; ++i) {
-    const bool stays = weights[i] > cut.weight || (weights[i] == cut.weight && i <= cut.token);
-    weights[i] = stays ? weights[i] : 0.0f;
-  }
+  for (int64_t i = 0; i < count; ++i)
+    if (!ranking.stays(i, cut)) weights[i] = 0.0f;
 }
 
 float sum_of(int64_t count, const float* weights) {
@@ -132,12 +150,12 @@ float sum_of(int64_t count, const float* weights) {
   return sum(total);
 }
 
-// The first token up to which all together weigh more than `uniform` of all.
-int64_t hit(int64_t count, const float* weights, float uniform) {
+// The first token up to which all together weigh more than `uniform` of all; `likeliest` where none weighs anything.
+int64_t hit(int64_t count, const float* weights, float uniform, int64_t likeliest) {
   double whole = 0.0, before = 0.0;
   for (int64_t from = 0; from < count; from += BLOCK) whole += sum_of(std::min(BLOCK, count - from), weights + from);
   const double wanted = uniform * whole;
-  int64_t last = 0;
+  int64_t last = likeliest;
   for (int64_t from = 0; from < count; from += BLOCK) {
     const int64_t size = std::min(BLOCK, count - from);
     const double behind = before + sum_of(size, weights + from);
@@ -167,8 +185,8 @@ void draw(int64_t rows, int64_t count, const T* logits, const float* temperature
     thread_local Buffer<float> kept;
     float* weights = kept.room(count);
     weigh(count, own, most.logit, temperature[row], weights);
-    if (top_k[row] < count || top_p[row] < 1.0f) leave_out(count, top_k[row], top_p[row], weights);
-    out[row] = hit(count, weights, uniform[row]);
+    if (top_k[row] < count || top_p[row] < 1.0f) leave_out(count, own, top_k[row], top_p[row], weights);
+    out[row] = hit(count, weights, uniform[row], most.token);
   }
 }
 

@@ -63,7 +63,7 @@ def test_drafts_in_fixed_bits_are_for_cpus(tiny_checkpoint: Path, monkeypatch: p
     with pytest.raises(ConfigError, match=r"decode\.lossless: .*kernels for CPUs have no float16"):
         make_spec(load(CONFIG, [*keys, "model.dtype=float16"], None, None).args)
     monkeypatch.setenv("SKIPDECODE_KERNELS", "torch")
-    with pytest.raises(ConfigError, match=r"decode\.lossless: .*SKIPDECODE_KERNELS=torch"):
+    with pytest.raises(ConfigError, match=r"decode\.lossless: .*the back end torch .*has no kernels for"):
         make_spec(load(CONFIG, keys, None, None).args)
 
 
