@@ -90,6 +90,7 @@ class DraftLength:
         """Tokens that drafts of the batch at hand choose among; None: all, by the head of the model."""
         self.acceptance = Acceptance(known)
         self._paces: dict[int, Pace] = {}  # by size of batches
+        self._made: dict[tuple[bool, bool], tuple[float, float]] = {}  # by what drafts: tokens, and by acceptance
         self._idle = 0  # rounds in which prices were against drafts
 
     def hold(self, rows: int, k: int, context: int) -> Hold:
@@ -115,7 +116,18 @@ class DraftLength:
         """What these came to, all or as many as there were."""
         self._idle = self._idle + hold.num_rounds if hold.decision.is_idle else 0
         if self.prices.is_timed and hold.num_rounds and not hold.decision.is_probe:
-            self._pace(hold.rows).saw(hold)
+            self._pace(hold.rows).saw(self._without_luck(hold))
+
+    def _without_luck(self, hold: Hold) -> Hold:
+        """With as many tokens as such rounds make by what was accepted so far: how many come of a few is luck. What
+        acceptance leaves out, repeats and the ends of rows, is in how many more or fewer there were than by it."""
+        if not hold.decision.has_drafts:
+            return hold
+        skipped = hold.decision.skipped
+        made, by_rates = self._made.get(kind := (skipped > 0, bool(hold.decision.repeated)), (0.0, 0.0))
+        likely, kept = hold.num_fed * self.acceptance.expected(SKIPPED, skipped)[skipped], KEEP**hold.num_fed
+        made, by_rates = self._made[kind] = kept * made + hold.num_made, kept * by_rates + likely
+        return replace(hold, num_made=likely * made / by_rates)
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
         """What prices want, as far as it may rest and the clock has nothing against it."""

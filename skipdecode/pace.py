@@ -21,10 +21,12 @@ LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
 TRY, TOLD = 4, 16
 # Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
 TRY_EVERY, AT_MOST = 32, 1024
-STOPPED = 2.0  # times the middle round's seconds: what is above was somebody else's
-PAYS = 1.02  # what drafts must gain: where they come out even, trying them again costs more
-KEPT = 5  # decisions of each kind, of which the middle one counts
-ENOUGH = 2  # of them before drafts are judged
+# What drafts must gain to be taken up, and what they may lose before they are left: where they come out even, neither
+# is worth a change.
+PAYS = 1.02
+KEPT = 7  # decisions of each kind, of which the middle one counts
+ENOUGH, MANY = 2, 4  # of them before drafts are judged that plainly gain or lose, and others
+PLAINLY = 1.2
 
 
 @dataclass(frozen=True)
@@ -63,21 +65,18 @@ class Hold:
     num_rounds: int = 0
     num_fed: int = 0
     """Rows of all rounds."""
-    num_made: int = 0
+    num_made: float = 0
     """Tokens of these."""
     took_s: float = 0.0
-    steps_s: float = 0.0
-    """Of as many steps at full depth with these rows, by the cost model."""
     counted_s: float = 0.0
     """Of `took_s`, up to when drafts were counted last."""
     _each: list[float] = field(default_factory=list)
-    """Seconds of each round over those of a step."""
+    """Seconds of each round over those of a step at full depth with these rows, by the cost model."""
 
     def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
         """One round."""
         self.num_rounds += 1
         self.num_fed += rows
-        self.steps_s += step_s
         self.num_made += made
         self.took_s += took_s
         self._each.append(took_s / step_s)
@@ -90,20 +89,16 @@ class Hold:
             num_fed=self.num_fed + other.num_fed,
             num_made=self.num_made + other.num_made,
             took_s=self.took_s + other.took_s,
-            steps_s=self.steps_s + other.steps_s,
             _each=self._each + other._each,
         )
 
     @property
     def pace(self) -> float:
-        """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, which are all
-        alike, the middle one's: the first of a batch lays calls out. Of others the mean, without what a round was
-        stopped for by other processes."""
-        middle = median(self._each)
-        if not self.decision.has_drafts:
-            return middle
-        whole, kept = sum(self._each), sum(min(each, STOPPED * middle) for each in self._each)
-        return kept / whole * self.took_s / self.num_made / (self.steps_s / self.num_fed)
+        """Seconds per token over those that the cost model has for full depth, by the rounds in the middle: the first
+        of a batch lays calls out, and other processes stop some."""
+        ordered, cut = sorted(self._each), len(self._each) // 4
+        middle = ordered[cut : len(ordered) - cut]
+        return sum(middle) / len(middle) * self.num_fed / self.num_made
 
 
 class Pace:
@@ -115,7 +110,7 @@ class Pace:
         self._resting: deque[float] = deque(maxlen=KEPT)
         self._short: Hold | None = None  # rounds with drafts that are too few yet
         self._drafted = self._rested = 0  # rounds since the last that did not
-        self._patience = TRY_EVERY
+        self._patience, self._pays = TRY_EVERY, False
 
     def saw(self, hold: Hold) -> None:
         if hold.decision.has_drafts:
@@ -134,7 +129,8 @@ class Pace:
         """How many times as fast tokens come with drafts as without; None: too little is known."""
         if len(self._drafting) < ENOUGH or not self._resting:
             return None
-        return median(self._resting) / median(self._drafting)
+        gain = median(self._resting) / median(self._drafting)
+        return None if len(self._drafting) < MANY and 1 / PLAINLY < gain < PLAINLY else gain
 
     def judge(self, wanted: Decision, *, is_likely: bool = False) -> Decision:
         """The drafts that prices want, or none. `is_likely`: batches of more rows gain plainly, so fewer do; then one
@@ -144,7 +140,8 @@ class Pace:
             return wanted.without_drafts(LOOK)
         if gain is None:
             return replace(wanted, rounds=self._try)
-        if gain >= PAYS:
+        self._pays = gain >= (1 / PAYS if self._pays else PAYS)
+        if self._pays:
             self._patience = TRY_EVERY
             return wanted
         if self._rested < self._patience:

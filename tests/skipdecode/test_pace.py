@@ -1,6 +1,7 @@
 """Whether drafts pay, by a clock of whole rounds: simulated machines, and how much is lost until it is known."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from skipdecode.cost import Ceilings
 from skipdecode.draft_length import PROBE_EVERY, SKIPPED, STALE_S, DraftLength
 from skipdecode.families import released
 from skipdecode.lossless import Lossless
-from skipdecode.pace import AT_MOST, HOLDS, LOOK, LOOK_EVERY, RESTS, SELDOM, TRY, TRY_EVERY, Decision, Hold, Pace
+from skipdecode.pace import AT_MOST, HOLDS, LOOK, LOOK_EVERY, MANY, RESTS, SELDOM, TRY, TRY_EVERY, Decision, Hold, Pace
 from skipdecode.plan import SkipDecode
 from skipdecode.prices import Prices
 
@@ -56,7 +57,7 @@ def test_rounds_without_drafts_are_looked_at_first_and_again() -> None:
     pace.saw(hold(Decision(0, {}, LOOK), 1.0))
     rounds = 0
     while (decision := pace.judge(WANTED)).has_drafts:
-        assert decision.rounds == (TRY if rounds < 2 * TRY else HOLDS)
+        assert decision.rounds == (TRY if rounds < MANY * TRY else HOLDS)
         pace.saw(hold(decision, 2.7, tokens=3.0))  # they gain a tenth
         rounds += decision.rounds
     assert decision == Decision(0, {}, LOOK)
@@ -207,3 +208,16 @@ def test_without_a_clock_rounds_say_nothing() -> None:
         length.again(made, 4, 1, 101)
         assert made.decision == decision
         length.saw(made)
+
+
+def test_luck_with_few_rounds_counts_little() -> None:
+    """Holds of as many rounds that make many tokens and few have nearly the same pace, once acceptance is known."""
+    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
+    for _ in range(200):
+        length.acceptance.see([(SKIPPED, 0), (SKIPPED, 1), (SKIPPED, 2)], 2)
+    paces = list[float]()
+    for tokens in (3.0, 4.0, 2.0) * 20:
+        length.saw(hold(replace(WANTED, rounds=HOLDS), 1.0, tokens))
+        paces.append(length._pace(4)._drafting[-1])
+    assert max(paces[-6:]) < 1.05 * min(paces[-6:])
+    assert paces[-1] == pytest.approx(1 / 3, rel=0.05)
