@@ -17,9 +17,10 @@ from skipdecode.plan import LayerPlan
 if TYPE_CHECKING:
     from skipdecode.decoder import Decoder
 
-KEPT_TIMES = 7  # of passes of one size
+KEPT_TIMES = 24  # of passes of one size
 # Of a size, before its price is its own: one slow pass would say for good that nobody wants another of that size.
 ENOUGH = 4
+LEAST = 8  # of so many times the least one counts: other processes make passes longer
 # Passes of a number of drafts, before its price is by what they took; and passes of as many rows, until which it is
 # tried: rows may always have fewer drafts than were wanted.
 TRIES, TRIED_FOR = 2, 128
@@ -190,7 +191,9 @@ class Prices:
 
     def _least(self, ratios: Sequence[float]) -> float:
         """But for the very least of many: by luck with that, a size would be taken for better than it is."""
-        return sorted(ratios)[1] if self._keep is not None and len(ratios) >= ENOUGH else min(ratios)
+        if self._keep is None or len(ratios) < ENOUGH:
+            return min(ratios)
+        return sorted(ratios)[max(1, len(ratios) // LEAST)]
 
     def _seen_near(self, of: Pass) -> list[deque[float]]:
         """Of the nearest sizes, as many as were seen ENOUGH times together; of the same kind if that was seen."""
