@@ -21,6 +21,7 @@ LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
 TRY, TOLD = 4, 16
 # Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
 TRY_EVERY, AT_MOST = 32, 1024
+STOPPED = 16  # one of so many rounds
 # What drafts must gain to be taken up, and what they may lose before they are left: where they come out even, neither
 # is worth a change.
 PAYS = 1.02
@@ -94,11 +95,16 @@ class Hold:
 
     @property
     def pace(self) -> float:
-        """Seconds per token over those that the cost model has for full depth, by the rounds in the middle: the first
-        of a batch lays calls out, and other processes stop some."""
-        ordered, cut = sorted(self._each), len(self._each) // 4
-        middle = ordered[cut : len(ordered) - cut]
-        return sum(middle) / len(middle) * self.num_fed / self.num_made
+        """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, which are all
+        alike, the middle one's: the first of a batch lays calls out. Of others the mean of all but the few longest:
+        other processes stop some."""
+        ordered = sorted(self._each)
+        if self.decision.has_drafts:
+            kept = ordered[: len(ordered) - len(ordered) // STOPPED]
+            each = sum(kept) / len(kept)
+        else:
+            each = median(ordered)
+        return each * self.num_fed / self.num_made
 
 
 class Pace:
