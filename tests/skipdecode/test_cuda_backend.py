@@ -15,11 +15,9 @@ from skipdecode.backends.backend import TORCH, Columns, TableColumns
 from skipdecode.backends.cuda import CudaBackend, CudaLayer
 from skipdecode.backends.cuda_kernels import Heads
 from skipdecode.backends.cuda_reference import TorchKernels
-from skipdecode.extents import Extents
 from skipdecode.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.generate import generate, generate_continuous, run_to_the_end
-from skipdecode.kv.tokens import among
-from skipdecode.layer_loop import Layered
+from skipdecode.kv.tokens import TokensView, among
 from skipdecode.lossless import Lossless
 from skipdecode.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.rope import rotations
@@ -72,15 +70,7 @@ class Watched(SpeculativeBatch):
 
     sizes: ClassVar[list[int]] = []
 
-    def _feed(
-        self,
-        tokens: Tensor,
-        places: Tensor,
-        columns: Tensor,
-        extents: Extents,
-        most: int = 1,
-        by: Layered | None = None,
-    ) -> Tensor:
+    def _view(self, places: Tensor, columns: Tensor, most: int = 1) -> TokensView:
         assert self._arena.wants_among
         assert self._arena.attention_at_places is not None, "by torch's attention"
         found = among(places, self._arena.num_rows)
@@ -88,7 +78,7 @@ class Watched(SpeculativeBatch):
         assert found.tolist() == [[i for n in each_of(places) for i in range(n)], [each[p] for p in places.tolist()]]
         assert max(each) == most
         self.sizes.append(most)
-        return super()._feed(tokens, places, columns, extents, most, by)
+        return super()._view(places, columns, most)
 
 
 def each_of(places: Tensor) -> list[int]:
