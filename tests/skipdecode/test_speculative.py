@@ -170,7 +170,8 @@ def test_drafts_are_accepted_and_refused(models: dict[str, Decoder], drafts: Sch
         accepted, drafted = accepted + sum(stats.accepted_at), drafted + sum(stats.drafted_at)
         assert stats.output_tokens - stats.rows <= stats.row_steps + sum(stats.accepted_at)
     if drafts == DRAFTS[2]:
-        assert accepted > 0.98 * drafted  # short of what is no clear choice, and repeats
+        # short of what is no clear choice, and repeats; and of draws that land elsewhere among fewer tokens
+        assert accepted > (0.98 if temperature == 0 else 0.9) * drafted
     elif temperature == 0 or drafts is not FULL:
         assert 0 < accepted < drafted
 
