@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,6 +39,7 @@ def drawn(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**31),
     vocab=st.one_of(st.integers(1, 40), st.sampled_from([511, 512, 513, 1040, 5003])),
@@ -84,9 +85,9 @@ def test_a_token_is_the_one_of_its_definition(
 
 
 def test_an_even_sweep_gives_each_token_its_share(backend: str) -> None:
-    """Of a large vocabulary, whose sums are long: as often as it is likely, by 200,000 numbers."""
+    """Of a large vocabulary, whose sums are long: as often as it is likely, by 40,000 numbers."""
     logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(1)) * 3
-    count, chunk = 200_000, 2_000
+    count, chunk = 40_000, 2_000
     uniforms = (torch.arange(count) / count).float()[:, None]
     ones = torch.ones(chunk, 1)
     made = torch.cat(
