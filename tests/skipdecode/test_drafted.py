@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from skipdecode.batch_stats import LosslessStats
 from skipdecode.decoder import Decoder
@@ -20,6 +19,7 @@ from skipdecode.request import Request
 from skipdecode.shortlist import Shortlist
 from skipdecode.weights import load_model
 from tests.support.cuda_models import random_model, some_requests
+from tests.support.lossless_models import is_quiet
 
 L, N = 6, 24
 FULL = FullDepth(L)
@@ -38,13 +38,7 @@ MODELS = ["opt", "opt, norms behind", "llama", "qwen3"]
 def quiet(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Decoder:
     """A model whose middle layers change so little that drafts without them are often right."""
     model = load_model(tiny_checkpoint) if request.param == "opt" else random_model(request.param, layers=L)
-    with torch.no_grad():
-        for layer in model.layers[1:-1]:
-            for linear in (layer.out_proj, layer.fc2):
-                linear.weight *= 0.2
-                if linear.bias is not None:
-                    linear.bias *= 0.2
-    return model
+    return is_quiet(model)
 
 
 def texts(model: Decoder, listed: frozenset[int] | None = None) -> tuple[list[Request], DraftedText]:
