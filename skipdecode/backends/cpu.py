@@ -2,8 +2,8 @@
 choice of a token.
 
 torch's attention for one query reads the cache at a third of memory bandwidth, its products of few rows read weights at
-half of it or less, its argmax of bfloat16 logits takes as long as the matrix product before it, and a draw with top-p by
-its operators nearly as long as a small model's step. Where the back end is `torch` (`skipdecode.backends.choice`),
+half of it or less, its argmax of bfloat16 logits takes as long as the matrix product before it, and a draw with top-p
+by its operators nearly as long as a small model's step. Where the back end is `torch` (`skipdecode.backends.choice`),
 nothing here is called and torch's operators do the same work.
 """
 
