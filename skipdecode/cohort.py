@@ -123,8 +123,14 @@ class Cohort:
             made = self._shared.feed(plan, only_likeliest=self._is_plain)
             self._shared = None  # what is copied need not be kept
         else:
-            keys = {"in_equal_parts": self._has_fixed_shape, "only_likeliest": self._is_plain}
-            made = feed_prompts(self.model, self._prompt, self._cache, plan, **keys)
+            made = feed_prompts(
+                self.model,
+                self._prompt,
+                self._cache,
+                plan,
+                in_equal_parts=self._has_fixed_shape,
+                only_likeliest=self._is_plain,
+            )
         self._choose(made)
         self.stats.prefill_s = now(self.model.device) - start
         self._look_if_due()

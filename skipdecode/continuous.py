@@ -88,6 +88,7 @@ class ContinuousBatch:
         # under SwiftKV a layer's K/V are written for rows that do not run it
         ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
         self._arena = Arena(model.config, owners, ends, dtype=model.dtype, device=model.device, is_closed=is_closed)
+        self._is_closed = is_closed
         self._members: list[_Member] = []
         self._rows: list[Row] = []  # whoever joined; those whose last tokens are on their way are no members any more
         self._newest = torch.empty(0, dtype=torch.int64, device=model.device)
@@ -135,15 +136,17 @@ class ContinuousBatch:
         if self._looks_behind == 0:
             self._look()
         stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
-        if stay:
+        if cache is None:
+            self._arena.keep(stay)
+        elif stay:
             self._drop_ended(carry=0.0)
-            requests = [requests[at] for at in stay]
+        if stay:
             keep = uploaded(stay, self.model.device)
-            limits = [r.sampling.max_new_tokens for r in requests]
             newest = torch.cat([self._newest, first[keep]])
             together = [*self._members, *(members[at] for at in stay)]
             params = _params(together, self.model.device)
-            self._arena.add(cache, keep, [len(r.prompt_tokens) for r in requests], limits)
+            if cache is not None:
+                self._arena.add(cache, keep, *_lengths([requests[at] for at in stay]))
             self._members, self._newest, self._params = together, newest, params
             self._changed()
         self._rows = self.rows + rows
@@ -151,8 +154,8 @@ class ContinuousBatch:
 
     def _feed_prompts(
         self, requests: Sequence[Request], sharing: Sharing | None, *, only_likeliest: bool
-    ) -> tuple[Tensor, KVCache]:
-        """The prompts: what `feed_prompts` gives, and the cache they fill."""
+    ) -> tuple[Tensor, KVCache | None]:
+        """The prompts: what `feed_prompts` gives, and the cache they fill; None: they are where the batch has them."""
         model, plan = self.model, self.schedule.prefill()
         if sharing is not None:
             allocate = partial(allocate_cache, model, schedule=self.schedule, num_new=1)
@@ -160,6 +163,10 @@ class ContinuousBatch:
             return shared.feed(plan, only_likeliest=only_likeliest), shared.cache
         longest = max(len(r.prompt_tokens) for r in requests)
         tokens, num_pad, paddings = pad_prompts(model, requests, rounded_columns(longest), None)
+        if self._is_closed and model.takes_unpadded(self._arena.memory_of(0)[0]):
+            assert not self._members, "rows of a closed batch come once"
+            cache = self._arena.open(*_lengths(requests))
+            return feed_prompts(model, tokens, cache, plan, num_pad=num_pad, only_likeliest=only_likeliest), None
         cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, paddings=paddings)
         return feed_prompts(model, tokens, cache, plan, only_likeliest=only_likeliest), cache
 
@@ -239,6 +246,11 @@ def check_continuous(schedule: Schedule) -> None:
             "decode.ffn_skip.mode: the continuous scheduler runs modes calibrated and fixed, where the blocks left out "
             "are known in advance; use one of them, or scheduler cohort"
         )
+
+
+def _lengths(requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+    """Prompt tokens of each, and the new ones it may have."""
+    return [len(r.prompt_tokens) for r in requests], [r.sampling.max_new_tokens for r in requests]
 
 
 def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -145,9 +145,9 @@ class Decoder(nn.Module):
         by_kernels = self.project_in is None and product(self.packed_head, None) is not None
         return by_kernels and self.placement is None and backend_on(self.device).keeps_bits(self._fused)
 
-    def takes_unpadded(self, cache: KVCache) -> bool:
-        """Whether prompts are fed into `cache` without their padding (`Backend.takes_unpadded`)."""
-        return backend_on(self.device).takes_unpadded(self._fused, cache.k[0])
+    def takes_unpadded(self, memory: Tensor) -> bool:
+        """Whether prompts are fed without their padding into `memory` of that kind (`Backend.takes_unpadded`)."""
+        return backend_on(self.device).takes_unpadded(self._fused, memory)
 
     @property
     def _fused(self) -> list[FusedLayer | None]:
@@ -273,7 +273,7 @@ class Decoder(nn.Module):
             cache.length += T
             return self.likeliest(last) if only_likeliest else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotations)
-        if extents.narrows_at is not None and self.takes_unpadded(cache):
+        if extents.narrows_at is not None and self.takes_unpadded(cache.k[0]):
             kv = prompts = PromptsView(cache, positions, self.rotations, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, extents, ffns=ffns)

@@ -52,14 +52,17 @@ def feed_prompts(
     cache: KVCache,
     plan: LayerPlan,
     *,
+    num_pad: Tensor | None = None,
     in_equal_parts: bool = False,
     only_likeliest: bool = False,
 ) -> Tensor:
     """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V], or its likeliest token, [B].
 
-    Several rows at a time (`rows_at_once`). `in_equal_parts`: a row's bits do not depend on its place in the batch.
+    Several rows at a time (`rows_at_once`). `num_pad` [B]: padding of the prompts; None: as that of `cache`.
+    `in_equal_parts`: a row's bits do not depend on its place in the batch.
     """
-    positions = (torch.arange(tokens.shape[1], device=model.device) - cache.num_pad[:, None]).clamp(min=-1)
+    num_pad = cache.num_pad if num_pad is None else num_pad
+    positions = (torch.arange(tokens.shape[1], device=model.device) - num_pad[:, None]).clamp(min=-1)
     whole = len(tokens)
     rows = rows_at_once(model, tokens.shape[1], tokens.shape[1], has_mask=cache.valid is not None)
     if in_equal_parts:

@@ -7,19 +7,19 @@ from torch import Tensor
 class Prompts:
     """Left-padded prompts [B, T] laid one behind the other, without the padding: [N, ...]."""
 
-    def __init__(self, positions: Tensor, before: Tensor | None = None, start: int = 0) -> None:
-        """`positions` [B, T] int64: -1 a padding column (`Decoder.embed`). `before` [B] int64: tokens of each prompt
-        that come before these, and whose K and V are there. `start`: the first of the columns."""
+    def __init__(self, positions: Tensor, columns: Tensor, before: Tensor | None = None) -> None:
+        """`positions` [B, T] int64: -1 a padding column (`Decoder.embed`). `columns` [B] int64: that of each prompt's
+        first token. `before` [B] int64: tokens of each prompt that come before these, and whose K and V are there."""
         self._is_real = positions >= 0
         lengths = self._is_real.sum(dim=1)
         ends = lengths if before is None else lengths + before
         assert bool((positions[:, -1] == ends - 1).all() & (lengths > 0).all()), "left-padded, and none of them empty"
-        self.before = before
-        self.columns = start + positions.shape[1] - ends
-        """[B] int64: the column of each prompt's first token. Negative where those before are in other memory."""
+        self.before, self.columns = before, columns
+        self.last_columns = columns + ends - 1
+        """[B] int64: of each prompt's last token."""
         self.starts = F.pad(lengths.cumsum(dim=0), (1, 0))
         """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
-        self.num_columns, self.num_tokens = start + positions.shape[1], int(self.starts[-1])  # T, N
+        self.num_columns, self.num_tokens = int(self.last_columns.max()) + 1, int(self.starts[-1])  # S, N
 
     def __len__(self) -> int:
         return len(self.columns)

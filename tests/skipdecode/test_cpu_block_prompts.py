@@ -31,7 +31,7 @@ class Filled:
     def __init__(self, lengths: list[int], width: int, heads: int, dtype: torch.dtype, spare: int = 0) -> None:
         self.columns = max(lengths)
         pads = torch.tensor([self.columns - n for n in lengths])
-        self.prompts = Prompts((torch.arange(self.columns) - pads[:, None]).clamp(min=-1))
+        self.prompts = Prompts((torch.arange(self.columns) - pads[:, None]).clamp(min=-1), pads)
         self.h = torch.randn(sum(lengths), width).to(dtype)
         shape = (len(lengths), heads, self.columns + spare, width // heads)
         self.k, self.v = (torch.full(shape, torch.nan, dtype=dtype) for _ in "kv")
@@ -259,14 +259,14 @@ def test_prompts_in_one_call_refuse_what_they_would_misread(product_dtype: torch
             block.kernel.read(wrong, prompts, (k, k.clone()), feeds=True)
     for positions in ([[0, 1], [-1, -1]], [[0, -1], [0, 1]]):
         with pytest.raises(AssertionError, match="left-padded"):
-            Prompts(torch.tensor(positions))
+            Prompts(torch.tensor(positions), torch.zeros(2, dtype=torch.int64))
 
 
 def test_packed_prompts() -> None:
     positions = torch.tensor([[-1, -1, 0, 1], [0, 1, 2, 3], [-1, -1, -1, 0]])
-    prompts, x = Prompts(positions), torch.arange(24.0).view(3, 4, 2)
+    prompts, x = Prompts(positions, torch.tensor([2, 1, 3])), torch.arange(24.0).view(3, 4, 2)
     packed = prompts.pack(x)
     assert packed.tolist() == [*x[0, 2:].tolist(), *x[1].tolist(), *x[2, 3:].tolist()]
     assert torch.equal(prompts.last(packed), x[:, -1:])
-    assert (prompts.starts.tolist(), prompts.columns.tolist()) == ([0, 2, 6, 7], [2, 0, 3])
-    assert (prompts.num_columns, prompts.num_tokens) == (4, 7)
+    assert (prompts.starts.tolist(), prompts.columns.tolist()) == ([0, 2, 6, 7], [2, 1, 3])
+    assert (prompts.last_columns.tolist(), prompts.num_columns, prompts.num_tokens) == ([3, 4, 3], 5, 7)

@@ -75,7 +75,7 @@ class Batch:
         spec = layer.spec
         self.lengths, self.columns, self.dtype = lengths, max(lengths), layer.dtype
         self.pads = torch.tensor([self.columns - n for n in lengths])
-        self.prompts = Prompts((torch.arange(self.columns) - self.pads[:, None]).clamp(min=-1))
+        self.prompts = Prompts((torch.arange(self.columns) - self.pads[:, None]).clamp(min=-1), self.pads)
         self.h = torch.randn(sum(lengths), spec.width).to(layer.dtype)
         shape = (len(lengths), spec.groups, self.columns + spare, spec.dim)
         self.k, self.v = (torch.full(shape, torch.nan, dtype=layer.dtype) for _ in "kv")

@@ -89,8 +89,7 @@ def read_last(
     if memory is not None:
         assert kernel.store is not None
         kernel.store(h, prompts, {0: memory})
-        last = torch.full_like(prompts.columns, prompts.num_columns - 1)
-        columns = Columns(*memory, prompts.columns, last)
+        columns = Columns(*memory, prompts.columns, prompts.last_columns)
     return step_one(kernel, prompts.last(h), columns, feeds=feeds)
 
 
