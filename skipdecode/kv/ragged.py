@@ -44,8 +44,8 @@ class Arena:
         come once, and memory is that of these."""
         self._config, self._owners, self._dtype, self._device = config, list(owners), dtype, device
         self._backend, self._is_closed = backend_on(device), is_closed
-        # what layers share is as long as the longest of them needs
-        self._ends = {owner: max(e for e, o in zip(ends, owners, strict=True) if o == owner) for owner in set(owners)}
+        # what layers share is as long as the longest of them needs, which comes last
+        self._ends = dict(sorted(zip(owners, ends, strict=True)))
         self.prompts: list[int] = []
         """Prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
@@ -210,7 +210,9 @@ class Arena:
 
     def _clear(self) -> None:
         self._num_rows = self.first = 0
-        self._k, self._v = self._allocate(0, dict.fromkeys(self._ends, 0))
+        heads, dim = self._config.num_kv_heads, self._config.head_dim
+        nothing = torch.empty(0, heads, 0, dim, dtype=self._dtype, device=self._device)
+        self._k, self._v = dict.fromkeys(self._ends, nothing), dict.fromkeys(self._ends, nothing)
 
     def _allocate(self, num_rows: int, columns: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """K and V in one piece: many of a few MB each would leave holes behind when they are freed."""
