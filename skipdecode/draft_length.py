@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 
 from skipdecode.lossless import Lossless
-from skipdecode.pace import HOLDS, PLAIN, RESTS, Decision, Hold, Pace
+from skipdecode.pace import HOLDS, PLAIN, RESTS, Budget, Decision, Hold, Pace
 from skipdecode.prices import Prices, size_of
 from skipdecode.repeats import LONGEST, SHORTEST
 from skipdecode.shortlist import Shortlist
@@ -90,6 +90,7 @@ class DraftLength:
         """Tokens that drafts of the batch at hand choose among; None: all, by the head of the model."""
         self.acceptance = Acceptance(known)
         self._paces: dict[int, Pace] = {}  # by size of batches
+        self._budget = Budget()
         self._made: dict[tuple[bool, bool], tuple[float, float]] = {}  # by what drafts: tokens, and by acceptance
         self._idle = 0  # rounds in which prices were against drafts
 
@@ -158,7 +159,7 @@ class DraftLength:
         return Decision(0, {length: wanted.repeated.get(length, 1) for length in lengths})
 
     def _pace(self, rows: int) -> Pace:
-        return self._paces.setdefault(size_of(rows), Pace(rows))
+        return self._paces.setdefault(size_of(rows), Pace(rows, self._budget))
 
     def _by_prices(self, rows: int, k: int, context: int) -> Decision:
         number = self.schedule.draft_tokens

@@ -3,6 +3,7 @@
 Prices of passes (`skipdecode.prices`) say how many tokens to draft. Where little is to be gained they are not exact
 enough to say whether: passes of one size differ by more than that from one to the next, and the host's work is nobody's
 pass. So rounds are timed as they come, all of them, and drafts that did not pay are left alone for longer and longer.
+What it costs to find out comes out of a budget, one for batches of all sizes: a batch whose rows end has many.
 
 Seconds per token count in those of a step at full depth by the cost model, so that long contexts do not look slow.
 No torch.
@@ -20,7 +21,9 @@ LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
 # come of one is luck.
 TRY, TOLD = 4, 16
 # Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
-TRY_EVERY, AT_MOST = 32, 1024
+TRY_EVERY, AT_MOST = 32, 256
+# What tries may lose: of the time so far, and of what the first rounds take.
+MAY_LOSE, FIRST = 0.01, 8
 STOPPED = 16  # one of so many rounds
 # What drafts must gain to be taken up, and what they may lose before they are left: where they come out even, neither
 # is worth a change.
@@ -72,15 +75,17 @@ class Hold:
     counted_s: float = 0.0
     """Of `took_s`, up to when drafts were counted last."""
     _each: list[float] = field(default_factory=list)
-    """Seconds of each round over those of a step at full depth with these rows, by the cost model."""
+    """Seconds of each round but the first over those of a step at full depth with these rows, by the cost model. Where
+    rows have gone, the first lays calls out anew, with drafts or without."""
 
     def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
         """One round."""
+        if self.num_rounds:
+            self._each.append(took_s / step_s)
         self.num_rounds += 1
         self.num_fed += rows
         self.num_made += made
         self.took_s += took_s
-        self._each.append(took_s / step_s)
 
     def and_(self, other: "Hold") -> "Hold":
         """Rounds of both, as those of the first decision."""
@@ -94,10 +99,13 @@ class Hold:
         )
 
     @property
+    def has_pace(self) -> bool:
+        return bool(self._each)
+
+    @property
     def pace(self) -> float:
         """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, which are all
-        alike, the middle one's: the first of a batch lays calls out. Of others the mean of all but the few longest:
-        other processes stop some."""
+        alike, the middle one's; of others the mean of all but the few longest: other processes stop some."""
         ordered = sorted(self._each)
         if self.decision.has_drafts:
             kept = ordered[: len(ordered) - len(ordered) // STOPPED]
@@ -107,10 +115,30 @@ class Hold:
         return each * self.num_fed / self.num_made
 
 
+class Budget:
+    """What drafts may lose until it is known whether they pay."""
+
+    def __init__(self) -> None:
+        self._lost_s = self._may_lose_s = 0.0
+
+    def saw(self, hold: Hold, resting: float | None) -> None:
+        """`resting`: pace of the same rows without drafts; None: not known."""
+        first_s = 0.0 if self._may_lose_s else FIRST * hold.took_s / hold.num_rounds
+        self._may_lose_s += first_s + MAY_LOSE * hold.took_s
+        if hold.decision.has_drafts and hold.has_pace and resting is not None:
+            self._lost_s = max(0.0, self._lost_s + hold.took_s * (1 - resting / hold.pace))
+
+    @property
+    def is_left(self) -> bool:
+        return self._lost_s <= self._may_lose_s
+
+
 class Pace:
     """Of batches of about one size."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, budget: Budget) -> None:
+        """`budget`: of all sizes."""
+        self._budget = budget
         self._try = max(TRY, -(-TOLD // rows))  # rounds
         self._drafting: deque[float] = deque(maxlen=KEPT)
         self._resting: deque[float] = deque(maxlen=KEPT)
@@ -119,15 +147,17 @@ class Pace:
         self._patience, self._pays = TRY_EVERY, False
 
     def saw(self, hold: Hold) -> None:
+        self._budget.saw(hold, median(self._resting) if self._resting else None)
         if hold.decision.has_drafts:
             whole = hold if self._short is None else self._short.and_(hold)
-            is_short = whole.num_fed < TOLD
+            is_short = whole.num_fed < TOLD or not whole.has_pace
             self._short = whole if is_short else None
             if not is_short:
                 self._drafting.append(whole.pace)
             self._drafted, self._rested = self._drafted + hold.num_rounds, 0
         else:
-            self._resting.append(hold.pace)
+            if hold.has_pace:
+                self._resting.append(hold.pace)
             self._drafted, self._rested = 0, self._rested + hold.num_rounds
 
     @property
@@ -145,12 +175,12 @@ class Pace:
         if not (self._resting or is_likely) or self._drafted >= (SELDOM if (gain or 0.0) >= PLAIN else LOOK_EVERY):
             return wanted.without_drafts(LOOK)
         if gain is None:
-            return replace(wanted, rounds=self._try)
+            return replace(wanted, rounds=self._try) if self._budget.is_left else wanted.without_drafts(RESTS)
         self._pays = gain >= (1 / PAYS if self._pays else PAYS)
         if self._pays:
             self._patience = TRY_EVERY
             return wanted
-        if self._rested < self._patience:
+        if self._rested < self._patience or not self._budget.is_left:
             return wanted.without_drafts(RESTS)
         self._patience = min(2 * self._patience, AT_MOST)
         self._drafting.clear()  # what they gained then is not what they gain now
