@@ -22,7 +22,7 @@ from skipdecode.shortlist import Shortlist
 MOST = 8  # tokens drafted at a time, where their number is free
 # Drafts are to gain as much before any are made; what is below drowns in how exact prices are.
 MARGIN = 1.03
-# Rounds without drafts until one tries again whether they are accepted, and rounds of a try: a percent at most.
+# Rounds without drafts until one tries again whether they are accepted, and rounds of a try.
 PROBE_EVERY, PROBE = 128, 4
 STALE_S = 0.02  # after which drafts are counted anew: prices take 0.2 ms
 LEAST_CHANCE = 0.1  # of a repeated token: below it, looking for it costs more than it brings
@@ -94,9 +94,9 @@ class DraftLength:
         self._made: dict[tuple[bool, bool], tuple[float, float]] = {}  # by what drafts: tokens, and by acceptance
         self._idle = 0  # rounds in which prices were against drafts
 
-    def hold(self, rows: int, k: int, context: int) -> Hold:
-        """The next rounds of `rows` rows, in the middle at decode step k with `context` columns."""
-        return Hold(self.decide(rows, k, context), rows, context)
+    def hold(self, rows: int, k: int, context: int, *, is_anew: bool = False) -> Hold:
+        """The next rounds of `rows` rows, in the middle at decode step k with `context` columns; `is_anew` as there."""
+        return Hold(self.decide(rows, k, context), rows, context, is_anew)
 
     def step_s(self, rows: int, context: int) -> float:
         """Of a step at full depth, by the cost model."""
@@ -116,13 +116,13 @@ class DraftLength:
     def saw(self, hold: Hold) -> None:
         """What these came to, all or as many as there were."""
         self._idle = self._idle + hold.num_rounds if hold.decision.is_idle else 0
-        if self.prices.is_timed and hold.num_rounds and not hold.decision.is_probe:
+        if self.prices.is_timed and hold.num_rounds:
             self._pace(hold.rows).saw(self._without_luck(hold))
 
     def _without_luck(self, hold: Hold) -> Hold:
         """With as many tokens as such rounds make by what was accepted so far: how many come of a few is luck. What
         acceptance leaves out, repeats and the ends of rows, is in how many more or fewer there were than by it."""
-        if not hold.decision.has_drafts:
+        if hold.decision.is_probe or not hold.decision.has_drafts:
             return hold
         skipped = hold.decision.skipped
         made, by_rates = self._made.get(kind := (skipped > 0, bool(hold.decision.repeated)), (0.0, 0.0))
@@ -132,11 +132,13 @@ class DraftLength:
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
         """What prices want, as far as it may rest and the clock has nothing against it."""
+        if self.schedule.may_rest and self.prices.is_timed and self._pace(rows).must_rest:
+            return Decision(0, {}, RESTS)
         drafts_by_skipping, wanted = self.schedule.drafts_by_skipping, self._wanted(rows, k, context)
         if not self.schedule.may_rest:
             return wanted
         wanted = replace(wanted, is_idle=not wanted.skipped if drafts_by_skipping else not wanted.repeated)
-        if wanted.is_idle and self._idle >= PROBE_EVERY:  # what was not accepted may be by now
+        if wanted.is_idle and self._idle >= PROBE_EVERY and self._budget.is_left:  # what was not accepted may be by now
             number = self.schedule.draft_tokens or 1
             repeated = dict.fromkeys(range(SHORTEST, LONGEST + 1), number)
             return Decision(number if drafts_by_skipping else 0, repeated, PROBE, is_probe=True)
@@ -164,7 +166,7 @@ class DraftLength:
     def _by_prices(self, rows: int, k: int, context: int) -> Decision:
         number = self.schedule.draft_tokens
         passes_s = self._passes_s(rows, number or MOST, context)
-        skipped, rate = 0, rows / self._full_s(rows, context)
+        skipped, rate = 0, (full := rows / self._full_s(rows, context))
         if self.schedule.drafts_by_skipping:
             skipped, rate = self._skipped(rows, k, context, passes_s)
         lengths = range(SHORTEST, LONGEST + 1)
@@ -173,7 +175,8 @@ class DraftLength:
         if skipped and number is None:
             behind = {length: self._repeated(length, rows, rate, passes_s, skipped) for length in lengths}
             continued = {length: n for length, n in behind.items() if n}
-        return Decision(skipped, repeated, HOLDS if skipped or repeated else RESTS, continued)
+        rounds = HOLDS if skipped or repeated else RESTS
+        return Decision(skipped, repeated, rounds, continued, promised=rate / full)
 
     def _full_s(self, rows: int, context: int) -> float:
         return self.prices.seconds("full", self.schedule.prefill(), rows, rows, context)

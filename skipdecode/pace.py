@@ -22,13 +22,16 @@ LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
 TRY, TOLD = 4, 16
 # Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
 TRY_EVERY, AT_MOST = 32, 256
-# What tries may lose: of the time so far, and of what the first rounds take.
-MAY_LOSE, FIRST = 0.01, 8
-STOPPED = 16  # one of so many rounds
+# What tries may lose: of the time so far, and so many of the first rounds. Of those of one row it takes more, until
+# drafts are judged.
+MAY_LOSE, FIRST, FIRST_ROWS = 0.01, 8, 40
+STOPPED = 2  # times as long as the middle one: what is more, other processes took
+PROMISED, MOST_PROMISED = 3, 1.15  # as so many decisions what prices promise counts, up to that
 # What drafts must gain to be taken up, and what they may lose before they are left: where they come out even, neither
 # is worth a change.
 PAYS = 1.02
-KEPT = 7  # decisions of each kind, of which the middle one counts
+KEPT = 7  # decisions with drafts, of which the middle one counts
+NEWEST = 3  # decisions without, by the middle one of which they are judged: a machine's speed drifts within seconds
 ENOUGH, MANY = 2, 4  # of them before drafts are judged that plainly gain or lose, and others
 PLAINLY = 1.2
 
@@ -45,6 +48,8 @@ class Decision:
     """That it holds for."""
     continued: dict[int, int] = field(default_factory=dict)
     """As `repeated`, of repeats behind drafts of skipped passes."""
+    promised: float = 1.0
+    """How many times as fast skipped passes should make tokens come, by prices."""
     is_idle: bool = False
     """Prices speak against drafts (of skipped passes, where there are such)."""
     is_probe: bool = False
@@ -66,26 +71,34 @@ class Hold:
     rows: int
     context: int
     """Columns that a row saw in the mean. Both when it was made."""
+    is_anew: bool = False
+    """Rows have come or gone: whatever the first round does, it lays calls out for it."""
     num_rounds: int = 0
     num_fed: int = 0
     """Rows of all rounds."""
     num_made: float = 0
     """Tokens of these."""
     took_s: float = 0.0
+    step_s: float = 0.0
+    """Of as many steps at full depth, by the cost model."""
     counted_s: float = 0.0
     """Of `took_s`, up to when drafts were counted last."""
+    first: float = 0.0
+    """Seconds of the first round over those of a step at full depth with these rows, by the cost model."""
     _each: list[float] = field(default_factory=list)
-    """Seconds of each round but the first over those of a step at full depth with these rows, by the cost model. Where
-    rows have gone, the first lays calls out anew, with drafts or without."""
+    """The same of the others."""
 
     def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
         """One round."""
         if self.num_rounds:
             self._each.append(took_s / step_s)
+        else:
+            self.first = took_s / step_s
         self.num_rounds += 1
         self.num_fed += rows
         self.num_made += made
         self.took_s += took_s
+        self.step_s += step_s
 
     def and_(self, other: "Hold") -> "Hold":
         """Rounds of both, as those of the first decision."""
@@ -95,6 +108,7 @@ class Hold:
             num_fed=self.num_fed + other.num_fed,
             num_made=self.num_made + other.num_made,
             took_s=self.took_s + other.took_s,
+            step_s=self.step_s + other.step_s,
             _each=self._each + other._each,
         )
 
@@ -105,14 +119,18 @@ class Hold:
     @property
     def pace(self) -> float:
         """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, which are all
-        alike, the middle one's; of others the mean of all but the few longest: other processes stop some."""
-        ordered = sorted(self._each)
+        alike, the middle one's; of others the mean, as far as other processes stopped none."""
+        each = middle = median(self._each)
         if self.decision.has_drafts:
-            kept = ordered[: len(ordered) - len(ordered) // STOPPED]
-            each = sum(kept) / len(kept)
-        else:
-            each = median(ordered)
+            each = sum(min(one, STOPPED * middle) for one in self._each) / len(self._each)
         return each * self.num_fed / self.num_made
+
+    def lost_s(self, resting: float, laid_out: float) -> float:
+        """Seconds that it took more than rounds without drafts for as many tokens. `resting`: the pace of these;
+        `laid_out`: how much more their first takes than others where rows have come or gone, in the same unit."""
+        step_s = self.step_s / self.num_rounds
+        rested_s = step_s * (resting * self.num_made * self.num_rounds / self.num_fed + laid_out * self.is_anew)
+        return min(self.took_s, STOPPED * rested_s) - rested_s
 
 
 class Budget:
@@ -121,12 +139,11 @@ class Budget:
     def __init__(self) -> None:
         self._lost_s = self._may_lose_s = 0.0
 
-    def saw(self, hold: Hold, resting: float | None) -> None:
-        """`resting`: pace of the same rows without drafts; None: not known."""
-        first_s = 0.0 if self._may_lose_s else FIRST * hold.took_s / hold.num_rounds
-        self._may_lose_s += first_s + MAY_LOSE * hold.took_s
-        if hold.decision.has_drafts and hold.has_pace and resting is not None:
-            self._lost_s = max(0.0, self._lost_s + hold.took_s * (1 - resting / hold.pace))
+    def saw(self, hold: Hold, lost_s: float) -> None:
+        """`lost_s`: of its seconds."""
+        first = 0.0 if self._may_lose_s else max(FIRST, FIRST_ROWS / hold.rows)
+        self._may_lose_s += (MAY_LOSE + first / hold.num_rounds) * hold.took_s
+        self._lost_s = max(0.0, self._lost_s + lost_s)
 
     @property
     def is_left(self) -> bool:
@@ -140,33 +157,50 @@ class Pace:
         """`budget`: of all sizes."""
         self._budget = budget
         self._try = max(TRY, -(-TOLD // rows))  # rounds
-        self._drafting: deque[float] = deque(maxlen=KEPT)
-        self._resting: deque[float] = deque(maxlen=KEPT)
+        self._resting: deque[float] = deque(maxlen=NEWEST)
+        self._gains: deque[float] = deque(maxlen=KEPT)  # of rounds with drafts, over those without of about that time
         self._short: Hold | None = None  # rounds with drafts that are too few yet
         self._drafted = self._rested = 0  # rounds since the last that did not
-        self._patience, self._pays = TRY_EVERY, False
+        self._laid_outs: deque[float] = deque(maxlen=KEPT)
+        self._patience, self._pays, self._is_vain = TRY_EVERY, False, False
 
     def saw(self, hold: Hold) -> None:
-        self._budget.saw(hold, median(self._resting) if self._resting else None)
+        resting = median(self._resting) if self._resting else None
+        is_known = hold.decision.has_drafts and resting is not None
+        self._budget.saw(hold, hold.lost_s(resting or 0.0, self._laid_out) if is_known else 0.0)
+        if hold.decision.is_probe:
+            return
         if hold.decision.has_drafts:
             whole = hold if self._short is None else self._short.and_(hold)
             is_short = whole.num_fed < TOLD or not whole.has_pace
             self._short = whole if is_short else None
-            if not is_short:
-                self._drafting.append(whole.pace)
+            if not is_short and resting is not None:
+                self._gains.append(resting / whole.pace)
             self._drafted, self._rested = self._drafted + hold.num_rounds, 0
         else:
             if hold.has_pace:
                 self._resting.append(hold.pace)
+                if hold.is_anew:
+                    self._laid_outs.append(max(0.0, hold.first - hold.pace))
             self._drafted, self._rested = 0, self._rested + hold.num_rounds
+
+    @property
+    def _laid_out(self) -> float:
+        return median(self._laid_outs) if self._laid_outs else 0.0
+
+    @property
+    def must_rest(self) -> bool:
+        """Whatever prices want: who asks for them takes as long as half a step of a small model."""
+        is_vain = self._is_vain and self._rested < self._patience
+        return bool(self._resting) and (is_vain or not self._budget.is_left)
 
     @property
     def gain(self) -> float | None:
         """How many times as fast tokens come with drafts as without; None: too little is known."""
-        if len(self._drafting) < ENOUGH or not self._resting:
+        if len(self._gains) < ENOUGH:
             return None
-        gain = median(self._resting) / median(self._drafting)
-        return None if len(self._drafting) < MANY and 1 / PLAINLY < gain < PLAINLY else gain
+        gain = median(self._gains)
+        return None if len(self._gains) < MANY and 1 / PLAINLY < gain < PLAINLY else gain
 
     def judge(self, wanted: Decision, *, is_likely: bool = False) -> Decision:
         """The drafts that prices want, or none. `is_likely`: batches of more rows gain plainly, so fewer do; then one
@@ -174,15 +208,20 @@ class Pace:
         gain = self.gain
         if not (self._resting or is_likely) or self._drafted >= (SELDOM if (gain or 0.0) >= PLAIN else LOOK_EVERY):
             return wanted.without_drafts(LOOK)
+        if self.must_rest:
+            return wanted.without_drafts(RESTS)
         if gain is None:
-            return replace(wanted, rounds=self._try) if self._budget.is_left else wanted.without_drafts(RESTS)
+            return replace(wanted, rounds=self._try)
+        count, promised = len(self._gains), min(wanted.promised, MOST_PROMISED)
+        gain = (promised**PROMISED * gain**count) ** (1 / (PROMISED + count))
         self._pays = gain >= (1 / PAYS if self._pays else PAYS)
         if self._pays:
             self._patience = TRY_EVERY
             return wanted
-        if self._rested < self._patience or not self._budget.is_left:
+        self._is_vain = self._rested < self._patience
+        if self._is_vain:
             return wanted.without_drafts(RESTS)
         self._patience = min(2 * self._patience, AT_MOST)
-        self._drafting.clear()  # what they gained then is not what they gain now
+        self._gains.clear()  # what they gained then is not what they gain now
         self._short = None
         return replace(wanted, rounds=self._try)

@@ -59,6 +59,7 @@ class SpeculativeBatch(UnevenBatch):
         self._draft_layers = [i for i, ends in enumerate(zip(*self._draft_ends, strict=True)) if any(ends)]
         self._repeats = RepeatDrafts(self._length.acceptance, decides=schedule.draft_tokens is None)
         self._hold: Hold | None = None  # what was decided, and for how long
+        self._is_anew = True  # rows have come or gone
         self._priced_s = 0.0  # of this round, by its passes
         self._lists = schedule.drafts_by_skipping and model.has_head_rows  # else a list would be learnt in vain
 
@@ -90,12 +91,14 @@ class SpeculativeBatch(UnevenBatch):
         if not hold.decision.has_drafts:
             self._saw_rest(len(running), took_s, step_s)
         hold.add(len(running), made, took_s, step_s)
+        self._is_anew = False
         if self.is_done:  # what it came to is for the batches behind it
             self._length.saw(hold)
             self._hold = None
 
     def _changed(self) -> None:
         super()._changed()
+        self._is_anew = True
         self._repeats.keep({member.row for member in self._members})
 
     def _prepare(self) -> bool:
@@ -125,7 +128,7 @@ class SpeculativeBatch(UnevenBatch):
         if hold is not None:
             self._length.saw(hold)
         self._short_head()  # drafts of few tokens are cheaper
-        self._hold = self._length.hold(rows, ages[rows // 2], context)
+        self._hold = self._length.hold(rows, ages[rows // 2], context, is_anew=self._is_anew)
         return self._hold
 
     def _without_drafts(self, running: list[int], hold: Hold) -> int:

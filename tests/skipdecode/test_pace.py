@@ -127,14 +127,48 @@ def test_batches_of_all_sizes_lose_no_more_than_one(gain: float) -> None:
 
 def test_what_drafts_gain_pays_for_no_more_than_was_lost() -> None:
     budget = Budget()
-    budget.saw(hold(WANTED, 1.0, tokens=3.0, rounds=100), 1.0)
-    budget.saw(hold(WANTED, 6.0, tokens=3.0, rounds=4), 1.0)
-    assert not budget.is_left, "12 s, and 1 % of 124 s and 8 s may be lost"
-    budget.saw(hold(WANTED, 1.0, tokens=3.0, rounds=2), 1.0)
+    budget.saw(hold(WANTED, 1.0, tokens=3.0, rounds=100), -200.0)
+    budget.saw(hold(WANTED, 6.0, tokens=3.0, rounds=4), 12.0)
+    assert not budget.is_left, "1 % of 124 s and ten rounds of 1 s may be lost"
+    budget.saw(hold(WANTED, 1.0, tokens=3.0, rounds=2), -4.0)
     assert budget.is_left
-    budget.saw(hold(WANTED, 1.0, tokens=3.0, rounds=200), None)
-    budget.saw(hold(WANTED, 6.0, tokens=3.0, rounds=5), 1.0)
-    assert not budget.is_left, "rounds without drafts of that size were not seen"
+
+
+def test_what_a_hold_lost() -> None:
+    assert hold(WANTED, 6.0, tokens=3.0, rounds=4).lost_s(1.0, 0.0) == 12.0
+    assert hold(WANTED, 1.5, tokens=3.0, rounds=4).lost_s(0.5, 0.0) == 0.0
+    anew = hold(WANTED, 1.0, tokens=1.0, rounds=4)
+    anew.is_anew = True
+    assert anew.lost_s(0.5, 2.0) == 0.0, "calls would have been laid out without drafts, too"
+    assert hold(WANTED, 90.0, rounds=4).lost_s(1.0, 0.0) == 4.0, "whatever stopped the machine"
+
+
+def test_what_must_rest_asks_for_no_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
+    asked = list[int]()
+    wanted = length._wanted
+    monkeypatch.setattr(length, "_wanted", lambda *where: (asked.append(1), wanted(*where))[1])
+    rested = 0
+    for _ in range(60):
+        before, made = len(asked), length.hold(4, 0, 100)
+        for _ in range(made.decision.rounds):
+            made.add(4, 4, 9.0 if made.decision.has_drafts else 1.0, 1.0)
+        rested += len(asked) == before
+        assert len(asked) > before or made.decision == Decision(0, {}, RESTS)
+        length.saw(made)
+    assert rested > 40
+
+
+def test_promises_count_as_some_decisions() -> None:
+    """What prices promise decides where the clock says nothing, and not against it."""
+    for promised, per_token, is_taken in ((1.15, 1.0, True), (1.0, 1.0, False), (9.0, 1.15, False), (1.0, 0.95, True)):
+        pace, wanted = Pace(4, Budget()), replace(WANTED, promised=promised)
+        for _ in range(12):
+            decision = pace.judge(wanted)
+            pace.saw(
+                hold(decision, 3.0 * per_token if decision.has_drafts else 1.0, 3.0 if decision.has_drafts else 1.0)
+            )
+        assert pace._pays == is_taken
 
 
 @pytest.mark.parametrize("decision", [NONE, WANTED])
@@ -148,7 +182,7 @@ def test_rounds_that_lay_calls_out_are_not_the_pace(decision: Decision) -> None:
         one.add(4, 4, 1.0, 1.0)
         assert one.pace == 1.0
     assert not pace._resting
-    assert not pace._drafting
+    assert not pace._gains
 
 
 def test_drafts_that_begin_to_pay_are_taken_up_again() -> None:
@@ -221,7 +255,9 @@ def test_rows_that_join_or_end_change_no_pace() -> None:
     assert few.pace == more.pace == 1.0
 
 
-def test_probes_say_nothing_of_the_pace() -> None:
+@pytest.mark.parametrize(("round_s", "expected"), [(1.2, 40 * RESTS // (PROBE_EVERY + RESTS)), (9.0, 6)])
+def test_probes_say_nothing_of_the_pace(round_s: float, expected: int) -> None:
+    """And lose no more than the budget has, 10 s here and 1 % of 1,400; a probe of 4 rounds counts as 4 s at most."""
     length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
     for _ in range(300):
         length.acceptance.see([(SKIPPED, 0)], 0)
@@ -232,13 +268,13 @@ def test_probes_say_nothing_of_the_pace() -> None:
         made = length.hold(4, 0, 100)
         probe = made.decision
         for _ in range(probe.rounds):
-            made.add(4, 4, 9.0 if probe.has_drafts else 1.0, 1.0)
+            made.add(4, 4, round_s if probe.has_drafts else 1.0, 1.0)
             length.again(made, 4, 1, 100)
             assert made.decision == probe
         length.saw(made)
         probes += probe.is_probe
         assert length._pace(4).gain is None
-    assert probes == 40 * RESTS // (PROBE_EVERY + RESTS)
+    assert probes == expected
 
 
 def test_slow_rounds_have_drafts_counted_anew() -> None:
@@ -276,8 +312,9 @@ def test_luck_with_few_rounds_counts_little() -> None:
     for _ in range(200):
         length.acceptance.see([(SKIPPED, 0), (SKIPPED, 1), (SKIPPED, 2)], 2)
     paces = list[float]()
+    length.saw(hold(replace(NONE, rounds=LOOK), 1.0))
     for tokens in (3.0, 4.0, 2.0) * 20:
         length.saw(hold(replace(WANTED, rounds=HOLDS), 1.0, tokens))
-        paces.append(length._pace(4)._drafting[-1])
+        paces.append(1 / length._pace(4)._gains[-1])
     assert max(paces[-6:]) < 1.05 * min(paces[-6:])
     assert paces[-1] == pytest.approx(1 / 3, rel=0.05)
