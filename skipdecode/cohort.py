@@ -54,6 +54,7 @@ class Cohort:
         """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
         `check_every`, `looks_behind`: None, as the device wants it. The others as in `generate`."""
         assert requests, "an empty batch"
+        begun = now(model.device)
         refuse_too_long(requests, model.config.max_position_embeddings)
         self.model, self.schedule, self._graphs = model, schedule, graphs
         self.rows = [Row(request) for request in requests]
@@ -90,6 +91,7 @@ class Cohort:
             num_input,
             prefix_tokens_saved=saved,
             cache_bytes=self._cache.nbytes,
+            prefill_s=now(model.device) - begun,
         )
 
     def _allocate(self, num_pad: Tensor, columns: int, *, paddings: Sequence[int] | None = None) -> KVCache:
@@ -132,7 +134,7 @@ class Cohort:
                 only_likeliest=self._is_plain,
             )
         self._choose(made)
-        self.stats.prefill_s = now(self.model.device) - start
+        self.stats.prefill_s += now(self.model.device) - start
         self._look_if_due()
 
     @torch.inference_mode()

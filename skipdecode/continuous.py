@@ -137,7 +137,7 @@ class ContinuousBatch:
             self._look()
         stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
         if cache is None:
-            self._arena.keep(stay)
+            self._arena.fill(stay, *_lengths(requests))
         elif stay:
             self._drop_ended(carry=0.0)
         if stay:

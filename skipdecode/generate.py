@@ -70,6 +70,7 @@ def generate(
     empty rows) and `compact=False` keeps it, for results that do not depend on who else is in the batch. `graphs`: of
     this model, for steps on CUDA. `sharing`: the heads of prompts that are run once; not with a fixed shape.
     """
+    start = now(model.device)
     cohort = Cohort(
         model,
         requests,
@@ -81,7 +82,6 @@ def generate(
         graphs=graphs,
         sharing=sharing,
     )
-    start = now(model.device)
     cohort.prefill()
     while not cohort.is_done:
         cohort.step()
@@ -122,15 +122,18 @@ def generate_lossless(
     sharing: Sharing | None = None,
 ) -> BatchResult:
     """Continues every request with the tokens of full depth; completions in the order of the requests."""
+    start = now(model.device)
     batch = SpeculativeBatch(model, schedule, decode_text=decode_text, length=length, is_closed=True)
-    return run_to_the_end(batch, requests, sharing)
+    return run_to_the_end(batch, requests, sharing, start=start)
 
 
 @torch.inference_mode()
-def run_to_the_end(batch: SpeculativeBatch, requests: Sequence[Request], sharing: Sharing | None = None) -> BatchResult:
-    """The same by an empty batch."""
+def run_to_the_end(
+    batch: SpeculativeBatch, requests: Sequence[Request], sharing: Sharing | None = None, *, start: float | None = None
+) -> BatchResult:
+    """The same by an empty batch. `start`: when it was begun (`now`); None: now."""
     model, stats = batch.model, batch.stats
-    start = now(model.device)
+    start = now(model.device) if start is None else start
     rows = batch.join(requests, sharing)
     stats.prefix_tokens_saved = 0 if sharing is None else sharing.tokens_saved
     stats.rows, stats.input_tokens = len(rows), sum(len(r.prompt_tokens) for r in requests)

@@ -70,21 +70,21 @@ class Arena:
         return self._nbytes(num_rows, [prompt_columns] * len(columns)) + self.nbytes + grown
 
     def open(self, prompts: Sequence[int], limits: Sequence[int]) -> KVCache:
-        """Memory for all rows of a closed batch, in place of what there was: a cache for their prompts, column 0 on,
-        which are fed without their padding."""
-        self._steps.clear()
-        self._num_rows, self.first = len(prompts), 0
-        self.prompts, self._limits, self._lengths = list(prompts), list(limits), list(prompts)
+        """Memory for all rows of an empty batch: a cache for prompts that are fed without padding. `fill` follows."""
         self._k, self._v = self._allocate(len(prompts), self._columns(prompts, limits))
+        self._num_rows = len(prompts)
         k, v = ([own[owner] for owner in self._owners] for own in (self._k, self._v))
         num_pad = torch.zeros(len(prompts), dtype=torch.int64, device=self._device)
         return KVCache(k, v, num_pad, self._owners, paddings=[0] * len(prompts))
 
-    def add(self, cache: KVCache, keep: Tensor, prompts: Sequence[int], limits: Sequence[int]) -> None:
-        """Appends the rows `keep` [n] (rising) of a filled prompt cache, without their padding.
+    def fill(self, rows: Sequence[int], prompts: Sequence[int], limits: Sequence[int]) -> None:
+        """The batch is `rows` of those that `open` made room for, whose prompts are fed by now."""
+        self.prompts, self._limits, self._lengths = list(prompts), list(limits), list(prompts)
+        self.keep(rows)
 
-        Where memory runs out, the batch is as it was.
-        """
+    def add(self, cache: KVCache, keep: Tensor, prompts: Sequence[int], limits: Sequence[int]) -> None:
+        """Appends the rows `keep` [n] (rising) of a filled prompt cache, without their padding. Where memory runs out,
+        the batch is as it was."""
         self._steps.clear()
         needed = len(self.prompts) + len(prompts)
         columns = self._columns([*self.prompts, *prompts], [*self._limits, *limits])
