@@ -36,6 +36,7 @@ from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
 from skipdecode.chain import Chain
+from skipdecode.cohort import now
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MOST, SKIPPED, DraftLength
@@ -117,10 +118,11 @@ def decode(
 ) -> BatchResult:
     """`wanted`: of full depth, for scripted drafts; none: the model's own drafts."""
     kind = Scripted if wanted else SpeculativeBatch
+    start = now(model.device)
     batch = kind(model, schedule, length=length, is_closed=True)
     if isinstance(batch, Scripted):
         batch.wanted, batch.rng = wanted, random.Random(0)
-    return run_to_the_end(batch, requests)
+    return run_to_the_end(batch, requests, start=start)
 
 
 def compare(

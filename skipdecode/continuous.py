@@ -136,16 +136,18 @@ class ContinuousBatch:
         if self._looks_behind == 0:
             self._look()
         stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
-        if cache is None:
-            self._arena.fill(stay, *_lengths(requests))
-        elif stay:
-            self._drop_ended(carry=0.0)
+        if cache is None and not stay:
+            self._arena.fill([], [], [])
         if stay:
+            if cache is not None:
+                self._drop_ended(carry=0.0)
             keep = uploaded(stay, self.model.device)
             newest = torch.cat([self._newest, first[keep]])
             together = [*self._members, *(members[at] for at in stay)]
             params = _params(together, self.model.device)
-            if cache is not None:
+            if cache is None:
+                self._arena.fill(stay, *_lengths(requests))
+            else:
                 self._arena.add(cache, keep, *_lengths([requests[at] for at in stay]))
             self._members, self._newest, self._params = together, newest, params
             self._changed()

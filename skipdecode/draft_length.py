@@ -133,7 +133,7 @@ class DraftLength:
     def decide(self, rows: int, k: int, context: int) -> Decision:
         """What prices want, as far as it may rest and the clock has nothing against it."""
         if self.schedule.may_rest and self.prices.is_timed and self._pace(rows).must_rest:
-            return Decision(0, {}, RESTS)
+            return Decision(0, {}, RESTS, is_idle=self._idle > 0)
         drafts_by_skipping, wanted = self.schedule.drafts_by_skipping, self._wanted(rows, k, context)
         if not self.schedule.may_rest:
             return wanted

@@ -134,7 +134,7 @@ class Hold:
 
 
 class Budget:
-    """What drafts may lose until it is known whether they pay."""
+    """What drafts may lose that were not found to pay."""
 
     def __init__(self) -> None:
         self._lost_s = self._may_lose_s = 0.0
@@ -166,8 +166,9 @@ class Pace:
 
     def saw(self, hold: Hold) -> None:
         resting = median(self._resting) if self._resting else None
-        is_known = hold.decision.has_drafts and resting is not None
-        self._budget.saw(hold, hold.lost_s(resting or 0.0, self._laid_out) if is_known else 0.0)
+        # what one size is known to gain pays for no tries of another
+        is_try = hold.decision.has_drafts and resting is not None and not self._is_found
+        self._budget.saw(hold, hold.lost_s(resting or 0.0, self._laid_out) if is_try else 0.0)
         if hold.decision.is_probe:
             return
         if hold.decision.has_drafts:
@@ -192,7 +193,12 @@ class Pace:
     def must_rest(self) -> bool:
         """Whatever prices want: who asks for them takes as long as half a step of a small model."""
         is_vain = self._is_vain and self._rested < self._patience
-        return bool(self._resting) and (is_vain or not self._budget.is_left)
+        return bool(self._resting) and (is_vain or not (self._is_found or self._budget.is_left))
+
+    @property
+    def _is_found(self) -> bool:
+        """Whether drafts pay by the clock, without what prices promise."""
+        return self._pays and (self.gain or 0.0) >= PAYS
 
     @property
     def gain(self) -> float | None:

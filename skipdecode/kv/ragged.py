@@ -58,7 +58,7 @@ class Arena:
         return sum(t.numel() * t.element_size() for own in (self._k, self._v) for t in own.values())
 
     def bytes_with(self, num_rows: int, prompt: int, limit: int, *, prompt_columns: int) -> int:
-        """Bytes held while `num_rows` more rows join, of up to `prompt` prompt tokens and `limit` new ones.
+        """Bytes held while `num_rows` more rows join, up to `prompt` tokens and `limit` new ones each; not of `open`.
 
         That is the cache that `add` copies from, the memory there is, and beside it what takes its place where it is
         too small. Not in it: when few rows are left (here or in a step), memory that is far too large stands for a
@@ -71,11 +71,11 @@ class Arena:
 
     def open(self, prompts: Sequence[int], limits: Sequence[int]) -> KVCache:
         """Memory for all rows of an empty batch: a cache for prompts that are fed without padding. `fill` follows."""
+        self.keep([])
         self._k, self._v = self._allocate(len(prompts), self._columns(prompts, limits))
         self._num_rows = len(prompts)
-        k, v = ([own[owner] for owner in self._owners] for own in (self._k, self._v))
-        num_pad = torch.zeros(len(prompts), dtype=torch.int64, device=self._device)
-        return KVCache(k, v, num_pad, self._owners, paddings=[0] * len(prompts))
+        (k, v), pads = ([own[owner] for owner in self._owners] for own in (self._k, self._v)), [0] * len(prompts)
+        return KVCache(k, v, uploaded(pads, self._device, torch.int64), self._owners, paddings=pads)
 
     def fill(self, rows: Sequence[int], prompts: Sequence[int], limits: Sequence[int]) -> None:
         """The batch is `rows` of those that `open` made room for, whose prompts are fed by now."""

@@ -143,6 +143,34 @@ def test_what_a_hold_lost() -> None:
     assert hold(WANTED, 90.0, rounds=4).lost_s(1.0, 0.0) == 4.0, "whatever stopped the machine"
 
 
+@pytest.mark.parametrize("stalled_at", [20, 40, 200])
+def test_a_slow_stretch_does_not_end_drafts_that_pay(stalled_at: int) -> None:
+    pace, done, drafted = Pace(32, Budget()), 0, 0
+    while done < 1500:
+        decision = pace.judge(WANTED)
+        one = Hold(decision, 32, 100)
+        own, round_s = (3, 1.5) if decision.has_drafts else (1, 1.0)
+        for _ in range(decision.rounds):
+            one.add(32, 32 * own, round_s * (8 if stalled_at <= done < stalled_at + 8 else 1), 1.0)
+            done += 1
+        drafted += decision.rounds * decision.has_drafts
+        pace.saw(one)
+    assert drafted > 0.9 * done
+
+
+def test_sizes_whose_drafts_lose_do_not_stop_those_that_gain() -> None:
+    budget, drafted = Budget(), {2: 0, 32: 0}
+    paces = {rows: Pace(rows, budget) for rows in drafted}
+    for turn in range(400):
+        rows = 2 if turn < 50 or turn % 2 else 32
+        decision = paces[rows].judge(WANTED)
+        round_s = {2: 1.5, 32: 7.0}[rows] if decision.has_drafts else 1.0
+        drafted[rows] += decision.rounds * decision.has_drafts
+        paces[rows].saw(hold(replace(decision), round_s, 3.0 if decision.has_drafts else 1.0))
+    assert drafted[2] > 1500
+    assert drafted[32] < 100
+
+
 def test_what_must_rest_asks_for_no_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
     asked = list[int]()

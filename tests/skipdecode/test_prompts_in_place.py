@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from skipdecode import continuous
 from skipdecode.decoder import Decoder
 from skipdecode.generate import generate, generate_lossless
 from skipdecode.kv.ragged import Arena
@@ -93,9 +94,10 @@ def test_a_join_that_fails_leaves_room_for_the_next(
 ) -> None:
     model, requests = models["llama"], requests_of(LENGTHS, [9] * 6)
     batch = SpeculativeBatch(model, Lossless(L, Unified(L, 3), 2), is_closed=True)
-    for failing in ("embed", "likeliest"):  # before prompts are fed, and after
+    # before prompts are fed, after, and when rows take their places
+    for owner, failing in ((Decoder, "embed"), (Decoder, "likeliest"), (continuous, "uploaded")):
         with monkeypatch.context() as patch:
-            patch.setattr(Decoder, failing, lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
+            patch.setattr(owner, failing, lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
             with pytest.raises(MemoryError):
                 batch.join(requests)
         assert batch.is_done
