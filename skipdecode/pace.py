@@ -198,7 +198,7 @@ class Pace:
     @property
     def _is_found(self) -> bool:
         """Whether drafts pay by the clock, without what prices promise."""
-        return self._pays and (self.gain or 0.0) >= PAYS
+        return self._pays and len(self._gains) >= MANY and (self.gain or 0.0) >= PAYS
 
     @property
     def gain(self) -> float | None:
