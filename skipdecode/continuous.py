@@ -137,7 +137,7 @@ class ContinuousBatch:
             self._look()
         stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
         if cache is None and not stay:
-            self._arena.fill([], [], [])
+            self._arena.fill([], [], [])  # gives the memory back
         if stay:
             if cache is not None:
                 self._drop_ended(carry=0.0)

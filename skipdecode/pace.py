@@ -114,6 +114,7 @@ class Hold:
 
     @property
     def has_pace(self) -> bool:
+        """Whether there is a round behind the first, which is in no pace."""
         return bool(self._each)
 
     @property

@@ -58,7 +58,7 @@ class Arena:
         return sum(t.numel() * t.element_size() for own in (self._k, self._v) for t in own.values())
 
     def bytes_with(self, num_rows: int, prompt: int, limit: int, *, prompt_columns: int) -> int:
-        """Bytes held while `num_rows` more rows join, up to `prompt` tokens and `limit` new ones each; not of `open`.
+        """Bytes held while `num_rows` more rows join by `add`, up to `prompt` tokens and `limit` new ones each.
 
         That is the cache that `add` copies from, the memory there is, and beside it what takes its place where it is
         too small. Not in it: when few rows are left (here or in a step), memory that is far too large stands for a

@@ -187,6 +187,17 @@ def test_what_must_rest_asks_for_no_prices(monkeypatch: pytest.MonkeyPatch) -> N
     assert rested > 40
 
 
+def test_rests_by_the_budget_do_not_keep_acceptance_from_being_probed() -> None:
+    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
+    length.saw(hold(replace(NONE, rounds=LOOK), 1.0))
+    length._idle = PROBE_EVERY - RESTS
+    length._budget.saw(hold(NONE, 1.0), 1e9)
+    rest = length.hold(4, 0, 100)
+    assert rest.decision == Decision(0, {}, RESTS, is_idle=True)
+    length.saw(hold(rest.decision, 1.0))
+    assert length._idle == PROBE_EVERY
+
+
 def test_promises_count_as_some_decisions() -> None:
     """What prices promise decides where the clock says nothing, and not against it."""
     for promised, per_token, is_taken in ((1.15, 1.0, True), (1.0, 1.0, False), (9.0, 1.15, False), (1.0, 0.95, True)):
