@@ -55,16 +55,22 @@ class Verifications(SpeculativeBatch):
 
 
 def time_full_depth(
-    model: Decoder, prompts: Sequence[Sequence[int]], batch_sizes: Sequence[int], most_new: int, prices: Prices
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    batch_sizes: Sequence[int],
+    most_new: int,
+    prices: Prices,
+    temperature: float = 0.0,
 ) -> None:
     """Times passes at full depth of so many rows, with 1 to MOST drafts each, and steps of decoding without drafts, for
-    `prices`. `most_new`: tokens that there is room for behind each prompt."""
+    `prices`. `most_new`: tokens that there is room for behind each prompt; `temperature` of every row."""
     num_layers = model.config.num_hidden_layers
     for rows in batch_sizes:
-        _time_steps(model, _requests(prompts, rows, min(most_new, STEPS + 1)), prices)
+        _time_steps(model, _requests(prompts, rows, min(most_new, STEPS + 1), temperature), prices)
         for drafted in VERIFIED:
             whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1))  # none of which is run
-            _run(Verifications(model, whole, length=Always(whole, prices, drafted)), prompts, rows, most_new)
+            batch = Verifications(model, whole, length=Always(whole, prices, drafted))
+            _run(batch, _requests(prompts, rows, most_new, temperature))
 
 
 def time_drafts(
@@ -75,17 +81,18 @@ def time_drafts(
     drafts: Schedule,
     prices: Prices,
     listed: frozenset[int] | None = None,
+    temperature: float = 0.0,
 ) -> None:
     """The same for passes of `drafts`, which choose among the tokens `listed`; None: among all."""
     schedule = Lossless(drafts.num_layers, drafts)
     for rows in batch_sizes:
         shortlist = Shortlist(model.config.vocab_size, listed or (), learns=False)
         length = Always(schedule, prices, PASSES, shortlist)
-        _run(SpeculativeBatch(model, schedule, length=length), prompts, rows, most_new)
+        _run(SpeculativeBatch(model, schedule, length=length), _requests(prompts, rows, most_new, temperature))
 
 
-def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> list[Request]:
-    sampling = Sampling(most_new, ignore_eos=True)
+def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int, temperature: float) -> list[Request]:
+    sampling = Sampling(most_new, temperature, ignore_eos=True)
     return [Request(str(row), list(prompts[row % len(prompts)]), sampling) for row in range(rows)]
 
 
@@ -102,8 +109,8 @@ def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> 
         prices.saw("full", full.prefill(), rows, rows, context, now(model.device) - start)
 
 
-def _run(batch: SpeculativeBatch, prompts: Sequence[Sequence[int]], rows: int, most_new: int) -> None:
-    batch.join(_requests(prompts, rows, most_new))
+def _run(batch: SpeculativeBatch, requests: Sequence[Request]) -> None:
+    batch.join(requests)
     for _ in range(ROUNDS):
         if not batch.is_done:
             batch.step()

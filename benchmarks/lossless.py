@@ -1,8 +1,8 @@
 """Lossless decoding beside full depth: tokens per second, acceptance, and what was expected; in turns.
 
-Expected is what `jobs.calibrate` expects: of passes that are timed one by one before (here by medians, as batches are
-compared), of the acceptance that was seen, and of where rows end. `by_cost_model` is what the ceilings of the machine
-alone say, without the host's work.
+Expected is what `jobs.calibrate` expects: of passes that are timed one by one (in turns with the batches, and by
+medians, as these are compared), of the acceptance that was seen, and of where rows end. `by_cost_model` is what the
+ceilings of the machine alone say, without the host's work.
 
 `demo`: the demo model on made prompts, with its own drafts. `own`: likewise any checkpoint (`--source`, `--adapter`),
 on the prompts of a JSONL file, with the drafts that it carries or `--draft`. Each round takes other prompts, as a run
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from actors.bench import random_model
-from actors.draft_times import TURNS, time_drafts, time_full_depth
+from actors.draft_times import time_drafts, time_full_depth
 from actors.loading import keep_loaded
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
@@ -141,10 +141,6 @@ def compare(
     full = FullDepth(layers)
     timed = Typical.of(model, ceilings, keep=None)
     drafts = make_schedule(draft, num_layers=layers, max_new_tokens=most_new)
-    for _ in range(TURNS):
-        shape = [request.prompt_tokens for request in requests], (len(requests),), most_new
-        time_full_depth(model, *shape, timed)
-        time_drafts(model, *shape, drafts, timed)  # of the whole head; prices know how much less a short one is
     results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in ways}}
     lengths: dict[str, tuple[Lossless, DraftLength]] = {}
     for way in ways:
@@ -157,6 +153,10 @@ def compare(
         if name in SCRIPTED:
             alone = generate(model, requests, full).completions
             wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
+        shape, temperature = ([r.prompt_tokens for r in requests], (rows,), most_new), requests[0].sampling.temperature
+        time_full_depth(model, *shape, timed, temperature)
+        # of the whole head; prices know how much less a short one is
+        time_drafts(model, *shape, drafts, timed, temperature=temperature)
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *ways]:
             made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)

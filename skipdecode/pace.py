@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 HOLDS, RESTS = 8, 32  # rounds of a decision, with drafts and without: prices cost more than looking at a clock
-LOOK = 4  # rounds without drafts by which one learns what these take
-# Rounds with drafts until such ones are looked at again: where drafts gain less than PLAIN, and where they gain more.
-LOOK_EVERY, SELDOM, PLAIN = 64, 512, 1.25
+LOOK = 8  # rounds without drafts by which one learns what these take
+# Rounds with drafts until such ones are looked at again, where drafts gain less than PLAIN and where they gain more:
+# machines have slow seconds, and beside one of these drafts seem to gain what they do not.
+LOOK_EVERY, SELDOM, PLAIN = 64, 768, 1.5
 # Rounds with drafts before these are judged, of each decision, and rows that must have been in them: how many tokens
 # come of one is luck.
 TRY, TOLD = 4, 16
@@ -104,12 +105,13 @@ class Hold:
         """Rounds of both, as those of the first decision."""
         return replace(
             self,
+            is_anew=False,
             num_rounds=self.num_rounds + other.num_rounds,
             num_fed=self.num_fed + other.num_fed,
             num_made=self.num_made + other.num_made,
             took_s=self.took_s + other.took_s,
             step_s=self.step_s + other.step_s,
-            _each=self._each + other._each,
+            _each=self._steady + other._steady,
         )
 
     @property
@@ -118,12 +120,19 @@ class Hold:
         return bool(self._each)
 
     @property
+    def _steady(self) -> list[float]:
+        """But for the first: behind prompts, and behind drafts where there are none any more, the next few find little
+        in the caches, and take up to twice as long as those of rows that go on."""
+        is_warm = self.decision.has_drafts and not self.is_anew
+        return self._each if is_warm else self._each[len(self._each) // 2 :]
+
+    @property
     def pace(self) -> float:
         """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, which are all
         alike, the middle one's; of others the mean, as far as other processes stopped none."""
-        each = middle = median(self._each)
+        each = middle = median(self._steady)
         if self.decision.has_drafts:
-            each = sum(min(one, STOPPED * middle) for one in self._each) / len(self._each)
+            each = sum(min(one, STOPPED * middle) for one in self._steady) / len(self._steady)
         return each * self.num_fed / self.num_made
 
     def lost_s(self, resting: float, laid_out: float) -> float:
@@ -212,8 +221,9 @@ class Pace:
     def judge(self, wanted: Decision, *, is_likely: bool = False) -> Decision:
         """The drafts that prices want, or none. `is_likely`: batches of more rows gain plainly, so fewer do; then one
         need not look at rounds without drafts first."""
-        gain = self.gain
-        if not (self._resting or is_likely) or self._drafted >= (SELDOM if (gain or 0.0) >= PLAIN else LOOK_EVERY):
+        gain, is_known = self.gain, len(self._resting) == NEWEST
+        is_plain = gain is not None and gain >= (PLAIN if is_known else PLAIN**2)
+        if not (self._resting or is_likely) or self._drafted >= (SELDOM if is_plain else LOOK_EVERY):
             return wanted.without_drafts(LOOK)
         if self.must_rest:
             return wanted.without_drafts(RESTS)

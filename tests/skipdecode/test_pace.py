@@ -67,6 +67,22 @@ def test_a_hold_counts_tokens_and_seconds() -> None:
     assert Decision(0, {4: 1}).has_drafts
 
 
+def test_a_pace_leaves_out_rounds_that_find_nothing_in_the_caches() -> None:
+    """Behind prompts, and without drafts behind some: there the later half counts."""
+    cold = [9.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    # with drafts the mean, of which each counts as twice the middle one at most
+    for decision, is_anew, pace in ((NONE, False, 1.0), (WANTED, True, 1.0), (WANTED, False, 8 / 6)):
+        one = Hold(decision, 4, 100, is_anew)
+        for round_s in cold:
+            one.add(4, 4, round_s, 1.0)
+        assert one.pace == pytest.approx(pace)
+    begun, later = Hold(WANTED, 4, 100, is_anew=True), Hold(WANTED, 4, 100)
+    for round_s in cold:
+        begun.add(4, 4, round_s, 1.0)
+        later.add(4, 4, 2.0, 1.0)
+    assert begun.and_(later).pace == pytest.approx((3 * 1.0 + 6 * 2.0) / 9)
+
+
 def test_rounds_without_drafts_are_looked_at_first_and_again() -> None:
     pace = Pace(4, Budget())
     assert pace.judge(WANTED) == Decision(0, {}, LOOK)
@@ -143,7 +159,7 @@ def test_what_a_hold_lost() -> None:
     assert hold(WANTED, 90.0, rounds=4).lost_s(1.0, 0.0) == 4.0, "whatever stopped the machine"
 
 
-@pytest.mark.parametrize("stalled_at", [20, 40, 200])
+@pytest.mark.parametrize("stalled_at", [LOOK + MANY * TRY, 40, 200])
 def test_a_slow_stretch_does_not_end_drafts_that_pay(stalled_at: int) -> None:
     pace, done, drafted = Pace(32, Budget()), 0, 0
     while done < 1500:
@@ -250,6 +266,18 @@ def test_where_drafts_plainly_pay_one_seldom_looks() -> None:
         at += decision.rounds
     assert looks[0] == 0
     assert all(after - before >= SELDOM for before, after in pairwise(looks))
+
+
+def test_one_slow_look_does_not_flatter_drafts_for_long() -> None:
+    """Drafts of 0.9 that the first look, at a slow moment, makes those of 1.8: looked at again soon, and left."""
+    pace, drafted, looks = Pace(4, Budget()), 0, 0
+    while drafted < SELDOM and looks < 3:
+        decision = pace.judge(WANTED)
+        rested_s = 2.0 if looks == 0 else 1.0
+        pace.saw(hold(decision, 3 / 0.9, 3.0) if decision.has_drafts else hold(decision, rested_s))
+        drafted += decision.rounds * decision.has_drafts
+        looks += not decision.has_drafts
+    assert drafted <= 3 * LOOK_EVERY
 
 
 def test_a_length_is_judged_by_its_rounds() -> None:
