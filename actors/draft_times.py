@@ -24,7 +24,7 @@ VERIFIED = (1, 3, MOST)  # drafts behind each row's newest token; others are pri
 # Everything is timed in turns, since other processes may slow one down and not the other; prices are by the least of a
 # few times (`skipdecode.prices`).
 TURNS = 3
-ROUNDS = 2  # of each, in a turn
+COLD, ROUNDS = 2, 2  # of each, in a turn: the first find nothing in the caches behind prompts, and count nothing
 PASSES = 2  # of drafts in a round
 STEPS = 12  # at full depth, without drafts
 
@@ -70,7 +70,7 @@ def time_full_depth(
         for drafted in VERIFIED:
             whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1))  # none of which is run
             batch = Verifications(model, whole, length=Always(whole, prices, drafted))
-            _run(batch, _requests(prompts, rows, most_new, temperature))
+            _run(batch, _requests(prompts, rows, most_new, temperature), prices)
 
 
 def time_drafts(
@@ -88,7 +88,8 @@ def time_drafts(
     for rows in batch_sizes:
         shortlist = Shortlist(model.config.vocab_size, listed or (), learns=False)
         length = Always(schedule, prices, PASSES, shortlist)
-        _run(SpeculativeBatch(model, schedule, length=length), _requests(prompts, rows, most_new, temperature))
+        batch = SpeculativeBatch(model, schedule, length=length)
+        _run(batch, _requests(prompts, rows, most_new, temperature), prices)
 
 
 def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int, temperature: float) -> list[Request]:
@@ -109,8 +110,11 @@ def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> 
         prices.saw("full", full.prefill(), rows, rows, context, now(model.device) - start)
 
 
-def _run(batch: SpeculativeBatch, requests: Sequence[Request]) -> None:
+def _run(batch: SpeculativeBatch, requests: Sequence[Request], prices: Prices) -> None:
+    is_timed = prices.is_timed
     batch.join(requests)
-    for _ in range(ROUNDS):
+    for number in range(COLD + ROUNDS):
+        prices.is_timed = is_timed and number >= COLD
         if not batch.is_done:
             batch.step()
+    prices.is_timed = is_timed

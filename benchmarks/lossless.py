@@ -136,7 +136,7 @@ def compare(
     ways: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Batches of so many `rows`, each of the next of the pool; `ways` of WAYS."""
-    requests, most_new = pool[:rows], pool[0].sampling.max_new_tokens
+    most_new = pool[0].sampling.max_new_tokens
     layers = model.config.num_hidden_layers
     full = FullDepth(layers)
     timed = Typical.of(model, ceilings, keep=None)

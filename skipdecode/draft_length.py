@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 
 from skipdecode.lossless import Lossless
-from skipdecode.pace import HOLDS, PLAIN, RESTS, Budget, Decision, Hold, Pace
+from skipdecode.pace import HOLDS, RESTS, Budget, Decision, Hold, Pace
 from skipdecode.prices import Prices, size_of
 from skipdecode.repeats import LONGEST, SHORTEST
 from skipdecode.shortlist import Shortlist
@@ -144,7 +144,7 @@ class DraftLength:
             return Decision(number if drafts_by_skipping else 0, repeated, PROBE, is_probe=True)
         if not (wanted.has_drafts and self.prices.is_timed):
             return wanted
-        is_likely = any((pace.gain or 0.0) >= PLAIN for size, pace in self._paces.items() if size > size_of(rows))
+        is_likely = any(pace.is_plain for size, pace in self._paces.items() if size > size_of(rows))
         return self._pace(rows).judge(wanted, is_likely=is_likely)
 
     def _wanted(self, rows: int, k: int, context: int) -> Decision:

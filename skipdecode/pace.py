@@ -15,9 +15,9 @@ from statistics import median
 
 HOLDS, RESTS = 8, 32  # rounds of a decision, with drafts and without: prices cost more than looking at a clock
 LOOK = 8  # rounds without drafts by which one learns what these take
-# Rounds with drafts until such ones are looked at again, where drafts gain less than PLAIN and where they gain more:
-# machines have slow seconds, and beside one of these drafts seem to gain what they do not.
-LOOK_EVERY, SELDOM, PLAIN = 64, 768, 1.5
+# Rounds with drafts until such ones are looked at again, where drafts gain plainly and where they do not. A machine has
+# slow moments, and beside one of these drafts seem to gain what they do not: so by the first looks they must gain more.
+LOOK_EVERY, SELDOM, PLAIN, PLAIN_AT_FIRST = 64, 768, 1.25, 2.0
 # Rounds with drafts before these are judged, of each decision, and rows that must have been in them: how many tokens
 # come of one is luck.
 TRY, TOLD = 4, 16
@@ -87,7 +87,7 @@ class Hold:
     first: float = 0.0
     """Seconds of the first round over those of a step at full depth with these rows, by the cost model."""
     _each: list[float] = field(default_factory=list)
-    """The same of the others."""
+    """The same of the others; where holds were put together, of those that count."""
 
     def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
         """One round."""
@@ -120,24 +120,33 @@ class Hold:
         return bool(self._each)
 
     @property
+    def _num_cold(self) -> int:
+        """Rounds behind the first that are in no pace: behind prompts, and where none has drafts, the first half. They
+        find little in the caches, and take up to twice as long as those of rows that go on."""
+        return 0 if self.decision.has_drafts and not self.is_anew else len(self._each) // 2
+
+    @property
     def _steady(self) -> list[float]:
-        """But for the first: behind prompts, and behind drafts where there are none any more, the next few find little
-        in the caches, and take up to twice as long as those of rows that go on."""
-        is_warm = self.decision.has_drafts and not self.is_anew
-        return self._each if is_warm else self._each[len(self._each) // 2 :]
+        return self._each[self._num_cold :]
 
     @property
     def pace(self) -> float:
-        """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, which are all
-        alike, the middle one's; of others the mean, as far as other processes stopped none."""
+        """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, of which each
+        does the same, the middle one's; of others the mean, as far as other processes stopped none."""
         each = middle = median(self._steady)
         if self.decision.has_drafts:
             each = sum(min(one, STOPPED * middle) for one in self._steady) / len(self._steady)
         return each * self.num_fed / self.num_made
 
+    @property
+    def laid_out(self) -> float:
+        """What rounds that are in no pace took more, of a hold without drafts."""
+        cold = [self.first, *self._each[: self._num_cold]]
+        return max(0.0, sum(cold) - len(cold) * self.pace)
+
     def lost_s(self, resting: float, laid_out: float) -> float:
         """Seconds that it took more than rounds without drafts for as many tokens. `resting`: the pace of these;
-        `laid_out`: how much more their first takes than others where rows have come or gone, in the same unit."""
+        `laid_out`: how much more their first few take together where rows have come or gone, in the same unit."""
         step_s = self.step_s / self.num_rounds
         rested_s = step_s * (resting * self.num_made * self.num_rounds / self.num_fed + laid_out * self.is_anew)
         return min(self.took_s, STOPPED * rested_s) - rested_s
@@ -189,10 +198,10 @@ class Pace:
                 self._gains.append(resting / whole.pace)
             self._drafted, self._rested = self._drafted + hold.num_rounds, 0
         else:
-            if hold.has_pace:
+            if hold.has_pace and (hold.num_rounds > LOOK // 2 or not self._resting):
                 self._resting.append(hold.pace)
                 if hold.is_anew:
-                    self._laid_outs.append(max(0.0, hold.first - hold.pace))
+                    self._laid_outs.append(hold.laid_out)
             self._drafted, self._rested = 0, self._rested + hold.num_rounds
 
     @property
@@ -218,12 +227,16 @@ class Pace:
         gain = median(self._gains)
         return None if len(self._gains) < MANY and 1 / PLAINLY < gain < PLAINLY else gain
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether drafts gain so much that there is little to ask."""
+        return (self.gain or 0.0) >= (PLAIN if len(self._resting) == NEWEST else PLAIN_AT_FIRST)
+
     def judge(self, wanted: Decision, *, is_likely: bool = False) -> Decision:
         """The drafts that prices want, or none. `is_likely`: batches of more rows gain plainly, so fewer do; then one
         need not look at rounds without drafts first."""
-        gain, is_known = self.gain, len(self._resting) == NEWEST
-        is_plain = gain is not None and gain >= (PLAIN if is_known else PLAIN**2)
-        if not (self._resting or is_likely) or self._drafted >= (SELDOM if is_plain else LOOK_EVERY):
+        gain = self.gain
+        if not (self._resting or is_likely) or self._drafted >= (SELDOM if self.is_plain else LOOK_EVERY):
             return wanted.without_drafts(LOOK)
         if self.must_rest:
             return wanted.without_drafts(RESTS)

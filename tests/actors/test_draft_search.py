@@ -145,17 +145,19 @@ def test_a_model_of_one_layer_has_nothing_to_try() -> None:
     assert found == []
 
 
-def test_times_are_those_of_passes_of_every_batch_size() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_times_are_those_of_passes_of_every_batch_size(temperature: float) -> None:
     """Of full depth with few and many drafts, and of a candidate's own; of no other size."""
     model = model_with(())
     prompts, prices = [prompt for prompt, _ in pairs_of(model, 3)], Prices(model.config, 4, None, CEILINGS)
-    time_full_depth(model, prompts, (1, 5), N, prices)
+    time_full_depth(model, prompts, (1, 5), N, prices, temperature)
     assert all(has_seen(prices, "verify", rows, rows * (1 + n)) for rows in (1, 5) for n in VERIFIED)
     assert not any(has_seen(prices, "draft", rows, rows) for rows in (1, 5))
     assert all(has_seen(prices, "full", rows, rows) for rows in (1, 5))
     assert not has_seen(prices, "verify", 32, 32)
-    time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices)
+    time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices, temperature=temperature)
     assert all(has_seen(prices, "draft", rows, rows) for rows in (1, 5))
+    assert prices.is_timed, "rounds behind prompts alone count nothing"
 
 
 def test_the_best_are_priced_by_their_times(monkeypatch: pytest.MonkeyPatch) -> None:

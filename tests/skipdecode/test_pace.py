@@ -68,19 +68,33 @@ def test_a_hold_counts_tokens_and_seconds() -> None:
 
 
 def test_a_pace_leaves_out_rounds_that_find_nothing_in_the_caches() -> None:
-    """Behind prompts, and without drafts behind some: there the later half counts."""
-    cold = [9.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    """Behind prompts, and without drafts: there the later half counts."""
+    cold = [9.0, 3.0, 3.0, 3.0, 2.0, 1.0, 1.0, 1.0]
+
+    def held(decision: Decision, is_anew: bool, rounds: int = len(cold)) -> Hold:
+        made = Hold(decision, 4, 100, is_anew)
+        for round_s in cold[:rounds]:
+            made.add(4, 4, round_s, 1.0)
+        return made
+
+    assert held(NONE, False).pace == pytest.approx(1.0)
+    assert held(NONE, True).laid_out == pytest.approx(9 + 3 + 3 + 3 - 4)
+    assert held(WANTED, True).pace == pytest.approx(5 / 4)
     # with drafts the mean, of which each counts as twice the middle one at most
-    for decision, is_anew, pace in ((NONE, False, 1.0), (WANTED, True, 1.0), (WANTED, False, 8 / 6)):
-        one = Hold(decision, 4, 100, is_anew)
-        for round_s in cold:
-            one.add(4, 4, round_s, 1.0)
-        assert one.pace == pytest.approx(pace)
-    begun, later = Hold(WANTED, 4, 100, is_anew=True), Hold(WANTED, 4, 100)
-    for round_s in cold:
-        begun.add(4, 4, round_s, 1.0)
-        later.add(4, 4, 2.0, 1.0)
-    assert begun.and_(later).pace == pytest.approx((3 * 1.0 + 6 * 2.0) / 9)
+    assert held(WANTED, False).pace == pytest.approx(14 / 7)
+    assert held(WANTED, True).and_(held(WANTED, False)).pace == pytest.approx((6 * 1 + 5 * 2) / 11)
+    assert [held(NONE, False, rounds).has_pace for rounds in (1, 2)] == [False, True]
+    assert [held(decision, True, 2).pace for decision in (NONE, WANTED)] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("rounds", "slow"), [(LOOK // 2, False), (LOOK, True)])
+def test_a_look_that_was_cut_short_says_nothing_beside_a_whole_one(rounds: int, slow: bool) -> None:
+    pace = Pace(4, Budget())
+    for round_s, count in ((1.0, LOOK), (2.0, rounds), (2.0, rounds)):
+        pace.saw(hold(NONE, round_s, rounds=count))
+    for _ in range(MANY):
+        pace.saw(hold(WANTED, 3 / 0.9, tokens=3.0))
+    assert pace.gain == pytest.approx(1.8 if slow else 0.9)
 
 
 def test_rounds_without_drafts_are_looked_at_first_and_again() -> None:
@@ -96,7 +110,9 @@ def test_rounds_without_drafts_are_looked_at_first_and_again() -> None:
     assert LOOK_EVERY <= rounds < LOOK_EVERY + HOLDS
 
 
-@pytest.mark.parametrize(("gain", "loss"), [(3.0, 0.01), (1.1, 0.01), (1.0, 0.001), (0.9, 0.012), (0.5, 0.02)])
+@pytest.mark.parametrize(
+    ("gain", "loss"), [(3.0, 0.01), (1.4, 0.01), (1.1, 0.01), (1.0, 0.001), (0.9, 0.012), (0.5, 0.02)]
+)
 def test_little_is_lost_of_what_is_best(gain: float, loss: float) -> None:
     """In the long run; where drafts lose they are tried less and less often."""
     per_token, _ = simulate(Pace(4, Budget()), gain, 6000)
@@ -270,14 +286,28 @@ def test_where_drafts_plainly_pay_one_seldom_looks() -> None:
 
 def test_one_slow_look_does_not_flatter_drafts_for_long() -> None:
     """Drafts of 0.9 that the first look, at a slow moment, makes those of 1.8: looked at again soon, and left."""
-    pace, drafted, looks = Pace(4, Budget()), 0, 0
-    while drafted < SELDOM and looks < 3:
+    pace, drafted, looked = Pace(4, Budget()), list[bool](), False
+    while len(drafted) < 1000:
         decision = pace.judge(WANTED)
-        rested_s = 2.0 if looks == 0 else 1.0
+        rested_s = 1.0 if looked else 2.0
         pace.saw(hold(decision, 3 / 0.9, 3.0) if decision.has_drafts else hold(decision, rested_s))
-        drafted += decision.rounds * decision.has_drafts
-        looks += not decision.has_drafts
-    assert drafted <= 3 * LOOK_EVERY
+        looked = looked or not decision.has_drafts
+        drafted += [decision.has_drafts] * decision.rounds
+    assert not all(drafted[LOOK : LOOK + LOOK_EVERY + HOLDS + TRY])
+    assert sum(drafted[:500]) < 250
+    assert sum(drafted[500:]) < 50
+
+
+def test_a_gain_that_is_plain_is_looked_at_thrice_before_it_is_left_alone() -> None:
+    """By 1.8, which a slow look could make of 1.0."""
+    pace, looks, at = Pace(4, Budget()), list[int](), 0
+    while at < 2 * SELDOM:
+        decision = pace.judge(WANTED)
+        looks += [] if decision.has_drafts else [at]
+        pace.saw(hold(decision, 3 / 1.8, 3.0) if decision.has_drafts else hold(decision, 1.0))
+        at += decision.rounds
+    between = [after - before for before, after in pairwise(looks)]
+    assert [gap < SELDOM for gap in between] == [True, True, False]
 
 
 def test_a_length_is_judged_by_its_rounds() -> None:
