@@ -5,6 +5,7 @@ rows of a small model takes. No Ray, no files.
 """
 
 from collections.abc import Sequence
+from statistics import median
 
 from skipdecode.chain import Chain
 from skipdecode.cohort import Cohort, now
@@ -24,7 +25,8 @@ VERIFIED = (1, 3, MOST)  # drafts behind each row's newest token; others are pri
 # Everything is timed in turns, since other processes may slow one down and not the other; prices are by the least of a
 # few times (`skipdecode.prices`).
 TURNS = 3
-COLD, ROUNDS = 2, 2  # of each, in a turn: the first find nothing in the caches behind prompts, and count nothing
+# Of each, in a turn. The first lay calls out, and find nothing in the caches behind prompts: they are in no price.
+COLD, ROUNDS = 3, 2
 PASSES = 2  # of drafts in a round
 STEPS = 12  # at full depth, without drafts
 
@@ -61,16 +63,18 @@ def time_full_depth(
     most_new: int,
     prices: Prices,
     temperature: float = 0.0,
-) -> None:
+) -> dict[int, float]:
     """Times passes at full depth of so many rows, with 1 to MOST drafts each, and steps of decoding without drafts, for
-    `prices`. `most_new`: tokens that there is room for behind each prompt; `temperature` of every row."""
-    num_layers = model.config.num_hidden_layers
+    `prices`. `most_new`: tokens that there is room for behind each prompt; `temperature` of every row. The seconds that
+    a batch's first steps took more than others, by its rows."""
+    num_layers, begun = model.config.num_hidden_layers, dict[int, float]()
     for rows in batch_sizes:
-        _time_steps(model, _requests(prompts, rows, min(most_new, STEPS + 1), temperature), prices)
+        begun[rows] = _time_steps(model, _requests(prompts, rows, min(most_new, STEPS + 1), temperature), prices)
         for drafted in VERIFIED:
             whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1))  # none of which is run
             batch = Verifications(model, whole, length=Always(whole, prices, drafted))
             _run(batch, _requests(prompts, rows, most_new, temperature), prices)
+    return begun
 
 
 def time_drafts(
@@ -82,14 +86,16 @@ def time_drafts(
     prices: Prices,
     listed: frozenset[int] | None = None,
     temperature: float = 0.0,
-) -> None:
-    """The same for passes of `drafts`, which choose among the tokens `listed`; None: among all."""
-    schedule = Lossless(drafts.num_layers, drafts)
+) -> dict[int, float]:
+    """The same for passes of `drafts`, which choose among the tokens `listed`; None: among all. The seconds that a
+    batch's first rounds took more than others, by its rows."""
+    schedule, begun = Lossless(drafts.num_layers, drafts), dict[int, float]()
     for rows in batch_sizes:
         shortlist = Shortlist(model.config.vocab_size, listed or (), learns=False)
         length = Always(schedule, prices, PASSES, shortlist)
         batch = SpeculativeBatch(model, schedule, length=length)
-        _run(batch, _requests(prompts, rows, most_new, temperature), prices)
+        begun[rows] = _run(batch, _requests(prompts, rows, most_new, temperature), prices)
+    return begun
 
 
 def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int, temperature: float) -> list[Request]:
@@ -97,8 +103,9 @@ def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int, temper
     return [Request(str(row), list(prompts[row % len(prompts)]), sampling) for row in range(rows)]
 
 
-def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> None:
+def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> float:
     """Of decoding at full depth, as a run without `decode.lossless` does it: one by one, as passes of drafts are."""
+    took = list[float]()
     full, rows = FullDepth(model.config.num_hidden_layers), len(requests)
     cohort = Cohort(model, requests, full)
     cohort.prefill()
@@ -107,14 +114,24 @@ def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> 
         context += 1
         start = now(model.device)
         cohort.step()
-        prices.saw("full", full.prefill(), rows, rows, context, now(model.device) - start)
+        took.append(now(model.device) - start)
+        prices.saw("full", full.prefill(), rows, rows, context, took[-1])
+    return _more(took, len(took) // 2)
 
 
-def _run(batch: SpeculativeBatch, requests: Sequence[Request], prices: Prices) -> None:
-    is_timed = prices.is_timed
+def _run(batch: SpeculativeBatch, requests: Sequence[Request], prices: Prices) -> float:
+    is_timed, took = prices.is_timed, list[float]()
     batch.join(requests)
     for number in range(COLD + ROUNDS):
         prices.is_timed = is_timed and number >= COLD
         if not batch.is_done:
+            start = now(batch.model.device)
             batch.step()
+            took.append(now(batch.model.device) - start)
     prices.is_timed = is_timed
+    return _more(took, min(COLD, len(took) // 2))
+
+
+def _more(took: Sequence[float], cold: int) -> float:
+    """Seconds that the first `cold` passes took more than as many others."""
+    return sum(took[:cold]) - cold * median(took[cold:]) if cold else 0.0

@@ -1,8 +1,8 @@
 """Lossless decoding beside full depth: tokens per second, acceptance, and what was expected; in turns.
 
 Expected is what `jobs.calibrate` expects: of passes that are timed one by one (in turns with the batches, and by
-medians, as these are compared), of the acceptance that was seen, and of where rows end. `by_cost_model` is what the
-ceilings of the machine alone say, without the host's work.
+medians, as these are compared), of the acceptance that was seen, of where rows end, and of what a batch's first steps
+or rounds take more. `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
 
 `demo`: the demo model on made prompts, with its own drafts. `own`: likewise any checkpoint (`--source`, `--adapter`),
 on the prompts of a JSONL file, with the drafts that it carries or `--draft`. Each round takes other prompts, as a run
@@ -148,39 +148,53 @@ def compare(
         assert schedule is not None
         lengths[way] = schedule, DraftLength(schedule, Prices.of(model, ceilings))
     wanted: dict[str, list[int]] = {}
+    begun: list[tuple[float, float]] = []  # what first steps take more, and first rounds with drafts
     for repeat in range(repeats + 1):  # the first warms up
         requests = pool[repeat * rows : (repeat + 1) * rows]
         if name in SCRIPTED:
             alone = generate(model, requests, full).completions
             wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
         shape, temperature = ([r.prompt_tokens for r in requests], (rows,), most_new), requests[0].sampling.temperature
-        time_full_depth(model, *shape, timed, temperature)
+        plain = time_full_depth(model, *shape, timed, temperature)
         # of the whole head; prices know how much less a short one is
-        time_drafts(model, *shape, drafts, timed, temperature=temperature)
+        drafted = time_drafts(model, *shape, drafts, timed, temperature=temperature)
+        begun.append((plain[rows], drafted[rows]))
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *ways]:
             made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)
             if repeat:
                 results[way].append(made)
     texts = [len(row.tokens) - 1 for made in results["full"] for row in made.completions]
+    begins = median(plain for plain, _ in begun), median(drafted for _, drafted in begun)
     return [
-        _line(name, way, results, ceilings, model, expected_speedup(way, *length, timed, requests, texts))
+        _line(name, way, results, ceilings, model, expected_speedup(way, *length, timed, requests, texts, begins))
         for way, length in lengths.items()
     ]
 
 
 def expected_speedup(
-    way: str, schedule: Lossless, learnt: DraftLength, timed: Prices, requests: Sequence[Request], texts: Sequence[int]
+    way: str,
+    schedule: Lossless,
+    learnt: DraftLength,
+    timed: Prices,
+    requests: Sequence[Request],
+    texts: Sequence[int],
+    begins: tuple[float, float],
 ) -> float:
     """Of that way, had it known acceptance and prices from the start. `texts`: tokens of each row behind its first, to
-    whose end the last drafts go in vain."""
+    whose end the last drafts go in vain. `begins`: seconds that a batch's first steps take more than others, and its
+    first rounds with drafts."""
     length = DraftLength(schedule, timed)
     length.acceptance, length.listed = learnt.acceptance, learnt.listed
     half = requests[0].sampling.max_new_tokens // 2
     context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + half
     rates = length.acceptance.rates(SKIPPED, MOST)
     per_pass = [sum(texts) / sum(passes(text, rates[:n]) for text in texts) for n in range(MOST + 1)]
-    speedups = length.speedups(len(requests), half, context, per_pass)
+    full_s = sum(texts) / len(texts) * timed.seconds("full", schedule.prefill(), *[len(requests)] * 2, context)
+    speedups = [
+        (full_s + begins[0]) / (full_s / speedup + begins[n > 0])
+        for n, speedup in enumerate(length.speedups(len(requests), half, context, per_pass))
+    ]
     if schedule.draft_tokens is not None:
         return speedups[schedule.draft_tokens]
     return max([1.0, *speedups[1:]] if way == "auto" else speedups[1:])

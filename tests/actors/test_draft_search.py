@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.draft_search import Candidate, DraftSample, Pair, Search, named_decodes
-from actors.draft_times import VERIFIED, time_drafts, time_full_depth
+from actors.draft_times import VERIFIED, _more, time_drafts, time_full_depth
 from skipdecode import prices as prices_module
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
@@ -150,14 +150,22 @@ def test_times_are_those_of_passes_of_every_batch_size(temperature: float) -> No
     """Of full depth with few and many drafts, and of a candidate's own; of no other size."""
     model = model_with(())
     prompts, prices = [prompt for prompt, _ in pairs_of(model, 3)], Prices(model.config, 4, None, CEILINGS)
-    time_full_depth(model, prompts, (1, 5), N, prices, temperature)
+    begun = time_full_depth(model, prompts, (1, 5), N, prices, temperature)
+    assert list(begun) == [1, 5]
     assert all(has_seen(prices, "verify", rows, rows * (1 + n)) for rows in (1, 5) for n in VERIFIED)
     assert not any(has_seen(prices, "draft", rows, rows) for rows in (1, 5))
     assert all(has_seen(prices, "full", rows, rows) for rows in (1, 5))
     assert not has_seen(prices, "verify", 32, 32)
-    time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices, temperature=temperature)
+    begun = time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices, temperature=temperature)
+    assert list(begun) == [1, 5]
     assert all(has_seen(prices, "draft", rows, rows) for rows in (1, 5))
     assert prices.is_timed, "rounds behind prompts alone count nothing"
+
+
+def test_what_the_first_passes_took_more() -> None:
+    assert _more([5.0, 3.0, 1.0, 1.0, 1.0], 2) == 6.0
+    assert _more([5.0, 1.0, 2.0, 3.0], 1) == 3.0
+    assert _more([5.0], 0) == 0.0
 
 
 def test_the_best_are_priced_by_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
