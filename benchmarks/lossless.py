@@ -156,8 +156,7 @@ def compare(
             wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
         shape, temperature = ([r.prompt_tokens for r in requests], (rows,), most_new), requests[0].sampling.temperature
         plain = time_full_depth(model, *shape, timed, temperature)
-        # of the whole head; prices know how much less a short one is
-        drafted = time_drafts(model, *shape, drafts, timed, temperature=temperature)
+        drafted = time_drafts(model, *shape, drafts, timed, temperature=temperature)  # prices know of short heads
         begun.append((plain[rows], drafted[rows]))
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *ways]:
@@ -182,19 +181,16 @@ def expected_speedup(
     begins: tuple[float, float],
 ) -> float:
     """Of that way, had it known acceptance and prices from the start. `texts`: tokens of each row behind its first, to
-    whose end the last drafts go in vain. `begins`: seconds that a batch's first steps take more than others, and its
-    first rounds with drafts."""
+    whose end the last drafts go in vain. `begins`: what first steps take more, and first rounds with drafts, in s."""
     length = DraftLength(schedule, timed)
     length.acceptance, length.listed = learnt.acceptance, learnt.listed
     half = requests[0].sampling.max_new_tokens // 2
     context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + half
     rates = length.acceptance.rates(SKIPPED, MOST)
     per_pass = [sum(texts) / sum(passes(text, rates[:n]) for text in texts) for n in range(MOST + 1)]
+    speedups = length.speedups(len(requests), half, context, per_pass)
     full_s = sum(texts) / len(texts) * timed.seconds("full", schedule.prefill(), *[len(requests)] * 2, context)
-    speedups = [
-        (full_s + begins[0]) / (full_s / speedup + begins[n > 0])
-        for n, speedup in enumerate(length.speedups(len(requests), half, context, per_pass))
-    ]
+    speedups = [(full_s + begins[0]) / (full_s / gain + begins[n > 0]) for n, gain in enumerate(speedups)]
     if schedule.draft_tokens is not None:
         return speedups[schedule.draft_tokens]
     return max([1.0, *speedups[1:]] if way == "auto" else speedups[1:])
@@ -218,10 +214,8 @@ def _line(
     speedups = [a.stats.decode_s / b.stats.decode_s for a, b in zip(full, ours, strict=True)]
     every: list[Any] = [result.stats for result in ours]
     stats = every[-1]
-    accepted, drafted = (
-        list(map(sum, zip_longest(*(getattr(s, name) for s in every), fillvalue=0)))
-        for name in ("accepted_at", "drafted_at")
-    )
+    counts = [zip_longest(*(getattr(s, name) for s in every), fillvalue=0) for name in ("accepted_at", "drafted_at")]
+    accepted, drafted = (list(map(sum, count)) for count in counts)
     itemsize = model.dtype.itemsize
     _, full_s = predict_s(
         model.config, FullDepth(model.config.num_hidden_layers), ceilings, prompt_columns=stats.prompt_columns,
