@@ -122,13 +122,15 @@ def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> 
 def _run(batch: SpeculativeBatch, requests: Sequence[Request], prices: Prices) -> float:
     is_timed, took = prices.is_timed, list[float]()
     batch.join(requests)
-    for number in range(COLD + ROUNDS):
-        prices.is_timed = is_timed and number >= COLD
-        if not batch.is_done:
-            start = now(batch.model.device)
-            batch.step()
-            took.append(now(batch.model.device) - start)
-    prices.is_timed = is_timed
+    try:
+        for number in range(COLD + ROUNDS):
+            prices.is_timed = is_timed and number >= COLD
+            if not batch.is_done:
+                start = now(batch.model.device)
+                batch.step()
+                took.append(now(batch.model.device) - start)
+    finally:
+        prices.is_timed = is_timed
     return _more(took, min(COLD, len(took) // 2))
 
 

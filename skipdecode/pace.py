@@ -121,8 +121,8 @@ class Hold:
 
     @property
     def _num_cold(self) -> int:
-        """Rounds behind the first that are in no pace: behind prompts, and where none has drafts, the first half. They
-        find little in the caches, and take up to twice as long as those of rows that go on."""
+        """Rounds behind the first that are in no pace: where rows have come or gone, and where none has drafts, the
+        first half. Behind prompts and drafts they find little in the caches, and take up to twice as long as others."""
         return 0 if self.decision.has_drafts and not self.is_anew else len(self._each) // 2
 
     @property

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.draft_search import Candidate, DraftSample, Pair, Search, named_decodes
-from actors.draft_times import VERIFIED, _more, time_drafts, time_full_depth
+from actors.draft_times import ROUNDS, VERIFIED, _more, time_drafts, time_full_depth
 from skipdecode import prices as prices_module
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
@@ -156,10 +156,11 @@ def test_times_are_those_of_passes_of_every_batch_size(temperature: float) -> No
     assert not any(has_seen(prices, "draft", rows, rows) for rows in (1, 5))
     assert all(has_seen(prices, "full", rows, rows) for rows in (1, 5))
     assert not has_seen(prices, "verify", 32, 32)
+    assert len(prices._ratios["verify", size_of(5), 1]) == ROUNDS, "rounds right behind prompts are in no price"
     begun = time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices, temperature=temperature)
     assert list(begun) == [1, 5]
     assert all(has_seen(prices, "draft", rows, rows) for rows in (1, 5))
-    assert prices.is_timed, "rounds behind prompts alone count nothing"
+    assert prices.is_timed
 
 
 def test_what_the_first_passes_took_more() -> None:
