@@ -28,7 +28,7 @@ TURNS = 3
 # Of each, in a turn. The first lay calls out, and find nothing in the caches behind prompts: they are in no price.
 COLD, ROUNDS = 3, 2
 PASSES = 2  # of drafts in a round
-STEPS = 12  # at full depth, without drafts
+STEPS = 12  # at full depth, without drafts, of which the first half is in no price either
 
 
 class Always(DraftLength):
@@ -51,9 +51,10 @@ class Verifications(SpeculativeBatch):
     def _prepare(self) -> bool:
         return False  # no layer drafts here
 
-    def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
+    def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> bool:
         for chain in chains:
             chain.add([chain.tokens[0]] * chain.wanted, SKIPPED, ())
+        return False  # such rounds say nothing of what the host does in others
 
 
 def time_full_depth(
@@ -111,12 +112,13 @@ def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> 
     cohort.prefill()
     context = sum(len(request.prompt_tokens) for request in requests) // rows
     while not cohort.is_done:
-        context += 1
         start = now(model.device)
         cohort.step()
         took.append(now(model.device) - start)
-        prices.saw("full", full.prefill(), rows, rows, context, took[-1])
-    return _more(took, len(took) // 2)
+    cold = len(took) // 2
+    for number, took_s in enumerate(took[cold:], start=cold + 1):
+        prices.saw("full", full.prefill(), rows, rows, context + number, took_s)
+    return _more(took, cold)
 
 
 def _run(batch: SpeculativeBatch, requests: Sequence[Request], prices: Prices) -> float:

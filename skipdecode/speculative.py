@@ -155,14 +155,15 @@ class SpeculativeBatch(UnevenBatch):
         short = self._short_head()
         for chain in chains:
             self._repeats.draft(chain, self._members[chain.at].row, decision, self._eos(chain))
-        self._skip(chains, short)
+        has_skipped = self._skip(chains, short)
         if decision.continued:
             for chain in chains:
                 self._repeats.go_on(chain, self._members[chain.at].row, decision, self._eos(chain))
         drafted = now(self._device)
         made = self._verify(chains, drafted)
         self.stats.draft_s += drafted - start
-        self._length.prices.saw_round(len(chains), now(self._device) - begin - self._priced_s)
+        if has_skipped:  # rounds of repeats alone have far less to do
+            self._length.prices.saw_round(len(chains), now(self._device) - begin - self._priced_s)
         return made
 
     def _context(self, chains: Sequence[Chain]) -> int:
@@ -173,12 +174,13 @@ class SpeculativeBatch(UnevenBatch):
         sampling = self._members[chain.at].row.request.sampling
         return () if sampling.ignore_eos else tuple(self.model.config.eos_token_ids)
 
-    def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> None:
+    def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> bool:
         """Drafts by skipped passes, one column of all rows that want one at a time, of the tokens of `short`. The rows
-        that run a layer are the youngest ones, as in the batch below."""
+        that run a layer are the youngest ones, as in the batch below. Whether there was such a pass."""
+        has_skipped = False
         rows, draws = sorted((c for c in chains if c.wanted > 0 and c.room > 0), key=lambda c: -c.k), None
         while rows := [chain for chain in rows if chain.num_drafts < min(chain.wanted, chain.room)]:
-            start, places = now(self._device), [chain.at for chain in rows]
+            has_skipped, start, places = True, now(self._device), [chain.at for chain in rows]
             tokens, view = self._fed(rows, [chain.num_drafts for chain in rows])
             if self._params is not None:
                 most = max(chain.wanted - chain.num_drafts for chain in rows)
@@ -191,6 +193,7 @@ class SpeculativeBatch(UnevenBatch):
                 ages = [age + 1 for age in ages]
                 ends.append(now(self._device))
             self._price_drafts(len(rows), ages[len(ages) // 2] - 1, self._context(chains), start, ends)
+        return has_skipped
 
     def _price_drafts(self, rows: int, age: int, context: int, start: float, ends: Sequence[float]) -> None:
         """What skipped passes took, the last at that age. The first finds nothing in the caches: what that takes is
