@@ -27,7 +27,7 @@ VERIFIED = (1, 3, 5, MOST)  # drafts behind each row's newest token; others are 
 TURNS = 3
 # Of each, in a turn. The first lay calls out, and find nothing in the caches behind prompts: they are in no price.
 COLD, ROUNDS = 3, 2
-PASSES = 2  # of drafts in a round
+PASSES = 2  # of drafts in a round, where nobody says how many
 STEPS = 12  # at full depth, without drafts, of which the first half is in no price either
 
 
@@ -64,18 +64,29 @@ def time_full_depth(
     most_new: int,
     prices: Prices,
     temperature: float = 0.0,
-) -> dict[int, float]:
+) -> None:
     """Times passes at full depth of so many rows, with 1 to MOST drafts each, and steps of decoding without drafts, for
-    `prices`. `most_new`: tokens that there is room for behind each prompt; `temperature` of every row. The seconds that
-    a batch's first steps took more than others, by its rows."""
-    num_layers, begun = model.config.num_hidden_layers, dict[int, float]()
+    `prices`. `most_new`: tokens that there is room for behind each prompt; `temperature` of every row."""
+    num_layers = model.config.num_hidden_layers
     for rows in batch_sizes:
-        begun[rows] = _time_steps(model, _requests(prompts, rows, min(most_new, STEPS + 1), temperature), prices)
+        time_steps(model, prompts, (rows,), most_new, prices, temperature)
         for drafted in VERIFIED:
             whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1))  # none of which is run
             batch = Verifications(model, whole, length=Always(whole, prices, drafted))
             _run(batch, _requests(prompts, rows, most_new, temperature), prices)
-    return begun
+
+
+def time_steps(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    batch_sizes: Sequence[int],
+    most_new: int,
+    prices: Prices,
+    temperature: float = 0.0,
+) -> dict[int, float]:
+    """The same for steps alone. The seconds that a batch's first ones took more than others, by its rows."""
+    new = min(most_new, STEPS + 1)
+    return {rows: _time_steps(model, _requests(prompts, rows, new, temperature), prices) for rows in batch_sizes}
 
 
 def time_drafts(
@@ -87,13 +98,14 @@ def time_drafts(
     prices: Prices,
     listed: frozenset[int] | None = None,
     temperature: float = 0.0,
+    drafted: int = PASSES,
 ) -> dict[int, float]:
-    """The same for passes of `drafts`, which choose among the tokens `listed`; None: among all. The seconds that a
-    batch's first rounds took more than others, by its rows."""
+    """The same for passes of `drafts`, which choose among the tokens `listed`; None: among all. `drafted`: so many in a
+    round. The seconds that a batch's first rounds took more than others, by its rows."""
     schedule, begun = Lossless(drafts.num_layers, drafts), dict[int, float]()
     for rows in batch_sizes:
         shortlist = Shortlist(model.config.vocab_size, listed or (), learns=False)
-        length = Always(schedule, prices, PASSES, shortlist)
+        length = Always(schedule, prices, drafted, shortlist)
         batch = SpeculativeBatch(model, schedule, length=length)
         begun[rows] = _run(batch, _requests(prompts, rows, most_new, temperature), prices)
     return begun

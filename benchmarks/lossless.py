@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from actors.bench import random_model
-from actors.draft_times import time_drafts, time_full_depth
+from actors.draft_times import VERIFIED, time_drafts, time_steps
 from actors.loading import keep_loaded
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
@@ -155,9 +155,10 @@ def compare(
             alone = generate(model, requests, full).completions
             wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
         shape, temperature = ([r.prompt_tokens for r in requests], (rows,), most_new), requests[0].sampling.temperature
-        plain = time_full_depth(model, *shape, timed, temperature)
-        drafted = time_drafts(model, *shape, drafts, timed, temperature=temperature)  # prices know of short heads
-        begun.append((plain[rows], drafted[rows]))
+        plain = time_steps(model, *shape, timed, temperature)
+        for drafted in VERIFIED:  # verifications behind drafts, too: what these read is no longer in the caches
+            taken = time_drafts(model, *shape, drafts, timed, temperature=temperature, drafted=drafted)
+            begun.append((plain[rows], taken[rows]))
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *ways]:
             made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)

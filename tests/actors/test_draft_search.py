@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.draft_search import Candidate, DraftSample, Pair, Search, named_decodes
-from actors.draft_times import ROUNDS, VERIFIED, _more, time_drafts, time_full_depth
+from actors.draft_times import ROUNDS, STEPS, VERIFIED, _more, time_drafts, time_full_depth, time_steps
 from skipdecode import prices as prices_module
 from skipdecode.cost import Ceilings
 from skipdecode.decoder import Decoder
@@ -150,16 +150,20 @@ def test_times_are_those_of_passes_of_every_batch_size(temperature: float) -> No
     """Of full depth with few and many drafts, and of a candidate's own; of no other size."""
     model = model_with(())
     prompts, prices = [prompt for prompt, _ in pairs_of(model, 3)], Prices(model.config, 4, None, CEILINGS)
-    begun = time_full_depth(model, prompts, (1, 5), N, prices, temperature)
-    assert list(begun) == [1, 5]
+    time_full_depth(model, prompts, (1, 5), N, prices, temperature)
     assert all(has_seen(prices, "verify", rows, rows * (1 + n)) for rows in (1, 5) for n in VERIFIED)
     assert not any(has_seen(prices, "draft", rows, rows) for rows in (1, 5))
     assert all(has_seen(prices, "full", rows, rows) for rows in (1, 5))
     assert not has_seen(prices, "verify", 32, 32)
+    assert prices.round_s(1) == 0.0, "the host does more where there are drafts"
+    assert len(prices._ratios["full", size_of(5), 0]) == STEPS - STEPS // 2, "nor are the first steps"
     assert len(prices._ratios["verify", size_of(5), 1]) == ROUNDS, "rounds right behind prompts are in no price"
-    begun = time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices, temperature=temperature)
+    begun = time_drafts(model, prompts, (1, 5), N, Unified(L, 3), prices, temperature=temperature, drafted=7)
     assert list(begun) == [1, 5]
+    assert has_seen(prices, "verify", 5, 40)
+    assert list(time_steps(model, prompts, (1, 5), N, prices, temperature)) == [1, 5]
     assert all(has_seen(prices, "draft", rows, rows) for rows in (1, 5))
+    assert prices.round_s(1) > 0.0
     assert prices.is_timed
 
 

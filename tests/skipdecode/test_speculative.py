@@ -209,6 +209,23 @@ def test_what_every_round_took_is_handed_over(models: dict[str, Decoder], tokens
     assert length.heard == steps > 0
 
 
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_what_the_host_does_is_priced_by_rounds_whose_passes_skip_layers(
+    models: dict[str, Decoder], skipped: int
+) -> None:
+    """Rounds that look for repeats alone do a third of it, whether they find any or not."""
+
+    class Always(DraftLength):
+        def decide(self, rows: int, k: int, context: int) -> Decision:
+            return Decision(skipped, {} if skipped else {2: 3, 3: 3, 4: 3})
+
+    model, schedule = models["opt"], Lossless(L, Unified(L, 2), None, True)
+    length = Always(schedule, Prices(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
+    pool = requests_for(random_prompts([5, 9], seed=1, vocab=200), greedy(20, ignore_eos=True))
+    generate_lossless(model, pool, schedule, length=length)
+    assert (length.prices.round_s(2) > 0) == (skipped > 0)
+
+
 def test_one_token_is_that_of_the_prompt(models: dict[str, Decoder]) -> None:
     pool = requests_for(random_prompts([3, 9], vocab=200), greedy(1))
     result = generate_lossless(models["opt"], pool, Lossless(L, Unified(L, 2), 4))

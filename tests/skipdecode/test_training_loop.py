@@ -27,11 +27,11 @@ def test_batches_hold_every_pair_once(count: int, size: int, seed: int) -> None:
     batches = length_sorted_batches(pairs, size, str(seed))
     assert sorted(response[0] for batch in batches for _, response in batch) == list(range(count))
     assert max(len(batch) for batch in batches) <= size
-    assert len(batches) == -(-count // size) if count <= 50 * size else True
+    assert len(batches) == -(-count // size), "more than one that is not full"
 
 
 def test_training_teaches_the_schedule(tmp_path: Path) -> None:
-    """A copy task: the loss falls under both schedules, the best state is saved, HF opens it, decoding obeys."""
+    """A copy task: the loss falls under both schedules, the best state is kept, decoding obeys."""
     torch.manual_seed(0)
     model = Decoder(
         OPTConfig(vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08)
