@@ -163,7 +163,8 @@ class Prices:
         if not self._rounds_s:
             return 0.0
         size = size_of(rows)
-        return self._least(self._rounds_s[min(self._rounds_s, key=lambda other: abs(other - size))])
+        seen = self._rounds_s[min(self._rounds_s, key=lambda other: abs(other - size))]
+        return max(0.0, self._least(seen))  # where other processes stopped a later pass, the first seems to take less
 
     def learn(self, other: "Prices") -> None:
         """Takes over the times that `other`, of the same model, has seen."""
