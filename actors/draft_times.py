@@ -69,7 +69,7 @@ def time_full_depth(
     `prices`. `most_new`: tokens that there is room for behind each prompt; `temperature` of every row."""
     num_layers = model.config.num_hidden_layers
     for rows in batch_sizes:
-        time_steps(model, prompts, (rows,), most_new, prices, temperature)
+        time_steps(model, prompts, rows, most_new, prices, temperature)
         for drafted in VERIFIED:
             whole = Lossless(num_layers, SkipDecode(num_layers, num_layers, num_layers, 1, 1))  # none of which is run
             batch = Verifications(model, whole, length=Always(whole, prices, drafted))
@@ -77,16 +77,23 @@ def time_full_depth(
 
 
 def time_steps(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    batch_sizes: Sequence[int],
-    most_new: int,
-    prices: Prices,
-    temperature: float = 0.0,
-) -> dict[int, float]:
-    """The same for steps alone. The seconds that a batch's first ones took more than others, by its rows."""
-    new = min(most_new, STEPS + 1)
-    return {rows: _time_steps(model, _requests(prompts, rows, new, temperature), prices) for rows in batch_sizes}
+    model: Decoder, prompts: Sequence[Sequence[int]], rows: int, most_new: int, prices: Prices, temperature: float
+) -> float:
+    """The same for steps alone, one by one as passes of drafts are, and as a run without `decode.lossless` does them.
+    The seconds that the first ones took more than others."""
+    full, took = FullDepth(model.config.num_hidden_layers), list[float]()
+    requests = _requests(prompts, rows, min(most_new, STEPS + 1), temperature)
+    cohort = Cohort(model, requests, full)
+    cohort.prefill()
+    context = sum(len(request.prompt_tokens) for request in requests) // rows
+    while not cohort.is_done:
+        start = now(model.device)
+        cohort.step()
+        took.append(now(model.device) - start)
+    cold = len(took) // 2
+    for number, took_s in enumerate(took[cold:], start=cold + 1):
+        prices.saw("full", full.prefill(), rows, rows, context + number, took_s)
+    return _more(took, cold)
 
 
 def time_drafts(
@@ -114,23 +121,6 @@ def time_drafts(
 def _requests(prompts: Sequence[Sequence[int]], rows: int, most_new: int, temperature: float) -> list[Request]:
     sampling = Sampling(most_new, temperature, ignore_eos=True)
     return [Request(str(row), list(prompts[row % len(prompts)]), sampling) for row in range(rows)]
-
-
-def _time_steps(model: Decoder, requests: Sequence[Request], prices: Prices) -> float:
-    """Of decoding at full depth, as a run without `decode.lossless` does it: one by one, as passes of drafts are."""
-    took = list[float]()
-    full, rows = FullDepth(model.config.num_hidden_layers), len(requests)
-    cohort = Cohort(model, requests, full)
-    cohort.prefill()
-    context = sum(len(request.prompt_tokens) for request in requests) // rows
-    while not cohort.is_done:
-        start = now(model.device)
-        cohort.step()
-        took.append(now(model.device) - start)
-    cold = len(took) // 2
-    for number, took_s in enumerate(took[cold:], start=cold + 1):
-        prices.saw("full", full.prefill(), rows, rows, context + number, took_s)
-    return _more(took, cold)
 
 
 def _run(batch: SpeculativeBatch, requests: Sequence[Request], prices: Prices) -> float:

@@ -1,8 +1,8 @@
 """Lossless decoding beside full depth: tokens per second, acceptance, and what was expected; in turns.
 
-Expected is what `jobs.calibrate` expects: of passes that are timed one by one (in turns with the batches, and by
-medians, as these are compared), of the acceptance that was seen, of where rows end, and of what a batch's first steps
-or rounds take more. `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
+Expected goes by passes that are timed one by one, in rounds with drafts (in turns with the batches, and by medians, as
+these are compared), by the acceptance that was seen, by where rows end, and by what a batch's first steps or rounds
+take more. `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
 
 `demo`: the demo model on made prompts, with its own drafts. `own`: likewise any checkpoint (`--source`, `--adapter`),
 on the prompts of a JSONL file, with the drafts that it carries or `--draft`. Each round takes other prompts, as a run
@@ -154,11 +154,11 @@ def compare(
         if name in SCRIPTED:
             alone = generate(model, requests, full).completions
             wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
-        shape, temperature = ([r.prompt_tokens for r in requests], (rows,), most_new), requests[0].sampling.temperature
-        plain = time_steps(model, *shape, timed, temperature)
-        for drafted in VERIFIED:  # verifications behind drafts, too: what these read is no longer in the caches
-            taken = time_drafts(model, *shape, drafts, timed, temperature=temperature, drafted=drafted)
-            begun.append((plain[rows], taken[rows]))
+        prompts, temperature = [request.prompt_tokens for request in requests], requests[0].sampling.temperature
+        plain = time_steps(model, prompts, rows, most_new, timed, temperature)
+        for drafted in VERIFIED:  # verifications behind drafts: what these read is no longer in the caches
+            given = {"temperature": temperature, "drafted": drafted}
+            begun.append((plain, time_drafts(model, prompts, (rows,), most_new, drafts, timed, **given)[rows]))
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *ways]:
             made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)

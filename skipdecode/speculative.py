@@ -162,7 +162,7 @@ class SpeculativeBatch(UnevenBatch):
         drafted = now(self._device)
         made = self._verify(chains, drafted)
         self.stats.draft_s += drafted - start
-        if has_skipped:  # rounds of repeats alone have far less to do
+        if has_skipped:  # others have far less to do
             self._length.prices.saw_round(len(chains), now(self._device) - begin - self._priced_s)
         return made
 
