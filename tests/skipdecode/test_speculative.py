@@ -219,6 +219,9 @@ def test_what_the_host_does_is_priced_by_rounds_whose_passes_skip_layers(
         def decide(self, rows: int, k: int, context: int) -> Decision:
             return Decision(skipped, {} if skipped else {2: 3, 3: 3, 4: 3})
 
+        def again(self, hold: Hold, rows: int, k: int, context: int) -> None:
+            """It stays, however long rounds take on this machine."""
+
     model, schedule = models["opt"], Lossless(L, Unified(L, 2), None, True)
     length = Always(schedule, Prices(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
     pool = requests_for(random_prompts([5, 9], seed=1, vocab=200), greedy(20, ignore_eos=True))
