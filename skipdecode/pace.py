@@ -11,12 +11,13 @@ No torch.
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, median_low
 
 HOLDS, RESTS = 8, 32  # rounds of a decision, with drafts and without: prices cost more than looking at a clock
 LOOK = 8  # rounds without drafts by which one learns what these take
-# Rounds with drafts until such ones are looked at again, where drafts gain plainly and where they do not. A machine has
-# slow moments, and beside one of these drafts seem to gain what they do not: so by the first looks they must gain more.
+# Rounds with drafts until such ones are looked at again, and at most: where drafts gain plainly, a look doubles them.
+# A machine has slow stretches, and behind one of these drafts seem to gain what they do not. That is found out in about
+# the time that it lasted. Where they gain twofold it is four times as many from the first look on.
 LOOK_EVERY, SELDOM, PLAIN, PLAIN_AT_FIRST = 64, 768, 1.25, 2.0
 # Rounds with drafts before these are judged, of each decision, and rows that must have been in them: how many tokens
 # come of one is luck.
@@ -84,72 +85,55 @@ class Hold:
     """Of as many steps at full depth, by the cost model."""
     counted_s: float = 0.0
     """Of `took_s`, up to when drafts were counted last."""
-    first: float = 0.0
-    """Seconds of the first round over those of a step at full depth with these rows, by the cost model."""
     _each: list[float] = field(default_factory=list)
-    """The same of the others; where holds were put together, of those that count."""
+    """Seconds of each round over those of a step at full depth with these rows, by the cost model."""
 
     def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
         """One round."""
-        if self.num_rounds:
-            self._each.append(took_s / step_s)
-        else:
-            self.first = took_s / step_s
+        self._each.append(took_s / step_s)
         self.num_rounds += 1
         self.num_fed += rows
         self.num_made += made
         self.took_s += took_s
         self.step_s += step_s
 
-    def and_(self, other: "Hold") -> "Hold":
-        """Rounds of both, as those of the first decision."""
-        return replace(
-            self,
-            is_anew=False,
-            num_rounds=self.num_rounds + other.num_rounds,
-            num_fed=self.num_fed + other.num_fed,
-            num_made=self.num_made + other.num_made,
-            took_s=self.took_s + other.took_s,
-            step_s=self.step_s + other.step_s,
-            _each=self._steady + other._steady,
-        )
-
     @property
     def has_pace(self) -> bool:
         """Whether there is a round behind the first, which is in no pace."""
-        return bool(self._each)
+        return len(self._each) > 1
 
     @property
     def _num_cold(self) -> int:
-        """Rounds behind the first that are in no pace: where rows have come or gone, and where none has drafts, the
-        first half. Behind prompts and drafts they find little in the caches, and take up to twice as long as others."""
-        return 0 if self.decision.has_drafts and not self.is_anew else len(self._each) // 2
-
-    @property
-    def _steady(self) -> list[float]:
-        return self._each[self._num_cold :]
+        """Rounds that are in no pace: the first, and the first half of the others. Behind prompts and drafts they find
+        little in the caches, and take up to twice as long as others."""
+        return 1 + (len(self._each) - 1) // 2
 
     @property
     def pace(self) -> float:
-        """Seconds per token over those that the cost model has for full depth. Of rounds without drafts, of which each
-        does the same, the middle one's; of others the mean, as far as other processes stopped none."""
-        each = middle = median(self._steady)
-        if self.decision.has_drafts:
-            each = sum(min(one, STOPPED * middle) for one in self._steady) / len(self._steady)
-        return each * self.num_fed / self.num_made
+        """Of a hold without drafts: what the middle round takes, of which each does the same."""
+        return median(self._each[self._num_cold :])
 
     @property
     def laid_out(self) -> float:
         """What rounds that are in no pace took more, of a hold without drafts."""
-        cold = [self.first, *self._each[: self._num_cold]]
-        return max(0.0, sum(cold) - len(cold) * self.pace)
+        return max(0.0, sum(self._each[: self._num_cold]) - self._num_cold * self.pace)
+
+    @property
+    def spent(self) -> float:
+        """What all took, the first among them, as far as other processes stopped none behind it."""
+        first, *others = self._each
+        most = max(first, STOPPED * median(others)) if others else 0.0  # near the ends of rows others do little
+        return first + sum(min(one, most) for one in others)
+
+    def rested(self, resting: float, laid_out: float) -> float:
+        """What as many tokens would have taken without drafts. `resting`: the pace of rounds without; `laid_out`: how
+        much more their first few take together where rows have come or gone."""
+        return resting * self.num_made * self.num_rounds / self.num_fed + laid_out * self.is_anew
 
     def lost_s(self, resting: float, laid_out: float) -> float:
-        """Seconds that it took more than rounds without drafts for as many tokens. `resting`: the pace of these;
-        `laid_out`: how much more their first few take together where rows have come or gone, in the same unit."""
-        step_s = self.step_s / self.num_rounds
-        rested_s = step_s * (resting * self.num_made * self.num_rounds / self.num_fed + laid_out * self.is_anew)
-        return min(self.took_s, STOPPED * rested_s) - rested_s
+        """Seconds that it took more than that."""
+        rested = self.rested(resting, laid_out)
+        return (min(self.spent, STOPPED * rested) - rested) * self.step_s / self.num_rounds
 
 
 class Budget:
@@ -178,8 +162,9 @@ class Pace:
         self._try = max(TRY, -(-TOLD // rows))  # rounds
         self._resting: deque[float] = deque(maxlen=NEWEST)
         self._gains: deque[float] = deque(maxlen=KEPT)  # of rounds with drafts, over those without of about that time
-        self._short: Hold | None = None  # rounds with drafts that are too few yet
+        self._short: list[Hold] = []  # rounds with drafts that are too few yet
         self._drafted = self._rested = 0  # rounds since the last that did not
+        self._agreed = 0  # looks, one behind the other, by which drafts gain plainly
         self._laid_outs: deque[float] = deque(maxlen=KEPT)
         self._patience, self._pays, self._is_vain = TRY_EVERY, False, False
 
@@ -191,22 +176,24 @@ class Pace:
         if hold.decision.is_probe:
             return
         if hold.decision.has_drafts:
-            whole = hold if self._short is None else self._short.and_(hold)
-            is_short = whole.num_fed < TOLD or not whole.has_pace
-            self._short = whole if is_short else None
-            if not is_short and resting is not None:
-                self._gains.append(resting / whole.pace)
+            self._short.append(hold)
+            if sum(one.num_fed for one in self._short) >= TOLD:
+                if resting is not None:
+                    rested = sum(one.rested(resting, self._laid_out) for one in self._short)
+                    self._gains.append(rested / sum(one.spent for one in self._short))
+                self._short = []
             self._drafted, self._rested = self._drafted + hold.num_rounds, 0
         else:
-            if hold.has_pace and (hold.num_rounds > LOOK // 2 or not self._resting):
+            # a look that was cut short is cold; where rows have few tokens there are no others
+            if hold.has_pace and (hold.num_rounds > LOOK // 2 or hold.is_anew or resting is None):
                 self._resting.append(hold.pace)
-                if hold.is_anew:
+                if hold.is_anew and resting is not None:  # the very first finds even less
                     self._laid_outs.append(hold.laid_out)
             self._drafted, self._rested = 0, self._rested + hold.num_rounds
 
     @property
     def _laid_out(self) -> float:
-        return median(self._laid_outs) if self._laid_outs else 0.0
+        return median_low(self._laid_outs) if self._laid_outs else 0.0
 
     @property
     def must_rest(self) -> bool:
@@ -228,15 +215,28 @@ class Pace:
         return None if len(self._gains) < MANY and 1 / PLAINLY < gain < PLAINLY else gain
 
     @property
+    def _newest_gain(self) -> float:
+        """By the newest look alone: others may be of a slow stretch that is over."""
+        return (self.gain or 0.0) * self._resting[-1] / median(self._resting) if self._resting else 0.0
+
+    @property
     def is_plain(self) -> bool:
         """Whether drafts gain so much that there is little to ask."""
-        return (self.gain or 0.0) >= (PLAIN if len(self._resting) == NEWEST else PLAIN_AT_FIRST)
+        return self._newest_gain >= (PLAIN if self._agreed >= NEWEST - 1 else PLAIN_AT_FIRST)
+
+    @property
+    def _look_every(self) -> int:
+        """Rounds with drafts."""
+        if self._newest_gain < PLAIN:
+            return LOOK_EVERY
+        return min(SELDOM, LOOK_EVERY << self._agreed + 2 * (self._newest_gain >= PLAIN_AT_FIRST))
 
     def judge(self, wanted: Decision, *, is_likely: bool = False) -> Decision:
         """The drafts that prices want, or none. `is_likely`: batches of more rows gain plainly, so fewer do; then one
         need not look at rounds without drafts first."""
         gain = self.gain
-        if not (self._resting or is_likely) or self._drafted >= (SELDOM if self.is_plain else LOOK_EVERY):
+        if not (self._resting or is_likely) or self._drafted >= self._look_every:
+            self._agreed = self._agreed + 1 if self._newest_gain >= PLAIN else 0
             return wanted.without_drafts(LOOK)
         if self.must_rest:
             return wanted.without_drafts(RESTS)
@@ -253,5 +253,5 @@ class Pace:
             return wanted.without_drafts(RESTS)
         self._patience = min(2 * self._patience, AT_MOST)
         self._gains.clear()  # what they gained then is not what they gain now
-        self._short = None
+        self._short = []
         return replace(wanted, rounds=self._try)

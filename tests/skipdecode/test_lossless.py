@@ -143,6 +143,16 @@ def test_measured_times_decide() -> None:
     assert decider.decide(4, 0, 100).skipped == 1
 
 
+def test_what_the_host_does_in_a_round_counts_against_drafts() -> None:
+    decider, full = length(ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
+    prices, step_s, host_s = decider.prices, decider.step_s(4, 100), 0.5
+    prices.saw_round(4, host_s)
+    draft_s = prices.seconds("draft", SKIP.step(0), 4, 4, 100)
+    with_drafts = [host_s + draft_s + prices.seconds("verify", full, 4, 8, 100)]
+    assert decider.speedups(4, 0, 100, [1.0, 1.9])[1:2] == pytest.approx([1.9 * step_s / with_drafts[0]])
+    assert decider.decide(4, 0, 100).skipped == 0
+
+
 def test_other_processes_do_not_sway_prices() -> None:
     decider, full = length(ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
     model_s = decider.prices.model_s(full, 4, 4, 100)

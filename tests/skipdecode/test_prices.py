@@ -44,3 +44,14 @@ def test_the_host_is_priced_where_no_clock_is() -> None:
     timed = Prices(CONFIG, 2, ceilings=prices.REFERENCE)
     assert timed.seconds("draft", FULL, 1, 1, 128) == timed.model_s(FULL, 1, 1, 128, kind="draft")
     assert timed.round_s(1) == 0.0
+
+
+def test_the_host_is_priced_by_the_nearest_number_of_rows() -> None:
+    timed, other = (Prices(CONFIG, 2, ceilings=prices.REFERENCE) for _ in range(2))
+    for rows, took_s in ((1, 1.0), (64, 3.0), (4096, -1.0)):
+        for _ in range(prices.ENOUGH):
+            timed.saw_round(rows, took_s)
+    assert [timed.round_s(rows) for rows in (1, 2, 48, 4096)] == [1.0, 1.0, 3.0, 0.0]
+    assert other.round_s(1) == 0.0
+    other.learn(timed)
+    assert other.round_s(1) == 1.0
