@@ -17,6 +17,7 @@ from skipdecode.cohort import Cohort
 from skipdecode.decoder import Decoder
 from skipdecode.forced import teacher_batch, teacher_forced_logits
 from skipdecode.generate import BatchResult, Request, generate
+from skipdecode.logprobs import top_logprobs
 from skipdecode.plan import ChosenLayers, EarlyExit, Schedule, SkipDecode, Unified
 from skipdecode.request import complete
 from tests.support.hf_tokens import FULL, L, Load, LoadHF, hf_generate
@@ -247,6 +248,18 @@ def test_log_probabilities_come_with_late_looks(loaded: Decoder, looks: tuple[in
         for own, other in zip(made.logprobs, whole.logprobs, strict=True):
             assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in own.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.parametrize("num_top", [1, 2, 5])
+def test_equally_likely_tokens_are_listed_by_id(num_top: int) -> None:
+    """The first is the one that greedy choice takes; a row gets the same whatever its neighbours ask for."""
+    logits, equal = torch.zeros(2, 200), ([150, 3, 90, 7, 1, 198], [199, 0, 77, 76, 75, 12])
+    for row, ids in enumerate(equal):
+        logits[row, ids] = 3.0
+    _, values, ids = top_logprobs(logits, logits.argmax(dim=-1), num_top)
+    assert ids.tolist() == [sorted(row)[:num_top] for row in equal]
+    assert ids[:, 0].tolist() == logits.argmax(dim=-1).tolist()
+    assert torch.equal(values, logits.log_softmax(dim=-1).gather(1, ids))
 
 
 # Sampling inside the loop: streams belong to rows

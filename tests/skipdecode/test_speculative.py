@@ -1,5 +1,6 @@
 """Lossless decoding against full depth: same tokens, whatever is drafted and whoever is in the batch. Float32."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -225,8 +226,31 @@ def test_what_the_host_does_is_priced_by_rounds_whose_passes_skip_layers(
     model, schedule = models["opt"], Lossless(L, Unified(L, 2), None, True)
     length = Always(schedule, Prices(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
     pool = requests_for(random_prompts([5, 9], seed=1, vocab=200), greedy(20, ignore_eos=True))
+    begin = time.perf_counter()
     generate_lossless(model, pool, schedule, length=length)
-    assert bool(length.prices._rounds_s) == (skipped > 0)
+    priced = [took_s for seen in length.prices._rounds_s.values() for took_s in seen]
+    assert bool(priced) == (skipped > 0)
+    assert sum(priced) < time.perf_counter() - begin
+
+
+def test_a_decision_knows_whether_rows_have_come_or_gone(models: dict[str, Decoder]) -> None:
+    class Listening(DraftLength):
+        def hold(self, rows: int, k: int, context: int, *, is_anew: bool = False) -> Hold:
+            heard.append((rows, is_anew))
+            return super().hold(rows, k, context, is_anew=is_anew)
+
+        def decide(self, rows: int, k: int, context: int) -> Decision:
+            return Decision(0, {}, rounds=3)
+
+    heard, model = list[tuple[int, bool]](), models["opt"]
+    schedule = Lossless(L, Unified(L, 2), None, True)
+    length = Listening(schedule, Prices(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
+    pool = [
+        *requests_for(random_prompts([5, 9], seed=1, vocab=200), greedy(4, ignore_eos=True)),
+        Request("long", [5, 7], greedy(10, ignore_eos=True)),
+    ]
+    generate_lossless(model, pool, schedule, length=length)
+    assert heard == [(3, True), (1, True), (1, False)]
 
 
 def test_one_token_is_that_of_the_prompt(models: dict[str, Decoder]) -> None:
@@ -291,7 +315,7 @@ def test_the_kernels_give_the_bits_of_fixed_shapes(kind: tuple[torch.dtype, Quan
     model = random_model(shape, layers=L, dtype=dtype).pack(quantization)
     assert model.keeps_bits
     pool = [
-        Request(str(i), p, greedy(16, ignore_eos=True, temperature=0.5 * (i % 2)), top_logprobs=0)
+        Request(str(i), p, greedy(16, ignore_eos=True, temperature=0.5 * (i % 2)), top_logprobs=i % 4)
         for i, p in enumerate(random_prompts([1 + 5 * i % 29 for i in range(14)], vocab=200))
     ]
     wanted = [
