@@ -2,7 +2,7 @@
 
 Expected goes by passes that are timed one by one, in rounds with drafts (in turns with the batches, and by medians, as
 these are compared), by the acceptance that was seen, by where rows end, and by what a batch's first steps or rounds
-take more. `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
+take more (`lossless_expected`). `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
 
 `demo`: the demo model on made prompts, with its own drafts. `own`: likewise any checkpoint (`--source`, `--adapter`),
 on the prompts of a JSONL file, with the drafts that it carries or `--draft`. Each round takes other prompts, as a run
@@ -20,8 +20,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, zip_longest
-from operator import mul
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +31,7 @@ from torch import Tensor
 from actors.bench import random_model
 from actors.draft_times import VERIFIED, time_drafts, time_steps
 from actors.loading import keep_loaded
+from benchmarks.lossless_expected import expected_speedup
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
@@ -39,7 +39,7 @@ from skipdecode.chain import Chain
 from skipdecode.cohort import now
 from skipdecode.cost import Ceilings, measure_ceilings, predict_s
 from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MOST, SKIPPED, DraftLength
+from skipdecode.draft_length import MOST, DraftLength
 from skipdecode.families import config_of, released
 from skipdecode.generate import BatchResult, generate, run_to_the_end
 from skipdecode.lossless import Lossless, stored_drafts
@@ -149,62 +149,28 @@ def compare(
         lengths[way] = schedule, DraftLength(schedule, Prices.of(model, ceilings))
     wanted: dict[str, list[int]] = {}
     begun: list[tuple[float, float]] = []  # what first steps take more, and first rounds with drafts
+    sizes = sorted({rows, max(1, rows // 4)})  # as rows end
     for repeat in range(repeats + 1):  # the first warms up
         requests = pool[repeat * rows : (repeat + 1) * rows]
         if name in SCRIPTED:
             alone = generate(model, requests, full).completions
             wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
         prompts, temperature = [request.prompt_tokens for request in requests], requests[0].sampling.temperature
-        plain = time_steps(model, prompts, rows, most_new, timed, temperature)
+        plain = [time_steps(model, prompts, size, most_new, timed, temperature) for size in sizes][-1]
         for drafted in VERIFIED:  # verifications behind drafts: what these read is no longer in the caches
             given = {"temperature": temperature, "drafted": drafted}
-            begun.append((plain, time_drafts(model, prompts, (rows,), most_new, drafts, timed, **given)[rows]))
+            begun.append((plain, time_drafts(model, prompts, sizes, most_new, drafts, timed, **given)[rows]))
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *ways]:
             made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)
             if repeat:
                 results[way].append(made)
-    texts = [len(row.tokens) - 1 for made in results["full"] for row in made.completions]
+    texts = [[len(row.tokens) - 1 for row in made.completions] for made in results["full"]]
     begins = median(plain for plain, _ in begun), median(drafted for _, drafted in begun)
     return [
         _line(name, way, results, ceilings, model, expected_speedup(way, *length, timed, requests, texts, begins))
         for way, length in lengths.items()
     ]
-
-
-def expected_speedup(
-    way: str,
-    schedule: Lossless,
-    learnt: DraftLength,
-    timed: Prices,
-    requests: Sequence[Request],
-    texts: Sequence[int],
-    begins: tuple[float, float],
-) -> float:
-    """Of that way, had it known acceptance and prices from the start. `texts`: tokens of each row behind its first, to
-    whose end the last drafts go in vain. `begins`: what first steps take more, and first rounds with drafts, in s."""
-    length = DraftLength(schedule, timed)
-    length.acceptance, length.listed = learnt.acceptance, learnt.listed
-    half = requests[0].sampling.max_new_tokens // 2
-    context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + half
-    rates = length.acceptance.rates(SKIPPED, MOST)
-    per_pass = [sum(texts) / sum(passes(text, rates[:n]) for text in texts) for n in range(MOST + 1)]
-    speedups = length.speedups(len(requests), half, context, per_pass)
-    full_s = sum(texts) / len(texts) * timed.seconds("full", schedule.prefill(), *[len(requests)] * 2, context)
-    speedups = [(full_s + begins[0]) / (full_s / gain + begins[n > 0]) for n, gain in enumerate(speedups)]
-    if schedule.draft_tokens is not None:
-        return speedups[schedule.draft_tokens]
-    return max([1.0, *speedups[1:]] if way == "auto" else speedups[1:])
-
-
-def passes(text: int, rates: Sequence[float]) -> float:
-    """Passes in the mean until a row has so many tokens. `rates`: the chance of each draft of a pass to be accepted."""
-    reached = [1.0, *accumulate(rates, mul)]  # so many drafts and all before them
-    chances = [a - b for a, b in pairwise([*reached, 0.0])]  # of 1, 2, .. tokens from a pass
-    needed = [0.0]
-    for have in range(1, text + 1):
-        needed.append(1 + sum(chance * needed[max(have - n, 0)] for n, chance in enumerate(chances, start=1)))
-    return needed[text]
 
 
 def _line(

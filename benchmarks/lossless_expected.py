@@ -1,0 +1,72 @@
+"""What drafts should gain in whole batches, by passes that were timed one by one.
+
+Each draft is accepted by chance, as often as was seen. Rows end where theirs do. Full depth carries rows that have
+ended until half of its batch has; a lossless batch drops them at once, and lasts until its unluckiest row ends.
+"""
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from operator import mul
+
+from skipdecode.cohort import carried_rows
+from skipdecode.draft_length import MOST, SKIPPED, DraftLength
+from skipdecode.lossless import Lossless
+from skipdecode.prices import Prices
+from skipdecode.request import Request
+
+TRIED = 512  # batches of chance, so many of each that was measured, or one
+
+
+def expected_speedup(
+    way: str,
+    schedule: Lossless,
+    learnt: DraftLength,
+    timed: Prices,
+    requests: Sequence[Request],
+    batches: Sequence[Sequence[int]],
+    begins: tuple[float, float],
+) -> float:
+    """Of that way, had it known acceptance and prices from the start. `batches`: tokens of each row behind its first.
+    `begins`: what first steps take more, and first rounds with drafts, in s."""
+    length = DraftLength(schedule, timed)
+    length.acceptance, length.listed = learnt.acceptance, learnt.listed
+    half = requests[0].sampling.max_new_tokens // 2
+    context = sum(len(request.prompt_tokens) for request in requests) // len(requests) + half
+    rates = length.acceptance.rates(SKIPPED, MOST)
+
+    @cache
+    def rounds_s(rows: int) -> list[float]:
+        """Of a round of so many rows with 0, 1, .. MOST drafts each."""
+        step_s = timed.seconds("full", schedule.prefill(), rows, rows, context)
+        return [step_s / gain for gain in length.speedups(rows, half, context, [1.0] * (MOST + 1))]
+
+    def drafted_s(drafts: int) -> float:
+        rng, trials = random.Random(drafts), max(1, TRIED // len(batches))
+        rounds = (rows_by_round(texts, rates[:drafts], rng) for texts in batches for _ in range(trials))
+        took_s = sum(rounds_s(rows)[drafts] for running in rounds for rows in running)
+        return len(batches) * begins[drafts > 0] + took_s / trials
+
+    steps = [rows for texts in batches for rows in carried_rows([1 + text for text in texts])]
+    full_s = len(batches) * begins[0] + sum(rounds_s(rows)[0] for rows in steps)
+    if schedule.draft_tokens is not None:
+        return full_s / drafted_s(schedule.draft_tokens)
+    return max(full_s / drafted_s(drafts) for drafts in range(way != "auto", MOST + 1))
+
+
+def rows_by_round(texts: Sequence[int], rates: Sequence[float], rng: random.Random) -> list[int]:
+    """Rows that run in the first round of a batch, the second, .. until all have their `texts` tokens. `rates`: the
+    chance of each draft to be accepted where those before it are."""
+    refused = [1.0 - reached for reached in accumulate(rates, mul)]  # at the first draft, the second, .. or before
+
+    def rounds(text: int) -> int:
+        count = 0
+        while text > 0:
+            text -= 1 + bisect_left(refused, 1.0 - rng.random())
+            count += 1
+        return count
+
+    needed = [rounds(text) for text in texts]
+    return [sum(own > done for own in needed) for done in range(max(needed))]
