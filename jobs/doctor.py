@@ -90,7 +90,8 @@ def show(document: dict[str, Any]) -> None:
             note(f"batch size by prompt length: {sizes}")
     for problem in document["problems"]:
         note(f"WRONG: {problem}")
-    note(count(len(document["problems"]), "problem") if document["problems"] else "nothing is wrong")
+    found = {kind: len(document[f"{kind}s"]) for kind in ("problem", "warning")}
+    note(", ".join(count(number, kind) for kind, number in found.items() if number) or "nothing is wrong")
 
 
 def gib(count: int) -> str:

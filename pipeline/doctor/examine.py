@@ -38,6 +38,7 @@ from skipdecode.placing import choose_device
 from skipdecode.schedule import make_schedule
 
 LOW_DISK_BYTES = 1 << 30
+WARNING = "warning: "
 PACKAGES = ("ray", "torch", "pyarrow", "numpy", "tokenizers")
 
 
@@ -80,11 +81,17 @@ class Output:
 
 
 def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
-    """Everything that was found; `problems`: what a run would stumble over, in words, with the remedy.
+    """Everything that was found; `problems`: what a run would stumble over, in words, with the remedy; `warnings`: what
+    it would start with all the same, which `note` gets, too.
 
     `has_input`: whether the configuration names an input; the default one need not be there.
     """
-    problems: list[str] = []
+    problems, warnings = list[str](), list[str]()
+
+    def heard(text: str) -> None:
+        if text.startswith(WARNING):
+            warnings.append(text.removeprefix(WARNING))
+        note(text)
 
     def attempt(look: Callable[[], T]) -> T | None:
         """What `look` finds; None, and a problem, when a run would be refused."""
@@ -117,18 +124,18 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
         note(f"workers on {node.node}: {node.backend}")
     document["worker_backends"] = [asdict(node) for node in nodes or ()]
     worker = Worker()
-    chosen = None if nodes is None else attempt(lambda: choice(config, worker_pool, nodes, note, worker))
+    chosen = None if nodes is None else attempt(lambda: choice(config, worker_pool, nodes, heard, worker))
     document["choice"] = None if chosen is None else asdict(chosen)
     if has_input:
         listing = attempt(lambda: list_files(config))
         document["input"] = None if listing is None else {"files": len(listing.files), "format": listing.format}
         if listing is not None and worker.model is not None:
             actors = 1 if pool is None else pool.max_size
-            expected = attempt(lambda: estimate(config, listing, worker, actors, note))
+            expected = attempt(lambda: estimate(config, listing, worker, actors, heard))
             document["estimate"] = None if expected is None else asdict(expected)
     place = attempt(lambda: output(config, problems))
     document["output"] = None if place is None else asdict(place)
-    document["problems"] = [*problems]
+    document["problems"], document["warnings"] = [*problems], [*warnings]
     return document
 
 

@@ -35,7 +35,9 @@ def test_it_says_what_a_worker_would_choose(
     captured = capsys.readouterr()
     document = json.loads(captured.out.splitlines()[-1])
     assert document["problems"] == []
-    assert "nothing is wrong" in captured.err
+    (warning,) = document["warnings"]
+    assert f"warning: {warning}" in captured.err, "the checkpoint is not tuned"
+    assert captured.err.splitlines()[-1] == "1 warning"
     choice, machine = document["choice"], document["machine"]
     assert (choice["layers"], choice["dtype"], choice["device"]) == (6, "float32", "cpu")
     worker = Generator(
@@ -185,7 +187,7 @@ def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
     assert found["cache_bytes_per_row"]["32"] > 0
     machine = dict.fromkeys(("torch", "ray", "pyarrow", "numpy", "tokenizers", "device"), "x")
     machine |= {"has_amx_bf16": False, "usable_cores": 1, "free_memory_bytes": 1, "memory_bytes": 1}  # type: ignore[dict-item]
-    show({"machine": machine, "gpus": [], "ray": None, "choice": found, "problems": []})
+    show({"machine": machine, "gpus": [], "ray": None, "choice": found, "problems": [], "warnings": []})
     assert "on a machine that can load the model only" in capsys.readouterr().err
 
 
