@@ -44,8 +44,11 @@ MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
 MAX_SAMPLES = 1024  # of a document
 
 
+DEMO_MODEL = "models/opt-e2e"
+
+
 class ModelConfig(Section):
-    source: str = "models/opt-e2e"
+    source: str = DEMO_MODEL
     """A folder or a hub id in Hugging Face layout, or a .gguf file, of a family in docs/models.md."""
     adapter: str | None = None
     """The folder of a LoRA adapter for `source`, as PEFT saves it, merged into the weights at load; null: none."""

@@ -54,6 +54,14 @@ def test_an_untuned_model_is_named_with_the_remedy(tiny_checkpoint: Path, decode
     assert "\n" not in note
 
 
+def test_the_demo_model_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"model\.source: the demo model models/opt-e2e is not here; run in the project"
+    ):
+        check_model(build_config(JobConfig, {}), print)
+
+
 def test_no_cause(tiny_checkpoint: Path, tuned: Path) -> None:
     rows = {"mode": "row", "cold_start": 1, "cold_end": 1}
     for decode in ({"method": "full"}, {"speedup": 1}, {"lossless": True}, {"method": "full", "ffn_skip": rows}):
