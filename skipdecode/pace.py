@@ -65,6 +65,17 @@ class Decision:
         return Decision(0, {}, rounds, is_idle=self.is_idle)
 
 
+@dataclass(frozen=True)
+class Rest:
+    """What rounds without drafts take, over steps at full depth by the cost model."""
+
+    pace: float
+    """Each."""
+    laid_out: float = 0.0
+    """How much more the first `num_cold` take together where rows have come or gone."""
+    num_cold: int = 1
+
+
 @dataclass
 class Hold:
     """Rounds under one decision, and what they came to."""
@@ -103,37 +114,35 @@ class Hold:
         return len(self._each) > 1
 
     @property
-    def _num_cold(self) -> int:
-        """Rounds that are in no pace: the first, and the first half of the others. Behind prompts and drafts they find
-        little in the caches, and take up to twice as long as others."""
-        return 1 + (len(self._each) - 1) // 2
+    def num_cold(self) -> int:
+        """Rounds that are in no pace: the first, and of the others the first half, up to so many. Behind prompts and
+        drafts they find little in the caches, and take up to twice as long as others."""
+        return 1 + min(LOOK // 2, (len(self._each) - 1) // 2)
 
     @property
     def pace(self) -> float:
         """Of a hold without drafts: what the middle round takes, of which each does the same."""
-        return median(self._each[self._num_cold :])
+        return median(self._each[self.num_cold :])
 
     @property
     def laid_out(self) -> float:
         """What rounds that are in no pace took more, of a hold without drafts."""
-        return max(0.0, sum(self._each[: self._num_cold]) - self._num_cold * self.pace)
+        return max(0.0, sum(self._each[: self.num_cold]) - self.num_cold * self.pace)
 
-    @property
-    def spent(self) -> float:
-        """What all took, the first among them, as far as other processes stopped none behind it."""
+    def rested(self, rest: Rest) -> float:
+        """What as many tokens would have taken without drafts."""
+        rounds = self.num_made * self.num_rounds / self.num_fed
+        return rest.pace * rounds + rest.laid_out * self.is_anew * min(1.0, rounds / rest.num_cold)
+
+    def spent(self, rest: Rest) -> float:
+        """What all rounds took, the first among them, as far as other processes stopped none."""
         first, *others = self._each
         most = max(first, STOPPED * median(others)) if others else 0.0  # near the ends of rows others do little
-        return first + sum(min(one, most) for one in others)
+        return min(first + sum(min(one, most) for one in others), STOPPED * self.rested(rest))
 
-    def rested(self, resting: float, laid_out: float) -> float:
-        """What as many tokens would have taken without drafts. `resting`: the pace of rounds without; `laid_out`: how
-        much more their first few take together where rows have come or gone."""
-        return resting * self.num_made * self.num_rounds / self.num_fed + laid_out * self.is_anew
-
-    def lost_s(self, resting: float, laid_out: float) -> float:
-        """Seconds that it took more than that."""
-        rested = self.rested(resting, laid_out)
-        return (min(self.spent, STOPPED * rested) - rested) * self.step_s / self.num_rounds
+    def lost_s(self, rest: Rest) -> float:
+        """Seconds that it took more than rounds without drafts for as many tokens."""
+        return (self.spent(rest) - self.rested(rest)) * self.step_s / self.num_rounds
 
 
 class Budget:
@@ -161,39 +170,54 @@ class Pace:
         self._budget = budget
         self._try = max(TRY, -(-TOLD // rows))  # rounds
         self._resting: deque[float] = deque(maxlen=NEWEST)
+        self._has_whole = False  # looks that were not cut short, among these
         self._gains: deque[float] = deque(maxlen=KEPT)  # of rounds with drafts, over those without of about that time
         self._short: list[Hold] = []  # rounds with drafts that are too few yet
         self._drafted = self._rested = 0  # rounds since the last that did not
         self._agreed = 0  # looks, one behind the other, by which drafts gain plainly
-        self._laid_outs: deque[float] = deque(maxlen=KEPT)
+        self._laid_outs: deque[tuple[float, int]] = deque(maxlen=KEPT)  # and of how many rounds
         self._patience, self._pays, self._is_vain = TRY_EVERY, False, False
 
     def saw(self, hold: Hold) -> None:
-        resting = median(self._resting) if self._resting else None
+        rest = self._rest
         # what one size is known to gain pays for no tries of another
-        is_try = hold.decision.has_drafts and resting is not None and not self._is_found
-        self._budget.saw(hold, hold.lost_s(resting or 0.0, self._laid_out) if is_try else 0.0)
+        is_try = hold.decision.has_drafts and rest is not None and not self._is_found
+        self._budget.saw(hold, hold.lost_s(rest) if is_try and rest is not None else 0.0)
         if hold.decision.is_probe:
             return
         if hold.decision.has_drafts:
             self._short.append(hold)
             if sum(one.num_fed for one in self._short) >= TOLD:
-                if resting is not None:
-                    rested = sum(one.rested(resting, self._laid_out) for one in self._short)
-                    self._gains.append(rested / sum(one.spent for one in self._short))
+                if rest is not None:
+                    spent = sum(one.spent(rest) for one in self._short)
+                    self._gains.append(sum(one.rested(rest) for one in self._short) / spent)
                 self._short = []
             self._drafted, self._rested = self._drafted + hold.num_rounds, 0
         else:
-            # a look that was cut short is cold; where rows have few tokens there are no others
-            if hold.has_pace and (hold.num_rounds > LOOK // 2 or hold.is_anew or resting is None):
-                self._resting.append(hold.pace)
-                if hold.is_anew and resting is not None:  # the very first finds even less
-                    self._laid_outs.append(hold.laid_out)
+            self._look_at(hold)
             self._drafted, self._rested = 0, self._rested + hold.num_rounds
 
+    def _look_at(self, hold: Hold) -> None:
+        """Learns from rounds without drafts. Those that were cut short are cold, but where rows have few tokens there
+        are no others."""
+        is_whole, is_first = hold.num_rounds > LOOK // 2, not self._resting
+        if not hold.has_pace or not (is_whole or is_first or (hold.is_anew and not self._has_whole)):
+            return
+        if is_whole and not self._has_whole:
+            self._resting.clear()
+            self._laid_outs.clear()
+        self._has_whole |= is_whole
+        self._resting.append(hold.pace)
+        if hold.is_anew and not is_first:  # the very first finds even less
+            self._laid_outs.append((hold.laid_out, hold.num_cold))
+        if self._drafted:
+            self._agreed = self._agreed + 1 if self._newest_gain >= PLAIN else 0
+
     @property
-    def _laid_out(self) -> float:
-        return median_low(self._laid_outs) if self._laid_outs else 0.0
+    def _rest(self) -> Rest | None:
+        if not self._resting:
+            return None
+        return Rest(median(self._resting), *(median_low(self._laid_outs) if self._laid_outs else ()))
 
     @property
     def must_rest(self) -> bool:
@@ -236,7 +260,6 @@ class Pace:
         need not look at rounds without drafts first."""
         gain = self.gain
         if not (self._resting or is_likely) or self._drafted >= self._look_every:
-            self._agreed = self._agreed + 1 if self._newest_gain >= PLAIN else 0
             return wanted.without_drafts(LOOK)
         if self.must_rest:
             return wanted.without_drafts(RESTS)
@@ -248,6 +271,7 @@ class Pace:
         if self._pays:
             self._patience = TRY_EVERY
             return wanted
+        self._agreed = 0
         self._is_vain = self._rested < self._patience
         if self._is_vain:
             return wanted.without_drafts(RESTS)

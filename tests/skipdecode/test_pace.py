@@ -26,6 +26,7 @@ from skipdecode.pace import (
     Decision,
     Hold,
     Pace,
+    Rest,
 )
 from skipdecode.plan import SkipDecode
 from skipdecode.prices import Prices
@@ -62,8 +63,9 @@ def simulate(pace: Pace, gain: float, rounds: int, noise: float = 0.0, seed: int
 
 def test_a_hold_counts_tokens_and_seconds() -> None:
     made = hold(WANTED, 2.0, tokens=3.0)
-    assert (made.num_rounds, made.num_fed, made.num_made, made.spent) == (HOLDS, 4 * HOLDS, 12 * HOLDS, 2.0 * HOLDS)
-    assert made.rested(1.0, 9.0) == 3.0 * HOLDS, "rounds of one token of each row"
+    assert (made.num_rounds, made.num_fed, made.num_made) == (HOLDS, 4 * HOLDS, 12 * HOLDS)
+    assert made.spent(Rest(1.0)) == 2.0 * HOLDS
+    assert made.rested(Rest(1.0, 9.0)) == 3.0 * HOLDS, "rounds of one token of each row"
     assert hold(NONE, 1.5).pace == pytest.approx(1.5)
     assert not NONE.has_drafts
     assert Decision(0, {4: 1}).has_drafts
@@ -83,13 +85,16 @@ def test_a_pace_leaves_out_rounds_that_find_nothing_in_the_caches() -> None:
 def test_rounds_with_drafts_count_from_the_first_on() -> None:
     """It makes tokens, too: without its time drafts of rows that end soon would look far better than they are."""
     made = Hold(WANTED, 4, 100, is_anew=True)
+    rest = Rest(0.5, 2.0, 4)
     made.add(4, 28, 5.0, 1.0)
-    assert (made.spent, made.rested(0.5, 2.0)) == (5.0, 7 * 0.5 + 2.0)
+    assert (made.spent(rest), made.rested(rest)) == (5.0, 7 * 0.5 + 2.0)
+    assert made.rested(Rest(0.5, 2.0, 14)) == 7 * 0.5 + 1.0, "its tokens are worth half of the cold rounds"
     made.add(4, 4, 0.5, 1.0)
-    assert (made.spent, made.rested(0.5, 2.0)) == (5.5, 8 * 0.5 + 2.0)
+    assert (made.spent(rest), made.rested(rest)) == (5.5, 8 * 0.5 + 2.0)
     for round_s in (0.5, 90.0):
         made.add(4, 4, round_s, 1.0)
-    assert made.spent == 5.0 + 0.5 + 0.5 + 5.0, "what stopped the machine behind it counts as much at most"
+    assert made.spent(rest) == 5.0 + 0.5 + 0.5 + 5.0, "what stopped the machine behind it counts as much at most"
+    assert made.spent(Rest(0.3)) == 2 * 0.3 * 10, "and all as twice of what it was without"
 
 
 def test_what_prompts_cost_any_first_rounds_is_not_held_against_drafts() -> None:
@@ -224,12 +229,12 @@ def test_what_drafts_gain_pays_for_no_more_than_was_lost() -> None:
 
 
 def test_what_a_hold_lost() -> None:
-    assert hold(WANTED, 6.0, tokens=3.0, rounds=4).lost_s(1.0, 0.0) == 12.0
-    assert hold(WANTED, 1.5, tokens=3.0, rounds=4).lost_s(0.5, 0.0) == 0.0
+    assert hold(WANTED, 6.0, tokens=3.0, rounds=4).lost_s(Rest(1.0)) == 12.0
+    assert hold(WANTED, 1.5, tokens=3.0, rounds=4).lost_s(Rest(0.5)) == 0.0
     anew = hold(WANTED, 1.0, tokens=1.0, rounds=4)
     anew.is_anew = True
-    assert anew.lost_s(0.5, 2.0) == 0.0, "calls would have been laid out without drafts, too"
-    assert hold(WANTED, 90.0, rounds=4).lost_s(1.0, 0.0) == 4.0, "whatever stopped the machine"
+    assert anew.lost_s(Rest(0.5, 2.0)) == 0.0, "calls would have been laid out without drafts, too"
+    assert hold(WANTED, 90.0, rounds=4).lost_s(Rest(1.0)) == 4.0, "whatever stopped the machine"
 
 
 @pytest.mark.parametrize("stalled_at", [LOOK + MANY * TRY, 40, 200])
@@ -341,6 +346,45 @@ def test_where_drafts_plainly_pay_one_looks_less_and_less(gain: float, waits: li
         at += decision.rounds
     between = [after - before - LOOK for before, after in pairwise(looks)]
     assert [wait - wait % HOLDS for wait in between] == waits
+
+
+def test_what_drafts_gained_once_says_nothing_of_later_ones() -> None:
+    """They gain plainly for long, are left, and seem to gain behind a slow stretch of rests."""
+    pace = Pace(4, Budget())
+    simulate(pace, 1.8, 1200)
+    simulate(pace, 0.9, 600)
+    assert not pace._pays
+    for _ in range(3):
+        pace.saw(hold(replace(NONE, rounds=RESTS), 2.0))
+    _, drafted = simulate(pace, 0.9, 1000)
+    assert drafted < 250
+
+
+def test_looks_of_batches_in_turns_are_one() -> None:
+    """Those that were asked for before the first was over."""
+    pace = Pace(4, Budget())
+    simulate(pace, 1.8, LOOK + LOOK_EVERY)
+    looks = [pace.judge(WANTED) for _ in range(8)]
+    assert looks == [Decision(0, {}, LOOK)] * 8
+    for look in looks:
+        pace.saw(hold(look, 1.0))
+    drafted = 0
+    while (decision := pace.judge(WANTED)).has_drafts:
+        pace.saw(hold(decision, 3 / 1.8, 3.0))
+        drafted += decision.rounds
+    assert drafted == 2 * LOOK_EVERY
+
+
+def test_looks_that_were_cut_short_give_way_to_whole_ones() -> None:
+    """Also where rows had come or gone: they are cold."""
+    pace = Pace(4, Budget())
+    for rounds, round_s in ((4, 3.0), (4, 3.0), (LOOK, 1.0), (4, 3.0), (4, 3.0)):
+        made = hold(NONE, round_s, rounds=rounds)
+        made.is_anew = True
+        pace.saw(made)
+    for _ in range(MANY):
+        pace.saw(hold(WANTED, 3 / 0.9, tokens=3.0))
+    assert pace.gain == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("slow", [1.45, 2.0])
