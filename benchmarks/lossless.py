@@ -1,8 +1,9 @@
 """Lossless decoding beside full depth: tokens per second, acceptance, and what was expected; in turns.
 
-Expected goes by passes that are timed one by one, in rounds with drafts (in turns with the batches, and by medians, as
-these are compared), by the acceptance that was seen, by where rows end, and by what a batch's first steps or rounds
-take more (`lossless_expected`). `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
+Expected goes by passes that are timed one by one, in rounds with drafts, by the acceptance that was seen, by where rows
+end, and by what a batch's first steps or rounds take more (`lossless_expected`). Passes are timed in turns with the
+batches, and count by medians, as these do. A machine drifts: each part of the batches is expected by the passes beside
+it. `by_cost_model` is what the ceilings of the machine alone say, without the host's work.
 
 `demo`: the demo model on made prompts, with its own drafts. `own`: likewise any checkpoint (`--source`, `--adapter`),
 on the prompts of a JSONL file, with the drafts that it carries or `--draft`. Each round takes other prompts, as a run
@@ -20,6 +21,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -54,6 +56,7 @@ from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
 DEMO, ACCEPTED, PROMPT_TOKENS = "models/opt-e2e", 0.93, 64
+PARTS = 9
 TINYLLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
     "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "bos_token_id": 1,
@@ -72,6 +75,28 @@ class Typical(Prices):
 
     def _least(self, ratios: Sequence[float]) -> float:
         return median(ratios)
+
+
+@dataclass
+class Part:
+    """Batches one behind the other, and the passes that were timed beside them."""
+
+    timed: Prices
+    begun: list[tuple[float, float]] = field(default_factory=list)
+    """What first steps take more, and first rounds with drafts."""
+    requests: list[Request] = field(default_factory=list)
+    """Of one of the batches."""
+    made: dict[str, list[BatchResult]] = field(default_factory=dict)
+
+    def speedup(self, way: str) -> float:
+        return median(
+            a.stats.decode_s / b.stats.decode_s for a, b in zip(self.made["full"], self.made[way], strict=True)
+        )
+
+    def expected(self, way: str, schedule: Lossless, learnt: DraftLength) -> float:
+        begins = median(plain for plain, _ in self.begun), median(drafted for _, drafted in self.begun)
+        texts = [[len(row.tokens) - 1 for row in made.completions] for made in self.made["full"]]
+        return expected_speedup(way, schedule, learnt, self.timed, self.requests, texts, begins)
 
 
 class Scripted(SpeculativeBatch):
@@ -139,7 +164,7 @@ def compare(
     most_new = pool[0].sampling.max_new_tokens
     layers = model.config.num_hidden_layers
     full = FullDepth(layers)
-    timed = Typical.of(model, ceilings, keep=None)
+    parts = [Part(Typical.of(model, ceilings, keep=None)) for _ in range(min(PARTS, repeats))]
     drafts = make_schedule(draft, num_layers=layers, max_new_tokens=most_new)
     results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in ways}}
     lengths: dict[str, tuple[Lossless, DraftLength]] = {}
@@ -148,34 +173,41 @@ def compare(
         assert schedule is not None
         lengths[way] = schedule, DraftLength(schedule, Prices.of(model, ceilings))
     wanted: dict[str, list[int]] = {}
-    begun: list[tuple[float, float]] = []  # what first steps take more, and first rounds with drafts
     sizes = sorted({rows, max(1, rows // 4)})  # as rows end
     for repeat in range(repeats + 1):  # the first warms up
         requests = pool[repeat * rows : (repeat + 1) * rows]
         if name in SCRIPTED:
             alone = generate(model, requests, full).completions
             wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
+        part = parts[(repeat - 1) * len(parts) // repeats] if repeat else Part(Typical.of(model, ceilings, keep=None))
+        part.requests = requests
         prompts, temperature = [request.prompt_tokens for request in requests], requests[0].sampling.temperature
-        plain = [time_steps(model, prompts, size, most_new, timed, temperature) for size in sizes][-1]
+        plain = [time_steps(model, prompts, size, most_new, part.timed, temperature) for size in sizes][-1]
         for drafted in VERIFIED:  # verifications behind drafts: what these read is no longer in the caches
             given = {"temperature": temperature, "drafted": drafted}
-            begun.append((plain, time_drafts(model, prompts, sizes, most_new, drafts, timed, **given)[rows]))
+            more = time_drafts(model, prompts, sizes, most_new, drafts, part.timed, **given)
+            part.begun.append((plain, more[rows]))
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
         for way in order if repeat else ["full", *ways]:
             made = generate(model, requests, full) if way == "full" else decode(model, requests, *lengths[way], wanted)
             if repeat:
                 results[way].append(made)
-    texts = [[len(row.tokens) - 1 for row in made.completions] for made in results["full"]]
-    begins = median(plain for plain, _ in begun), median(drafted for _, drafted in begun)
+                part.made.setdefault(way, []).append(made)
     return [
-        _line(name, way, results, ceilings, model, expected_speedup(way, *length, timed, requests, texts, begins))
+        _line(name, way, results, ceilings, model, [(part.speedup(way), part.expected(way, *length)) for part in parts])
         for way, length in lengths.items()
     ]
 
 
 def _line(
-    name: str, way: str, results: dict[str, list[BatchResult]], ceilings: Ceilings, model: Decoder, expected: float
+    name: str,
+    way: str,
+    results: dict[str, list[BatchResult]],
+    ceilings: Ceilings,
+    model: Decoder,
+    parts: Sequence[tuple[float, float]],
 ) -> dict[str, Any]:
+    """`parts`: the speedup of each, and what was expected of it."""
     full, ours = results["full"], results[way]
     rates = [median((r.stats.output_tokens - r.stats.rows) / r.stats.decode_s for r in own) for own in (full, ours)]
     speedups = [a.stats.decode_s / b.stats.decode_s for a, b in zip(full, ours, strict=True)]
@@ -196,7 +228,9 @@ def _line(
         "full_tokens_per_s": rates[0],
         "tokens_per_s": rates[1],
         "speedup": median(speedups),
-        "expected": expected,
+        "expected": median(expected for _, expected in parts),
+        "of_expected": median(speedup / expected for speedup, expected in parts),
+        "parts": parts,
         "by_cost_model": full_s / stats.model_decode_s,
         "speedups": speedups,
         "rows": len(pairs),
