@@ -56,7 +56,7 @@ from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
 DEMO, ACCEPTED, PROMPT_TOKENS = "models/opt-e2e", 0.93, 64
-PARTS = 9
+PARTS = 9  # of all batches
 TINYLLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
     "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "bos_token_id": 1,

@@ -8,7 +8,7 @@ import ray
 
 from actors.loading import DRAFTS_NEED_SAME_BITS
 from actors.room import DETERMINISTIC_ROWS
-from pipeline.config import DEMO_MODEL, ConfigError, JobConfig
+from pipeline.config import ConfigError, JobConfig
 from pipeline.units import Json, Note
 from skipdecode.adapter import resolve_adapter
 from skipdecode.backends.choice import int8_misfit
@@ -100,11 +100,6 @@ def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
 def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, Path | None]:
     """The folders of a model and of its adapter, and the configuration of both together; ValueError where the files do
     not fit one another."""
-    if source == DEMO_MODEL and not Path(source).is_dir():  # which no hub has
-        raise ValueError(
-            f"model.source: the demo model {source} is not here; run in the project's folder, or set model.source to a "
-            "folder, a hub id or a .gguf file"
-        )
     folder = resolve_source(source)
     model_config = read_config(folder)
     place = None if adapter is None else resolve_adapter(adapter)

@@ -14,6 +14,7 @@ from pipeline.config_tree import ConfigError, Section, build_config, read_tree, 
 from pipeline.input_config import InputConfig
 from skipdecode.config import MAX_LOGPROBS, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.hub import DEMO
 from skipdecode.lossless import MOST_DRAFTS
 
 __all__ = [
@@ -44,11 +45,8 @@ MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
 MAX_SAMPLES = 1024  # of a document
 
 
-DEMO_MODEL = "models/opt-e2e"
-
-
 class ModelConfig(Section):
-    source: str = DEMO_MODEL
+    source: str = DEMO
     """A folder or a hub id in Hugging Face layout, or a .gguf file, of a family in docs/models.md."""
     adapter: str | None = None
     """The folder of a LoRA adapter for `source`, as PEFT saves it, merged into the weights at load; null: none."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
 
+DEMO = "models/opt-e2e"  # of this repository, and of no hub
 PINNED = re.compile(r"([^/@]+/[^/@]+)@([0-9a-f]{40})")
 """A hub id with a revision. Alone it is what the hub says today, on each node by itself."""
 HUB_FILES = [
@@ -33,6 +34,11 @@ def resolve_source(source: str, key: str = "model.source") -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
+    if source == DEMO:
+        raise ValueError(
+            f"{key}: the demo model {source} is not here; run in the project's folder, or set {key} to a folder, a hub "
+            "id or a .gguf file"
+        )
     if folder.is_absolute() or source.startswith(".") or source.count("/") != 1 or (folder.parent).is_dir():
         raise ValueError(f"{key}: {source!r} is not a folder, nor a .gguf file")
     from huggingface_hub import snapshot_download  # only a hub id needs it

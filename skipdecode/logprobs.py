@@ -63,11 +63,13 @@ def give(rows: Sequence[Row], seen: Sequence[Tensor]) -> None:
 def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """[B, V] logits, [B] tokens -> log-probabilities [B] of these, and the likeliest ones: values, ids [B, num_top].
 
-    Of equal ones the lowest id comes first, as greedy choice has it. As many are looked for whatever `num_top`: which
-    of equal ones `topk` takes goes by how many it is asked for, and a row's neighbours shall not change what it gets.
+    Of equal ones, if no more than MAX_LOGPROBS, the lowest id comes first, as greedy choice has it. As many are looked
+    for whatever `num_top`: which of equal ones `topk` takes goes by how many it is asked for, and a row's neighbours
+    shall not change what it gets.
     """
     logprobs = logits.float().log_softmax(dim=-1)
-    ids, order = (top := logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)).indices.sort(dim=-1)
+    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
+    ids, order = top.indices.sort(dim=-1)
     values, order = top.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     own = logprobs.gather(1, chosen[:, None])[:, 0]
     return own, values[:, :num_top], ids.gather(-1, order)[:, :num_top]

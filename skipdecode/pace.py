@@ -181,7 +181,7 @@ class Pace:
     def saw(self, hold: Hold) -> None:
         rest = self._rest
         # what one size is known to gain pays for no tries of another
-        is_try = hold.decision.has_drafts and rest is not None and not self._is_found
+        is_try = hold.decision.has_drafts and not self._is_found
         self._budget.saw(hold, hold.lost_s(rest) if is_try and rest is not None else 0.0)
         if hold.decision.is_probe:
             return

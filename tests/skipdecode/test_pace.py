@@ -6,10 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from skipdecode.cost import Ceilings
-from skipdecode.draft_length import PROBE_EVERY, SKIPPED, STALE_S, DraftLength
-from skipdecode.families import released
-from skipdecode.lossless import Lossless
 from skipdecode.pace import (
     AT_MOST,
     FIRST,
@@ -28,19 +24,7 @@ from skipdecode.pace import (
     Pace,
     Rest,
 )
-from skipdecode.plan import SkipDecode
-from skipdecode.prices import Prices
-
-OPT, CEILINGS = released("opt-1.3b"), Ceilings(1e12, 1e10, 1e-6)
-WANTED, NONE = Decision(3, {2: 1}), Decision(0, {})
-
-
-def hold(decision: Decision, round_s: float, tokens: float = 1.0, rounds: int = 0) -> Hold:
-    """Of a batch of 4 rows whose steps take 1 s by the cost model."""
-    made = Hold(decision, 4, 100)
-    for _ in range(rounds or decision.rounds):
-        made.add(4, round(4 * tokens), round_s, 1.0)
-    return made
+from tests.support.holds import NONE, WANTED, hold
 
 
 def simulate(pace: Pace, gain: float, rounds: int, noise: float = 0.0, seed: int = 0) -> tuple[float, int]:
@@ -265,33 +249,6 @@ def test_sizes_whose_drafts_lose_do_not_stop_those_that_gain() -> None:
     assert drafted[32] < 100
 
 
-def test_what_must_rest_asks_for_no_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
-    asked = list[int]()
-    wanted = length._wanted
-    monkeypatch.setattr(length, "_wanted", lambda *where: (asked.append(1), wanted(*where))[1])
-    rested = 0
-    for _ in range(60):
-        before, made = len(asked), length.hold(4, 0, 100)
-        for _ in range(made.decision.rounds):
-            made.add(4, 4, 9.0 if made.decision.has_drafts else 1.0, 1.0)
-        rested += len(asked) == before
-        assert len(asked) > before or made.decision == Decision(0, {}, RESTS)
-        length.saw(made)
-    assert rested > 40
-
-
-def test_rests_by_the_budget_do_not_keep_acceptance_from_being_probed() -> None:
-    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
-    length.saw(hold(replace(NONE, rounds=LOOK), 1.0))
-    length._idle = PROBE_EVERY - RESTS
-    length._budget.saw(hold(NONE, 1.0), 1e9)
-    rest = length.hold(4, 0, 100)
-    assert rest.decision == Decision(0, {}, RESTS, is_idle=True)
-    length.saw(hold(rest.decision, 1.0))
-    assert length._idle == PROBE_EVERY
-
-
 def test_promises_count_as_some_decisions() -> None:
     """What prices promise decides where the clock says nothing, and not against it."""
     for promised, per_token, is_taken in ((1.15, 1.0, True), (1.0, 1.0, False), (9.0, 1.15, False), (1.0, 0.95, True)):
@@ -420,39 +377,6 @@ def test_one_slow_look_does_not_flatter_drafts_for_long() -> None:
     assert sum(drafted[500:]) < 50
 
 
-def test_a_length_is_judged_by_its_rounds() -> None:
-    """Prices that promise too much, and a clock that has it otherwise; other batch sizes are judged by themselves."""
-    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
-    length = DraftLength(schedule, Prices(OPT, 2, ceilings=CEILINGS))
-    drafted = 0
-    for _ in range(4):
-        made = length.hold(4, 0, 100)
-        for _ in range(made.decision.rounds):
-            made.add(4, 4, 1.3 if made.decision.has_drafts else 1.0, 1.0)
-        drafted += made.decision.rounds * made.decision.has_drafts
-        length.saw(made)
-    assert drafted == 2 * TRY
-    other = length.hold(64, 0, 100)
-    assert other.decision == Decision(0, {}, LOOK)
-    pinned = DraftLength(Lossless(24, schedule.drafts), length.prices)
-    assert pinned.hold(4, 0, 100).decision.skipped > 0, "where nothing may rest drafts are not judged"
-
-
-def test_what_larger_batches_gain_need_not_be_looked_at_in_smaller_ones() -> None:
-    """Rows of a batch end one by one, and every size would be looked at anew."""
-    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
-    for pace, first in ((0.5, 0), (1.0, LOOK)):
-        length = DraftLength(schedule, Prices(OPT, 2, ceilings=CEILINGS))
-        for _ in range(4):
-            made = length.hold(8, 0, 100)
-            for _ in range(made.decision.rounds):
-                made.add(8, 8, pace if made.decision.has_drafts else 1.0, 1.0)
-            length.saw(made)
-        decision = length.hold(3, 0, 100).decision
-        assert decision.has_drafts == (first == 0)
-        assert length.hold(20, 0, 100).decision == Decision(0, {}, LOOK), "of fewer rows nothing follows"
-
-
 def test_rows_that_join_or_end_change_no_pace() -> None:
     """Where weights bind a step takes as long with more rows; so it does by the cost model."""
     few, more = Hold(NONE, 7, 100), Hold(NONE, 7, 100)
@@ -460,68 +384,3 @@ def test_rows_that_join_or_end_change_no_pace() -> None:
         few.add(7, 7, 1.0, 1.0)
         more.add(7 + n // 5, 7 + n // 5, 1.0, 1.0)
     assert few.pace == more.pace == 1.0
-
-
-@pytest.mark.parametrize(("round_s", "expected"), [(1.2, 40 * RESTS // (PROBE_EVERY + RESTS)), (9.0, 6)])
-def test_probes_say_nothing_of_the_pace(round_s: float, expected: int) -> None:
-    """And lose no more than the budget has, 10 s here and 1 % of 1,400; a probe of 4 rounds counts as 4 s at most."""
-    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
-    for _ in range(300):
-        length.acceptance.see([(SKIPPED, 0)], 0)
-        for kind in (2, 3, 4):
-            length.acceptance.see([(kind, 0)], 0)
-    probes = 0
-    for _ in range(40):
-        made = length.hold(4, 0, 100)
-        probe = made.decision
-        for _ in range(probe.rounds):
-            made.add(4, 4, round_s if probe.has_drafts else 1.0, 1.0)
-            length.again(made, 4, 1, 100)
-            assert made.decision == probe
-        length.saw(made)
-        probes += probe.is_probe
-        assert length._pace(4).gain is None
-    assert probes == expected
-
-
-def test_slow_rounds_have_drafts_counted_anew() -> None:
-    """Acceptance and prices of the rounds before count at once; a decision of short rounds stays."""
-    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32))
-    for took_s, is_counted in ((STALE_S, True), (STALE_S / 10, False)):
-        length = DraftLength(schedule, Prices(OPT, 2, ceilings=CEILINGS))
-        made = length.hold(1, 0, 100)
-        before = made.decision
-        assert before.skipped > 2
-        for _ in range(100):
-            length.acceptance.see([(SKIPPED, 0)], 0)
-        made.add(1, 1, took_s, 1.0)
-        length.again(made, 1, 1, 101)
-        assert (made.decision.skipped < before.skipped) == is_counted
-        assert made.decision.rounds == before.rounds
-
-
-def test_without_a_clock_rounds_say_nothing() -> None:
-    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True)
-    length = DraftLength(schedule, Prices(OPT, 2))
-    for _ in range(8):
-        made = length.hold(4, 0, 100)
-        assert made.decision.has_drafts
-        made.add(4, 4, 100.0, 1.0)
-        decision = made.decision
-        length.again(made, 4, 1, 101)
-        assert made.decision == decision
-        length.saw(made)
-
-
-def test_luck_with_few_rounds_counts_little() -> None:
-    """Holds of as many rounds that make many tokens and few have nearly the same pace, once acceptance is known."""
-    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
-    for _ in range(200):
-        length.acceptance.see([(SKIPPED, 0), (SKIPPED, 1), (SKIPPED, 2)], 2)
-    paces = list[float]()
-    length.saw(hold(replace(NONE, rounds=LOOK), 1.0))
-    for tokens in (3.0, 4.0, 2.0) * 20:
-        length.saw(hold(replace(WANTED, rounds=HOLDS), 1.0, tokens))
-        paces.append(1 / length._pace(4)._gains[-1])
-    assert max(paces[-6:]) < 1.05 * min(paces[-6:])
-    assert paces[-1] == pytest.approx(1 / 3, rel=0.05)
