@@ -92,8 +92,14 @@ template <typename Finish>
 void multiply_int8(Team team, int64_t rows, WholeRows x, const Int8Weight& w, Finish finish) {
   const int64_t steps = w.steps(), blocks = (w.outputs + 31) / 32, groups = (rows + 15) / 16;
   const int64_t fit = GROUPS_BYTES / (steps * LINES), at_once = fit > GROUPS ? GROUPS : fit < 1 ? 1 : fit;
+#ifdef BACKEND_AVX512
+  const bool are_few = 2 * rows <= AT_ONCE;  // two lines of bytes each: they stay in registers
+#else
+  const bool are_few = false;
+#endif
   // a part of a block's weights, 16 or 24 KiB, stays in the L1 cache while the rows go by
-  const int64_t most = groups == 1 ? 12 : 8, parts = (steps + most - 1) / most, each = (steps + parts - 1) / parts;
+  const int64_t most = are_few ? steps : groups == 1 ? 12 : 8;
+  const int64_t parts = (steps + most - 1) / most, each = (steps + parts - 1) / parts;
   thread_local Buffer<int32_t> kept;
   int32_t* sums = kept.room(GROUPS * 1024);
   for (int64_t from = 0; from < groups; from += at_once) {
@@ -104,7 +110,8 @@ void multiply_int8(Team team, int64_t rows, WholeRows x, const Int8Weight& w, Fi
         const int64_t deep = steps - k < each ? steps - k : each;
         const int8_t* weights = w.tiles + (block * steps + k) * LINES;
         const int64_t lines = (deep * 32 + to - from - 1) / (to - from);  // each group fetches a part of the next weights
-        const char* next = reinterpret_cast<const char*>(weights + deep * LINES);  // behind the last one too
+        // behind the last one too
+        const char* next = reinterpret_cast<const char*>(weights) + (are_few ? NEAR : deep * LINES);
         for (int64_t group = from; group < to; ++group) {
           int32_t* group_sums = sums + (group - from) * 1024;
           const int64_t row = 16 * group;
