@@ -21,7 +21,7 @@ from skipdecode.short_head import ShortHead
 from skipdecode.shortlist import Shortlist
 from skipdecode.speculative import SpeculativeBatch
 
-VERIFIED = (1, 3, 5, MOST)  # drafts behind each row's newest token; others are priced by the nearest
+VERIFIED = (1, 2, 3, 5, MOST)  # drafts behind each row's newest token; others are priced by the nearest
 # Everything is timed in turns, since other processes may slow one down and not the other; prices are by the least of a
 # few times (`skipdecode.prices`).
 TURNS = 3
