@@ -21,7 +21,6 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,7 @@ from torch import Tensor
 from actors.bench import random_model
 from actors.draft_times import VERIFIED, time_drafts, time_steps
 from actors.loading import keep_loaded
-from benchmarks.lossless_expected import expected_speedup
+from benchmarks.lossless_expected import Part, Typical
 from pipeline.cluster import num_cores
 from pipeline.demo_corpus import make_prompts
 from pipeline.machine import provenance
@@ -68,35 +67,6 @@ WAYS = {
     "true": {"lossless": True},
     "auto": {"lossless": "auto"},
 }
-
-
-class Typical(Prices):
-    """Of what passes take in the middle, as batches are compared: the least of few is luck on a shared machine."""
-
-    def _least(self, ratios: Sequence[float]) -> float:
-        return median(ratios)
-
-
-@dataclass
-class Part:
-    """Batches one behind the other, and the passes that were timed beside them."""
-
-    timed: Prices
-    begun: list[tuple[float, float]] = field(default_factory=list)
-    """What first steps take more, and first rounds with drafts."""
-    requests: list[Request] = field(default_factory=list)
-    """Of one of the batches."""
-    made: dict[str, list[BatchResult]] = field(default_factory=dict)
-
-    def speedup(self, way: str) -> float:
-        return median(
-            a.stats.decode_s / b.stats.decode_s for a, b in zip(self.made["full"], self.made[way], strict=True)
-        )
-
-    def expected(self, way: str, schedule: Lossless, learnt: DraftLength) -> float:
-        begins = median(plain for plain, _ in self.begun), median(drafted for _, drafted in self.begun)
-        texts = [[len(row.tokens) - 1 for row in made.completions] for made in self.made["full"]]
-        return expected_speedup(way, schedule, learnt, self.timed, self.requests, texts, begins)
 
 
 class Scripted(SpeculativeBatch):
@@ -183,8 +153,9 @@ def compare(
         part.requests = requests
         prompts, temperature = [request.prompt_tokens for request in requests], requests[0].sampling.temperature
         plain = [time_steps(model, prompts, size, most_new, part.timed, temperature) for size in sizes][-1]
+        listed = lengths[ways[-1]][1].shortlist.tokens()
         for drafted in VERIFIED:  # verifications behind drafts: what these read is no longer in the caches
-            given = {"temperature": temperature, "drafted": drafted}
+            given = {"temperature": temperature, "drafted": drafted, "listed": listed}
             more = time_drafts(model, prompts, sizes, most_new, drafts, part.timed, **given)
             part.begun.append((plain, more[rows]))
         order = list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]
@@ -193,6 +164,8 @@ def compare(
             if repeat:
                 results[way].append(made)
                 part.made.setdefault(way, []).append(made)
+            for size in sizes:  # again: memory may be fast or slow for seconds
+                time_steps(model, prompts, size, most_new, part.timed, temperature)
     return [
         _line(name, way, results, ceilings, model, [(part.speedup(way), part.expected(way, *length)) for part in parts])
         for way, length in lengths.items()

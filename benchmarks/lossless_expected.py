@@ -7,12 +7,15 @@ ended until half of its batch has; a lossless batch drops them at once, and last
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from operator import mul
+from statistics import median
 
 from skipdecode.cohort import carried_rows
 from skipdecode.draft_length import MOST, SKIPPED, DraftLength
+from skipdecode.generate import BatchResult
 from skipdecode.lossless import Lossless
 from skipdecode.prices import Prices
 from skipdecode.request import Request
@@ -70,3 +73,32 @@ def rows_by_round(texts: Sequence[int], rates: Sequence[float], rng: random.Rand
 
     needed = [rounds(text) for text in texts]
     return [sum(own > done for own in needed) for done in range(max(needed))]
+
+
+class Typical(Prices):
+    """Of what passes take in the middle, as batches are compared: the least of few is luck on a shared machine."""
+
+    def _least(self, ratios: Sequence[float]) -> float:
+        return median(ratios)
+
+
+@dataclass
+class Part:
+    """Batches one behind the other, and the passes that were timed beside them."""
+
+    timed: Prices
+    begun: list[tuple[float, float]] = field(default_factory=list)
+    """What first steps take more, and first rounds with drafts."""
+    requests: list[Request] = field(default_factory=list)
+    """Of one of the batches."""
+    made: dict[str, list[BatchResult]] = field(default_factory=dict)
+
+    def speedup(self, way: str) -> float:
+        return median(
+            a.stats.decode_s / b.stats.decode_s for a, b in zip(self.made["full"], self.made[way], strict=True)
+        )
+
+    def expected(self, way: str, schedule: Lossless, learnt: DraftLength) -> float:
+        begins = median(plain for plain, _ in self.begun), median(drafted for _, drafted in self.begun)
+        texts = [[len(row.tokens) - 1 for row in made.completions] for made in self.made["full"]]
+        return expected_speedup(way, schedule, learnt, self.timed, self.requests, texts, begins)
