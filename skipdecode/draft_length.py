@@ -15,7 +15,7 @@ from math import prod
 
 from skipdecode.lossless import Lossless
 from skipdecode.pace import HOLDS, RESTS, Budget, Decision, Hold, Pace
-from skipdecode.prices import Prices, size_of
+from skipdecode.prices import ENOUGH, OLD, Prices, size_of
 from skipdecode.repeats import LONGEST, SHORTEST
 from skipdecode.shortlist import Shortlist
 
@@ -24,6 +24,7 @@ MOST = 8  # tokens drafted at a time, where their number is free
 MARGIN = 1.03
 # Rounds without drafts until one tries again whether they are accepted, and rounds of a try.
 PROBE_EVERY, PROBE = 128, 4
+CHEAPER = 0.9  # times what its pass took once a draft fewer or more may take now: if that is best, it is tried again
 STALE_S = 0.02  # after which drafts are counted anew: prices take 0.2 ms
 LEAST_CHANCE = 0.1  # of a repeated token: below it, looking for it costs more than it brings
 KEEP = 0.998  # of what was counted, at each count: old text says little about new
@@ -92,6 +93,7 @@ class DraftLength:
         self._paces: dict[int, Pace] = {}  # by size of batches
         self._budget = Budget()
         self._made: dict[tuple[bool, bool], tuple[float, float]] = {}  # by what drafts: tokens, and by acceptance
+        self._tries: dict[tuple[int, int], int] = {}  # verifications up to the last try, by size of batches and drafts
         self._idle = 0  # rounds in which prices were against drafts
 
     def hold(self, rows: int, k: int, context: int, *, is_anew: bool = False) -> Hold:
@@ -124,9 +126,10 @@ class DraftLength:
         acceptance leaves out, repeats and the ends of rows, is in how many more or fewer there were than by it."""
         if hold.decision.is_probe or not hold.decision.has_drafts:
             return hold
-        skipped = hold.decision.skipped
-        made, by_rates = self._made.get(kind := (skipped > 0, bool(hold.decision.repeated)), (0.0, 0.0))
-        likely, kept = hold.num_fed * self.acceptance.expected(SKIPPED, skipped)[skipped], KEEP**hold.num_fed
+        made, by_rates = self._made.get(kind := (hold.decision.skipped > 0, bool(hold.decision.repeated)), (0.0, 0.0))
+        expected = self.acceptance.expected(SKIPPED, max(hold.fed_by_drafts))
+        likely = sum(rows * expected[drafts] for drafts, rows in hold.fed_by_drafts.items())
+        kept = KEEP**hold.num_fed
         made, by_rates = self._made[kind] = kept * made + hold.num_made, kept * by_rates + likely
         return replace(hold, num_made=likely * made / by_rates)
 
@@ -166,16 +169,16 @@ class DraftLength:
     def _by_prices(self, rows: int, k: int, context: int) -> Decision:
         number = self.schedule.draft_tokens
         passes_s = self._passes_s(rows, number or MOST, context)
-        skipped, rate = 0, (full := rows / self._full_s(rows, context))
+        skipped, rate, is_try = 0, (full := rows / self._full_s(rows, context)), False
         if self.schedule.drafts_by_skipping:
-            skipped, rate = self._skipped(rows, k, context, passes_s)
+            skipped, rate, is_try = self._skipped(rows, k, context, passes_s)
         lengths = range(SHORTEST, LONGEST + 1)
         repeated = {length: number or n for length in lengths if (n := self._repeated(length, rows, rate, passes_s))}
         continued = dict[int, int]()
         if skipped and number is None:
             behind = {length: self._repeated(length, rows, rate, passes_s, skipped) for length in lengths}
             continued = {length: n for length, n in behind.items() if n}
-        rounds = HOLDS if skipped or repeated else RESTS
+        rounds = ENOUGH if is_try else HOLDS if skipped or repeated else RESTS
         return Decision(skipped, repeated, rounds, continued, promised=rate / full)
 
     def _full_s(self, rows: int, context: int) -> float:
@@ -188,14 +191,38 @@ class DraftLength:
         seen = [self.prices.seconds("verify", full, rows, rows * (1 + n), context) for n in range(most + 1)]
         return list(accumulate(reversed(seen), min))[::-1]
 
-    def _skipped(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> tuple[int, float]:
-        """Tokens to draft by skipped passes, and the tokens per second with so many."""
+    def _skipped(self, rows: int, k: int, context: int, passes_s: Sequence[float]) -> tuple[int, float, bool]:
+        """Tokens to draft by skipped passes, the tokens per second with the best number of them, and whether it is
+        another number that is tried again."""
         expected = self.acceptance.expected(SKIPPED, len(passes_s) - 1)
         rates, best, number = self._rates(rows, k, context, passes_s, expected), 0, self.schedule.draft_tokens
         for n in range(1, len(rates)):
             if number in (None, n) and rates[n] > rates[best] * (MARGIN if best == 0 else 1.0):
                 best = n
-        return best, rates[best]
+        tried = best
+        if best and number is None and self.prices.is_timed:
+            took_s = [rows * tokens / rate for tokens, rate in zip(expected, rates, strict=True)]
+            may_be = [
+                rows * tokens / (one_s - (1 - CHEAPER) * pass_s)
+                for tokens, one_s, pass_s in zip(expected, took_s, passes_s, strict=True)
+            ]
+            near = [n for n in (best - 1, best + 1) if 0 < n < len(rates) and may_be[n] > rates[best]]
+            tried = next((n for n in near if self._is_due(rows, n, best)), best)
+        return tried, rates[best], tried != best
+
+    def _is_due(self, rows: int, n: int, best: int) -> bool:
+        """Whether verifications of `n` drafts are to be tried again: there was none of late, and there is no other way
+        to see whether they became cheaper than by a few of them. Rows may have fewer drafts than were wanted, so a try
+        ends in any case."""
+        count, key = self.prices.num_verified(rows), (size_of(rows), n)
+        since = self._tries.get(key, -OLD)
+        is_known = self.prices.num_seen_since(rows, rows * (1 + n), max(since, count - OLD)) == ENOUGH
+        is_best_known = self.prices.num_seen_since(rows, rows * (1 + best), 0) == ENOUGH
+        if is_known or not is_best_known or 2 * ENOUGH <= count - since < OLD:
+            return False
+        if count - since >= OLD:
+            self._tries[key] = count
+        return True
 
     def _rates(
         self, rows: int, k: int, context: int, passes_s: Sequence[float], expected: Sequence[float]

@@ -9,7 +9,7 @@ Seconds per token count in those of a step at full depth by the cost model, so t
 No torch.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from statistics import median, median_low
 
@@ -89,6 +89,8 @@ class Hold:
     num_rounds: int = 0
     num_fed: int = 0
     """Rows of all rounds."""
+    fed_by_drafts: Counter[int] = field(default_factory=Counter)
+    """The same by how many drafts of skipped passes were wanted: that is counted anew within a hold."""
     num_made: float = 0
     """Tokens of these."""
     took_s: float = 0.0
@@ -104,6 +106,7 @@ class Hold:
         self._each.append(took_s / step_s)
         self.num_rounds += 1
         self.num_fed += rows
+        self.fed_by_drafts[self.decision.skipped] += rows
         self.num_made += made
         self.took_s += took_s
         self.step_s += step_s

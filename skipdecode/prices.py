@@ -24,10 +24,9 @@ LEAST = 8  # of so many times the least one counts: other processes make passes 
 # Passes of a number of drafts, before its price is by what they took; and passes of as many rows, until which it is
 # tried: rows may always have fewer drafts than were wanted.
 TRIES, TRIED_FOR = 2, 128
-# In the first few of so many passes of as many rows, a draft fewer or more than the newest one had is tried again where
-# it was not of late, and would be best were it so much cheaper: memory is fast or slow for seconds at a time, and the
-# best number of drafts changes with it.
-AGAIN_EVERY, AGAIN = 48, 0.9
+# Passes of as many rows without one of some size, after which its price is old: memory is fast or slow for seconds at a
+# time, and the best number of drafts changes with it.
+OLD = 64
 # Machines to decide by where the one at hand is not to be measured: 2 cores with matrix units and without, by order of
 # magnitude, and what the host does in a skipped pass and in a round with drafts (of the demo model, on a Xeon).
 REFERENCE_AMX = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=1e-6)
@@ -81,8 +80,7 @@ class Prices:
         self._known: dict[tuple[Any, ...], float] = {}
         self._rounds_s: dict[int, deque[float]] = {}
         self._verified: Counter[int] = Counter()  # passes, by their number of rows
-        self._seen_at: dict[Pass, deque[int]] = {}  # when the newest were, by that
-        self._newest: dict[int, int] = {}  # drafts of the newest, likewise
+        self._seen_at: dict[tuple[int, int], deque[int]] = {}  # by size: how many there were up to the newest of it
 
     @classmethod
     def of(cls, model: "Decoder", ceilings: Ceilings | None = None, *, keep: int | None = KEPT_TIMES) -> "Prices":
@@ -132,11 +130,7 @@ class Prices:
         seconds = self.model_s(plan, rows, tokens, context, outputs, kind) * self._ratio(kind, rows, tokens)
         if kind == "draft" and not self.is_timed:
             return seconds + HOST_DRAFT_S
-        if kind != "verify":
-            return seconds
-        if self._is_due(rows, tokens):
-            seconds *= AGAIN
-        if not self._is_next(rows, tokens):
+        if kind != "verify" or not self._is_next(rows, tokens):
             return seconds
         less = self.seconds(_less(rows, tokens), plan, rows, tokens - rows, context)
         return min(seconds, (seconds + less) / 2)
@@ -148,15 +142,13 @@ class Prices:
         own, less = ("verify", *_size(rows, tokens)), (_less(rows, tokens), *_size(rows, tokens - rows))
         return len(self._ratios.get(own, ())) < TRIES <= len(self._ratios.get(less, ()))
 
-    def _is_due(self, rows: int, tokens: int) -> bool:
-        """Whether a verification of so many tokens is to be tried again, or at last: one of a draft fewer or more was
-        the newest. It is for a few passes alone, since rows may always have fewer drafts than were wanted."""
-        size, drafts = _size(rows, tokens)
-        if not self.is_timed or self._keep is None or drafts < 1 or abs(drafts - self._newest.get(size, -1)) != 1:
-            return False
-        count, seen_at = self._verified[size], self._seen_at.get(("verify", size, drafts), deque[int]())
-        is_new = len(seen_at) == TRIES and seen_at[0] > count - AGAIN_EVERY // 2
-        return count % AGAIN_EVERY < 2 * TRIES and not is_new
+    def num_verified(self, rows: int) -> int:
+        """Verifications of as many rows so far."""
+        return self._verified[size_of(rows)]
+
+    def num_seen_since(self, rows: int, tokens: int, since: int) -> int:
+        """Of the newest ENOUGH verifications of that size those behind the first `since` of as many rows."""
+        return sum(at > since for at in self._seen_at.get(_size(rows, tokens), ()))
 
     def saw(
         self, kind: str, plan: LayerPlan, rows: int, tokens: int, context: int, took_s: float,
@@ -164,11 +156,13 @@ class Prices:
     ) -> None:  # fmt: skip
         """What such a pass took. `model_s`: by the cost model, where that is known."""
         if self.is_timed:
-            of = kind, size, drafts = (kind, *_size(rows, tokens))
+            of = (kind, *(size := _size(rows, tokens)))
             if kind == "verify":
-                self._verified[size] += 1
-                self._seen_at.setdefault(of, deque(maxlen=TRIES)).append(self._verified[size])
-                self._newest[size] = drafts
+                self._verified[size[0]] += 1
+                seen_at = self._seen_at.setdefault(size, deque(maxlen=ENOUGH))
+                if seen_at and self._verified[size[0]] - seen_at[-1] > OLD and self._keep is not None:
+                    self._ratios.pop(of, None)
+                seen_at.append(self._verified[size[0]])
             seen = self._ratios.setdefault(of, deque(maxlen=self._keep))
             if len(seen) < ENOUGH:
                 self._nearest.clear()

@@ -1,5 +1,7 @@
 """Decisions on drafts that a clock may overrule: what is asked of prices, probed, and judged."""
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -145,3 +147,51 @@ def test_luck_with_few_rounds_counts_little() -> None:
         paces.append(1 / length._pace(4)._gains[-1])
     assert max(paces[-6:]) < 1.05 * min(paces[-6:])
     assert paces[-1] == pytest.approx(1 / 3, rel=0.05)
+
+
+FIRST_MS, LATER_MS = {1: 90, 2: 95, 3: 115, 4: 150}, {1: 70, 2: 82}
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "later_ms", "best"),
+    [(FIRST_MS, FIRST_MS | LATER_MS, 2), (FIRST_MS | LATER_MS | {3: 110}, FIRST_MS | LATER_MS | {3: 98}, 3)],
+)
+@pytest.mark.parametrize("is_held", [False, True])
+def test_fewer_and_more_drafts_are_tried_again(
+    first_ms: dict[int, int], later_ms: dict[int, int], best: int, is_held: bool
+) -> None:
+    """As memory becomes faster or slower: what was best before is found not to be, and trying costs few rounds.
+    `is_held`: where rounds are short, drafts are counted once for several."""
+    schedule = Lossless(24, SkipDecode(24, 4, 4, 1, 32))
+    length = DraftLength(schedule, Prices(OPT, 2, ceilings=Ceilings(4.3e11, 3.2e10, 2e-6)))
+    draft, full = schedule.drafts.step(0), schedule.prefill()
+    length.prices.saw("full", full, 4, 4, 100, 0.08)
+    made, rng, number = [Counter[int](), Counter[int]()], random.Random(0), 0
+    while number < 700:
+        decision = length._wanted(4, 0, 100)
+        for _ in range(decision.rounds if is_held else 1):
+            for _ in range(4):
+                accepted = next((i for i in range(decision.skipped) if rng.random() > 0.93), decision.skipped)
+                length.acceptance.see([(SKIPPED, place) for place in range(decision.skipped)], accepted)
+            length.prices.saw("draft", draft, 4, 4, 100, 6.5e-3)
+            took_ms = (first_ms if number < 250 else later_ms).get(decision.skipped, 250)
+            length.prices.saw("verify", full, 4, 4 * (1 + decision.skipped), 100, took_ms / 1e3)
+            if number >= 100:
+                made[number >= 450][decision.skipped] += not 250 <= number < 450
+            number += 1
+    before, after = made
+    assert before.most_common(1)[0] == (5 - best, before[5 - best])
+    assert before[5 - best] > 0.8 * before.total(), before
+    assert after[best] > 0.8 * after.total(), after
+
+
+def test_a_hold_is_as_likely_as_each_of_its_rounds() -> None:
+    """Whatever the last one drafted: drafts are counted anew in between."""
+    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32), None, True), Prices(OPT, 2, ceilings=CEILINGS))
+    for _ in range(400):
+        length.acceptance.see([(SKIPPED, 0), (SKIPPED, 1), (SKIPPED, 2)], 3)
+    for skipped in (1, 3):
+        made = hold(replace(WANTED, skipped=2), 1.0, tokens=3.0)
+        made.decision = replace(made.decision, skipped=skipped)
+        made.add(4, 4 * (1 + skipped), 1.0, 1.0)
+        assert length._without_luck(made).num_made == pytest.approx(made.num_made, rel=0.03)

@@ -92,12 +92,12 @@ template <typename Finish>
 void multiply_int8(Team team, int64_t rows, WholeRows x, const Int8Weight& w, Finish finish) {
   const int64_t steps = w.steps(), blocks = (w.outputs + 31) / 32, groups = (rows + 15) / 16;
   const int64_t fit = GROUPS_BYTES / (steps * LINES), at_once = fit > GROUPS ? GROUPS : fit < 1 ? 1 : fit;
-#ifdef BACKEND_AVX512
-  const bool are_few = 2 * rows <= AT_ONCE;  // two lines of bytes each: they stay in registers
+#if defined(BACKEND_AVX512) && defined(IS_AMD)
+  const bool are_few = 2 * rows <= AT_ONCE;  // two lines of bytes each: sums stay in registers for all of a block's weights
 #else
   const bool are_few = false;
 #endif
-  // a part of a block's weights, 16 or 24 KiB, stays in the L1 cache while the rows go by
+  // else a part of these, 16 or 24 KiB, stays in the L1 cache while the rows go by
   const int64_t most = are_few ? steps : groups == 1 ? 12 : 8;
   const int64_t parts = (steps + most - 1) / most, each = (steps + parts - 1) / parts;
   thread_local Buffer<int32_t> kept;

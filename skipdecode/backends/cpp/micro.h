@@ -56,7 +56,7 @@ struct Unit {
 
 // `count` rows of x in tiles, at most 32 (where rows were widened, any), times the weights of 32 outputs: `steps` blocks
 // of 32 inputs. sums [rows][32] are added to where they are not `fresh`. x: `block` numbers from one block to the next.
-// `lines` lines of 64 bytes from `next` on are on their way to the L2 cache afterwards.
+// `lines` lines of 64 bytes from `next` on are on their way to the L2 cache afterwards, or to the L1 cache.
 void multiply_tiles(const float* x, int64_t block, int count, const float* w, int64_t steps, float* sums, bool fresh,
                     const char* next, int64_t lines);
 void multiply_tiles(const float* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,

@@ -19,12 +19,13 @@ namespace cpu {
 
 constexpr int AT_ONCE = 12;  // rows: 24 sums, two lines of weights, one number of x: 27 of 32 registers (Paired: 33, one spilled)
 
-// Up to so many rows a core waits for weights alone, and has them fetched into its L1 cache: of more rows these would push
-// each other out. Zen 4, times as fast by it: 1.1 to 1.6 at 1 row, 1.0 to 1.2 at 2 to 4. On Intel's cores not measured.
-#ifdef HAS_PAIRED
-constexpr int WAITING = 0;
-#else
+// Up to so many rows of this loop (an int8 row is two) a core waits for weights alone, and has them fetched into its L1
+// cache: of more rows these would push each other out. Zen 4, times as fast by it: 1.1 to 1.6 at 1 row, 1.0 to 1.2 at 2 to
+// 4. Not on Intel's cores, for the reason that `fetch` gives.
+#ifdef IS_AMD
 constexpr int WAITING = 4;
+#else
+constexpr int WAITING = 0;
 #endif
 
 constexpr int TILE_ROWS = 28;  // of 16 outputs: 28 sums, a line of weights (Paired: two of it, and a mask), x in memory
