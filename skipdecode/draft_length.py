@@ -24,7 +24,9 @@ MOST = 8  # tokens drafted at a time, where their number is free
 MARGIN = 1.03
 # Rounds without drafts until one tries again whether they are accepted, and rounds of a try.
 PROBE_EVERY, PROBE = 128, 4
-CHEAPER = 0.9  # times what its pass took once a draft fewer or more may take now: if that is best, it is tried again
+# Verifications of as many rows until a draft fewer or more is tried again, and times what such a pass took it may take now:
+# if it were best by that, it is tried.
+AGAIN_EVERY, CHEAPER = 64, 0.9
 STALE_S = 0.02  # after which drafts are counted anew: prices take 0.2 ms
 LEAST_CHANCE = 0.1  # of a repeated token: below it, looking for it costs more than it brings
 KEEP = 0.998  # of what was counted, at each count: old text says little about new
@@ -93,7 +95,9 @@ class DraftLength:
         self._paces: dict[int, Pace] = {}  # by size of batches
         self._budget = Budget()
         self._made: dict[tuple[bool, bool], tuple[float, float]] = {}  # by what drafts: tokens, and by acceptance
-        self._tries: dict[tuple[int, int], int] = {}  # verifications up to the last try, by size of batches and drafts
+        self._tries: dict[
+            int, tuple[int, int]
+        ] = {}  # the last, by size of batches: drafts, and verifications before it
         self._idle = 0  # rounds in which prices were against drafts
 
     def hold(self, rows: int, k: int, context: int, *, is_anew: bool = False) -> Hold:
@@ -160,7 +164,7 @@ class DraftLength:
         if self.schedule.may_rest:
             return wanted
         if drafts_by_skipping:
-            return replace(wanted, skipped=max(wanted.skipped, 1), rounds=HOLDS)
+            return replace(wanted, skipped=max(wanted.skipped, 1), rounds=min(wanted.rounds, HOLDS))
         return Decision(0, {length: wanted.repeated.get(length, 1) for length in lengths})
 
     def _pace(self, rows: int) -> Pace:
@@ -169,17 +173,17 @@ class DraftLength:
     def _by_prices(self, rows: int, k: int, context: int) -> Decision:
         number = self.schedule.draft_tokens
         passes_s = self._passes_s(rows, number or MOST, context)
-        skipped, rate, is_try = 0, (full := rows / self._full_s(rows, context)), False
+        skipped, rate, is_again = 0, (full := rows / self._full_s(rows, context)), False
         if self.schedule.drafts_by_skipping:
-            skipped, rate, is_try = self._skipped(rows, k, context, passes_s)
+            skipped, rate, is_again = self._skipped(rows, k, context, passes_s)
         lengths = range(SHORTEST, LONGEST + 1)
         repeated = {length: number or n for length in lengths if (n := self._repeated(length, rows, rate, passes_s))}
         continued = dict[int, int]()
         if skipped and number is None:
             behind = {length: self._repeated(length, rows, rate, passes_s, skipped) for length in lengths}
             continued = {length: n for length, n in behind.items() if n}
-        rounds = ENOUGH if is_try else HOLDS if skipped or repeated else RESTS
-        return Decision(skipped, repeated, rounds, continued, promised=rate / full)
+        rounds = ENOUGH if is_again else HOLDS if skipped or repeated else RESTS
+        return Decision(skipped, repeated, rounds, continued, promised=rate / full, is_again=is_again)
 
     def _full_s(self, rows: int, context: int) -> float:
         return self.prices.seconds("full", self.schedule.prefill(), rows, rows, context)
@@ -206,7 +210,9 @@ class DraftLength:
                 rows * tokens / (one_s - (1 - CHEAPER) * pass_s)
                 for tokens, one_s, pass_s in zip(expected, took_s, passes_s, strict=True)
             ]
-            near = [n for n in (best - 1, best + 1) if 0 < n < len(rates) and may_be[n] > rates[best]]
+            last, _ = self._tries.get(size_of(rows), (0, 0))
+            near = sorted((best - 1, best + 1), key=lambda n: n == last)  # by turns
+            near = [n for n in near if 0 < n < len(rates) and may_be[n] > rates[best]]
             tried = next((n for n in near if self._is_due(rows, n, best)), best)
         return tried, rates[best], tried != best
 
@@ -214,14 +220,16 @@ class DraftLength:
         """Whether verifications of `n` drafts are to be tried again: there was none of late, and there is no other way
         to see whether they became cheaper than by a few of them. Rows may have fewer drafts than were wanted, so a try
         ends in any case."""
-        count, key = self.prices.num_verified(rows), (size_of(rows), n)
-        since = self._tries.get(key, -OLD)
-        is_known = self.prices.num_seen_since(rows, rows * (1 + n), max(since, count - OLD)) == ENOUGH
-        is_best_known = self.prices.num_seen_since(rows, rows * (1 + best), 0) == ENOUGH
-        if is_known or not is_best_known or 2 * ENOUGH <= count - since < OLD:
+        count = self.prices.num_verified(rows)
+        last, since = self._tries.get(size_of(rows), (0, -AGAIN_EVERY))
+        if self.prices.num_seen_since(rows, rows * (1 + best), 0) < ENOUGH:
             return False
-        if count - since >= OLD:
-            self._tries[key] = count
+        if count - since < AGAIN_EVERY:
+            is_done = count - since >= 2 * ENOUGH or self.prices.num_seen_since(rows, rows * (1 + n), since) == ENOUGH
+            return n == last and not is_done
+        if self.prices.num_seen_since(rows, rows * (1 + n), count - OLD) == ENOUGH:
+            return False
+        self._tries[size_of(rows)] = n, count
         return True
 
     def _rates(

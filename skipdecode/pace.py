@@ -56,6 +56,8 @@ class Decision:
     """Prices speak against drafts (of skipped passes, where there are such)."""
     is_probe: bool = False
     """Some are made all the same, to see whether they are accepted."""
+    is_again: bool = False
+    """Of another number than the best one, to see what that many take by now."""
 
     @property
     def has_drafts(self) -> bool:
@@ -267,7 +269,7 @@ class Pace:
         if self.must_rest:
             return wanted.without_drafts(RESTS)
         if gain is None:
-            return replace(wanted, rounds=self._try)
+            return wanted if wanted.is_again else replace(wanted, rounds=self._try)
         count, promised = len(self._gains), min(wanted.promised, MOST_PROMISED)
         gain = (promised**PROMISED * gain**count) ** (1 / (PROMISED + count))
         self._pays = gain >= (1 / PAYS if self._pays else PAYS)
@@ -281,4 +283,4 @@ class Pace:
         self._patience = min(2 * self._patience, AT_MOST)
         self._gains.clear()  # what they gained then is not what they gain now
         self._short = []
-        return replace(wanted, rounds=self._try)
+        return wanted if wanted.is_again else replace(wanted, rounds=self._try)

@@ -26,7 +26,7 @@ LEAST = 8  # of so many times the least one counts: other processes make passes 
 TRIES, TRIED_FOR = 2, 128
 # Passes of as many rows without one of some size, after which its price is old: memory is fast or slow for seconds at a
 # time, and the best number of drafts changes with it.
-OLD = 64
+OLD = 48
 # Machines to decide by where the one at hand is not to be measured: 2 cores with matrix units and without, by order of
 # magnitude, and what the host does in a skipped pass and in a round with drafts (of the demo model, on a Xeon).
 REFERENCE_AMX = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=1e-6)

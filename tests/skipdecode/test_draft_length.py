@@ -15,10 +15,13 @@ from skipdecode.pace import (
     LOOK,
     RESTS,
     TRY,
+    Budget,
     Decision,
+    Hold,
+    Pace,
 )
 from skipdecode.plan import SkipDecode
-from skipdecode.prices import Prices
+from skipdecode.prices import ENOUGH, Prices
 from tests.support.holds import NONE, WANTED, hold
 
 OPT, CEILINGS = released("opt-1.3b"), Ceilings(1e12, 1e10, 1e-6)
@@ -154,7 +157,11 @@ FIRST_MS, LATER_MS = {1: 90, 2: 95, 3: 115, 4: 150}, {1: 70, 2: 82}
 
 @pytest.mark.parametrize(
     ("first_ms", "later_ms", "best"),
-    [(FIRST_MS, FIRST_MS | LATER_MS, 2), (FIRST_MS | LATER_MS | {3: 110}, FIRST_MS | LATER_MS | {3: 98}, 3)],
+    [
+        (FIRST_MS, FIRST_MS | LATER_MS, 2),
+        (FIRST_MS | LATER_MS | {3: 110}, FIRST_MS | LATER_MS | {3: 98}, 3),
+        (FIRST_MS | LATER_MS, FIRST_MS, 3),
+    ],
 )
 @pytest.mark.parametrize("is_held", [False, True])
 def test_fewer_and_more_drafts_are_tried_again(
@@ -195,3 +202,20 @@ def test_a_hold_is_as_likely_as_each_of_its_rounds() -> None:
         made.decision = replace(made.decision, skipped=skipped)
         made.add(4, 4 * (1 + skipped), 1.0, 1.0)
         assert length._without_luck(made).num_made == pytest.approx(made.num_made, rel=0.03)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_another_number_is_tried_for_few_rounds(rows: int) -> None:
+    """Also where drafts are not judged yet, and where some are always made."""
+    pace = Pace(rows, Budget())
+    look = Hold(replace(NONE, rounds=LOOK), rows, 100)
+    for _ in range(LOOK):
+        look.add(rows, rows, 1.0, 1.0)
+    pace.saw(look)
+    tried = replace(WANTED, rounds=ENOUGH, is_again=True)
+    assert pace.gain is None
+    assert pace.judge(tried) == tried
+    assert pace.judge(WANTED).rounds > ENOUGH or rows == 4
+    length = DraftLength(Lossless(24, SkipDecode(24, 4, 4, 1, 32)), Prices(OPT, 2, ceilings=CEILINGS))
+    length._by_prices = lambda *where: tried  # type: ignore[method-assign]
+    assert length.decide(rows, 0, 100) == tried
