@@ -24,8 +24,8 @@ MOST = 8  # tokens drafted at a time, where their number is free
 MARGIN = 1.03
 # Rounds without drafts until one tries again whether they are accepted, and rounds of a try.
 PROBE_EVERY, PROBE = 128, 4
-# Verifications of as many rows until a draft fewer or more is tried again, and times what such a pass took it may take now:
-# if it were best by that, it is tried.
+# Verifications of as many rows until a draft fewer or more is tried again, and times what such a pass took it may take
+# now: if it were best by that, it is tried.
 AGAIN_EVERY, CHEAPER = 64, 0.9
 STALE_S = 0.02  # after which drafts are counted anew: prices take 0.2 ms
 LEAST_CHANCE = 0.1  # of a repeated token: below it, looking for it costs more than it brings
