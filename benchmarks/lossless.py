@@ -43,6 +43,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.draft_length import MOST, DraftLength
 from skipdecode.families import config_of, released
 from skipdecode.generate import BatchResult, generate, run_to_the_end
+from skipdecode.hub import DEMO
 from skipdecode.lossless import Lossless, stored_drafts
 from skipdecode.placing import choose_dtype, dtype_name
 from skipdecode.plan import FullDepth
@@ -54,7 +55,7 @@ from skipdecode.speculative import SpeculativeBatch
 from skipdecode.tokenizer import Tokenizer
 from skipdecode.weights import load_model
 
-DEMO, ACCEPTED, PROMPT_TOKENS = "models/opt-e2e", 0.93, 64
+ACCEPTED, PROMPT_TOKENS = 0.93, 64
 PARTS = 9  # of all batches
 TINYLLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,

@@ -95,9 +95,7 @@ class DraftLength:
         self._paces: dict[int, Pace] = {}  # by size of batches
         self._budget = Budget()
         self._made: dict[tuple[bool, bool], tuple[float, float]] = {}  # by what drafts: tokens, and by acceptance
-        self._tries: dict[
-            int, tuple[int, int]
-        ] = {}  # the last, by size of batches: drafts, and verifications before it
+        self._tries: dict[int, tuple[int, int]] = {}  # by size of batches: the last drafts, verifications before them
         self._idle = 0  # rounds in which prices were against drafts
 
     def hold(self, rows: int, k: int, context: int, *, is_anew: bool = False) -> Hold:
@@ -205,16 +203,20 @@ class DraftLength:
                 best = n
         tried = best
         if best and number is None and self.prices.is_timed:
-            took_s = [rows * tokens / rate for tokens, rate in zip(expected, rates, strict=True)]
-            may_be = [
-                rows * tokens / (one_s - (1 - CHEAPER) * pass_s)
-                for tokens, one_s, pass_s in zip(expected, took_s, passes_s, strict=True)
-            ]
-            last, _ = self._tries.get(size_of(rows), (0, 0))
-            near = sorted((best - 1, best + 1), key=lambda n: n == last)  # by turns
-            near = [n for n in near if 0 < n < len(rates) and may_be[n] > rates[best]]
-            tried = next((n for n in near if self._is_due(rows, n, best)), best)
+            tried = self._tried_again(rows, best, expected, rates, passes_s)
         return tried, rates[best], tried != best
+
+    def _tried_again(
+        self, rows: int, best: int, expected: Sequence[float], rates: Sequence[float], passes_s: Sequence[float]
+    ) -> int:
+        """A draft fewer or more than the `best` number where that is due and may be better; else `best`."""
+        last, _ = self._tries.get(size_of(rows), (0, 0))
+        for n in sorted((best - 1, best + 1), key=lambda n: n == last):  # by turns
+            if 0 < n < len(rates):
+                least_s = rows * expected[n] / rates[n] - (1 - CHEAPER) * passes_s[n]
+                if rows * expected[n] / least_s > rates[best] and self._is_due(rows, n, best):
+                    return n
+        return best
 
     def _is_due(self, rows: int, n: int, best: int) -> bool:
         """Whether verifications of `n` drafts are to be tried again: there was none of late, and there is no other way

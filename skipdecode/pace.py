@@ -89,10 +89,8 @@ class Hold:
     is_anew: bool = False
     """Rows have come or gone: whatever the first round does, it lays calls out for it."""
     num_rounds: int = 0
-    num_fed: int = 0
-    """Rows of all rounds."""
     fed_by_drafts: Counter[int] = field(default_factory=Counter)
-    """The same by how many drafts of skipped passes were wanted: that is counted anew within a hold."""
+    """Rows of all rounds by how many drafts of skipped passes were wanted: that is counted anew within a hold."""
     num_made: float = 0
     """Tokens of these."""
     took_s: float = 0.0
@@ -107,11 +105,15 @@ class Hold:
         """One round."""
         self._each.append(took_s / step_s)
         self.num_rounds += 1
-        self.num_fed += rows
         self.fed_by_drafts[self.decision.skipped] += rows
         self.num_made += made
         self.took_s += took_s
         self.step_s += step_s
+
+    @property
+    def num_fed(self) -> int:
+        """Rows of all rounds."""
+        return self.fed_by_drafts.total()
 
     @property
     def has_pace(self) -> bool:

@@ -32,6 +32,7 @@ from pipeline.service.config import load_serve_file
 from pipeline.service.run import running
 from pipeline.units import Json, Note
 from skipdecode.families import released
+from skipdecode.hub import DEMO
 from skipdecode.weights import save_model
 
 Positive = Annotated[float, Field(gt=0)]
@@ -50,7 +51,7 @@ class System(Section):
 
 
 class ServeBenchConfig(Section):
-    source: str | None = "models/opt-e2e"
+    source: str | None = DEMO
     """A checkpoint; or null and `shape`, a released shape with random weights."""
     shape: str | None = None
     """A released shape, in place of `source`."""
@@ -131,7 +132,7 @@ def checkpoint(config: ServeBenchConfig) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(released(config.shape), device="cpu", dtype=torch.float32)
         save_model(model, folder)
-        tokenizer = Path(config.tokenizer or "models/opt-e2e") / "tokenizer.json"
+        tokenizer = Path(config.tokenizer or DEMO) / "tokenizer.json"
         (Path(folder) / "tokenizer.json").write_bytes(tokenizer.read_bytes())
         yield folder
 

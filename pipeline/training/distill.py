@@ -21,12 +21,13 @@ from pipeline.training.plan import stored_dtype, train_config
 from pipeline.training.records import fitting
 from pipeline.units import Json, Note
 from skipdecode.config import DecoderConfig
+from skipdecode.hub import DEMO
 from skipdecode.weights import load_model, save_model
 
 # arXiv 2410.03960, section 3.3, and its authors' training code: the model frozen, KL at temperature 2, Adam without
 # weight decay, learning rate 2e-4 falling linearly to 0, one epoch. (There the warm-up is 5 % of the steps.)
 DEFAULTS: dict[str, Json] = {
-    "model": {"source": "models/opt-e2e", "swiftkv": {}},
+    "model": {"source": DEMO, "swiftkv": {}},
     "train": {
         "schedules": [{"method": "full", "prefill": "swiftkv"}],
         "trainable": "swiftkv",
