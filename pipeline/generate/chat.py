@@ -12,6 +12,10 @@ from pipeline.units import Note, count
 from skipdecode.hub import resolve_source
 
 REMEDY = "set input.chat_template to a file that has one"
+UNUSED = (
+    "input.chat: the checkpoint has a chat template, but prompts are given to it as they are; "
+    "input.chat=true makes each a message of a user, input.chat=false says that this is meant"
+)
 
 
 def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate | None:
@@ -35,7 +39,7 @@ def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate 
 def used_chat_template(
     chat: ChatTemplate | None, config: JobConfig, format: str, scans: Sequence[FileScan], note: Note
 ) -> ChatTemplate | None:
-    """None where no prompt goes through it."""
+    """None where no prompt goes through it, which is said where nobody may have meant that."""
     chats = sum(scan.num_chats for scan in scans)
     if format == "openai_batch" and chats and chat is None:
         if chats == sum(scan.num_documents for scan in scans):
@@ -45,4 +49,8 @@ def used_chat_template(
             )
         why = "the checkpoint has no template that can be used"
         note(f"input.chat_template: {count(chats, 'chat')} will fail, since {why}; {REMEDY}")
-    return chat if chats or config.input.is_chat else None
+    if chats or config.input.is_chat:
+        return chat
+    if chat is not None and format != "openai_batch" and "chat" not in config.input.model_fields_set:
+        note(UNUSED)
+    return None

@@ -146,3 +146,20 @@ def test_batch_files_ask_for_it_by_their_lines(tmp_path: Path) -> None:
     assert "1 chat will fail" in notes[0]
     with pytest.raises(ConfigError, match=r"input\.chat_template: every line is a chat"):
         used(3, 3, None)
+
+
+def test_plain_prompts_to_a_chat_model_are_remarked_on_where_nobody_said_that_they_are_meant(tmp_path: Path) -> None:
+    chat, notes = find(make_model(tmp_path / "model", "chatml")), list[str]()
+    scans: Any = [SimpleNamespace(num_chats=0, num_documents=3)]
+    for own, format, keys in (
+        (chat, "jsonl", {"chat": False}),
+        (chat, "jsonl", {"chat": True}),
+        (chat, "jsonl", {"messages_column": "m"}),
+        (None, "jsonl", {}),
+        (chat, "openai_batch", {}),
+    ):
+        used_chat_template(own, JobConfig(input=InputConfig(**keys)), format, scans, notes.append)
+    assert not notes
+    assert used_chat_template(chat, JobConfig(), "jsonl", scans, notes.append) is None
+    assert len(notes) == 1
+    assert "input.chat=true makes each a message of a user" in notes[0]

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
 
+from pipeline.config import InputConfig
 from pipeline.input.files import list_input
 from pipeline.input.formats import parse_suffix
 from pipeline.input.paths import resolve_path
@@ -120,8 +121,10 @@ def test_files_of_one_name_from_two_paths_get_different_ids(tmp_path: Path) -> N
     assert column(read_rows((a, b)), "id") == ["a/f.txt:0", "b/f.txt:0"]
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    refuse(tmp_path / "gone", r"input\.path: .*gone: no such file")
+def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuse(InputConfig().path, r"input\.path: prompts/: no such file or folder; -i names where the prompts are$")
+    refuse(tmp_path / "gone", r"input\.path: .*gone: no such file or folder$")
     refuse(tmp_path / "gone" / "*.txt", r"input\.path: .*gone/\*\.txt: no such file")
     (tmp_path / "empty").mkdir()
     refuse(tmp_path / "empty", r"input\.path: .*empty: no file matches")
