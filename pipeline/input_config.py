@@ -34,7 +34,8 @@ class InputConfig(Section):
     messages_column: Annotated[str, Field(min_length=1)] | None = None
     """Where a conversation is: a list of `{role, content}`, or its JSON; it goes through the chat template."""
     chat: bool = False
-    """Whether the prompt, or what a template makes, is a message of the user's for the chat template."""
+    """Whether the prompt, or what a template makes, is a message of the user's for the chat template. A model with a
+    template is remarked on where the key is not given."""
     system: Annotated[str, Field(min_length=1)] | None = None
     """A system message before each conversation that has none; needs `chat` or `messages_column`."""
     chat_template: Annotated[str, Field(min_length=1)] = "auto"

@@ -12,9 +12,9 @@ from pipeline.units import Note, count
 from skipdecode.hub import resolve_source
 
 REMEDY = "set input.chat_template to a file that has one"
-UNUSED = (
-    "input.chat: the checkpoint has a chat template, but prompts are given to it as they are; "
-    "input.chat=true makes each a message of a user, input.chat=false says that this is meant"
+PASSED_BY = (
+    "input.chat: the model has a chat template, and prompts are given as they are; input.chat=true makes each a "
+    "message of a user. Leave it false where prompts hold the template already, or the model was tuned without it"
 )
 
 
@@ -39,7 +39,7 @@ def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate 
 def used_chat_template(
     chat: ChatTemplate | None, config: JobConfig, format: str, scans: Sequence[FileScan], note: Note
 ) -> ChatTemplate | None:
-    """None where no prompt goes through it, which is said where nobody may have meant that."""
+    """None where no prompt goes through it."""
     chats = sum(scan.num_chats for scan in scans)
     if format == "openai_batch" and chats and chat is None:
         if chats == sum(scan.num_documents for scan in scans):
@@ -49,8 +49,11 @@ def used_chat_template(
             )
         why = "the checkpoint has no template that can be used"
         note(f"input.chat_template: {count(chats, 'chat')} will fail, since {why}; {REMEDY}")
-    if chats or config.input.is_chat:
-        return chat
-    if chat is not None and format != "openai_batch" and "chat" not in config.input.model_fields_set:
-        note(UNUSED)
-    return None
+    return chat if chats or config.input.is_chat else None
+
+
+def passed_by(chat: ChatTemplate | None, config: JobConfig, format: str) -> str | None:
+    """A remark on a template that no prompt goes through, where nobody said that this is meant: of a new run, since no
+    run goes on with another. None: there is nothing to say. `chat`: of `find_chat_template`."""
+    is_meant = "chat" in config.input.model_fields_set or config.input.is_chat or config.model.adapter is not None
+    return None if chat is None or is_meant or format == "openai_batch" else PASSED_BY

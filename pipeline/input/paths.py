@@ -58,10 +58,8 @@ def find_files(
     """FileInfos of one entry of `input.path`, sorted, and the folder that their names are relative to."""
     start = filesystem.get_file_info(base)
     if start.type == pafs.FileType.NotFound:
-        is_chosen = (given,) != InputConfig.model_fields["path"].default
-        raise ConfigError(
-            "input.path", f"{given}: no such file or folder" + ("" if is_chosen else "; -i names where the prompts are")
-        )
+        hint = "" if "path" in config.model_fields_set else "; -i names where the prompts are"
+        raise ConfigError("input.path", f"{given}: no such file or folder{hint}")
     hits = _expand(filesystem, start, pattern) if pattern else [start]
     infos: dict[str, pafs.FileInfo] = {}
     for hit in hits:

@@ -12,11 +12,20 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
 
-from pipeline.config import InputConfig
+from pipeline.config import ConfigError, InputConfig
 from pipeline.input.files import list_input
 from pipeline.input.formats import parse_suffix
 from pipeline.input.paths import resolve_path
-from tests.support.input_helpers import column, make_config, read_rows, refuse, write, write_jsonl, write_parquet
+from tests.support.input_helpers import (
+    column,
+    make_config,
+    make_plan,
+    read_rows,
+    refuse,
+    write,
+    write_jsonl,
+    write_parquet,
+)
 
 
 def corpus(root: Path) -> Path:
@@ -123,7 +132,11 @@ def test_files_of_one_name_from_two_paths_get_different_ids(tmp_path: Path) -> N
 
 def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    refuse(InputConfig().path, r"input\.path: prompts/: no such file or folder; -i names where the prompts are$")
+    with pytest.raises(
+        ConfigError, match=r"input\.path: prompts/: no such file or folder; -i names where the prompts are$"
+    ):
+        make_plan(InputConfig())
+    refuse("prompts/", r"input\.path: prompts/: no such file or folder$")
     refuse(tmp_path / "gone", r"input\.path: .*gone: no such file or folder$")
     refuse(tmp_path / "gone" / "*.txt", r"input\.path: .*gone/\*\.txt: no such file")
     (tmp_path / "empty").mkdir()
