@@ -10,7 +10,7 @@ from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, 
 from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
 from pipeline.estimate.words import lines
-from pipeline.generate.chat import find_chat_template, passed_by, used_chat_template
+from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
 from pipeline.generate.plan import check_score_columns
 from pipeline.generate.spec import make_sampling, tokenize_config
 from pipeline.input.files import Listing
@@ -40,7 +40,7 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, n
     plan = plan_input(listing, scans, config.input)
     check_score_columns(plan, config)
     chat = find_chat_template(config, worker.model)
-    if remark := passed_by(chat, config, listing.format):
+    if remark := unused_chat_template(chat, config, listing.format):
         note(remark)
     chat = used_chat_template(chat, config, listing.format, scans, note)
     columns = columns_of(scans, listing.format)

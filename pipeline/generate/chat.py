@@ -12,7 +12,7 @@ from pipeline.units import Note, count
 from skipdecode.hub import resolve_source
 
 REMEDY = "set input.chat_template to a file that has one"
-PASSED_BY = (
+UNUSED = (
     "input.chat: the model has a chat template, and prompts are given as they are; input.chat=true makes each a "
     "message of a user. Leave it false where prompts hold the template already, or the model was tuned without it"
 )
@@ -52,8 +52,8 @@ def used_chat_template(
     return chat if chats or config.input.is_chat else None
 
 
-def passed_by(chat: ChatTemplate | None, config: JobConfig, format: str) -> str | None:
-    """A remark on a template that no prompt goes through, where nobody said that this is meant: of a new run, since no
-    run goes on with another. None: there is nothing to say. `chat`: of `find_chat_template`."""
+def unused_chat_template(chat: ChatTemplate | None, config: JobConfig, format: str) -> str | None:
+    """A remark where the model has a template (`chat`, of `find_chat_template`), prompts are given as they are, and
+    nobody said that this is meant. For new runs: one that was begun cannot change it. None: there is nothing to say."""
     is_meant = "chat" in config.input.model_fields_set or config.input.is_chat or config.model.adapter is not None
-    return None if chat is None or is_meant or format == "openai_batch" else PASSED_BY
+    return None if chat is None or is_meant or format == "openai_batch" else UNUSED

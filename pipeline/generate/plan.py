@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
 from pipeline.cluster import Cluster, Pool, find_pool, start_ray
 from pipeline.config import ConfigError, JobConfig
-from pipeline.generate.chat import find_chat_template, passed_by, used_chat_template
+from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
 from pipeline.generate.ending import stop_on_sigterm
 from pipeline.generate.fingerprint import fingerprint, keeps_newlines
 from pipeline.generate.places import check_apart, check_output, has_all_rows, left_as_found
@@ -87,7 +87,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, note: Note
     columns = columns_of(scans, listing.format)
     for text in unknown_names(config.input, columns):
         note(text)
-    if earlier is None and (remark := passed_by(chat, config, listing.format)):
+    if earlier is None and (remark := unused_chat_template(chat, config, listing.format)):
         note(remark)
     chat = used_chat_template(chat, config, listing.format, scans, note)
     prints = fingerprint(config, model.decode, model.folder, dtype, plan, chat)

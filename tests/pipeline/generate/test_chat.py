@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from actors.chat_template import ChatTemplate
 from pipeline.checkpoint import ResolvedModel
 from pipeline.config import ConfigError, InputConfig, JobConfig, ModelConfig, SamplingConfig
-from pipeline.generate.chat import PASSED_BY, find_chat_template, passed_by, used_chat_template
+from pipeline.generate.chat import UNUSED, find_chat_template, unused_chat_template, used_chat_template
 from pipeline.input.expansion import Expansion
 from pipeline.input.openai_rows import CHAT_URL
 from pipeline.input.prompting import Prompter
@@ -150,9 +150,9 @@ def test_batch_files_ask_for_it_by_their_lines(tmp_path: Path) -> None:
 
 def test_plain_prompts_to_a_chat_model_are_remarked_on_where_nobody_said_that_they_are_meant(tmp_path: Path) -> None:
     chat = find(make_model(tmp_path / "model", "chatml"))
-    assert passed_by(chat, JobConfig(), "jsonl") == PASSED_BY
-    assert passed_by(chat, JobConfig(), "openai_batch") is None
-    assert passed_by(None, JobConfig(), "jsonl") is None
+    assert unused_chat_template(chat, JobConfig(), "jsonl") == UNUSED
+    assert unused_chat_template(chat, JobConfig(), "openai_batch") is None
+    assert unused_chat_template(None, JobConfig(), "jsonl") is None
     for keys in ({"chat": False}, {"chat": True}, {"messages_column": "m"}):
-        assert passed_by(chat, JobConfig(input=InputConfig(**keys)), "jsonl") is None
-    assert passed_by(chat, JobConfig(model=ModelConfig(adapter="tuned")), "jsonl") is None
+        assert unused_chat_template(chat, JobConfig(input=InputConfig(**keys)), "jsonl") is None
+    assert unused_chat_template(chat, JobConfig(model=ModelConfig(adapter="tuned")), "jsonl") is None
