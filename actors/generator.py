@@ -14,29 +14,29 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from actors.baseline import Turns, predicted
-from actors.batching import Batch
-from actors.cutting import Cutting, sharing_in
-from actors.devices import is_lost
+from actors.batching.buckets import Batch
+from actors.batching.full_depth_sample import Turns, predicted
+from actors.batching.memory_budget import DETERMINISTIC_ROWS, Room
+from actors.batching.prefix_batches import NOMINAL, PromptPrices
+from actors.batching.prompt_scoring import is_scored_alone, score_alone, scored
+from actors.batching.windows import Cutting, sharing_in
 from actors.generator_config import GeneratorConfig as GeneratorConfig
-from actors.loading import load, make_graphs
-from actors.records import Answer, RowFailure, WindowResult, agreement, figures
-from actors.room import DETERMINISTIC_ROWS, Room
-from actors.scoring import is_scored_alone, score_alone, scored
-from actors.sharing_plan import NOMINAL, PromptPrices
-from skipdecode.cost import Ceilings, measure_ceilings
-from skipdecode.draft_length import DraftLength
-from skipdecode.generate import BatchResult, Completion, Request, generate, generate_lossless
-from skipdecode.lossless import Lossless
-from skipdecode.placing import dtype_name
-from skipdecode.plan import FullDepth, LayerPlan, Schedule
-from skipdecode.prefix import Sharing
-from skipdecode.prices import Prices
-from skipdecode.schedule import known_acceptance, make_schedule
-from skipdecode.shortlist import Shortlist
-from skipdecode.step_graphs import plans_of
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
+from actors.gpu_memory import is_lost
+from actors.model_loading import load, make_graphs
+from actors.results import Answer, RowFailure, WindowResult, agreement, figures
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.cost.roofline import Ceilings, measure_ceilings
+from skipdecode.engine.cuda_graphs import plans_of
+from skipdecode.engine.generate import BatchResult, Completion, Request, generate, generate_lossless
+from skipdecode.engine.prefix_sharing import Sharing
+from skipdecode.engine.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
+from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.schedules.from_config import known_acceptance, make_schedule
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule
+from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.latency_model import Prices
 
 logger = logging.getLogger(__name__)
 

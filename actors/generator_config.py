@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.config import Quantization
-from skipdecode.gpus import MEMORY_SHARE
+from skipdecode.config.model import Quantization
+from skipdecode.cost.gpu_specs import MEMORY_SHARE
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class GeneratorConfig:
     quantization: Quantization | None = None
     device: str = "auto"
     num_devices: int = 1
-    """That the layers lie on, in turns (`skipdecode.placing`): of a model that does not fit one of them."""
+    """That the layers lie on, in turns (`skipdecode.model.pipeline_parallel`): of a model that does not fit one of
+    them."""
     num_threads: int | None = None
     batch_size: int | None = None
     """None: as many rows as fit, at most MAX_BATCH_ROWS."""

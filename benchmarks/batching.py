@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from actors.bench import random_model
-from pipeline.cluster import num_cores
-from pipeline.machine import provenance
-from skipdecode.cost import cache_bytes_per_row
-from skipdecode.decoder import Decoder
+from actors.measuring.bench import random_model
+from pipeline.cluster.machine import provenance
+from pipeline.cluster.pool import num_cores
+from skipdecode.config.sampling import Sampling
+from skipdecode.cost.roofline import cache_bytes_per_row
+from skipdecode.engine.generate import Request, generate, generate_continuous
 from skipdecode.families import released
-from skipdecode.generate import Request, generate, generate_continuous
-from skipdecode.placing import choose_dtype, dtype_name
-from skipdecode.plan import FullDepth, Schedule
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.plan import FullDepth, Schedule
 
 SHAPE, ROWS, BATCH, HORIZON = "opt-125m", 256, 64, 63
 LENGTHS = {"even": ([64], [1.0]), "skewed": ([16, 32, 256], [0.6, 0.3, 0.1])}  # new tokens, shares

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from actors.loading import keep_loaded
-from pipeline.cluster import num_cores
-from pipeline.demo_corpus import make_prompts
-from pipeline.machine import provenance
-from skipdecode.decoder import Decoder
-from skipdecode.generate import generate
-from skipdecode.placing import choose_dtype, dtype_name
-from skipdecode.plan import FullDepth
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.weights import load_model
+from actors.model_loading import keep_loaded
+from pipeline.cluster.machine import provenance
+from pipeline.cluster.pool import num_cores
+from pipeline.demo.corpus import make_prompts
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
+from skipdecode.schedules.plan import FullDepth
 
 WAYS = {
     "greedy": {"temperature": 0.0},

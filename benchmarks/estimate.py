@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from pipeline.demo_corpus import make_prompts
-from pipeline.machine import provenance
+from pipeline.cluster.machine import provenance
+from pipeline.demo.corpus import make_prompts
 
 TEMPLATES = '{"plain": "{{ prompt }}", "again": "{{ prompt }}, familyFriendly[yes]"}'
 CORPORA: dict[str, tuple[float, list[str]]] = {  # documents for each of --rows, and what the run is told

@@ -3,7 +3,7 @@
     python -m benchmarks.hf_finetune MODEL --train train.jsonl --validation dev.jsonl -o FOLDER
 
 Says whether full depth as tuned here is as good as anyone's. Batches, learning rates, AdamW and clipping are those of
-`actors.trainer`; forward, backward and adapter are theirs. MODEL is a Hugging Face folder. Needs peft and
+`actors.training.trainer`; forward, backward and adapter are theirs. MODEL is a Hugging Face folder. Needs peft and
 transformers (the extra `test`). The adapter goes to FOLDER in PEFT's format; one JSON document on stdout.
 """
 
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.train_config import TrainConfig, learning_rate
-from actors.train_workers import Pair
-from actors.trainer import length_sorted_batches
+from actors.training.recipe import TrainConfig, learning_rate
+from actors.training.trainer import length_sorted_batches
+from actors.training.workers import Pair
 
 IGNORED = -100
 

@@ -29,31 +29,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.bench import random_model
-from actors.draft_times import VERIFIED, time_drafts, time_steps
-from actors.loading import keep_loaded
+from actors.measuring.bench import random_model
+from actors.measuring.draft_times import VERIFIED, time_drafts, time_steps
+from actors.model_loading import keep_loaded
 from benchmarks.lossless_expected import Part, Typical
-from pipeline.cluster import num_cores
-from pipeline.demo_corpus import make_prompts
-from pipeline.machine import provenance
-from skipdecode.chain import Chain
-from skipdecode.cohort import now
-from skipdecode.cost import Ceilings, measure_ceilings, predict_s
-from skipdecode.decoder import Decoder
-from skipdecode.draft_length import MOST, DraftLength
+from pipeline.cluster.machine import provenance
+from pipeline.cluster.pool import num_cores
+from pipeline.demo.corpus import make_prompts
+from skipdecode.checkpoint.hub import DEMO
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
+from skipdecode.engine.generate import BatchResult, generate, run_to_the_end
+from skipdecode.engine.request import Request
+from skipdecode.engine.static_batch import now
 from skipdecode.families import config_of, released
-from skipdecode.generate import BatchResult, generate, run_to_the_end
-from skipdecode.hub import DEMO
-from skipdecode.lossless import Lossless, stored_drafts
-from skipdecode.placing import choose_dtype, dtype_name
-from skipdecode.plan import FullDepth
-from skipdecode.prices import Prices
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
-from skipdecode.speculative import SpeculativeBatch
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.weights import load_model
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.lossless import Lossless, stored_drafts
+from skipdecode.schedules.plan import FullDepth
+from skipdecode.speculative.draft import Chain
+from skipdecode.speculative.draft_length import MOST, DraftLength
+from skipdecode.speculative.latency_model import Prices
+from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 ACCEPTED, PROMPT_TOKENS = 0.93, 64
 PARTS = 9  # of all batches

@@ -13,12 +13,12 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 
-from skipdecode.cohort import carried_rows
-from skipdecode.draft_length import MOST, SKIPPED, DraftLength
-from skipdecode.generate import BatchResult
-from skipdecode.lossless import Lossless
-from skipdecode.prices import Prices
-from skipdecode.request import Request
+from skipdecode.engine.generate import BatchResult
+from skipdecode.engine.request import Request
+from skipdecode.engine.static_batch import carried_rows
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.speculative.draft_length import MOST, SKIPPED, DraftLength
+from skipdecode.speculative.latency_model import Prices
 
 TRIED = 512  # batches of chance, so many of each that was measured, or one
 

@@ -33,16 +33,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from actors.bench import random_model
 from actors.generator import Generator, GeneratorConfig
-from pipeline.cluster import num_cores
-from pipeline.demo_corpus import make_prompts
-from pipeline.machine import provenance
-from skipdecode.config import DecoderConfig
+from actors.measuring.bench import random_model
+from pipeline.cluster.machine import provenance
+from pipeline.cluster.pool import num_cores
+from pipeline.demo.corpus import make_prompts
+from skipdecode.checkpoint.weights import save_model
+from skipdecode.config.model import DecoderConfig
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request
 from skipdecode.families import OPTConfig, read_config, released
-from skipdecode.generate import Request
-from skipdecode.sampling import Sampling
-from skipdecode.weights import save_model
 
 MODEL = "models/opt-e2e"
 SETTLE_S = 10.0  # until an idle Ray has started all that it starts
@@ -137,7 +137,8 @@ def steady(rounds: int, num_rows: int, shape: str | None, batch_size: int, threa
 @contextmanager
 def idle_ray() -> Iterator[None]:
     """One of its own, which has settled, with a driver that waits."""
-    code = "import sys; from pipeline.cluster import start_ray; start_ray(); print('up', flush=True); sys.stdin.read()"
+    code = "import sys; from pipeline.cluster.pool import start_ray; start_ray(); print('up', flush=True); "
+    "sys.stdin.read()"
     driver = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert driver.stdin
     assert driver.stdout

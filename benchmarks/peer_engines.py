@@ -99,15 +99,15 @@ def our_backend(device: str) -> dict[str, str]:
 def ours(spec: Spec) -> Engine:
     import torch
 
-    from actors.bench import make_graphs
-    from skipdecode.cost import measure_ceilings
-    from skipdecode.draft_length import DraftLength
-    from skipdecode.generate import Request, generate, generate_lossless
-    from skipdecode.lossless import Lossless, stored_drafts
-    from skipdecode.prices import Prices
-    from skipdecode.sampling import Sampling
-    from skipdecode.schedule import make_schedule
-    from skipdecode.weights import load_model
+    from actors.measuring.bench import make_graphs
+    from skipdecode.checkpoint.weights import load_model
+    from skipdecode.config.sampling import Sampling
+    from skipdecode.cost.roofline import measure_ceilings
+    from skipdecode.engine.generate import Request, generate, generate_lossless
+    from skipdecode.schedules.from_config import make_schedule
+    from skipdecode.schedules.lossless import Lossless, stored_drafts
+    from skipdecode.speculative.draft_length import DraftLength
+    from skipdecode.speculative.latency_model import Prices
 
     torch.set_num_threads(spec.threads)
     plain = spec.name.removesuffix("-int8")

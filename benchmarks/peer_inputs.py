@@ -29,9 +29,9 @@ def checkpoint(source: str, work: Path, dtype: str) -> Path:
         return Path(source).resolve()
     import torch
 
-    from actors.bench import random_model
+    from actors.measuring.bench import random_model
+    from skipdecode.checkpoint.weights import save_model
     from skipdecode.families import released
-    from skipdecode.weights import save_model
 
     target = work / f"{source}-{dtype}"
     if not (target / "merges.txt").is_file():  # written last

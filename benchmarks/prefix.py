@@ -27,24 +27,24 @@ from typing import Any
 
 import torch
 
-from actors.batching import Batch, cut_batches
-from actors.bench import random_model
+from actors.batching.buckets import Batch, cut_batches
+from actors.batching.memory_budget import MAX_BATCH_ROWS
+from actors.batching.prefix_batches import PromptPrices, cut_window
 from actors.generator import GeneratorConfig
-from actors.room import MAX_BATCH_ROWS
-from actors.sharing_plan import PromptPrices, cut_window
+from actors.measuring.bench import random_model
 from benchmarks.peer_engines import Spec
 from benchmarks.peer_worker import Contestant, PeerError
-from pipeline.cluster import num_cores
-from pipeline.machine import provenance
-from skipdecode.cost import Ceilings, measure_ceilings, predict_s
-from skipdecode.decoder import Decoder
+from pipeline.cluster.machine import provenance
+from pipeline.cluster.pool import num_cores
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
+from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.prefix_sharing import Sharing, share
 from skipdecode.families import released
-from skipdecode.generate import Request, generate
-from skipdecode.placing import choose_dtype, dtype_name
-from skipdecode.plan import FullDepth
-from skipdecode.prefix import Sharing, share
-from skipdecode.sampling import Sampling
-from skipdecode.weights import load_model
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
+from skipdecode.schedules.plan import FullDepth
 
 BUCKETS = GeneratorConfig("", {}).length_buckets
 

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
-from pipeline.cluster import num_cores, start_ray
-from pipeline.config import InputConfig
+from pipeline.cluster.pool import num_cores, start_ray
+from pipeline.config.job import InputConfig
 from pipeline.generate.row_index import TASK, index_outputs, mark_rows, match_rows, scan_input
 from pipeline.input.files import list_input
 from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY

@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `python benchmarks/simulate.py`
 
 from benchmarks.simulation import SHARES, Plan, simulate  # noqa: E402
+from skipdecode.cost.gpu_specs import gpu_named  # noqa: E402
+from skipdecode.cost.predict import Workload, prompt_token_s, step_s  # noqa: E402
 from skipdecode.families import released  # noqa: E402
-from skipdecode.gpus import gpu_named  # noqa: E402
-from skipdecode.schedule import make_schedule  # noqa: E402
-from skipdecode.step_model import Workload, prompt_token_s, step_s  # noqa: E402
+from skipdecode.schedules.from_config import make_schedule  # noqa: E402
 
 FIT_ROWS = (8, 64)  # between which a step's time is nearly a line
 RESULT = ROOT / "benchmarks/results/2026-11-22-bench-opt-125m-cpu.json"
@@ -57,7 +57,7 @@ class StepTimes:
 
     @classmethod
     def of_gpu(cls, gpu: str, shape: str, schedule: str, work: Workload) -> "StepTimes":
-        """Predicted from a data sheet (`skipdecode.step_model`), in the middle of answers of `work.new_tokens`."""
+        """Predicted from a data sheet (`skipdecode.cost.predict`), in the middle of answers of `work.new_tokens`."""
         config, device = released(shape), gpu_named(gpu)
         method, _, speedup = schedule.partition(" ")
         decode: dict[str, object] = {"method": method} | ({"speedup": float(speedup)} if speedup else {})

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import jobs.cli
 import jobs.generate
 import pipeline.generate.dataset
-from actors.records import WindowResult
+from actors.results import WindowResult
 from pipeline.stages.decode import DecodeStage
-from pipeline.stages.decoder import Decoder
-from skipdecode.generate import Completion, Request
+from pipeline.stages.model_thread import Decoder
+from skipdecode.engine.generate import Completion, Request
 
 ROW_S = 0.0002
 

@@ -30,8 +30,8 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    from pipeline.demo_corpus import make_prompts
-    from pipeline.machine import provenance
+    from pipeline.cluster.machine import provenance
+    from pipeline.demo.corpus import make_prompts
 
     runs = json.loads(arguments.target.read_text())["runs"] if arguments.target.exists() else []
     with tempfile.TemporaryDirectory() as folder:

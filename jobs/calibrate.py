@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    from pipeline.config import build_config
+    from pipeline.config.job import build_config
     from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 
     tree = read_settings(arguments, {"input.path": arguments.input, "output": arguments.output})

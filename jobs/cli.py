@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.units import Json, mask
+from pipeline.formatting import Json, mask
 
 OK, ERROR, BAD_CONFIG, TOO_MANY_FAILED = 0, 1, 2, 3
 MEANING = {
@@ -130,7 +130,7 @@ def output_keys(arguments: argparse.Namespace) -> dict[str, Json]:
 
 def read_settings(arguments: argparse.Namespace, flags: Mapping[str, Json]) -> dict[str, Json]:
     """What --config, the overrides and, over both, the flags that were given (not None) say; ConfigError."""
-    from pipeline.config import read_tree, set_key
+    from pipeline.config.job import read_tree, set_key
 
     tree = read_tree(arguments.config, arguments.overrides)
     for key, value in flags.items():
@@ -141,8 +141,8 @@ def read_settings(arguments: argparse.Namespace, flags: Mapping[str, Json]) -> d
 
 def run_folder(arguments: argparse.Namespace) -> tuple[str, dict[str, Json], list[str]]:
     """The run folder, what --config and overrides say together (checked), and the overrides; ConfigError."""
-    from pipeline.config import ConfigError, JobConfig, build_config, read_tree
-    from pipeline.config_tree import section_of
+    from pipeline.config.job import ConfigError, JobConfig, build_config, read_tree
+    from pipeline.config.tree import section_of
 
     overrides = [word for word in arguments.overrides if re.match(r"[a-z_]+(\.[a-z_]+)+=", word)]
     names = [word for word in arguments.overrides if word not in overrides]
@@ -157,7 +157,7 @@ def run_folder(arguments: argparse.Namespace) -> tuple[str, dict[str, Json], lis
 
 def check_target(path: str | None) -> Path | None:
     """Where --output-json goes, before minutes of work; ConfigError where no file can be."""
-    from pipeline.config import ConfigError
+    from pipeline.config.job import ConfigError
 
     target = Path(path) if path else None
     if target and (target.is_dir() or not target.parent.is_dir()):

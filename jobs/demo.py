@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    from pipeline.config import load_config
+    from pipeline.config.job import load_config
 
     started = time.monotonic()
     prompts = Path(arguments.prompts)
@@ -43,7 +43,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     if arguments.chat:
         fetch_model(Path(config.model.source))
     from pipeline.generate.run import run  # seconds, which a wrong key needs not
-    from pipeline.store.samples import sample_rows
+    from pipeline.store.sample_rows import sample_rows
 
     finished = run(config, note)
     note("")
@@ -56,8 +56,8 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:
     """Makes them, and gives them by their ids."""
+    from pipeline.demo.corpus import make_prompts
     from pipeline.demo.questions import make_questions
-    from pipeline.demo_corpus import make_prompts
 
     made = list(make_questions(rows) if chat else make_prompts(rows))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jobs.cli import OK, note, output_keys, read_settings, run_verb, start
 from jobs.finetune import INTERRUPTED, train, training_parser
-from pipeline.units import Json
+from pipeline.formatting import Json
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def init(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
-    from pipeline.config import build_config
+    from pipeline.config.job import build_config
     from pipeline.training.config import FinetuneConfig
     from pipeline.training.distill import init_swiftkv
 

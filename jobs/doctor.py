@@ -41,8 +41,8 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         for problem in missing:
             note(f"WRONG: {problem}")
         return {"problems": missing}, ERROR
-    from pipeline.config import JobConfig, build_config
-    from pipeline.config_tree import section_of
+    from pipeline.config.job import JobConfig, build_config
+    from pipeline.config.tree import section_of
 
     if arguments.gpu is not None:
         from pipeline.doctor.predicted import predicted
@@ -62,7 +62,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def show(document: dict[str, Any]) -> None:
     """For a human, on stderr."""
-    from pipeline.units import count
+    from pipeline.formatting import count
 
     machine, choice, ray = document["machine"], document["choice"], document["ray"]
     note(", ".join(f"{name} {machine[name]}" for name in ("torch", "ray", "pyarrow", "numpy", "tokenizers")))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from jobs.cli import OK, check_target, make_parser, note, read_settings, run_verb, start, write_target
-from pipeline.units import Json
+from pipeline.formatting import Json
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -64,7 +64,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Json]:
 
 def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     """Models x schedules on one set of prompts."""
-    from pipeline.config import build_config
+    from pipeline.config.job import build_config
     from pipeline.evaluation.sweep import SweepConfig, run_sweep
 
     document = run_sweep(build_config(SweepConfig, settings(arguments)), note, command)
@@ -75,7 +75,7 @@ def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
 
 def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     """One corpus against references."""
-    from pipeline.config import build_config
+    from pipeline.config.job import build_config
     from pipeline.evaluation.score import EvaluateConfig, evaluate
 
     tree = settings(arguments) | {"generated": arguments.run}

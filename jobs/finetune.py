@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from jobs.cli import OK, add_output, make_parser, note, output_keys, read_settings, run_verb, start
-from pipeline.units import Json
+from pipeline.formatting import Json
 
 INTERRUPTED = "interrupted; checkpoints that were written stay, --resume goes on from the last"
 
@@ -26,10 +26,10 @@ def training_parser(verb: str, about: str | None, example: str, override: str) -
 
 def train(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
     """Trains what the configuration says; the document and the exit code."""
-    from pipeline.config import build_config
+    from pipeline.config.job import build_config
     from pipeline.training.config import FinetuneConfig
     from pipeline.training.finetune import finetune
-    from skipdecode.adapter import CONFIG_FILE
+    from skipdecode.checkpoint.lora_adapter import CONFIG_FILE
 
     finished = finetune(build_config(FinetuneConfig, tree), note)
     record, folder = finished.record, finished.folder

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    from pipeline.config import JobConfig, build_config
+    from pipeline.config.job import JobConfig, build_config
 
     flags = {"input.path": arguments.input, "actors.price_per_hour": arguments.price_per_hour}
     tree = read_settings(arguments, flags | output_keys(arguments))

@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    from pipeline.config import JobConfig, build_config
-    from pipeline.config_tree import section_of
+    from pipeline.config.job import JobConfig, build_config
+    from pipeline.config.tree import section_of
     from pipeline.generate.verify import verify
 
     output, tree, _ = run_folder(arguments)

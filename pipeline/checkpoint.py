@@ -6,22 +6,22 @@ from pathlib import Path
 
 import ray
 
-from actors.loading import DRAFTS_NEED_SAME_BITS
-from actors.room import DETERMINISTIC_ROWS
-from pipeline.config import ConfigError, JobConfig
-from pipeline.units import Json, Note
-from skipdecode.adapter import resolve_adapter
+from actors.batching.memory_budget import DETERMINISTIC_ROWS
+from actors.model_loading import DRAFTS_NEED_SAME_BITS
+from pipeline.config.job import ConfigError, JobConfig
+from pipeline.formatting import Json, Note
 from skipdecode.backends.choice import int8_misfit
-from skipdecode.config import DecoderConfig, Quantization
+from skipdecode.checkpoint.hub import pin, resolve_source
+from skipdecode.checkpoint.lora_adapter import resolve_adapter
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import adapted, check_folder
+from skipdecode.config.model import DecoderConfig, Quantization
 from skipdecode.families import read_config
-from skipdecode.hub import pin, resolve_source
-from skipdecode.lossless import KEYS as LOSSLESS_KEYS
-from skipdecode.lossless import stored_drafts
-from skipdecode.plan import Schedule
-from skipdecode.schedule import make_schedule, settle_ffn_skip
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.tuning import why_untuned
-from skipdecode.weights import adapted, check_folder
+from skipdecode.schedules.from_config import make_schedule, settle_ffn_skip
+from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
+from skipdecode.schedules.lossless import stored_drafts
+from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.trained import why_untuned
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The row contract: column names, types and error codes of what a run writes.
 
-Data only. It does not read or write anything; `pipeline.input` makes rows, `pipeline.stages.tokens` fills them,
-`pipeline.store.write` writes them.
+Data only. It does not read or write anything; `pipeline.input` makes rows, `pipeline.stages.tokenize` fills them,
+`pipeline.store.row_writer` writes them.
 """
 
 import re

@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, settings
 from transformers import OPTForCausalLM
 from transformers.utils import logging as hf_logging
 
-from skipdecode.decoder import Decoder
-from skipdecode.weights import load_model
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.model.decoder import Decoder
 from tests.support.markers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_setup
 from tests.support.tiny_models import VOCAB, save_model, save_tokenizer
 from tests.support.verbs import Call
@@ -123,7 +123,7 @@ def loaded(tiny_checkpoint: Path, ours: Callable[[Path], Decoder]) -> Decoder:
 @pytest.fixture(scope="module")
 def ray_is_up() -> None:
     """Ray as a verb starts it. It stays up for the next files too: a start, and the first run on it, take 8 s more."""
-    from pipeline.cluster import start_ray
+    from pipeline.cluster.pool import start_ray
 
     start_ray()
 

@@ -1,11 +1,11 @@
-"""The architecture as a test: import arrows, who may import what, headers, and what a job ships to a cluster."""
+"""The architecture as a test: which room may import which, which package may import what, what a job ships."""
 
 import ast
-import re
 import subprocess
 import sys
 import tomllib
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,6 @@ ONLY_IN = {  # third party -> the packages that may import it
     "gguf": {"skipdecode"},
     "huggingface_hub": {"skipdecode"},
     "triton": {"skipdecode"},
-    "transformers": set(),  # the reference of the tests, never part of the product
 }
 PYPI_NAMES = {
     "yaml": "pyyaml",
@@ -39,6 +38,8 @@ PYPI_NAMES = {
     "rouge_score": "rouge-score",
     "triton": "torch",  # its CUDA builds bring it
 }
+ARROWS: dict[str, set[str]] = {}
+"""Room -> the rooms of its package that it may import."""
 
 
 @cache
@@ -46,39 +47,77 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@cache
-def imports(path: Path) -> frozenset[str]:
-    """Top-level names of every import in the file, local imports included."""
-    names = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names.add((node.module or "").split(".")[0])
-    return frozenset(names)
-
-
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def modules_of(package: str) -> list[Path]:
-    return [path for path in MODULES if path.relative_to(ROOT).parts[0] == package]
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+KNOWN = {module_of(path) for path in MODULES}
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Dotted names of every module that the file imports, local imports and those for type checking included."""
+    found = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            package = node.module or ""
+            names = {f"{package}.{alias.name}" for alias in node.names}
+            found |= {name if name in KNOWN else package for name in names}
+    return frozenset(found)
+
+
+def top(module: str) -> str:
+    return module.split(".")[0]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_follow_the_arrows(package: str) -> None:
     own = {*PACKAGES, "tests", "configs", "benchmarks"} - set(PACKAGES[: PACKAGES.index(package) + 1])
     forbidden = own | {third_party for third_party, users in ONLY_IN.items() if package not in users}
-    assert {name(path): wrong for path in modules_of(package) if (wrong := imports(path) & forbidden)} == {}
+    paths = [path for path in MODULES if path.relative_to(ROOT).parts[0] == package]
+    assert {name(path): wrong for path in paths if (wrong := set(map(top, imports(path))) & forbidden)} == {}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {module_of(path): {module for module in imports(path) if module in KNOWN} for path in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import circle: {' <- '.join(error.args[1])}")
+
+
+def room_of(module: str) -> str:
+    """`skipdecode.kv` of `skipdecode.kv.view`; a module that lies beside the rooms is a room of its own."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_rooms_import_what_they_may() -> None:
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        module = module_of(path)
+        if "." in module and top(module) != "jobs":
+            own = {room_of(used) for used in imports(path) if top(used) == top(module) and "." in used}
+            found.setdefault(room_of(module), set()).update(own - {room_of(module)})
+    assert found == ARROWS
+    TopologicalSorter(ARROWS).prepare()  # raises where they have a circle
 
 
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {line.split("[")[0].split(">")[0].split("=")[0].strip() for line in project["dependencies"]}
     known = set(PACKAGES) | set(sys.stdlib_module_names)
-    used = {name(path): {PYPI_NAMES.get(module, module) for module in imports(path) - known} for path in MODULES}
+    used = {
+        name(path): {PYPI_NAMES.get(module, module) for module in set(map(top, imports(path))) - known}
+        for path in MODULES
+    }
     assert {path: modules - declared for path, modules in used.items() if modules - declared} == {}
 
 
@@ -86,128 +125,28 @@ def test_every_module_says_what_it_is() -> None:
     assert [name(path) for path in MODULES if not ast.get_docstring(parsed(path))] == []
 
 
-def imported_from(path: Path, package: str) -> set[str]:
-    """The modules of `package` that the file imports, by their bare names."""
-    found = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom) and node.module == package:
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
-            found.add((node.module or "").removeprefix(f"{package}.").split(".")[0])
-        elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[2] for a in node.names if a.name.startswith(f"{package}.")}
-    return found
-
-
-def test_only_a_back_end_knows_its_kernels() -> None:
-    """All others hold a `Backend` and use it. `linear` passes a question of `cost`'s on."""
-    others = [path for path in modules_of("skipdecode") + modules_of("actors") if path.parent.name != "backends"]
-    doors = {path: {"backend", "device"} | ({"compiled"} if path.name == "linear.py" else set()) for path in others}
-    inside = {path: imported_from(path, "skipdecode.backends") - doors[path] for path in others}
-    assert {name(path): modules for path, modules in inside.items() if modules} == {}
-
-
-RUN_LAYERS = {
-    "decoder", "forced", "graphed", "kept_steps", "layer_loop", "layers", "padded", "ragged", "swiftkv", "tokens",
-    "unpadded", "view",
-}  # fmt: skip
-"""Modules of skipdecode/ and its kv/ that hold what a back end made of a layer, to give it work."""
-
-
-def kernels_named_in(tree: ast.Module) -> set[str]:
-    """Names of kernels, or of a question after them (`is_fused`), as part of a name or by themselves."""
-    names = names_in(tree) | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    return {name for name in names if re.search(r"kernel|(?<![a-z])fused", name.lower())}
-
-
-@pytest.mark.parametrize("code", ["model.is_fused", "def is_fused(self): ...", "layer.kernel is None", "has_kernels"])
-def test_questions_after_kernels_are_seen(code: str) -> None:
-    assert kernels_named_in(ast.parse(code))
-
-
-def test_nobody_asks_what_kernels_there_are() -> None:
-    """Outside a back end they ask it for what they want (`Backend.prompt_tokens`, `reads_shared`), whoever computes."""
-    asked = {path: kernels_named_in(parsed(path)) for path in MODULES if path.parent.name != "backends"}
-    found = {name(path): names for path, names in asked.items() if names and path.stem not in RUN_LAYERS}
-    assert found == {}
-
-
-def test_whoever_runs_layers_asks_for_no_kernel_by_name() -> None:
-    """They hold a `FusedLayer` or None, and no property that says which."""
-    paths = [path for path in modules_of("skipdecode") if path.stem in RUN_LAYERS]
-    assert len(paths) == len(RUN_LAYERS)
-    assert {name(path) for path in paths if re.search(r"is_fused|reads_prompts", path.read_text("utf-8"))} == set()
-
-
-SCHEDULES = ("plan", "lossless", "ffn_skip")  # modules of skipdecode/ that define schedules
-
-
-def schedule_classes() -> set[str]:
-    trees = [parsed(ROOT / "skipdecode" / f"{module}.py") for module in SCHEDULES]
-    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
-    found = {name for name, node in classes.items() if any(getattr(one, "name", "") == "step" for one in node.body)}
-    while more := {name for name, node in classes.items() if names_in(*node.bases) & found} - found:
-        found |= more
-    return found
-
-
-def names_in(*nodes: ast.AST) -> set[str]:
-    walked = [found for node in nodes for found in ast.walk(node)]
-    return {found.id for found in walked if isinstance(found, ast.Name)} | {
-        found.attr for found in walked if isinstance(found, ast.Attribute)
-    }
-
-
-def asked_for_types(tree: ast.Module) -> set[str]:
-    """Names in questions after a type: isinstance, issubclass, a pattern of `match`, and comparisons with `type(x)` or
-    `x.__class__`."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and names_in(node.func) & {"isinstance", "issubclass"}:
-            found |= names_in(*node.args[1:])
-        elif isinstance(node, ast.Compare) and names_in(node) & {"type", "__class__"}:
-            found |= names_in(node)
-        elif isinstance(node, ast.MatchClass):
-            found |= names_in(node.cls)
-    return found
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "isinstance(x, int | Lossless)",
-        "type(x) is not plan.Lossless",
-        "match x:\n    case Lossless(drafts=y):\n        y",
-    ],
-)
-def test_questions_after_a_type_are_seen(code: str) -> None:
-    assert "Lossless" in asked_for_types(ast.parse(code))
-
-
-def test_nobody_asks_which_schedule_it_has() -> None:
-    """`Schedule` says what there is to know: a wrapper around one would hide its type."""
-    classes = schedule_classes()
-    assert classes >= {"Schedule", "FullDepth", "Unified", "SwiftPrefill", "Lossless", "SkipBand", "SkipSaturated"}
-    paths = [*MODULES, *sorted((ROOT / "benchmarks").rglob("*.py"))]
-    assert {name(path): wrong for path in paths if (wrong := asked_for_types(parsed(path)) & classes)} == {}
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.py")), ids=name)
 def test_jobs_hold_no_classes(path: Path) -> None:
-    assert not [
-        node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)
-    ]  # __main__ is pickled by value
+    """A class of `__main__` is pickled by value."""
+    assert not [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
 
 
-def modules_after(statement: str) -> set[str]:
-    code = f"{statement}; import sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+def modules_after(*modules: str) -> set[str]:
+    """Top-level names in `sys.modules` of a new process that imported `modules`."""
+    code = f"import {', '.join(modules)}, sys; print(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
 @pytest.mark.process
-def test_plan_and_config_need_no_torch() -> None:
-    loaded = modules_after("import skipdecode.schedule, skipdecode.ffn_skip, skipdecode.config, skipdecode.cost")
+def test_schedules_and_configuration_need_no_torch() -> None:
+    loaded = modules_after(
+        "skipdecode.schedules.from_config",
+        "skipdecode.schedules.ffn_skip",
+        "skipdecode.config.model",
+        "skipdecode.families",
+        "skipdecode.cost.roofline",
+    )
     assert "skipdecode" in loaded
     assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy"}
 
@@ -216,8 +155,11 @@ def test_plan_and_config_need_no_torch() -> None:
 def test_light_tasks_need_no_torch() -> None:
     """Half a dozen processes start with every run to read, tokenise and write; torch would cost each 2 s and 200 MB."""
     loaded = modules_after(
-        "import pipeline.stages.tokens, pipeline.store.write, pipeline.input.source, pipeline.generate.row_index, "
-        "pipeline.processor.rows"
+        "pipeline.stages.tokenize",
+        "pipeline.store.row_writer",
+        "pipeline.input.source",
+        "pipeline.generate.row_index",
+        "pipeline.processor.rows",
     )
     assert {"ray", "tokenizers"} <= loaded
     assert "torch" not in loaded
@@ -225,7 +167,13 @@ def test_light_tasks_need_no_torch() -> None:
 
 @pytest.mark.process
 def test_the_worker_needs_no_ray() -> None:
-    loaded = modules_after("import actors.generator, actors.trainer, actors.bench, actors.calibrate, skipdecode.train")
+    loaded = modules_after(
+        "actors.generator",
+        "actors.training.trainer",
+        "actors.measuring.bench",
+        "actors.measuring.calibrate",
+        "skipdecode.training.loss",
+    )
     assert "torch" in loaded
     assert not loaded & {"ray", "pydantic", "pyarrow", "transformers", "gguf"}
 
@@ -233,7 +181,7 @@ def test_the_worker_needs_no_ray() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parts[-2] == "jobs"], ids=name)
 def test_help_needs_neither_torch_nor_ray(path: Path) -> None:
-    assert not modules_after(f"import jobs.{path.stem}") & {"torch", "ray", "pydantic"}
+    assert not modules_after(f"jobs.{path.stem}") & {"torch", "ray", "pydantic"}
 
 
 def tracked_files() -> list[Path]:
@@ -257,8 +205,7 @@ def test_configs_are_no_package() -> None:
     assert {path.suffix for path in (ROOT / "configs").iterdir()} == {".yaml"}
 
 
-def test_the_page_of_packages_names_every_folder() -> None:
+def test_the_page_on_architecture_names_every_room() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     folders = {f"{name(path.parent)}/" for path in MODULES}
-    assert folders >= {"skipdecode/", "actors/", "pipeline/", "pipeline/input/", "jobs/"}
-    assert {folder for folder in folders if f"| `{folder}` |" not in page} == set()
+    assert {folder for folder in folders if f"`{folder}`" not in page} == set()

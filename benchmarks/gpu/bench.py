@@ -8,14 +8,14 @@ from functools import cached_property
 
 import torch
 
-from skipdecode.config import DecoderConfig
-from skipdecode.cost import Ceilings, measure_ceilings
-from skipdecode.decoder import Decoder
-from skipdecode.generate import Request
-from skipdecode.plan import FullDepth, Schedule
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
-from skipdecode.step_graphs import StepGraphs
+from skipdecode.config.model import DecoderConfig
+from skipdecode.config.sampling import Sampling
+from skipdecode.cost.roofline import Ceilings, measure_ceilings
+from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.generate import Request
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.plan import FullDepth, Schedule
 
 Found = dict[str, object]
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from actors.bench import random_model
-from actors.devices import DeviceMemory
+from actors.gpu_memory import DeviceMemory
+from actors.measuring.bench import random_model
 from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
-from skipdecode.config import DecoderConfig
-from skipdecode.cost import cache_bytes_per_row, predict_s
+from skipdecode.config.model import DecoderConfig
+from skipdecode.cost.gpu_specs import MEMORY_SHARE
+from skipdecode.cost.predict import num_weights
+from skipdecode.cost.roofline import cache_bytes_per_row, predict_s
+from skipdecode.engine.cuda_graphs import MAX_GRAPHS, StepGraphs, plans_of
+from skipdecode.engine.generate import generate
 from skipdecode.families import config_of
-from skipdecode.generate import generate
-from skipdecode.gpus import MEMORY_SHARE
-from skipdecode.plan import FullDepth
-from skipdecode.schedule import make_schedule
-from skipdecode.step_graphs import MAX_GRAPHS, StepGraphs, plans_of
-from skipdecode.step_model import num_weights
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.plan import FullDepth
 
 MIN_FRACTION = 0.5  # of the roofline, below which a kernel does not do what it should
 MAX_GROWTH = 256 << 20  # bytes that torch may reserve more over batches of mixed lengths

@@ -1,4 +1,5 @@
-"""Layers on two GPUs: while one part of a batch is on a GPU, the other is on the one before (`skipdecode.placing`).
+"""Layers on two GPUs: while one part of a batch is on a GPU, the other is on the one before
+(`skipdecode.model.pipeline_parallel`).
 
 Prompts are timed: their products keep a GPU busy far longer than the host takes to launch them. Two parts should take
 little longer than one, though they are twice the work. Steps are timed too, and not judged: those of small models are
@@ -12,12 +13,12 @@ from statistics import median
 
 import torch
 
-from actors.bench import random_model
+from actors.measuring.bench import random_model
 from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
-from skipdecode.decoder import Decoder
-from skipdecode.placing import Placement, deal
-from skipdecode.plan import FullDepth, LayerPlan
-from skipdecode.prompts import allocate_cache
+from skipdecode.engine.prefill import allocate_cache
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.pipeline_parallel import Placement, deal
+from skipdecode.schedules.plan import FullDepth, LayerPlan
 
 COUNT = 2
 MAX_RATIO = 1.5

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
 
 ROOT = Path(__file__).parents[2]
-LANE = ("tests/skipdecode/test_gpu.py", "tests/skipdecode/test_gpu_kernels.py")
+LANE = ("tests/skipdecode/test_gpu.py", "tests/skipdecode/backends/test_gpu_kernels.py")
 """Named, since the other files import Ray when they are collected."""
 LANE_NEEDS = ("pytest", "pytest_timeout", "hypothesis", "transformers", "pyarrow", "pydantic")
 LANE_S, SANITIZER_S, JOB_S = 240, 150, 180

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from pipeline.config import ConfigError, Section, SwiftKVSection, build_config, read_tree
-from pipeline.machine import provenance
-from pipeline.units import Json, Note
-from skipdecode.config import Quantization
+from pipeline.cluster.machine import provenance
+from pipeline.config.job import ConfigError, Section, SwiftKVSection, build_config, read_tree
+from pipeline.formatting import Json, Note
+from skipdecode.backends.host_memory import num_cores
+from skipdecode.config.model import Quantization
 from skipdecode.families import released
-from skipdecode.host import num_cores
-from skipdecode.placing import dtype_name
+from skipdecode.model.pipeline_parallel import dtype_name
 
 if TYPE_CHECKING:
     import torch
 
-    from skipdecode.decoder import Decoder
+    from skipdecode.model.decoder import Decoder
 
 
 class BenchConfig(Section):
@@ -59,9 +59,9 @@ def run_bench(config: BenchConfig, note: Note, *, profile: bool = False) -> dict
     """All shapes; the document for stdout and `benchmarks/results/`. `profile`: the stages of a step, not speed."""
     import torch
 
-    from actors.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
+    from actors.measuring.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
     from skipdecode.backends.choice import choose
-    from skipdecode.placing import choose_device, choose_dtype
+    from skipdecode.model.pipeline_parallel import choose_device, choose_dtype
 
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -121,9 +121,9 @@ def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> 
     """Ready for `config.work`; ValueError where schedules, SwiftKV or quantization do not go with it."""
     import torch
 
-    from actors.bench import random_model
-    from skipdecode.schedule import listed_schedule
-    from skipdecode.weights import load_model
+    from actors.measuring.bench import random_model
+    from skipdecode.checkpoint.weights import load_model
+    from skipdecode.schedules.from_config import listed_schedule
 
     dtype = torch.float32 if config.work == "train" else getattr(torch, precision)
     if config.source is not None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from pipeline.demo_corpus import make_prompts
-from pipeline.units import Json
+from pipeline.demo.corpus import make_prompts
+from pipeline.formatting import Json
 
 
 @dataclass(frozen=True)

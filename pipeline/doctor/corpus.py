@@ -5,20 +5,20 @@ from datetime import UTC, datetime
 
 from actors.generator import Generator
 from pipeline.checkpoint import ResolvedModel
-from pipeline.config import ConfigError, JobConfig
+from pipeline.config.job import ConfigError, JobConfig
 from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, window_rows
 from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
-from pipeline.estimate.words import lines
+from pipeline.estimate.text import lines
+from pipeline.formatting import Note
 from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
 from pipeline.generate.plan import check_score_columns
-from pipeline.generate.spec import make_sampling, tokenize_config
+from pipeline.generate.stage_configs import make_sampling, tokenize_config
 from pipeline.input.files import Listing
 from pipeline.input.plan import columns_of, plan_input
-from pipeline.input.prompting import Prompter, unknown_names
+from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.scan import scan_file
-from pipeline.units import Note
-from skipdecode.hub import resolve_source
+from skipdecode.checkpoint.hub import resolve_source
 
 SAMPLED_ROWS = 2048
 

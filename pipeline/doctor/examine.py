@@ -11,8 +11,10 @@ import torch
 
 from actors.generator import Generator
 from pipeline.checkpoint import check_exact_drafts, check_model, check_quantization
-from pipeline.cluster import Cluster, Pool, find_pool, plan_pool, start_ray
-from pipeline.config import ConfigError, JobConfig
+from pipeline.cluster.machine import provenance
+from pipeline.cluster.node_backends import NodeBackend, find_backends, look, settle_dtype, why_by_torch, why_no_int8
+from pipeline.cluster.pool import Cluster, Pool, find_pool, plan_pool, start_ray
+from pipeline.config.job import ConfigError, JobConfig
 from pipeline.doctor.corpus import Worker, estimate
 from pipeline.doctor.facts import (
     GIB,
@@ -25,17 +27,15 @@ from pipeline.doctor.facts import (
     wrong_places,
 )
 from pipeline.doctor.versions import check_versions
-from pipeline.generate.spec import local_paths, make_generator
+from pipeline.formatting import Json, Note
+from pipeline.generate.stage_configs import local_paths, make_generator
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
-from pipeline.machine import provenance
 from pipeline.store.run_folder import RunFolder
-from pipeline.units import Json, Note
-from pipeline.worker_backends import NodeBackend, find_backends, look, settle_dtype, why_by_torch, why_no_int8
-from skipdecode.cost import cache_bytes_per_row
-from skipdecode.host import num_cores
-from skipdecode.placing import choose_device
-from skipdecode.schedule import make_schedule
+from skipdecode.backends.host_memory import num_cores
+from skipdecode.cost.roofline import cache_bytes_per_row
+from skipdecode.model.pipeline_parallel import choose_device
+from skipdecode.schedules.from_config import make_schedule
 
 LOW_DISK_BYTES = 1 << 30
 WARNING = "warning: "

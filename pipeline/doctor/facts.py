@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-from actors.room import free_bytes
-from pipeline.cluster import object_store_bytes
-from pipeline.config import ConfigError
+from actors.batching.memory_budget import free_bytes
+from pipeline.cluster.pool import object_store_bytes
+from pipeline.config.job import ConfigError
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose, cpu_flags
 from skipdecode.backends.device import choice_on
-from skipdecode.host import num_cores, total_bytes
+from skipdecode.backends.host_memory import num_cores, total_bytes
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Beside what `pipeline.machine.provenance` says."""
+    """Beside what `pipeline.cluster.machine.provenance` says."""
 
     usable_cores: int
     memory_bytes: int

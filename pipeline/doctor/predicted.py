@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
-from pipeline.config import ConfigError
-from pipeline.units import Json, Note
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Json, Note
+from skipdecode.cost.gpu_specs import gpu_named
+from skipdecode.cost.predict import BANDWIDTH_REACHED, FLOPS_REACHED, MODELS, Prediction, Workload, predict_all
 from skipdecode.families import released
-from skipdecode.gpus import gpu_named
-from skipdecode.step_model import BANDWIDTH_REACHED, FLOPS_REACHED, MODELS, Prediction, Workload, predict_all
 
 COLUMNS = ("model", "schedule", "num_gpus", "rows", "ms_per_step", "tokens_per_s", "cost_per_million", "speedup")
 

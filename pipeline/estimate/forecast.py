@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from actors.baseline import paired_batches
-from actors.batching import Batch
+from actors.batching.buckets import Batch
+from actors.batching.full_depth_sample import paired_batches
+from actors.batching.memory_budget import MAX_BATCH_ROWS
+from actors.batching.prompt_scoring import is_scored_alone
 from actors.generator import Generator
-from actors.room import MAX_BATCH_ROWS
-from actors.scoring import is_scored_alone
-from pipeline.config import JobConfig
+from pipeline.config.job import JobConfig
 from pipeline.estimate.measure import Measured, at_level, predicted_s, rows_by_step
 from pipeline.estimate.sample import Sample
-from skipdecode.generate import Request
-from skipdecode.plan import Schedule
+from skipdecode.engine.generate import Request
+from skipdecode.schedules.plan import Schedule
 
 WINDOWS: Final = 2
 SIMILAR: Final = 8  # answers that one is drawn from

@@ -1,18 +1,18 @@
 """The estimate of a run while it decodes: from the tokens of a sample before the start, and from its first batches.
 
 It costs a look at a few hundred rows, and decodes nothing. Left out: the progress line, whose time to go follows the
-pace at every moment (`pipeline.console`).
+pace at every moment (`pipeline.cluster.progress`).
 """
 
 import time
 from typing import Final
 
+from pipeline.cluster.ray_handles import Pace
 from pipeline.estimate.forecast import Shape, count_tokens
 from pipeline.estimate.sample import Sample
-from pipeline.estimate.words import hours, lines
-from pipeline.handles import Pace
+from pipeline.estimate.text import hours, lines
+from pipeline.formatting import Note, count
 from pipeline.store.run_state import EstimateState
-from pipeline.units import Note, count
 
 SAMPLED_ROWS, SAMPLED_FILES = 512, 4
 SEEN_SHARE: Final = 0.01  # of the rows, and a window: then their pace is taken for that of the rest

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Final
 
-from actors.batching import Batch, bucket_of
+from actors.batching.buckets import Batch, bucket_of
 from actors.generator import Generator
-from skipdecode.cohort import CHECK_EVERY, carried_rows
-from skipdecode.cost import Ceilings, measure_ceilings, predict_s
-from skipdecode.generate import BatchResult, Request
-from skipdecode.placing import dtype_name
-from skipdecode.plan import Schedule
+from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
+from skipdecode.engine.generate import BatchResult, Request
+from skipdecode.engine.static_batch import CHECK_EVERY, carried_rows
+from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.schedules.plan import Schedule
 
 MAX_DECODED_ROWS: Final = 64
 PROBE_TOKENS: Final = 12  # new ones of each made-up row

@@ -13,14 +13,14 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import InputConfig
+from pipeline.config.job import InputConfig
 from pipeline.input.plan import InputPlan
-from pipeline.input.prompting import Made, Prompter
+from pipeline.input.prompt_templates import Made, Prompter
 from pipeline.input.read import read_file
-from pipeline.stages.tokens import TokenizeConfig, tokenize
+from pipeline.stages.tokenize import TokenizeConfig, tokenize
 from pipeline.stages.window import Window
-from skipdecode.generate import Request
-from skipdecode.sampling import Sampling
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request
 
 MAX_FILES: Final = 16
 READ_ROWS, READ_BYTES = 4096, 32 << 20  # from the beginning of each of these, about

@@ -2,7 +2,7 @@
 
 The output is the model's folder again (weights linked where the filesystem can) with `ffn_skip` or `drafts` in its
 `config.json`, and under `calibration/` what was measured. In this process, on one device; the measuring is
-`actors.calibrate` and `actors.draft_search`.
+`actors.measuring.calibrate` and `actors.measuring.draft_search`.
 """
 
 import time
@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 import torch
 from pydantic import Field
 
-from actors.calibrate import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
 from actors.generator import Generator, GeneratorConfig
-from actors.records import RowFailure
+from actors.measuring.calibrate import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
+from actors.results import RowFailure
 from pipeline.checkpoint import ResolvedModel, check_model
-from pipeline.config import (
+from pipeline.cluster.machine import device_facts, version_of
+from pipeline.config.job import (
     ConfigError,
     DecodeConfig,
     InputConfig,
@@ -39,15 +40,14 @@ from pipeline.evaluation.documents import (
     Proposal,
     SimilarityLine,
 )
-from pipeline.input.prompts import read_prompts
-from pipeline.machine import device_facts, version_of
+from pipeline.formatting import Json, Note
+from pipeline.input.sample_prompts import read_prompts
 from pipeline.plots import new_figure, save_figure
 from pipeline.store.model_folder import new_folder, written_whole
-from pipeline.units import Json, Note
-from skipdecode.generate import Request
-from skipdecode.host import num_cores
-from skipdecode.placing import choose_device
-from skipdecode.sampling import Sampling
+from skipdecode.backends.host_memory import num_cores
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request
+from skipdecode.model.pipeline_parallel import choose_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,6 +1,7 @@
 """Drafts for lossless decoding: looked for on the texts of a model, and what a checkpoint carries of them.
 
-The search is `actors.draft_search`; who reads what is carried is `skipdecode.lossless.stored_drafts`.
+The search is `actors.measuring.draft_search`; who reads what is carried is
+`skipdecode.schedules.lossless.stored_drafts`.
 """
 
 import time
@@ -8,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from actors.draft_search import Candidate, DraftSample, Pair, Search, Tell
 from actors.generator import Generator
+from actors.measuring.draft_search import Candidate, DraftSample, Pair, Search, Tell
 from pipeline.checkpoint import ResolvedModel
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 from pipeline.evaluation.documents import Decode, DraftGain, DraftProposal
-from pipeline.units import Json, Note
-from skipdecode.cost import Ceilings, cache_bytes_per_row, measure_ceilings
-from skipdecode.placing import dtype_name
-from skipdecode.plan import FullDepth
-from skipdecode.prices import Prices
-from skipdecode.schedule import make_schedule
+from pipeline.formatting import Json, Note
+from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, measure_ceilings
+from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.plan import FullDepth
+from skipdecode.speculative.latency_model import Prices
 
 if TYPE_CHECKING:
     from pipeline.evaluation.calibrate import CalibrateConfig

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pipeline.checkpoint import ResolvedModel
 from pipeline.evaluation.documents import CalibrationDocument, DraftsDocument
+from pipeline.formatting import Json
 from pipeline.store.model_folder import tokenizer_files
-from pipeline.units import Json
-from skipdecode.weights import load_model, save_model
+from skipdecode.checkpoint.weights import load_model, save_model
 
 
 def write_checkpoint(

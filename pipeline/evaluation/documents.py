@@ -5,8 +5,8 @@ Types alone. A `quality.json` of an earlier version may lack what readers take w
 
 from typing import NotRequired, TypeAlias, TypedDict
 
+from pipeline.formatting import Json
 from pipeline.report.document import Agreement, Speedup
-from pipeline.units import Json
 
 Decode: TypeAlias = dict[str, Json]
 """A `decode:` mapping."""

@@ -10,7 +10,7 @@ from typing import NotRequired, TypedDict
 import pyarrow as pa
 import pyarrow.dataset
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 from pipeline.store.run_folder import RunFolder
 
 

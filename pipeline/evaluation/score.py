@@ -13,9 +13,10 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import Field
 
-from actors.train_workers import Pair
-from actors.trainer import mean_loss
-from pipeline.config import ConfigError, Section
+from actors.training.trainer import mean_loss
+from actors.training.workers import Pair
+from pipeline.cluster.machine import device_facts, version_of
+from pipeline.config.job import ConfigError, Section
 from pipeline.evaluation.documents import (
     Counts,
     Decode,
@@ -27,22 +28,21 @@ from pipeline.evaluation.documents import (
 )
 from pipeline.evaluation.hypotheses import Texts, read_texts
 from pipeline.evaluation.metrics import scores, slot_share
-from pipeline.input.pairs import encode_pairs, read_pairs
-from pipeline.machine import device_facts, version_of
+from pipeline.formatting import Note
+from pipeline.input.training_pairs import encode_pairs, read_pairs
 from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
-from pipeline.units import Note
-from skipdecode.adapter import resolve_adapter
-from skipdecode.config import Quantization
-from skipdecode.decoder import Decoder
-from skipdecode.host import num_cores
-from skipdecode.hub import resolve_source
-from skipdecode.placing import choose_device, choose_dtype
-from skipdecode.plan import Schedule
-from skipdecode.schedule import make_schedule
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.weights import load_model
+from skipdecode.backends.host_memory import num_cores
+from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.lora_adapter import resolve_adapter
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.model import Quantization
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.pipeline_parallel import choose_device, choose_dtype
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.plan import Schedule
 
 FLAGS = ("--references", "--prompt-column", "--reference-column")  # as `jobs.evaluate` calls file and columns
 NUM_NAMED = 3  # prompts shown of those that have no counterpart

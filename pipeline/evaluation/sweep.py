@@ -18,26 +18,26 @@ import torch
 from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig
-from actors.records import RowFailure, WindowResult
-from actors.trainer import mean_losses
+from actors.results import RowFailure, WindowResult
+from actors.training.trainer import mean_losses
 from pipeline.checkpoint import check_model, check_quantization, resolve_decode
-from pipeline.config import ConfigError, DecodeConfig, JobConfig, Section
+from pipeline.config.job import ConfigError, DecodeConfig, JobConfig, Section
 from pipeline.evaluation.documents import Decode, ReferenceScores, SettingFigures, SweepDocument, SweepRow
 from pipeline.evaluation.metrics import rouge_rows, scores, slot_share
 from pipeline.evaluation.score import draw_pairs, loss_figures, measured_on
 from pipeline.evaluation.speed import speed_figures
 from pipeline.evaluation.sweep_corpus import Corpus, SweepData, load_corpus
 from pipeline.evaluation.sweep_report import headline, write_json, write_report
-from pipeline.input.pairs import encode_pairs
+from pipeline.formatting import Note, count
+from pipeline.input.training_pairs import encode_pairs
 from pipeline.report.document import Speedup
-from pipeline.units import Note, count
 from skipdecode.backends.choice import choose
-from skipdecode.config import Quantization
-from skipdecode.generate import Request
-from skipdecode.host import num_cores
-from skipdecode.placing import choose_device, choose_dtype, dtype_name
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import METHOD_KEYS, listed_schedule
+from skipdecode.backends.host_memory import num_cores
+from skipdecode.config.model import Quantization
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request
+from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, dtype_name
+from skipdecode.schedules.from_config import METHOD_KEYS, listed_schedule
 
 LOSS_ROWS = 16  # whose keys and values are kept, of all layers, beside what decoding takes
 SPEED_BATCHES = 4  # for each of `speed_at`; both ways as `baseline_fraction` says

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.config import ConfigError, InputConfig
-from pipeline.demo_corpus import make_prompts
+from pipeline.config.job import ConfigError, InputConfig
+from pipeline.demo.corpus import make_prompts
 from pipeline.evaluation.metrics import slot_share
 from pipeline.evaluation.score import ReferenceData, group_references
-from pipeline.input.pairs import read_pairs
-from pipeline.input.prompts import read_prompts
-from pipeline.units import Note
+from pipeline.formatting import Note
+from pipeline.input.sample_prompts import read_prompts
+from pipeline.input.training_pairs import read_pairs
 
 MADE_PROMPTS = 500  # without references
 E2E_DATA = (
@@ -24,7 +24,7 @@ E2E_DATA = (
 
 class SweepData(ReferenceData):
     path: str | None = "data/devset.csv"
-    """null: prompts made by `pipeline.demo_corpus`, and no references."""
+    """null: prompts made by `pipeline.demo.corpus`, and no references."""
     has_references: bool = True
     """false: `path` holds prompts alone, in any form that jobs.generate reads."""
     limit: Annotated[int, Field(ge=1)] | None = None

@@ -9,8 +9,8 @@ from typing import Final
 import yaml
 
 from pipeline.export.plan import ExportPlan
+from pipeline.formatting import Json, mask
 from pipeline.store.run_state import RunState
-from pipeline.units import Json, mask
 
 SIZES: Final = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"),
                 (10_000_000, "1M<n<10M"), (100_000_000, "10M<n<100M"), (1_000_000_000, "100M<n<1B"))  # fmt: skip

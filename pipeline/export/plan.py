@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
+from pipeline.store.atomic_files import HUB
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import RunState
-from pipeline.store.whole import HUB
 
 Format: TypeAlias = Literal["dataset", "jsonl", "parquet"]
 Compression: TypeAlias = Literal["none", "gzip", "zstd"]

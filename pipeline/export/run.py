@@ -6,10 +6,10 @@ from contextlib import closing
 import pyarrow as pa
 
 from pipeline.export.card import make_card
-from pipeline.export.place import Place, open_place
 from pipeline.export.plan import ExportPlan, Options, plan_export, shard_name
 from pipeline.export.shards import open_shard, read_parts
-from pipeline.units import Json, Note, count
+from pipeline.export.target import Place, open_place
+from pipeline.formatting import Json, Note, count
 
 
 def export(options: Options, note: Note) -> dict[str, Json]:

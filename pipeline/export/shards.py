@@ -16,8 +16,8 @@ from typing import BinaryIO, Final, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.arrow_cast import retyped, with_schema
 from pipeline.export.plan import ExportPlan
-from pipeline.retype import retyped, with_schema
 
 READ_ROWS: Final = 1024
 GROUP_ROWS, GROUP_BYTES = 10_000, 32 << 20  # of a row group: what is in memory before it is written

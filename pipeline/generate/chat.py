@@ -3,13 +3,13 @@
 
 from collections.abc import Sequence
 
-from actors.chat_template import ChatTemplate
-from actors.chat_template_files import load_chat_template
+from actors.templates.chat_template import ChatTemplate
+from actors.templates.chat_template_files import load_chat_template
 from pipeline.checkpoint import ResolvedModel
-from pipeline.config import ConfigError, JobConfig
+from pipeline.config.job import ConfigError, JobConfig
+from pipeline.formatting import Note, count
 from pipeline.input.scan import FileScan
-from pipeline.units import Note, count
-from skipdecode.hub import resolve_source
+from skipdecode.checkpoint.hub import resolve_source
 
 REMEDY = "set input.chat_template to a file that has one"
 UNUSED = (

@@ -1,7 +1,7 @@
 """From a planned run to a lazy Ray Data pipeline: read, tokenise, decode, finish, write; `run` runs it.
 
-No side effects beyond putting the input plan into the object store. What the stages do is `pipeline.stages.tokens`,
-`pipeline.stages.decode` and `pipeline.store.write`.
+No side effects beyond putting the input plan into the object store. What the stages do is `pipeline.stages.tokenize`,
+`pipeline.stages.decode` and `pipeline.store.row_writer`.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from actors.generator import GeneratorConfig
-from pipeline.cluster import STAGE_CPUS, Pool
-from pipeline.config import InputConfig
-from pipeline.handles import CollectorHandle, LedgerHandle, LeftoversHandle
-from pipeline.input.match import DoneRows
+from pipeline.cluster.pool import STAGE_CPUS, Pool
+from pipeline.cluster.ray_handles import CollectorHandle, LedgerHandle, LeftoversHandle
+from pipeline.cluster.ray_internals import set_last_stage_cpus
+from pipeline.config.job import InputConfig
+from pipeline.input.id_matching import DoneRows
 from pipeline.input.plan import InputPlan
-from pipeline.input.prompting import Prompter
+from pipeline.input.prompt_templates import Prompter
 from pipeline.input.source import CorpusDatasource
-from pipeline.ray_internals import set_last_stage_cpus
 from pipeline.stages.decode import DecodeStage
-from pipeline.stages.packed import unpack
-from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
-from pipeline.store.write import RunSink
+from pipeline.stages.packed_window import unpack
+from pipeline.stages.tokenize import TokenizeConfig, finish, tokenize
+from pipeline.store.row_writer import RunSink
 
 LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing with writing): one at work, one ready
 

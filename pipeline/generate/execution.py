@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import ray
 from ray.data import DataContext, Dataset
 
-from pipeline.ray_internals import (
+from pipeline.cluster.ray_internals import (
     InputPolicy,
     Operator,
     StepCallback,

@@ -9,17 +9,17 @@ import itertools
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from actors.chat_template import ChatTemplate
-from pipeline.config import DecodeConfig, JobConfig
+from actors.templates.chat_template import ChatTemplate
+from pipeline.config.input import PROMPT_SOURCES
+from pipeline.config.job import DecodeConfig, JobConfig
+from pipeline.formatting import Json
 from pipeline.input.expansion import LINES_BEFORE
 from pipeline.input.plan import InputPlan
-from pipeline.input_config import PROMPT_SOURCES
 from pipeline.store.digest import describe_difference, digest_adapter, digest_files, refuse_differences
 from pipeline.store.run_state import FileEntry, Fingerprint, RunState
-from pipeline.units import Json
-from skipdecode.adapter import resolve_adapter
-from skipdecode.hub import resolve_source
-from skipdecode.lossless import KEYS as LOSSLESS_KEYS
+from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.lora_adapter import resolve_adapter
+from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 NUM_SHOWN = 3  # input files that an error names

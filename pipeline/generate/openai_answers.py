@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Final, NotRequired, TypedDict
 
+from pipeline.formatting import Json
 from pipeline.schema import DUPLICATE_ID
-from pipeline.units import Json
 
 HELD_BYTES: Final = 256 << 20
 NUM_PARTS: Final = 64  # temporary files: each is in memory at a time

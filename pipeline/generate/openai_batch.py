@@ -10,6 +10,7 @@ from typing import BinaryIO, Final
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from pipeline.formatting import Json
 from pipeline.generate.openai_answers import NOT_KNOWN, AnswerRow, Gathered, answer_line, error_line, lines_of
 from pipeline.input.expansion import Expansion
 from pipeline.input.openai_rows import CHAT_URL, check_target, line_samples
@@ -17,7 +18,6 @@ from pipeline.input.row import RowError
 from pipeline.schema import CHOICE, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
-from pipeline.units import Json
 
 COLUMNS: Final = (
     "id",

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
-from pipeline.cluster import Cluster, Pool, find_pool, start_ray
-from pipeline.config import ConfigError, JobConfig
+from pipeline.cluster.node_backends import find_backends, settle_dtype, why_by_torch, why_no_int8
+from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray
+from pipeline.config.job import ConfigError, JobConfig
+from pipeline.formatting import Note, count
 from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
-from pipeline.generate.ending import stop_on_sigterm
+from pipeline.generate.check_paths import check_apart, check_output, has_all_rows, left_as_found
 from pipeline.generate.fingerprint import fingerprint, keeps_newlines
-from pipeline.generate.places import check_apart, check_output, has_all_rows, left_as_found
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
+from pipeline.generate.stopping import stop_on_sigterm
 from pipeline.input.expansion import LINES_BEFORE, LINES_NOW, Expansion
 from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, columns_of, plan_input
-from pipeline.input.prompting import Prompter, unknown_names
+from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.schema import score_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
-from pipeline.units import Note, count
-from pipeline.worker_backends import find_backends, settle_dtype, why_by_torch, why_no_int8
 from skipdecode.backends.choice import VARIABLE
 
 

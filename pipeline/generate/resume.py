@@ -6,14 +6,14 @@ The data files are the only record of what is done. Left out: whether the run ma
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.faults import fault_point
+from pipeline.fault_injection import fault_point
+from pipeline.formatting import Note
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.row_index import index_outputs, mark_rows, match_rows
-from pipeline.input.match import DoneRows
+from pipeline.input.id_matching import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
-from pipeline.units import Note
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.config import ConfigError, JobConfig, build_config
-from pipeline.generate.books import close_books, expected_ids, first_state, refuse_open_books
+from pipeline.config.input import stored_input
+from pipeline.config.job import ConfigError, JobConfig, build_config
+from pipeline.formatting import Json, Note
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.plan import PlannedRun, plan_run
 from pipeline.generate.resume import all_data_files, remove_empty, remove_late, settle_rows
+from pipeline.generate.row_accounting import close_books, expected_ids, first_state, refuse_open_books
 from pipeline.generate.run import RunResult, finish_run, was_finished
 from pipeline.generate.stream import stream_rows
 from pipeline.input.ids import sum_outputs
 from pipeline.input.plan import InputPlan
-from pipeline.input_config import stored_input
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
-from pipeline.store.commit import finish_commit, start_commit
-from pipeline.store.footer import id_metadata
 from pipeline.store.lease import Lease
+from pipeline.store.parquet_footer import id_metadata
+from pipeline.store.retry_commit import finish_commit, start_commit
+from pipeline.store.row_writer import write_whole
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import RetryState, RunState
-from pipeline.store.write import write_whole
-from pipeline.units import Json, Note
 
 RETRYABLE = frozenset({PROMPT_TOO_LONG, BAD_PARAMETERS, POISON_ROW, ENGINE_ERROR})
 MAY_DIFFER = ("input.too_long", "sampling.max_new_tokens")

@@ -19,9 +19,11 @@ import pyarrow.parquet as pq
 import ray
 from numpy.typing import NDArray
 
-from pipeline.config import ConfigError, InputConfig
-from pipeline.handles import ObjectRef, fetch
+from pipeline.cluster.ray_handles import ObjectRef, fetch
+from pipeline.config.job import ConfigError, InputConfig
+from pipeline.formatting import Note
 from pipeline.input.files import Listing
+from pipeline.input.id_matching import DoneRows, Match, match, match_alone, split
 from pipeline.input.ids import (
     ID_MODULUS,
     INPUT_ENTRY,
@@ -34,10 +36,8 @@ from pipeline.input.ids import (
     sum_digests,
     sum_made_ids,
 )
-from pipeline.input.match import DoneRows, Match, match, match_alone, split
 from pipeline.input.plan import InputPlan
 from pipeline.input.scan import FileScan, scan_file
-from pipeline.units import Note
 
 PART_ROWS = 4_000_000  # entries that one task matches, at about 150 bytes
 MAX_GROUPS = (

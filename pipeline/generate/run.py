@@ -8,21 +8,21 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import ConfigError, JobConfig
-from pipeline.faults import fault_point
-from pipeline.generate.books import close_books, expected_ids, first_state, refuse_open_books
-from pipeline.generate.ending import allowed_failures
+from pipeline.config.job import ConfigError, JobConfig
+from pipeline.fault_injection import fault_point
+from pipeline.formatting import Note
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
 from pipeline.generate.resume import all_data_files, remove_empty, remove_late, settle_rows
+from pipeline.generate.row_accounting import close_books, expected_ids, first_state, refuse_open_books
+from pipeline.generate.stopping import allowed_failures
 from pipeline.generate.stream import stream_rows
 from pipeline.report.figures import finish_report
-from pipeline.store.commit import finish_commit
 from pipeline.store.lease import Lease
+from pipeline.store.retry_commit import finish_commit
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
-from pipeline.units import Note
 
 
 @dataclass(frozen=True)

@@ -10,27 +10,27 @@ from functools import partial
 
 import ray
 
-from pipeline.console import live_progress
+from pipeline.cluster.progress import live_progress
+from pipeline.cluster.ray_handles import CollectorHandle, Counts, fetch
 from pipeline.estimate.forecast import Shape
 from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
 from pipeline.estimate.sample import sample_rows
-from pipeline.generate.books import close_books, expected_ids, output_schema
+from pipeline.formatting import Note, count
 from pipeline.generate.dataset import Helpers, PipelineSpec, build_pipeline
-from pipeline.generate.ending import check_budget, early_limit, note_if_full, reason_to_stop
 from pipeline.generate.execution import execute, prepare
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
-from pipeline.generate.spec import make_spec, rows_per_file
-from pipeline.handles import CollectorHandle, Counts, fetch
+from pipeline.generate.row_accounting import close_books, expected_ids, output_schema
+from pipeline.generate.stage_configs import make_spec, rows_per_file
+from pipeline.generate.stopping import check_budget, early_limit, note_if_full, reason_to_stop
 from pipeline.input.ids import sum_outputs
 from pipeline.report.collector import start_collector
-from pipeline.stages.attempts import start_ledger
-from pipeline.stages.leftovers import start_leftovers
+from pipeline.stages.attempt_tracker import start_ledger
+from pipeline.stages.work_stealing import start_leftovers
 from pipeline.store.lease import Lease
+from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
-from pipeline.store.write import RunSink
-from pipeline.units import Note, count
 
 SLOW_READ_BYTES_S = 10e6  # of input; 60 MB/s on a disk
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal

@@ -15,8 +15,10 @@ from typing import TypeVar
 import pyarrow.parquet as pq
 import ray
 
-from pipeline.cluster import start_ray
-from pipeline.config import ConfigError, InputConfig, LimitsConfig, SamplingConfig, build_config
+from pipeline.cluster.pool import start_ray
+from pipeline.config.input import stored_input
+from pipeline.config.job import ConfigError, InputConfig, LimitsConfig, SamplingConfig, build_config
+from pipeline.formatting import Json, Note, count
 from pipeline.generate.fingerprint import compare_files, list_files
 from pipeline.generate.openai_batch import FILES, count_lines
 from pipeline.generate.plan import lines_of
@@ -24,16 +26,14 @@ from pipeline.generate.row_index import TASK, EntriesRef, gather, group_files, m
 from pipeline.generate.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
+from pipeline.input.id_matching import Match
 from pipeline.input.ids import describe_place, split_place
-from pipeline.input.match import Match
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.read import read_file
-from pipeline.input_config import stored_input
 from pipeline.schema import score_schema
 from pipeline.store.lease import may_live, read_lease
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Books, RunState
-from pipeline.units import Json, Note, count
 
 T = TypeVar("T")
 

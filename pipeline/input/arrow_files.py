@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from pipeline.arrow_cast import num_nulls, retyped
 from pipeline.input.arrow_messages import check_messages
 from pipeline.input.files import SourceFile
+from pipeline.input.memory_limits import block_cuts, decoded_bytes, own_values, row_sizes
 from pipeline.input.parquet_columns import is_text_type, plain_type, unwritable, without_views
 from pipeline.input.row import BLOCK_BYTES
-from pipeline.input.sizes import block_cuts, decoded_bytes, own_values, row_sizes
-from pipeline.retype import num_nulls, retyped
 
 MAGIC = b"ARROW1\0\0"
 """What an IPC file begins with; behind it is a stream."""

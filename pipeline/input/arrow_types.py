@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.units import Json
+from pipeline.formatting import Json
 
 MAX_TYPE_DEPTH: Final = 16  # Arrow *reads* up to 100 levels of Parquet, a list being three: deeper is JSON text
 MAX_TYPE_LEAVES: Final = 1000  # an object used as a map has new keys in every row: JSON text, not 10^6 columns

@@ -5,10 +5,10 @@ Left out: their types (`arrow_types`, `parquet_columns`).
 
 from collections.abc import Collection, Sequence
 
-from pipeline.config import ConfigError, InputConfig
+from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import SourceFile
-from pipeline.input.prompting import reads_column
+from pipeline.input.prompt_templates import reads_column
 from pipeline.schema import PROMPT, RESERVED_COLUMNS, SOURCE_SCHEMA
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import BinaryIO, Final, Protocol
 
-from pipeline.config import MAX_LINE_BYTES, ConfigError, InputConfig
+from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig
 from pipeline.input.lines import READ_BYTES
 from pipeline.input.row import Row, is_clean
 from pipeline.schema import BAD_LINE

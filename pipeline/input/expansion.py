@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.config import InputConfig, SamplingConfig
+from pipeline.config.job import InputConfig, SamplingConfig
 
 LINES_BEFORE: Final = 1
 """Version of reading OpenAI batch lines: neither `n` nor chat. A run folder goes on with the one it was begun in."""

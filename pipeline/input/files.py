@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from pipeline.config import MAX_LINE_BYTES, ConfigError, InputConfig, SamplingConfig
+from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig, SamplingConfig
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.formats import BINARY, parse_suffix
 from pipeline.input.lines import READ_BYTES, iter_lines

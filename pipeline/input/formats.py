@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import BinaryIO, Final
 
-from pipeline.config import MAX_LINE_BYTES, InputConfig
+from pipeline.config.job import MAX_LINE_BYTES, InputConfig
 from pipeline.input.csv_rows import csv_rows
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_rows, jsonl_row

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 from pipeline.input.arrays import Digests, Entries, Places
 from pipeline.input.files import SourceFile
 from pipeline.schema import DUPLICATE_ID, ID

@@ -8,12 +8,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from pipeline.config import InputConfig
+from pipeline.config.job import InputConfig
+from pipeline.formatting import Json
 from pipeline.input.lines import LongLine
 from pipeline.input.row import JsonObject, Row, RowError, describe_utf8, is_clean
 from pipeline.json_size import FEW_MARKS, MARK_BYTES, MAX_MARKS, count_marks
 from pipeline.schema import BAD_LINE, PROMPT_MISSING, PROMPT_NOT_TEXT
-from pipeline.units import Json
 
 MAX_JSON_DEPTH: Final = 100  # well under Python's recursion limit, for json and for Arrow
 MAX_JSON_KEYS: Final = 10_000  # of the line's own object: each is a column

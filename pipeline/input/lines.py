@@ -6,7 +6,7 @@ Left out: what a line means; CSV, where a row may span lines.
 from collections.abc import Iterator
 from typing import BinaryIO, Final
 
-from pipeline.config import MAX_LINE_BYTES
+from pipeline.config.job import MAX_LINE_BYTES
 
 READ_BYTES: Final = 1 << 20
 BOM: Final = b"\xef\xbb\xbf"

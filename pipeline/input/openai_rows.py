@@ -8,12 +8,13 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from pipeline.config import MAX_SAMPLES, InputConfig
+from pipeline.config.job import MAX_SAMPLES, InputConfig
+from pipeline.formatting import Json
 from pipeline.input.expansion import LINES_BEFORE, ONE_ROW, Expansion
 from pipeline.input.json_rows import json_kind, parse_object, to_json
 from pipeline.input.row import JsonObject, Row, RowError
 from pipeline.json_size import count_marks
-from pipeline.openai_params import (
+from pipeline.openai.parameters import (
     MAX_TOKEN_ID,
     BadParameter,
     chat_sampling_parameters,
@@ -24,7 +25,6 @@ from pipeline.openai_params import (
     shown,
 )
 from pipeline.schema import BAD_LINE, BAD_MESSAGES, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
-from pipeline.units import Json
 
 BATCH_URL: Final = "/v1/completions"
 CHAT_URL: Final = "/v1/chat/completions"

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config import ConfigError
+from pipeline.arrow_cast import retyped
+from pipeline.config.job import ConfigError
 from pipeline.input.arrays import Mask
 from pipeline.input.files import SourceFile
 from pipeline.input.ids import made_id
-from pipeline.retype import retyped
 
 
 def is_list_type(type_: pa.DataType) -> bool:

@@ -12,10 +12,10 @@ from typing import Final
 
 import pyarrow.fs as pafs
 
-from pipeline.config import ConfigError, InputConfig
+from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.formats import ARROW, BINARY, parse_suffix
 from pipeline.input.saved_datasets import pick_saved
-from skipdecode.hub import pin_path
+from skipdecode.checkpoint.hub import pin_path
 
 # Beside the data in many a folder. Anything else that is not data is an error, never silently left out.
 _NON_DATA_FILES: Final = re.compile(

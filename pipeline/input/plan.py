@@ -10,16 +10,16 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import ConfigError, InputConfig
+from pipeline.config.job import ConfigError, InputConfig
+from pipeline.formatting import count
 from pipeline.input.arrays import Places, Rows
 from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, merge_parquet_leaf, merge_types
 from pipeline.input.columns import check_chosen_id, check_source
 from pipeline.input.files import Listing
 from pipeline.input.ids import ROW_BITS
-from pipeline.input.prompting import check_format, check_templates
+from pipeline.input.prompt_templates import check_format, check_templates
 from pipeline.input.scan import FileScan
 from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING, SOURCE_SCHEMA
-from pipeline.units import count
 
 ROW_SCHEMA: Final = pa.schema(
     [

@@ -13,15 +13,16 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from pipeline.config import InputConfig
+from pipeline.config.job import InputConfig
 from pipeline.input.arrays import Mask, Rows
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
-from pipeline.input.expand import Documents, expand
+from pipeline.input.expanded_blocks import Documents, expand
 from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import ARROW, iter_rows
+from pipeline.input.id_matching import DoneRows
 from pipeline.input.ids import RowNames, already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
-from pipeline.input.match import DoneRows
+from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_bombs
 from pipeline.input.parquet_columns import (
     cast_plain,
     parquet_ids,
@@ -31,9 +32,8 @@ from pipeline.input.parquet_columns import (
     without_invalid_utf8,
 )
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
-from pipeline.input.prompting import PromptMaker, prompt_columns, prompt_fields
+from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_fields
 from pipeline.input.row import BLOCK_BYTES, Row
-from pipeline.input.sizes import block_cuts, own_rows, parquet_batches, row_sizes, without_bombs
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
 READ_ROWS = 16384  # of Parquet at a time, encoded: what a dictionary holds is measured once for all of them

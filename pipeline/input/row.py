@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from pipeline.units import Json
+from pipeline.formatting import Json
 
 BLOCK_BYTES: Final = 32 << 20  # a block ends here even if it has few rows: 1024 prompts of 30 MB are 30 GB
 

@@ -12,8 +12,8 @@ from typing import Final
 
 import pyarrow.fs as pafs
 
-from pipeline.config import ConfigError
-from pipeline.units import Json
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Json
 
 STATE: Final = "state.json"
 SPLITS: Final = "dataset_dict.json"

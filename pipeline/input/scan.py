@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipeline.config import ConfigError, InputConfig
+from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.arrays import Digests
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.arrow_types import infer_json_type, merge_json_leaf, merge_types
@@ -25,6 +25,7 @@ from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, SourceFile, blame, is_fsspec, open_stream, read_etag, sniff_batch
 from pipeline.input.formats import ARROW, iter_rows
 from pipeline.input.ids import DIGEST, check_indexed, digest_id, digest_made_ids, digest_texts, made_id
+from pipeline.input.memory_limits import block_cuts, decoded_bytes, parquet_batches, row_sizes
 from pipeline.input.openai_rows import BATCH_COLUMNS
 from pipeline.input.parquet_columns import (
     is_id_type,
@@ -36,8 +37,7 @@ from pipeline.input.parquet_columns import (
     without_views,
 )
 from pipeline.input.row import BLOCK_BYTES, Row
-from pipeline.input.sizes import block_cuts, decoded_bytes, parquet_batches, row_sizes
-from pipeline.openai_params import asks_for_choice
+from pipeline.openai.parameters import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
 

@@ -13,10 +13,10 @@ from ray.data import DataContext, Datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
-from pipeline.config import InputConfig
-from pipeline.input.match import DoneRows
+from pipeline.config.job import InputConfig
+from pipeline.input.id_matching import DoneRows
 from pipeline.input.plan import InputPlan
-from pipeline.input.prompting import Prompter
+from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_rest
 
 

@@ -17,21 +17,21 @@ from typing import Final, TypeAlias
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from pipeline.checkpoint import check_model
-from pipeline.cluster import STAGE_CPUS, find_pool, look_at_cluster
-from pipeline.config import JobConfig, build_config, load_config
+from pipeline.cluster.pool import STAGE_CPUS, find_pool, look_at_cluster
+from pipeline.cluster.ray_internals import set_last_stage_cpus, use_policies, with_own_context
+from pipeline.config.job import JobConfig, build_config, load_config
 from pipeline.estimate.forecast import window_rows
+from pipeline.formatting import Json
 from pipeline.generate.chat import find_chat_template
 from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR
 from pipeline.generate.execution import FewBlocksAhead
 from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import settle_numbers
-from pipeline.generate.spec import make_stages
-from pipeline.input.prompting import Prompter, check_chat_template_is_used, compile_templates
+from pipeline.generate.stage_configs import make_stages
+from pipeline.input.prompt_templates import Prompter, check_chat_template_is_used, compile_templates
 from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
-from pipeline.ray_internals import set_last_stage_cpus, use_policies, with_own_context
-from pipeline.stages.attempts import start_ledger
-from pipeline.units import Json
+from pipeline.stages.attempt_tracker import start_ledger
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,14 @@ from typing import TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import ConfigError, InputConfig, JobConfig
+from pipeline.config.job import ConfigError, InputConfig, JobConfig
+from pipeline.formatting import Json
 from pipeline.input.columns import check_chosen_id, check_source, own_columns
-from pipeline.input.expand import Documents, expand
+from pipeline.input.expanded_blocks import Documents, expand
 from pipeline.input.expansion import Expansion
 from pipeline.input.parquet_columns import is_id_type, is_text_type, to_python, to_text
 from pipeline.input.plan import ROW_SCHEMA
-from pipeline.input.prompting import Prompter, check_templates, prompt_columns
+from pipeline.input.prompt_templates import Prompter, check_templates, prompt_columns
 from pipeline.schema import (
     BAD_LINE,
     PROMPT,
@@ -29,9 +30,8 @@ from pipeline.schema import (
     STATUS,
     score_schema,
 )
-from pipeline.stages.packed import unpack
-from pipeline.stages.tokens import TOKENS, TokenizeConfig, finish, tokenize
-from pipeline.units import Json
+from pipeline.stages.packed_window import unpack
+from pipeline.stages.tokenize import TOKENS, TokenizeConfig, finish, tokenize
 
 Value: TypeAlias = Json | bytes | np.ndarray
 """Of a row, as Ray Data hands it to a function."""

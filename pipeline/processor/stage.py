@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from actors.records import WindowResult
+from actors.results import WindowResult
 from pipeline.stages.decode import DecodeStage
-from pipeline.stages.decoder import Decoder
+from pipeline.stages.model_thread import Decoder
 from pipeline.stages.window import Window
-from skipdecode.generate import Request
+from skipdecode.engine.generate import Request
 
 MARK = "\0"
 """Between what tells rows apart and their ids."""

@@ -140,7 +140,7 @@ def speedup(totals: BatchTotals) -> Speedup:
 
     `measured`: geometric mean over the batches decoded both ways in the same actor; `ci95`: its t-interval (null below
     two such batches). `measured_decode`: the same without prefill. `layers`: layers of the model over layers run per
-    decode step. `predicted`: by `skipdecode.cost` from ceilings measured in the actor.
+    decode step. `predicted`: by `skipdecode.cost.roofline` from ceilings measured in the actor.
     """
     measured, ci95 = _geometric(totals.logs[BOTH])
     measured_decode, _ = _geometric(totals.logs[DECODE])

@@ -12,13 +12,13 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import ray
 
-from pipeline.cluster import on_this_node
-from pipeline.handles import BatchRecord, CollectorHandle, Counts, Pace, WindowRecord, WorkerRecord
+from pipeline.cluster.pool import on_this_node
+from pipeline.cluster.ray_handles import BatchRecord, CollectorHandle, Counts, Pace, WindowRecord, WorkerRecord
+from pipeline.formatting import Note
 from pipeline.report.prometheus import LiveMetrics
 from pipeline.report.records import SCHEMAS, Kind, Record
+from pipeline.store.row_writer import write_whole
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.write import write_whole
-from pipeline.units import Note
 
 FLUSH_S = 15.0
 SLICE_ROWS = 1 << 16  # records that a reader has in memory at a time

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Json, Note, duration, mask
 from pipeline.report.document import Figures
 from pipeline.report.figures import make_report, open_run
 from pipeline.report.plots import C1, FG, MUTED, plot
-from pipeline.report.shown import interval, number, percent, render, times
+from pipeline.report.rendering import interval, number, percent, render, times
 from pipeline.store.run_state import RunState
-from pipeline.units import Json, Note, duration, mask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ nothing here reads: reports are made anew from the files of the run.
 
 from typing import TypedDict
 
-from pipeline.handles import BackendRecord
+from pipeline.cluster.ray_handles import BackendRecord
+from pipeline.formatting import Json
 from pipeline.store.run_state import Books, ModelState
-from pipeline.units import Json
 
 
 class Speedup(TypedDict):

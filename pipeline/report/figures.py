@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Note
 from pipeline.report.batches import COLUMNS, BatchTotals, Errors, agreement, ratio, speedup
 from pipeline.report.collector import read_metrics
 from pipeline.report.document import Cost, CountedFigures, ErrorCount, Estimated, Figures, Lane
@@ -25,7 +26,6 @@ from pipeline.report.rows import DataTotals, count_data, layers_by_step, lengths
 from pipeline.report.timeline import BATCH_COLUMNS, WINDOW_COLUMNS, Clock, Throughput, Windows, actors, lanes, tail
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState, Session
-from pipeline.units import Note
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Final, Literal
 
 import yaml
 
+from pipeline.formatting import count, duration
 from pipeline.report import plots
 from pipeline.report.document import ActorFigures, Example, Figures, Lane
-from pipeline.report.shown import interval, number, percent, render, shown, times
+from pipeline.report.rendering import interval, number, percent, render, shown, times
 from pipeline.store.run_state import RunState
-from pipeline.units import count, duration
 
 Single = Literal[
     "duration_s", "request_throughput", "output_throughput", "total_token_throughput", "decode_output_throughput",

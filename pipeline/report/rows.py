@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.formatting import Json
 from pipeline.report.document import Example, Histogram, LayerPiece, LayersByStep
 from pipeline.store.run_folder import RunFolder
-from pipeline.units import Json
-from skipdecode.schedule import make_schedule
+from skipdecode.schedules.from_config import make_schedule
 
 NUM_EXAMPLES = 3  # failed rows shown of each code
 MAX_MESSAGE_CHARS = 500

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import NotRequired, TypeAlias, TypedDict, cast
 
-from actors.engine import Progress
-from actors.text_stream import TextStream
-from pipeline.openai_logprobs import (
+from actors.serving.engine import Progress
+from actors.serving.text_stream import TextStream
+from pipeline.openai.logprobs import (
     Decode,
     LogprobsBody,
     TextOffsets,
@@ -20,7 +20,7 @@ from pipeline.openai_logprobs import (
     empty_logprobs,
 )
 from pipeline.service.parse import AskedRequest
-from skipdecode.request import Request
+from skipdecode.engine.request import Request
 
 DONE = b"data: [DONE]\n\n"
 

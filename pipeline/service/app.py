@@ -14,21 +14,21 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
-from actors.loading import keep_loaded
+from actors.model_loading import keep_loaded
 from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, check_quantization, worker_path
-from pipeline.config import ConfigError, JobConfig, SamplingConfig, build_config
+from pipeline.cluster.node_backends import look, why_by_torch
+from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
+from pipeline.formatting import Json
+from pipeline.service.api_keys import read_keys
 from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
-from pipeline.service.keys import read_keys
 from pipeline.service.metrics import RayMetrics, scrape
 from pipeline.service.routes import create_app
-from pipeline.units import Json
-from pipeline.worker_backends import look, why_by_torch
 from skipdecode.backends.choice import VARIABLE
-from skipdecode.continuous import check_continuous
-from skipdecode.host import num_cores
-from skipdecode.hub import pin, resolve_source
-from skipdecode.schedule import make_schedule
+from skipdecode.backends.host_memory import num_cores
+from skipdecode.checkpoint.hub import pin, resolve_source
+from skipdecode.engine.continuous_batch import check_continuous
+from skipdecode.schedules.from_config import make_schedule
 
 
 @serve.deployment(

@@ -1,7 +1,7 @@
 """Chats: how their answers are written, as OpenAI has them: a message, or deltas that begin with the role. No Ray.
 
 How they come about is that of completions (`completions`); what is asked: `parse`; messages to prompts:
-`actors.chat_template`. Left out: tools, and what a message of an assistant can have beside its text.
+`actors.templates.chat_template`. Left out: tools, and what a message of an assistant can have beside its text.
 """
 
 import secrets
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NotRequired, TypedDict
 
-from actors.engine import Progress
-from pipeline.openai_logprobs import Decode, token_name
+from actors.serving.engine import Progress
+from pipeline.openai.logprobs import Decode, token_name
 from pipeline.service.answers import ChatLogprob, Choice, ChoiceBody, Logprobs, Usage, usage
 from pipeline.service.parse import AskedRequest, ChatRequest
-from skipdecode.request import Request, TokenLogprobs
+from skipdecode.engine.request import Request, TokenLogprobs
 
 
 class MessageBody(TypedDict, total=False):

@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from actors.engine import Progress
-from pipeline.openai_logprobs import Decode
+from actors.serving.engine import Progress
+from pipeline.openai.logprobs import Decode
 from pipeline.service import errors
 from pipeline.service.answers import DONE, Choice, ChoiceBody, Envelope, event, is_news, merged, usage
 from pipeline.service.endpoint import Answering, Endpoint
 from pipeline.service.errors import ApiError
 from pipeline.service.parse import AskedRequest, CompletionRequest
-from skipdecode.request import Request as EngineRequest
+from skipdecode.engine.request import Request as EngineRequest
 
 
 class Observer(Protocol):

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, field_validator
 
-from pipeline.config import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config
-from pipeline.config_tree import apply_overrides
-from skipdecode.gpus import MEMORY_SHARE
+from pipeline.config.job import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config
+from pipeline.config.tree import apply_overrides
+from skipdecode.cost.gpu_specs import MEMORY_SHARE
 
 DEPLOYMENT = "Completions"
 DRAIN_S = 120.0  # the default of limits.request_timeout_s

@@ -14,16 +14,16 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
-from actors.engine import Engine, Progress
-from actors.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.generator import Generator, GeneratorConfig
-from actors.scheduler import EngineConfig, Ticket
+from actors.serving.engine import Engine, Progress
+from actors.serving.engine_thread import EngineDead, EngineThread, Overloaded
+from actors.serving.scheduler import EngineConfig, Ticket
 from pipeline.service import errors
 from pipeline.service.config import ServeConfig
+from pipeline.service.engine_requests import Prompts
 from pipeline.service.errors import ApiError
-from pipeline.service.prompts import Prompts
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.request import Request
 
 TRIED_TOKENS = 256  # of a prompt, to know the pace
 STALL_MARGIN = 6  # a step may score its prompts too, beside other work

@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from pipeline.openai_params import BadParameter
+from pipeline.openai.parameters import BadParameter
 
 
 class ErrorFields(TypedDict):

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from actors.chat_template import Message, MessagesError, check_messages
+from actors.templates.chat_template import Message, MessagesError, check_messages
+from pipeline.formatting import Json
 from pipeline.json_size import MAX_MARKS, count_marks
-from pipeline.openai_params import (
+from pipeline.openai.parameters import (
     MAX_LOGPROBS,
     BadParameter,
     SamplingParameters,
@@ -18,7 +19,6 @@ from pipeline.openai_params import (
     shown,
 )
 from pipeline.service.errors import ApiError, bad_parameter
-from pipeline.units import Json
 
 MAX_CHAT_LOGPROBS: Final = 20  # OpenAI
 MAX_ID_CHARS: Final = 512

@@ -10,18 +10,18 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.engine_thread import EngineDead
-from pipeline.openai_params import cut
+from actors.serving.engine_thread import EngineDead
+from pipeline.openai.parameters import cut
 from pipeline.service import errors
 from pipeline.service.answers import encode, model_card
-from pipeline.service.callers import check_local
+from pipeline.service.api_keys import check_key
 from pipeline.service.chat import ChatForm
 from pipeline.service.completions import CompletionForm, Form, Observer, Watch, continued, streamed, whole
 from pipeline.service.endpoint import Endpoint
 from pipeline.service.errors import ApiError
-from pipeline.service.keys import check_key
+from pipeline.service.local_callers import check_local
 from pipeline.service.parse import parse_body, parse_chat, parse_completion
-from skipdecode.request import Request as EngineRequest
+from skipdecode.engine.request import Request as EngineRequest
 
 SMALL_BODY_BYTES = 8 << 10  # milliseconds of tokenizing, in the event loop; a larger body is read beside it
 PAGE = Path(__file__).with_name("page.html")

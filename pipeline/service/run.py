@@ -14,14 +14,14 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from pipeline.cluster import start_ray
-from pipeline.config import ConfigError, read_tree, set_key
-from pipeline.config_tree import read_override
-from pipeline.ray_noise import SERVE_END, without_printed_lines
+from pipeline.cluster.pool import start_ray
+from pipeline.cluster.ray_logging import SERVE_END, without_printed_lines
+from pipeline.config.job import ConfigError, read_tree, set_key
+from pipeline.config.tree import read_override
+from pipeline.formatting import Json, Note
+from pipeline.service.api_keys import is_loopback, read_keys
 from pipeline.service.app import Completions, make_spec
 from pipeline.service.config import ServeFile, load_serve_file
-from pipeline.service.keys import is_loopback, read_keys
-from pipeline.units import Json, Note
 
 DRAIN_POLL_S = 0.2
 ASK_S = 5.0  # for an answer of all replicas

@@ -13,17 +13,17 @@ import pyarrow as pa
 import ray
 
 from actors.generator import GeneratorConfig
-from actors.loading import keep_loaded
-from pipeline.faults import fault_point
-from pipeline.handles import CollectorHandle, LedgerHandle, LeftoversHandle, Process, fetch
-from pipeline.stages.attempts import StopRun
-from pipeline.stages.decoder import Decoder
-from pipeline.stages.packed import pack
-from pipeline.stages.parts import Parts
-from pipeline.stages.sharing import Helper, Sharing
-from pipeline.stages.walk import LedgerWalk
+from actors.model_loading import keep_loaded
+from pipeline.cluster.ray_handles import CollectorHandle, LedgerHandle, LeftoversHandle, Process, fetch
+from pipeline.fault_injection import fault_point
+from pipeline.stages.attempt_tracker import StopRun
+from pipeline.stages.model_thread import Decoder
+from pipeline.stages.packed_window import pack
+from pipeline.stages.poison_isolation import LedgerWalk
 from pipeline.stages.window import Window
-from skipdecode.sampling import Sampling
+from pipeline.stages.window_parts import Parts
+from pipeline.stages.window_sharing import Helper, Sharing
+from skipdecode.config.sampling import Sampling
 
 
 class DecodeStage:

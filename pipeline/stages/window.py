@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from actors.records import Answer, RowFailure
-from pipeline.openai_params import asks_for_choice
+from actors.results import Answer, RowFailure
+from pipeline.openai.parameters import asks_for_choice
 from pipeline.schema import ID, PROMPT_TOKENS, SAMPLING
-from pipeline.stages.choices import with_scores
-from pipeline.stages.scores import score_columns
-from pipeline.stages.tokens import TOKENS, row_sampling, with_columns
-from skipdecode.generate import Completion, Request
-from skipdecode.sampling import Sampling
+from pipeline.stages.logprob_columns import score_columns
+from pipeline.stages.openai_choices import with_scores
+from pipeline.stages.tokenize import TOKENS, row_sampling, with_columns
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Completion, Request
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.config import ConfigError
-from pipeline.units import Json
-from skipdecode.adapter import CONFIG_FILE, WEIGHTS_FILE
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Json
+from skipdecode.checkpoint.lora_adapter import CONFIG_FILE, WEIGHTS_FILE
 
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file
 
@@ -19,7 +19,7 @@ def digest_files(source: Path) -> str:
         size = path.stat().st_size
         total.update(f"{path.name}\0{size}\0".encode())
         if path.suffix == ".gguf":
-            from skipdecode.gguf_header import read_header  # only such a file needs it
+            from skipdecode.checkpoint.gguf_header import read_header  # only such a file needs it
 
             with path.open("rb") as file:
                 total.update(file.read(read_header(path).num_bytes))

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from pipeline.config import ConfigError
-from pipeline.faults import fault_point
+from pipeline.config.job import ConfigError
+from pipeline.fault_injection import fault_point
+from pipeline.formatting import Note
+from pipeline.store.atomic_files import may_vanish
+from pipeline.store.mutex import in_turn
 from pipeline.store.run_folder import LEASE, RunFolder
 from pipeline.store.run_state import LeaseState
-from pipeline.store.turns import in_turn
-from pipeline.store.whole import may_vanish
-from pipeline.units import Note
 
 LEASE_S = float(os.environ.get("SKIPDECODE_LEASE_S", "30"))  # another value: for trials, the same for all sessions
 BEAT_S = LEASE_S / 6

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -21,8 +21,8 @@ def tokenizer_files(source: Path) -> Files:
     """Those of a model folder; of a GGUF file those that a folder would have."""
     if source.is_dir():
         return {name: (source / name).read_bytes() for name in TOKENIZER_FILES if (source / name).is_file()}
-    from skipdecode import gguf_tokenizer  # only a GGUF file needs them
-    from skipdecode.gguf_file import chat_template
+    from skipdecode.checkpoint import gguf_tokenizer  # only a GGUF file needs them
+    from skipdecode.checkpoint.gguf_file import chat_template
 
     files, template = {"tokenizer.json": gguf_tokenizer.tokenizer(source).to_str().encode()}, chat_template(source)
     return files if template is None else files | {"chat_template.jinja": template.encode()}

@@ -17,11 +17,11 @@ from typing import BinaryIO, cast
 
 import pyarrow.fs as pafs
 
-from pipeline.config import ConfigError
-from pipeline.store.footer import read_footer
+from pipeline.config.job import ConfigError
+from pipeline.formatting import mask
+from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, uploaded
+from pipeline.store.parquet_footer import read_footer
 from pipeline.store.run_state import FileRecord, RunState
-from pipeline.store.whole import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, uploaded
-from pipeline.units import mask
 
 BATCH_FILES = "batch_output.jsonl", "batch_errors.jsonl"
 OURS = ("data", "checkpoint", "metrics", "report.json", "report.html", *BATCH_FILES, "run.json")

@@ -6,7 +6,7 @@ figures `report.figures` makes.
 
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
-from pipeline.units import Json
+from pipeline.formatting import Json
 
 Phase: TypeAlias = Literal["running", "interrupted", "retrying", "committing", "finished"]
 """committing: a retry is exchanging rows, and the folder has some of them twice."""

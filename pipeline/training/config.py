@@ -1,4 +1,4 @@
-"""What `python -m jobs.finetune` can be told: one frozen tree, as for `jobs.generate` (`pipeline.config`).
+"""What `python -m jobs.finetune` can be told: one frozen tree, as for `jobs.generate` (`pipeline.config.job`).
 
 Shapes and types only; what needs a checkpoint, the data or a cluster is checked by `pipeline.training.plan`.
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
-from pipeline.config import Auto, OutputConfig, Section, SwiftKVSection, build_config, read_tree
+from pipeline.config.job import Auto, OutputConfig, Section, SwiftKVSection, build_config, read_tree
 
 
 class ModelShape(Section):
@@ -56,7 +56,7 @@ class FinetuneData(Section):
     bad_rows: Literal["fail", "skip"] = "fail"
     """What becomes of rows without a response, of broken lines, and of pairs longer than the model's context."""
     made_names_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of E2E pairs whose names are replaced by made ones (`pipeline.demo_corpus`); 0 for any other data."""
+    """Share of E2E pairs whose names are replaced by made ones (`pipeline.demo.corpus`); 0 for any other data."""
 
     @field_validator("path", "validation", mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """The pairs of a fine-tuning as tokens, and the tokenizer that makes them. All errors: `ConfigError`.
 
-How files become pairs is `pipeline.input.pairs`. Nothing is written here.
+How files become pairs is `pipeline.input.training_pairs`. Nothing is written here.
 """
 
 import hashlib
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.train_workers import Pair
-from pipeline.config import ConfigError
-from pipeline.input.pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
+from actors.training.workers import Pair
+from pipeline.config.job import ConfigError
+from pipeline.input.training_pairs import Pairs, encode_pairs, refuse_problems, scan_pairs
 from pipeline.store.model_folder import Files, tokenizer_files
 from pipeline.training.config import FinetuneData
 from pipeline.training.folder import TrainingFolder
-from skipdecode.config import DecoderConfig
-from skipdecode.tokenizer import Tokenizer, train_tokenizer
+from skipdecode.checkpoint.tokenizer import Tokenizer, train_tokenizer
+from skipdecode.config.model import DecoderConfig
 
 TOKENS_COMPARED = 256  # pairs
 

@@ -9,20 +9,20 @@ from typing import TypedDict
 
 import torch
 
-from actors.train_workers import Pair
-from actors.trainer import fit_added
+from actors.training.trainer import fit_added
+from actors.training.workers import Pair
 from pipeline.checkpoint import find_model
-from pipeline.config import ConfigError
-from pipeline.console import LiveLine
+from pipeline.cluster.progress import LiveLine
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Json, Note
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig, FinetuneData
 from pipeline.training.corpus import encode, make_tokenizer, refuse_bad_rows, scan
 from pipeline.training.plan import stored_dtype, train_config
 from pipeline.training.records import fitting
-from pipeline.units import Json, Note
-from skipdecode.config import DecoderConfig
-from skipdecode.hub import DEMO
-from skipdecode.weights import load_model, save_model
+from skipdecode.checkpoint.hub import DEMO
+from skipdecode.checkpoint.weights import load_model, save_model
+from skipdecode.config.model import DecoderConfig
 
 # arXiv 2410.03960, section 3.3, and its authors' training code: the model frozen, KL at temperature 2, Adam without
 # weight decay, learning rate 2e-4 falling linearly to 0, one epoch. (There the warm-up is 5 % of the steps.)

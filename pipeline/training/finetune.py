@@ -19,9 +19,10 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from pipeline.checkpoint import worker_path
-from pipeline.cluster import start_ray
-from pipeline.config import ConfigError
-from pipeline.console import LiveLine
+from pipeline.cluster.pool import start_ray
+from pipeline.cluster.progress import LiveLine
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Note, count
 from pipeline.store.digest import refuse_differences
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.folder import TrainingFolder
@@ -38,7 +39,6 @@ from pipeline.training.records import (
     losses_in,
 )
 from pipeline.training.worker import Failed, Trained, TrainingJob, run_worker
-from pipeline.units import Note, count
 
 NOT_SAID_BEFORE: Fingerprint = {"train.draw": "one", "model.adapter": None, "train.fit_pairs": 0}
 """What entries mean that the folders of earlier versions lack."""

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Json
 from pipeline.store.model_folder import TOKENIZER_FILES
 from pipeline.training.records import LogLine, TrainingRecord, TrainingState
-from pipeline.units import Json
-from skipdecode import adapter, tuning
+from skipdecode.checkpoint import lora_adapter as adapter
+from skipdecode.schedules import trained as tuning
 
 KEEP = 2  # checkpoints
 WEIGHTS = ("model.safetensors", adapter.WEIGHTS_FILE)  # of a model, or of an adapter

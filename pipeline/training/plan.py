@@ -8,10 +8,11 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.train_config import TrainConfig, num_steps
+from actors.training.recipe import TrainConfig, num_steps
 from pipeline.checkpoint import find_model
-from pipeline.config import ConfigError
-from pipeline.demo_corpus import vary_names
+from pipeline.config.job import ConfigError
+from pipeline.demo.corpus import vary_names
+from pipeline.formatting import Note
 from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.model_folder import Files
 from pipeline.training.config import HOW, FinetuneConfig, FinetuneModel, TrainSection
@@ -28,12 +29,11 @@ from pipeline.training.corpus import (
 from pipeline.training.folder import TrainingFolder, check_apart
 from pipeline.training.records import Fingerprint, TrainingState
 from pipeline.training.schedules import check_schedules
-from pipeline.units import Note
-from skipdecode.config import DecoderConfig, SwiftKVConfig
+from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.weights import check_folder
+from skipdecode.config.model import DecoderConfig, SwiftKVConfig
 from skipdecode.families import OPTConfig, read_config
-from skipdecode.hub import resolve_source
-from skipdecode.lora import LoraShape, check_start, linear_names
-from skipdecode.weights import check_folder
+from skipdecode.training.lora import LoraShape, check_start, linear_names
 
 WARMUP_SHARE = 0.1  # of all steps, where the warm-up that was asked for has no room
 CODE_VERSION = 2  # raise when a change alters the weights that the same configuration gives

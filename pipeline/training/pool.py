@@ -1,12 +1,12 @@
 """How many training workers run and what each asks for; a pool that cannot fit is a `ConfigError`, not a wait.
 
-The counterpart of `pipeline.cluster.plan_pool` for Ray Train, which starts all workers at once or none.
+The counterpart of `pipeline.cluster.pool.plan_pool` for Ray Train, which starts all workers at once or none.
 """
 
 from dataclasses import dataclass
 
-from pipeline.cluster import Cluster, fit, node_shapes
-from pipeline.config import ConfigError
+from pipeline.cluster.pool import Cluster, fit, node_shapes
+from pipeline.config.job import ConfigError
 from pipeline.training.config import WorkersSection
 
 

@@ -7,7 +7,7 @@ lack what is `NotRequired`.
 from collections.abc import Iterable
 from typing import Literal, NotRequired, TypeAlias, TypedDict, final
 
-from pipeline.units import Json
+from pipeline.formatting import Json
 
 Fingerprint: TypeAlias = dict[str, Json]
 """Everything that decides the weights, flat: a resumed run must agree in every entry."""

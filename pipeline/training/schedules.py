@@ -2,11 +2,11 @@
 
 from typing import TypeAlias
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Json
 from pipeline.training.config import TrainSection
-from pipeline.units import Json
-from skipdecode.config import DecoderConfig
-from skipdecode.schedule import METHOD_KEYS, listed_schedule
+from skipdecode.config.model import DecoderConfig
+from skipdecode.schedules.from_config import METHOD_KEYS, listed_schedule
 
 Decode: TypeAlias = dict[str, Json]
 """A `decode:` mapping."""

@@ -1,7 +1,7 @@
 """What each Ray Train worker runs: builds the model, finds the last checkpoint, trains, and (rank 0) writes.
 
 A start, a resume and the restart of a dead worker are one path: go on from the newest whole checkpoint of the folder.
-The loop itself is `actors.trainer`, which knows no Ray.
+The loop itself is `actors.training.trainer`, which knows no Ray.
 """
 
 import datetime
@@ -16,21 +16,22 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from actors.train_config import TrainConfig
-from actors.train_state import Weights, load_state, model_of, save_state
-from actors.train_workers import Pair
-from actors.trainer import Hooks, init_weights, train
-from pipeline.machine import provenance
+from actors.training.recipe import TrainConfig
+from actors.training.state import Weights, load_state, model_of, save_state
+from actors.training.trainer import Hooks, init_weights, train
+from actors.training.workers import Pair
+from pipeline.cluster.machine import provenance
+from pipeline.formatting import Json
 from pipeline.training.folder import TrainingFolder
 from pipeline.training.records import ValidationLine
-from pipeline.units import Json
-from skipdecode.config import DecoderConfig
-from skipdecode.decoder import Decoder
-from skipdecode.lora import LoraShape, add_lora, save_adapter
-from skipdecode.weights import adapter_of, load_model, save_model
+from skipdecode.checkpoint.weights import adapter_of, load_model, save_model
+from skipdecode.config.model import DecoderConfig
+from skipdecode.model.decoder import Decoder
+from skipdecode.training.lora import LoraShape, add_lora, save_adapter
 
 Checkpoint: TypeAlias = dict[str, object]
-"""What `actors.train_state` reads and writes: weights, moments and progress, of which only the step is our business."""
+"""What `actors.training.state` reads and writes: weights, moments and progress, of which only the step is our
+business."""
 
 
 @dataclass(frozen=True)

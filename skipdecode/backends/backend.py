@@ -21,7 +21,7 @@ from skipdecode.backends.cpu import Activation
 from skipdecode.backends.heads import Columns, SharedColumns
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
-from skipdecode.config import Quantization
+from skipdecode.config.model import Quantization
 
 __all__ = [
     "TORCH", "Activation", "Backend", "ColumnAttention", "Columns", "FusedLayer", "FusedStore", "LayerShape", "Packed",
@@ -119,7 +119,8 @@ class Backend:
     takes_fewer = False
     """A step that is prepared for some rows serves fewer, too: the first ones of its columns."""
     has_matrix_units = False
-    """Many columns cost a product little more than one (an order of magnitude is enough: `skipdecode.prices`)."""
+    """Many columns cost a product little more than one (an order of magnitude is enough:
+    `skipdecode.speculative.latency_model`)."""
     reads_tables = False
     """`prepare_step` and `column_attention` take `TableColumns`: captured steps read their bounds on the device."""
 
@@ -236,7 +237,8 @@ class Backend:
         return logits.argmax(dim=-1)
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor | None:
-        """What `skipdecode.sampler.pick` chooses, from logits [B, V] of any type: [B] int64; None: by its operators."""
+        """What `skipdecode.model.sampler.pick` chooses, from logits [B, V] of any type: [B] int64; None: by its
+        operators."""
         return None
 
     def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
@@ -255,13 +257,13 @@ class Backend:
         """Memory held for the next `filled_memory`: free for it, and for nobody else."""
         return 0
 
-    # --- for `skipdecode.cost`
+    # --- for `skipdecode.cost.roofline`
 
     def vendors_products(self, weight: Tensor) -> list[Callable[[Tensor], Tensor]]:
         """x [R, in] -> x W^T [R, out] by the libraries that torch brings, in every way they have; no kernel of ours."""
         return [lambda x: x @ weight.T]
 
-    # --- for `actors.profile`
+    # --- for `actors.measuring.profile`
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
         """Calls of its own that are a stage of a decode step: owner, name, stage."""

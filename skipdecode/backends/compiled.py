@@ -29,7 +29,7 @@ from skipdecode.backends.backend import Product as AnyProduct
 from skipdecode.backends.layer import LayerKernel, Step, StoreKernel
 from skipdecode.backends.layer_parts import Product
 from skipdecode.backends.memory import large_pages, spare_bytes
-from skipdecode.config import Quantization
+from skipdecode.config.model import Quantization
 
 
 class CompiledBackend(Backend):

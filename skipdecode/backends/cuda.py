@@ -28,7 +28,7 @@ from skipdecode.backends.backend import (
 )
 from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
 from skipdecode.backends.layer_shape import LayerShape
-from skipdecode.config import Quantization
+from skipdecode.config.model import Quantization
 
 
 @dataclass(eq=False)

@@ -72,7 +72,7 @@ class Kernels(Protocol):
         """[B, V] -> [B] int64; the lowest index of equals."""
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        """The choice of `skipdecode.sampler.pick`, without a sort and without a float32 copy: [B] int64.
+        """The choice of `skipdecode.model.sampler.pick`, without a sort and without a float32 copy: [B] int64.
 
         logits [B, V]; [B, 1] each: temperature float32 (0: greedy), top_k int64, top_p and uniform float32, rows of
         any stride. Sums of many numbers come out otherwise in their last bit: a uniform within about 1e-6 of the edge

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import Columns, TableColumns
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.rope import turn_of, turned
+from skipdecode.backends.rope import turn_of, turned
 
 
 class TorchKernels:
@@ -61,7 +61,7 @@ class TorchKernels:
         return logits.argmax(dim=-1)
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        from skipdecode.sampler import pick_by_sort  # which asks back ends first
+        from skipdecode.model.sampler import pick_by_sort  # which asks back ends first
 
         return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform)
 

@@ -89,7 +89,7 @@ class LayerKernel:
 
     STAGES = ("norms", "query, key, value", "attention", "attention output", "feed-forward")
     seconds: Tensor | None = None
-    """[5] float64 by stage: what steps add their times to, while it is set (`actors.profile`)."""
+    """[5] float64 by stage: what steps add their times to, while it is set (`actors.measuring.profile`)."""
 
     def __init__(
         self,

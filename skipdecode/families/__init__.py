@@ -1,6 +1,6 @@
 """Model families: one file each, which says what its config.json means and how its weights are called.
 
-To add one: a subclass of `skipdecode.config.DecoderConfig` in a file here, a line in FAMILIES, and a test against
+To add one: a subclass of `skipdecode.config.model.DecoderConfig` in a file here, a line in FAMILIES, and a test against
 Hugging Face (docs/contributing.md has the steps).
 """
 
@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from skipdecode.config import DecoderConfig
-from skipdecode.config_json import read_eos
+from skipdecode.config.json_files import read_eos
+from skipdecode.config.model import DecoderConfig
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.mistral import MistralConfig
 from skipdecode.families.opt import OPTConfig
@@ -42,7 +42,7 @@ def read_config(folder: str | Path) -> DecoderConfig:
     ValueError when config.json is absent or asks for what we do not have.
     """
     if Path(folder).is_file():
-        from skipdecode import gguf_file  # reads arrays, and a head node that prices a job has no numpy loaded
+        from skipdecode.checkpoint import gguf_file  # imports numpy, which a head node need not have
 
         return gguf_file.checked(folder, config_of)
     path = Path(folder) / "config.json"

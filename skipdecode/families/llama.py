@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import DecoderConfig, Parts
-from skipdecode.config_json import check_flag, check_size, refuse
-from skipdecode.rope_config import Rope, read_rope, write_rope
+from skipdecode.config.json_files import check_flag, check_size, refuse
+from skipdecode.config.model import DecoderConfig, Parts
+from skipdecode.config.rope import Rope, read_rope, write_rope
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Defaults are those of `transformers.MistralConfig`. Windows shorter than the con
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from skipdecode.config import TokenizerRules
+from skipdecode.config.model import TokenizerRules
 from skipdecode.families.llama import LlamaConfig
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import DecoderConfig, Parts, TokenizerRules
-from skipdecode.config_json import refuse
+from skipdecode.config.json_files import refuse
+from skipdecode.config.model import DecoderConfig, Parts, TokenizerRules
 
 # Released shapes (metaseq opt_job_constants.py): layers, hidden, heads; ffn = 4 x hidden.
 RELEASED = {

@@ -7,8 +7,8 @@ refused (`LlamaConfig`).
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from skipdecode.config import TokenizerRules
-from skipdecode.config_json import check_flag
+from skipdecode.config.json_files import check_flag
+from skipdecode.config.model import TokenizerRules
 from skipdecode.families.llama import LlamaConfig
 
 

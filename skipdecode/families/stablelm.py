@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config import TokenizerRules
-from skipdecode.config_json import refuse
+from skipdecode.config.json_files import refuse
+from skipdecode.config.model import TokenizerRules
 from skipdecode.families.llama import LlamaConfig
 
 

@@ -1,4 +1,4 @@
-"""Keys and values for decode steps as CUDA graphs (`skipdecode.step_graphs`): a captured step knows one address.
+"""Keys and values for decode steps as CUDA graphs (`skipdecode.engine.cuda_graphs`): a captured step knows one address.
 
 All caches lie in one memory (`skipdecode.kv.pool`). Where a layer's keys and values begin in it, and how far its rows
 lie apart, stands in a table on the device, as do a row's first column and the one that the step writes. So the same
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from skipdecode.backends.backend import TableColumns
 from skipdecode.backends.device import backend_on
-from skipdecode.batch_rows import ALIGNMENT
-from skipdecode.config import DecoderConfig
+from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.rope import Turn, turn_of
+from skipdecode.config.model import DecoderConfig
+from skipdecode.cost.batch_sizes import ALIGNMENT
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import CachePool, PoolPart
 from skipdecode.kv.view import StepView
-from skipdecode.rope import Turn, turn_of
-from skipdecode.uploads import uploaded
 
 _serials = itertools.count()
 

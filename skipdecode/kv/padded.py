@@ -17,11 +17,11 @@ from torch import Tensor
 
 from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
 from skipdecode.backends.device import backend_on
-from skipdecode.config import DecoderConfig
+from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.rope import Turn, turn_of
+from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.shared import SharedHeads
 from skipdecode.kv.view import StepView, attention, causal_mask, diagonal
-from skipdecode.rope import Turn, turn_of
-from skipdecode.uploads import uploaded
 
 
 class KVCache:

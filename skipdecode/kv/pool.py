@@ -11,7 +11,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from skipdecode.batch_rows import ALIGNMENT
+from skipdecode.cost.batch_sizes import ALIGNMENT
 
 
 class PoolFull(RuntimeError):

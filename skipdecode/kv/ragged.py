@@ -17,12 +17,12 @@ from torch import Tensor
 
 from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
 from skipdecode.backends.device import backend_on
-from skipdecode.config import DecoderConfig
+from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.rope import Turn, turn_of
+from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.kept_steps import KeptSteps
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.view import StepView, attention
-from skipdecode.rope import Turn, turn_of
-from skipdecode.uploads import uploaded
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
 

@@ -1,7 +1,8 @@
 """Keys and values of prompts' heads that several rows of a batch read: one copy, beside the memory of the rows' own.
 
 Attention goes over both with one softmax (`SharedColumns`): a row's bits are those it has with all columns in one
-piece. Only kernels read it; where there are none, heads are copied into the rows' own memory (`skipdecode.prefix`).
+piece. Only kernels read it; where there are none, heads are copied into the rows' own memory
+(`skipdecode.engine.prefix_sharing`).
 
 B rows, R heads of prompts, G heads of keys and values, S columns, K head dim.
 """

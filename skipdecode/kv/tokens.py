@@ -1,5 +1,5 @@
 """New columns of some rows of a continuous batch as one step, several of a row if need be: as drafts are verified
-(`skipdecode.speculative`).
+(`skipdecode.speculative.speculative_batch`).
 
 Every token is a row of the states. It has a place (the row of the batch whose K and V it sees) and a column there, up
 to which it sees them. Tokens of a place lie side by side, in any order: all are stored before any attends. Kernels of
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.backend import Columns, FusedLayer
+from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.kv.kept_steps import columns_of
 from skipdecode.kv.ragged import Arena
 from skipdecode.kv.view import StepView, attention
-from skipdecode.rope import Turn, turn_of
 
 
 class TokensView(StepView):

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from skipdecode.backends.backend import Columns, FusedLayer, FusedStore, Prompts, SharedColumns
+from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.view import StepView
-from skipdecode.rope import Turn, turn_of
 
 
 class PromptsView:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import Columns, FusedLayer, FusedStore, TableColumns
 from skipdecode.backends.device import backend_on
-from skipdecode.rope import Turn
+from skipdecode.backends.rope import Turn
 
 
 class KVView(Protocol):

@@ -8,7 +8,7 @@ import pytest
 
 from actors import generator as module
 from actors.generator import Generator, GeneratorConfig
-from skipdecode.generate import BatchResult, Request, generate
+from skipdecode.engine.generate import BatchResult, Request, generate
 from tests.support.engine_helpers import DECODE
 from tests.support.random_requests import BUCKETS, SKIP
 

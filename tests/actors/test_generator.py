@@ -10,16 +10,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors import baseline, room
+from actors.batching import full_depth_sample as baseline
+from actors.batching import memory_budget as room
+from actors.batching.memory_budget import DETERMINISTIC_ROWS
 from actors.generator import Generator, GeneratorConfig
-from actors.records import WindowResult
-from actors.room import DETERMINISTIC_ROWS
-from pipeline.demo_corpus import make_prompts
+from actors.results import WindowResult
+from pipeline.demo.corpus import make_prompts
 from skipdecode.backends import choice
-from skipdecode.generate import Completion, Request
-from skipdecode.plan import EarlyExit, SkipDecode
-from skipdecode.sampling import Sampling
-from skipdecode.weights import load_model
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Completion, Request
+from skipdecode.schedules.plan import EarlyExit, SkipDecode
 from tests.support.random_requests import BUCKETS, SKIP, one_by_one, random_requests
 
 # Same rows, same order, same tokens

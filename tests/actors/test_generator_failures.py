@@ -12,9 +12,9 @@ import torch
 
 from actors import generator as module
 from actors.generator import Generator
-from actors.records import Answer, RowFailure
-from skipdecode.generate import BatchResult, Completion, Request, generate
-from skipdecode.sampling import Sampling
+from actors.results import Answer, RowFailure
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import BatchResult, Completion, Request, generate
 from tests.support.random_requests import one_by_one, random_requests
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from actors.engine import Engine
 from actors.generator import Generator, GeneratorConfig
-from actors.scheduler import EngineConfig
+from actors.serving.engine import Engine
+from actors.serving.scheduler import EngineConfig
 from skipdecode.backends import choice
-from skipdecode.generate import generate
-from skipdecode.request import Completion, Request
-from skipdecode.sampling import Sampling
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Completion, Request
 from tests.support.naive import random_prompts
 from tests.support.ties import is_tie
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.attention import (
 )
 from benchmarks.gpu.bench import Bench, Found, Wrong
 from benchmarks.gpu.decoding import SMALL
-from skipdecode.cost import Ceilings
+from skipdecode.cost.roofline import Ceilings
 from skipdecode.families import config_of
 from tests.support.graphs import cpu_as_cuda
 

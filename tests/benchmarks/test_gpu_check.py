@@ -16,15 +16,15 @@ from benchmarks.gpu import attention, decoding, machine, overlap
 from benchmarks.gpu.bench import Bench, Wrong, not_run
 from benchmarks.gpu.decoding import SMALL, check_batches, rows_that_fit
 from benchmarks.gpu_check import CHECKS, main, run_checks
-from skipdecode import step_graphs
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.cuda import CudaBackend
-from skipdecode.cost import Ceilings
-from skipdecode.decoder import Decoder
+from skipdecode.cost.roofline import Ceilings
+from skipdecode.engine import cuda_graphs as step_graphs
+from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.prefill import rows_at_once
+from skipdecode.engine.request import Request
 from skipdecode.families import config_of, released
-from skipdecode.prompts import rows_at_once
-from skipdecode.request import Request
-from skipdecode.step_graphs import StepGraphs
+from skipdecode.model.decoder import Decoder
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
 PROCESSES = {"lane", "sanitizer", "job"}
@@ -99,7 +99,7 @@ def test_kernels_that_read_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = FakeCaptures(RuntimeError("not permitted when stream is capturing"))
-    monkeypatch.setattr("skipdecode.step_graphs.captures_on", lambda _: captures)
+    monkeypatch.setattr("skipdecode.engine.cuda_graphs.captures_on", lambda _: captures)
     for check in ("tokens", "captures"):
         assert "cannot be captured: RuntimeError: not permitted" in first_wrong(check)
 
@@ -107,7 +107,7 @@ def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None
 def test_fewer_graphs_than_there_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing fails where memory ends the captures, and later checks would time steps without graphs."""
     monkeypatch.setattr(step_graphs, "MAX_GRAPH_BYTES", 1000)
-    monkeypatch.setattr("skipdecode.step_graphs.captures_on", lambda _: FakeCaptures(graph_bytes=300))
+    monkeypatch.setattr("skipdecode.engine.cuda_graphs.captures_on", lambda _: FakeCaptures(graph_bytes=300))
     sentence = first_wrong("captures")
     assert "4 graphs were captured, and 3 plans at 4 numbers of rows are 12: 4 graphs in " in sentence
     assert "full (all of them may take" in sentence

@@ -32,7 +32,7 @@ from benchmarks.gpu.processes import (
     parse_sanitizer,
 )
 from jobs.generate import parse
-from pipeline.config import load_config
+from pipeline.config.job import load_config
 from skipdecode.families import config_of
 
 BENCH = Bench(torch.device("cpu"), config_of(SMALL))

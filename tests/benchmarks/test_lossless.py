@@ -3,14 +3,14 @@ import random
 import pytest
 
 from benchmarks.lossless_expected import expected_speedup, rows_by_round
-from skipdecode.cost import Ceilings
-from skipdecode.draft_length import MOST, DraftLength
+from skipdecode.config.sampling import Sampling
+from skipdecode.cost.roofline import Ceilings
+from skipdecode.engine.request import Request
 from skipdecode.families import released
-from skipdecode.lossless import Lossless
-from skipdecode.plan import SkipDecode
-from skipdecode.prices import Prices
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.schedules.plan import SkipDecode
+from skipdecode.speculative.draft_length import MOST, DraftLength
+from skipdecode.speculative.latency_model import Prices
 
 SCHEDULE = Lossless(24, SkipDecode(24, 4, 4, 1, 64), None, True)
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.simulate import RESULT, StepTimes
 from benchmarks.simulation import SHARES, Plan, Simulation, simulate
-from skipdecode.step_model import Workload
+from skipdecode.cost.predict import Workload
 
 TIMES = StepTimes(step_s=0.01, step_row_s=0.0, prompt_token_s=0.0).batch_s
 CALM = Plan(

@@ -24,8 +24,8 @@ import ray
 
 import pipeline.generate.stream
 from jobs.generate import main as generate
-from pipeline.cluster import start_ray
-from pipeline.demo_corpus import make_prompts
+from pipeline.cluster.pool import start_ray
+from pipeline.demo.corpus import make_prompts
 from tests.deploy.test_dashboard import DASHBOARD
 from tests.support.processes import free_ports, wait_for
 
@@ -105,7 +105,9 @@ def recorded(own_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_metrics_report_interval_ms", "1000")
-        patch.setattr("pipeline.console.LINE_S", 0.5)  # gauges are told twice in an interval, as with Ray's 10 s
+        patch.setattr(
+            "pipeline.cluster.progress.LINE_S", 0.5
+        )  # gauges are told twice in an interval, as with Ray's 10 s
         real = pipeline.generate.stream.start_collector
         patch.setattr(pipeline.generate.stream, "start_collector", lambda *a: kept.append(real(*a)) or kept[-1])
         start_ray()

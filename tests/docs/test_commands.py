@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import ConfigError, Section, build_config, read_tree, set_key
+from pipeline.config.job import ConfigError, Section, build_config, read_tree, set_key
 from tests.docs.pages import PAGES, ROOT, Command, commands, name
 from tests.docs.test_configuration import generator as generator
 

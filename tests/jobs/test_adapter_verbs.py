@@ -13,18 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from actors.generator import Generator
-from actors.trainer import mean_loss
+from actors.training.trainer import mean_loss
 from jobs import bench, calibrate, evaluate, generate
 from pipeline.checkpoint import check_model
-from pipeline.config import ConfigError, JobConfig, build_config
-from pipeline.input.pairs import encode_pairs
+from pipeline.config.job import ConfigError, JobConfig, build_config
+from pipeline.input.training_pairs import encode_pairs
 from pipeline.service.app import make_spec
 from pipeline.service.config import ServeConfig
-from skipdecode.generate import Completion, Request
-from skipdecode.plan import FullDepth
-from skipdecode.sampling import Sampling
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.weights import load_model
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Completion, Request
+from skipdecode.schedules.plan import FullDepth
 from tests.support.lora_adapters import merge_by_hand, write_adapter
 from tests.support.verbs import Call
 

@@ -17,7 +17,7 @@ from jobs import __main__ as console
 from jobs.__main__ import verbs
 from jobs.cli import make_folder_parser, make_parser, note, read_settings, run_folder
 from jobs.generate import KEY_FIGURES, MAX_CHARS, key_figures
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 from pipeline.generate.run import RunResult
 from pipeline.store.run_folder import RunFolder
 

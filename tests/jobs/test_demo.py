@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jobs.demo import fetch_model, main
+from pipeline.demo.corpus import make_prompts, restaurant_name, vary_names
 from pipeline.demo.model import FILE
-from pipeline.demo_corpus import make_prompts, restaurant_name, vary_names
+from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.families import read_config
-from skipdecode.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.ray
 

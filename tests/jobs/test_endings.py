@@ -18,8 +18,8 @@ import pytest
 
 from jobs.__main__ import verbs
 from jobs.cli import MAX_ERROR_CHARS, run_verb
-from pipeline.config import ConfigError
-from pipeline.generate.ending import RunStopped, TooManyFailed
+from pipeline.config.job import ConfigError
+from pipeline.generate.stopping import RunStopped, TooManyFailed
 
 ROOT = Path(__file__).parents[2]
 WORK = {  # verb -> what it calls to do its work, and the arguments it needs to get there

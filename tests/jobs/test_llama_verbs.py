@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.generator import Generator, GeneratorConfig
 from jobs import calibrate, distill, doctor, evaluate, finetune, generate, retry
-from skipdecode.decoder import Decoder
-from skipdecode.forced import teacher_batch, teacher_forced_logits
-from skipdecode.generate import Completion, Request
-from skipdecode.plan import FullDepth
-from skipdecode.sampling import Sampling
-from skipdecode.weights import load_model
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Completion, Request
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.plan import FullDepth
+from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
 from tests.support.family_tokenizers import SENTENCEPIECE_SPECIAL, sentencepiece
 from tests.support.finetune_helpers import curve
 from tests.support.gguf_models import Writer, add_sentencepiece, random_model, write_model

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from jobs import generate
 from pipeline.checkpoint import check_model
-from pipeline.config import ConfigError, JobConfig, build_config
-from skipdecode.decoder import Decoder
-from skipdecode.tuning import SCHEDULE_FILE, TRAINED_FILE
-from skipdecode.weights import load_model, save_model
+from pipeline.config.job import ConfigError, JobConfig, build_config
+from skipdecode.checkpoint.weights import load_model, save_model
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.trained import SCHEDULE_FILE, TRAINED_FILE
 from tests.support.lora_adapters import write_adapter
 from tests.support.verbs import Call
 

@@ -7,20 +7,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.text_stream import TextStream
+from actors.serving.text_stream import TextStream
 from pipeline.checkpoint import check_model
-from pipeline.config import ConfigError, JobConfig
+from pipeline.config.job import ConfigError, JobConfig
 from pipeline.store.digest import digest_files
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.distill import init_swiftkv
+from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import check_folder, load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.families import read_config
-from skipdecode.generate import generate
-from skipdecode.hub import resolve_source
-from skipdecode.plan import FullDepth
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.weights import check_folder, load_model
+from skipdecode.schedules.plan import FullDepth
 from tests.support.family_tokenizers import NASTY, SENTENCEPIECE_SPECIAL, sentencepiece
 from tests.support.gguf_models import Writer, add_sentencepiece, random_model, write_model
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import worker_path
-from skipdecode.hub import PINNED, pin, resolve_source
+from skipdecode.checkpoint.hub import PINNED, pin, resolve_source
 
 OLD, NEW = "0" * 39 + "a", "0" * 39 + "b"
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipdecode.host import num_cores
+from skipdecode.backends.host_memory import num_cores
 from tests.support.faults import DISK_FAULTS, Fault
 from tests.support.store_faults import STORE_FAULTS
 from tests.support.tiny_models import save_model, save_tokenizer

@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.generator import Generator, GeneratorConfig
-from skipdecode.generate import Completion, Request
-from skipdecode.sampling import Sampling
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Completion, Request
 from tests.runs import chaos
 from tests.support.processes import command, environment, hits, rows, run, start, state, wait_for
 from tests.support.trials import Missed, Site, Trial, Verdict, judge

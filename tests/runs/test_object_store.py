@@ -20,11 +20,11 @@ import ray
 from moto.server import ThreadedMotoServer
 
 from jobs import generate, retry, verify
-from pipeline.export.place import open_place
+from pipeline.export.target import open_place
 from pipeline.schema import STATUS
 from pipeline.store.lease import Lease
+from pipeline.store.row_writer import RunSink, write_whole
 from pipeline.store.run_folder import STATUSES, RunFolder
-from pipeline.store.write import RunSink, write_whole
 from tests.support.store_faults import Delay, begins_upload, object_store
 from tests.support.trials import LOOPBACK_KEYS
 from tests.support.verbs import Call

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import ConfigError, JobConfig, build_config
+from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.generate.retry import retry
 from pipeline.generate.run import RunResult, run
 from pipeline.generate.verify import Verdict, verify

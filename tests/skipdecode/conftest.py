@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from skipdecode.cohort import CHECK_EVERY
+from skipdecode.engine.static_batch import CHECK_EVERY
 
 
 @pytest.fixture

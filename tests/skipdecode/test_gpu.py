@@ -12,21 +12,21 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import OPTForCausalLM
 
-from actors.bench import random_model
 from actors.generator import Generator, GeneratorConfig
-from skipdecode.cohort import Cohort
-from skipdecode.decoder import Decoder
+from actors.measuring.bench import random_model
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.cuda_graphs import StepGraphs, plans_of
+from skipdecode.engine.generate import Request, generate, generate_continuous, run_to_the_end
+from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
+from skipdecode.engine.static_batch import Cohort
 from skipdecode.families import config_of
-from skipdecode.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.generate import Request, generate, generate_continuous, run_to_the_end
 from skipdecode.kv.padded import KVCache
-from skipdecode.lossless import Lossless
-from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
-from skipdecode.prompts import allocate_cache, feed_prompts, pad_prompts
-from skipdecode.sampling import Sampling
-from skipdecode.speculative import SpeculativeBatch
-from skipdecode.step_graphs import StepGraphs, plans_of
-from skipdecode.weights import load_model
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from actors.chat_template import check_messages
 from actors.generator import Generator, GeneratorConfig
-from skipdecode.request import Completion, Request
-from skipdecode.sampling import Sampling
+from actors.templates.chat_template import check_messages
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.request import Completion, Request
 from tests.support.service_helpers import local, make_endpoint
 
 DECODE = {"method": "skipdecode", "max_layers": 5, "min_layers": 2, "horizon": 12}

@@ -11,7 +11,7 @@ from skipdecode.backends import choice
 from skipdecode.backends.heads import Columns
 from skipdecode.backends.layer import LayerKernel, Step
 from skipdecode.backends.prompts import Prompts
-from skipdecode.config import Quantization
+from skipdecode.config.model import Quantization
 
 NAMES = [name for name in choice.possible() if name != "torch"]
 HAS_BFLOAT16 = "avx512_bf16" in choice.cpu_flags()

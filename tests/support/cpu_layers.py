@@ -4,10 +4,10 @@ import copy
 
 import torch
 
-from skipdecode.config import Quantization
+from skipdecode.config.model import Quantization
 from skipdecode.families.opt import OPTConfig
-from skipdecode.layers import Layer
-from skipdecode.linear import Linear
+from skipdecode.model.layer import Layer
+from skipdecode.model.linear import Linear
 
 Kind = tuple[torch.dtype, Quantization | None]
 

@@ -15,8 +15,8 @@ from skipdecode.backends import cpu_weights
 from skipdecode.backends.layer import LayerKernel
 from skipdecode.backends.layer_parts import Product
 from skipdecode.backends.layer_shape import LayerShape
-from skipdecode.config import Quantization
-from skipdecode.linear import pack, product
+from skipdecode.config.model import Quantization
+from skipdecode.model.linear import pack, product
 
 Kind = tuple[torch.dtype, Quantization | None]
 EPSILON = 1e-5

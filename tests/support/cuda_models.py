@@ -7,10 +7,10 @@ import torch
 
 from skipdecode.backends import device
 from skipdecode.backends.backend import Backend
-from skipdecode.decoder import Decoder
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.request import Request
 from skipdecode.families import config_of
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
+from skipdecode.model.decoder import Decoder
 
 OPT = {
     "model_type": "opt", "vocab_size": 200, "hidden_size": 128, "ffn_dim": 256, "num_attention_heads": 2,

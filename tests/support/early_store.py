@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from pipeline.faults import fault_point
+from pipeline.fault_injection import fault_point
 
 
 class Killed(Exception):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skipdecode.backends import build, choice
 
-HEADER = Path(__file__).parents[1] / "skipdecode" / "amx_emulation.h"
+HEADER = Path(__file__).with_name("amx_emulation.h")
 TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 
 _compile_flags = build.compile_flags

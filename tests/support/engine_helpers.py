@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from actors.engine import Engine, Progress
 from actors.generator import Generator
-from actors.scheduler import EngineConfig
-from skipdecode.generate import Request
-from skipdecode.sampling import Sampling
+from actors.serving.engine import Engine, Progress
+from actors.serving.scheduler import EngineConfig
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request
 from tests.support.naive import random_prompts
 
 SCHEDULERS = ["cohort", "continuous"]

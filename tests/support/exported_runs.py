@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
+from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
-from pipeline.store.write import RunSink
 
 EXTRA: dict[str, pa.Array] = {
     "city": pa.array(["Leeds", None, "Yörk|"]),

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skipdecode.backends import device, triton_launch
 from skipdecode.backends.backend import TORCH, Backend
 from skipdecode.backends.cuda import CudaBackend
-from skipdecode.config import SwiftKVConfig
-from skipdecode.decoder import Decoder
+from skipdecode.config.model import SwiftKVConfig
 from skipdecode.families import config_of, released
-from skipdecode.placing import deal
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.pipeline_parallel import deal
 
 CUDA = torch.device("cuda", 0)
 A = torch.ops.aten

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.decoder import Decoder
 from skipdecode.kv.padded import KVCache
-from skipdecode.plan import LayerPlan
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.plan import LayerPlan
 
 
 def left_pad(prompts: Sequence[Sequence[int]], columns: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

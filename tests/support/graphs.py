@@ -8,11 +8,11 @@ import pytest
 
 from skipdecode.backends.cuda import CudaBackend
 from skipdecode.backends.cuda_reference import TorchKernels
-from skipdecode.captures import Work
-from skipdecode.decoder import Decoder
-from skipdecode.generate import Request
-from skipdecode.sampling import Sampling
-from skipdecode.weights import load_model
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request
+from skipdecode.engine.graph_capture import Work
+from skipdecode.model.decoder import Decoder
 from tests.support.cuda_models import cpu_computed_by
 from tests.support.naive import random_prompts
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from transformers import OPTForCausalLM
 
-from skipdecode.decoder import Decoder
-from skipdecode.plan import FullDepth
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.plan import FullDepth
 
 L = 6
 FULL = FullDepth(L)

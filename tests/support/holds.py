@@ -1,6 +1,6 @@
 """Holds of a batch that is not there."""
 
-from skipdecode.pace import Decision, Hold
+from skipdecode.speculative.controller import Decision, Hold
 
 WANTED, NONE = Decision(3, {2: 1}), Decision(0, {})
 

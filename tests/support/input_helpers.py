@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.config import ConfigError, InputConfig
+from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
+from pipeline.input.id_matching import match
 from pipeline.input.ids import OUTPUT_ENTRY, input_entries
-from pipeline.input.match import match
 from pipeline.input.plan import InputPlan, plan_input
 from pipeline.input.read import read_file
 from pipeline.input.scan import scan_file

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from skipdecode.backends import choice
-from skipdecode.config import DecoderConfig
-from skipdecode.decoder import Decoder
-from skipdecode.draft_length import DraftLength
-from skipdecode.ffn_skip import SkipBand
-from skipdecode.lossless import Lossless
-from skipdecode.pace import Decision
-from skipdecode.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
-from skipdecode.prices import Prices
-from skipdecode.repeats import LONGEST, SHORTEST
-from skipdecode.shortlist import Shortlist
-from skipdecode.weights import load_model
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.model import DecoderConfig
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.ffn_skip import SkipBand
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.speculative.controller import Decision
+from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.latency_model import Prices
+from skipdecode.speculative.ngram import LONGEST, SHORTEST
 from tests.support.cpu_backends import forced
 from tests.support.cuda_models import random_model
 

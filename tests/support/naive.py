@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from skipdecode.generate import BatchResult, Request
-from skipdecode.plan import Schedule
-from skipdecode.sampling import Sampling
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import BatchResult, Request
+from skipdecode.schedules.plan import Schedule
 
 
 @dataclass(frozen=True)

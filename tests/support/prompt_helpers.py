@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from actors.chat_template import ChatTemplate
-from pipeline.config import ConfigError, SamplingConfig
+from actors.templates.chat_template import ChatTemplate
+from pipeline.config.job import ConfigError, SamplingConfig
 from pipeline.input.expansion import Expansion
-from pipeline.input.prompting import Prompter
+from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_file
 from pipeline.input.scan import scan_file
 from tests.support.input_helpers import make_config, make_plan

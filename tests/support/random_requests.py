@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from actors.generator import Generator
-from skipdecode.generate import Completion, Request, generate
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Completion, Request, generate
+from skipdecode.schedules.from_config import make_schedule
 
 SKIP = {"method": "skipdecode", "max_layers": 5, "min_layers": 2}
 BUCKETS = (4, 8, 16, 32)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from datetime import datetime
 
-from actors.jinja_sandbox import Template
+from actors.templates.jinja_sandbox import Template
 
 NOW = datetime(2026, 7, 26, 12, 30)
 

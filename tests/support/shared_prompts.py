@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from skipdecode.config import DecoderConfig
-from skipdecode.decoder import Decoder
+from skipdecode.config.model import DecoderConfig
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.request import Request
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
+from skipdecode.model.decoder import Decoder
 
 VOCAB = 160
 LAYERS = 6

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from skipdecode.decoder import Decoder
-from skipdecode.forced import teacher_batch, teacher_forced_logits
-from skipdecode.plan import FullDepth
-from skipdecode.request import Request
-from skipdecode.sampling import row_uniforms
+from skipdecode.config.sampling import row_uniforms
+from skipdecode.engine.request import Request
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.plan import FullDepth
+from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
 
 LOGITS_CLOSE, NUMBER_CLOSE = 1e-5, 1e-6
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from skipdecode.tokenizer import train_tokenizer
+from skipdecode.checkpoint.tokenizer import train_tokenizer
 
 VOCAB = 320
 CORPUS = (

@@ -1,6 +1,6 @@
 """The configuration of a small training."""
 
-from actors.train_config import TrainConfig
+from actors.training.recipe import TrainConfig
 
 
 def make_config(**changes: object) -> TrainConfig:

@@ -2,7 +2,7 @@
 own.
 
 TRITON_INTERPRET is read when Triton is imported. Prints one JSON document: of each case, what was found wrong (nothing:
-an empty text). On a GPU the same cases run compiled (`tests/skipdecode/test_gpu_kernels.py`).
+an empty text). On a GPU the same cases run compiled (`tests/skipdecode/backends/test_gpu_kernels.py`).
 """
 
 import json
@@ -21,12 +21,12 @@ from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.cuda_reference import TorchKernels, normed_by
 from skipdecode.backends.first_kernels import first_problem
 from skipdecode.backends.triton_launch import TritonKernels
-from skipdecode.generate import generate, run_to_the_end
-from skipdecode.lossless import Lossless
-from skipdecode.plan import FullDepth, SkipDecode, SwiftPrefill, Unified
-from skipdecode.sampler import pick_by_sort
-from skipdecode.sampling import row_uniforms
-from skipdecode.speculative import SpeculativeBatch
+from skipdecode.config.sampling import row_uniforms
+from skipdecode.engine.generate import generate, run_to_the_end
+from skipdecode.model.sampler import pick_by_sort
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.schedules.plan import FullDepth, SkipDecode, SwiftPrefill, Unified
+from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cuda_models import cpu_computed_by, random_model, some_requests
 
 ROUNDING = {torch.float32: 1.2e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

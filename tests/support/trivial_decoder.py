@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from actors.records import WindowResult
+from actors.results import WindowResult
 from pipeline.processor.stage import KeyedDecoder, ProcessorStage
-from skipdecode.generate import Completion, Request
+from skipdecode.engine.generate import Completion, Request
 
 
 class TrivialDecoder(KeyedDecoder):

@@ -1,6 +1,6 @@
 // The next token of each row from its logits, for any CPU: the likeliest one, or one draw from what top-k and top-p leave,
 // without putting whole rows in order. A row's token never depends on its company. Reference: `pick_by_sort` of
-// skipdecode/sampler.py.
+// skipdecode/model/sampler.py.
 
 #include "buffer.h"
 #include "numbers.h"

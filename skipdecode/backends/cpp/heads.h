@@ -25,7 +25,7 @@ struct Heads {
   bool turns_keys() const { return rotations || k_norm; }
 };
 
-// Columns before a row's own that several rows read: the head of their prompts (`skipdecode.prefix`). An even number of
+// Columns before a row's own that several rows read: the head of their prompts (`skipdecode.engine.prefix_sharing`). An even number of
 // them for bfloat16, whose values are added two at a time.
 struct Shared {
   const void *k, *v;     // of T: [.., capacity, dim], from one group of heads to the next `capacity` columns

@@ -8,11 +8,11 @@ import pytest
 import skipdecode.kv.padded
 from jobs.bench import main
 from skipdecode.backends import cpu
-from skipdecode.cost import training_flops
+from skipdecode.cost.roofline import training_flops
 from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.padded import KVCache
-from skipdecode.plan import FullDepth, SkipDecode
-from skipdecode.sampler import Sampler
+from skipdecode.model.sampler import Sampler
+from skipdecode.schedules.plan import FullDepth, SkipDecode
 
 SMALL = ["batch_sizes=[2]", "prompt_tokens=[6]", "new_tokens=5", "repeats=2", "dtype=float32", "threads=1"]
 SKIP = "schedules=[{method: skipdecode, max_layers: 3, min_layers: 2}]"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config_tree import ConfigError
+from pipeline.config.tree import ConfigError
 from pipeline.demo.model import FILE, PACKAGE, digest, fetch_chat_model
 from pipeline.demo.questions import make_questions, make_training_questions
 

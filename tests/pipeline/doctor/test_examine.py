@@ -15,15 +15,15 @@ import torch
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main, show
 from pipeline.checkpoint import check_model
-from pipeline.cluster import Cluster, Pool, object_store_bytes
-from pipeline.config import ActorsConfig, ConfigError, JobConfig, ModelConfig, SamplingConfig, build_config
+from pipeline.cluster.node_backends import look
+from pipeline.cluster.pool import Cluster, Pool, object_store_bytes
+from pipeline.config.job import ActorsConfig, ConfigError, JobConfig, ModelConfig, SamplingConfig, build_config
 from pipeline.doctor import examine as doctor
 from pipeline.doctor import versions
 from pipeline.doctor.corpus import Worker, estimate
 from pipeline.doctor.facts import GIB, wrong_places
-from pipeline.units import Json
-from pipeline.worker_backends import look
-from skipdecode.host import num_cores
+from pipeline.formatting import Json
+from skipdecode.backends.host_memory import num_cores
 from tests.support.input_helpers import write_jsonl
 
 
@@ -51,7 +51,7 @@ def test_it_says_what_a_worker_would_choose(
 
 
 def test_shared_memory_that_is_smaller_than_rays_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.cluster.total_bytes", lambda: 5 * GIB)
+    monkeypatch.setattr("pipeline.cluster.pool.total_bytes", lambda: 5 * GIB)
     assert object_store_bytes() == GIB
     monkeypatch.setattr("os.path.isdir", lambda path: True)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=GIB))

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from actors.batching import Batch
+from actors.batching.buckets import Batch
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main as doctor
-from pipeline.config import JobConfig
+from pipeline.cluster.ray_handles import Pace
+from pipeline.config.job import JobConfig
 from pipeline.estimate import live
 from pipeline.estimate.forecast import (
     Shape,
@@ -26,11 +27,10 @@ from pipeline.estimate.forecast import (
 from pipeline.estimate.live import LiveEstimate
 from pipeline.estimate.measure import Level, at_level, measure, rows_by_step
 from pipeline.estimate.sample import Sample
-from pipeline.handles import Pace
 from pipeline.report.figures import estimated
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.engine.generate import Request
 from skipdecode.families import read_config
-from skipdecode.generate import Request
-from skipdecode.tokenizer import Tokenizer
 from tests.support.estimate_helpers import FIXED, requests
 from tests.support.input_helpers import write_jsonl
 
@@ -242,7 +242,7 @@ def test_a_run_with_a_price(
 ) -> None:
     from jobs import generate
 
-    monkeypatch.setattr("pipeline.console.LINE_S", 0.1)  # a run of seconds asks seldom
+    monkeypatch.setattr("pipeline.cluster.progress.LINE_S", 0.1)  # a run of seconds asks seldom
     source = write_jsonl(tmp_path / "in.jsonl", [{"id": f"{i}", "prompt": f"row {i}"} for i in range(160)])
     keys = [f"model.source={tiny_checkpoint}", "model.dtype=float32", "sampling.max_new_tokens=100",
             "actors.batch_size=8", "actors.window_batches=1"]  # fmt: skip

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from actors.generator import Generator
-from pipeline.config import InputConfig
+from pipeline.config.job import InputConfig
 from pipeline.estimate import sample as sample_module
 from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import Sample, sample_rows
-from pipeline.input.prompting import Prompter
-from pipeline.stages.tokens import TokenizeConfig
-from skipdecode.generate import Request
+from pipeline.input.prompt_templates import Prompter
+from pipeline.stages.tokenize import TokenizeConfig
+from skipdecode.engine.generate import Request
 from tests.support.estimate_helpers import FIXED, requests
 from tests.support.input_helpers import make_plan, write_jsonl
 

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
-from actors.calibrate import Sample, propose_layers, propose_rule, threshold_for
+from actors.measuring.calibrate import Sample, propose_layers, propose_rule, threshold_for
 from jobs import calibrate
 from pipeline.checkpoint import check_model
-from pipeline.config import ConfigError, JobConfig, build_config
-from skipdecode.decoder import Decoder
-from skipdecode.ffn_skip import FFNSkip, SkipBand, SkipSaturated
-from skipdecode.generate import generate
-from skipdecode.plan import FullDepth, Schedule, Unified
-from skipdecode.weights import load_model, save_model
+from pipeline.config.job import ConfigError, JobConfig, build_config
+from skipdecode.checkpoint.weights import load_model, save_model
+from skipdecode.engine.generate import generate
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
+from skipdecode.schedules.plan import FullDepth, Schedule, Unified
 from tests.support.naive import FFNRule, NaiveRow, greedy, random_prompts, requests_for
 from tests.support.verbs import Call
 

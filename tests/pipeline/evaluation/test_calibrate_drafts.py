@@ -14,12 +14,12 @@ from transformers import OPTForCausalLM
 from actors.generator import Generator, GeneratorConfig
 from jobs import calibrate, generate
 from pipeline.checkpoint import check_model
-from pipeline.config import ConfigError, JobConfig, build_config
-from skipdecode.cost import Ceilings
-from skipdecode.draft_length import SKIPPED
-from skipdecode.plan import FullDepth
-from skipdecode.request import Completion, Request
-from skipdecode.sampling import Sampling
+from pipeline.config.job import ConfigError, JobConfig, build_config
+from skipdecode.config.sampling import Sampling
+from skipdecode.cost.roofline import Ceilings
+from skipdecode.engine.request import Completion, Request
+from skipdecode.schedules.plan import FullDepth
+from skipdecode.speculative.draft_length import SKIPPED
 from tests.support.verbs import Call
 
 L = 6
@@ -54,7 +54,7 @@ def verb(call: Call, monkeypatch: pytest.MonkeyPatch) -> Verb:
     """By the cost model alone: what passes of so small a model take, and a busy machine's ceilings, say nothing."""
     monkeypatch.setattr("pipeline.evaluation.calibrate_drafts.measure_ceilings", lambda *_: CEILINGS)
     for name in ("time_full_depth", "time_drafts"):
-        monkeypatch.setattr(f"actors.draft_search.{name}", lambda *_: None)
+        monkeypatch.setattr(f"actors.measuring.draft_search.{name}", lambda *_: None)
     settings = ["target=drafts", "max_new_tokens=16", "threads=1", "model.dtype=float32"]
     return lambda *arguments: call(calibrate, *settings, *arguments)
 
@@ -157,7 +157,7 @@ def test_a_busy_machine_is_told(
         for took_s in (1.0, 2.5, 2.5):
             prices.saw("full", FullDepth(L).prefill(), batch_sizes[0], batch_sizes[0], 9, took_s)
 
-    monkeypatch.setattr("actors.draft_search.time_full_depth", uneven)
+    monkeypatch.setattr("actors.measuring.draft_search.time_full_depth", uneven)
     code, document, err = verb("-i", prompts, "-o", tmp_path / "drafts", f"model.source={tiny_checkpoint}")
     assert code == 0, err
     assert document["time_spread"] == pytest.approx(2.5)

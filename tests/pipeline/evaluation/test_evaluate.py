@@ -17,11 +17,11 @@ from transformers import OPTForCausalLM
 from jobs.generate import main as generate_main
 from pipeline.evaluation.hypotheses import choose_texts
 from pipeline.evaluation.score import draw_pairs
-from skipdecode.decoder import Decoder
-from skipdecode.forced import teacher_batch
-from skipdecode.schedule import make_schedule
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.train import response_loss
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.training.loss import response_loss
+from skipdecode.training.teacher_forcing import teacher_batch
 from tests.support.evaluated_model import MODEL, NAMED, PROMPTS
 from tests.support.verbs import Job
 

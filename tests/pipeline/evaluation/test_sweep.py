@@ -9,11 +9,11 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 
-from skipdecode.decoder import Decoder
-from skipdecode.generate import Request, generate
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
-from skipdecode.tokenizer import Tokenizer
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request, generate
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.from_config import make_schedule
 from tests.support.evaluated_model import MODEL, PROMPTS
 from tests.support.verbs import Job
 

@@ -13,8 +13,8 @@ import yaml
 from jobs import export
 from pipeline.export import run as export_run
 from pipeline.schema import OUTPUT_SCHEMA
+from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.write import RunSink
 from tests.support.exported_runs import EXTRA, expected, make_run, rows
 from tests.support.measured_memory import most_bytes
 from tests.support.verbs import Call

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.generate.books import close_books, refuse_open_books
+from pipeline.generate.row_accounting import close_books, refuse_open_books
 from pipeline.generate.row_index import sum_duplicates
 from pipeline.input.expansion import Expansion
 from pipeline.input.ids import (
@@ -23,8 +23,8 @@ from pipeline.input.ids import (
     sum_outputs,
 )
 from pipeline.schema import STATUS
+from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.write import RunSink
 from tests.support.input_helpers import make_config, make_plan
 
 SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "error_code", "error_message")])

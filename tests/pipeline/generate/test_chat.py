@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from actors.chat_template import ChatTemplate
+from actors.templates.chat_template import ChatTemplate
 from pipeline.checkpoint import ResolvedModel
-from pipeline.config import ConfigError, InputConfig, JobConfig, ModelConfig, SamplingConfig
+from pipeline.config.job import ConfigError, InputConfig, JobConfig, ModelConfig, SamplingConfig
 from pipeline.generate.chat import UNUSED, find_chat_template, unused_chat_template, used_chat_template
 from pipeline.input.expansion import Expansion
 from pipeline.input.openai_rows import CHAT_URL
-from pipeline.input.prompting import Prompter
+from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_file
-from pipeline.stages.tokens import TokenizeConfig, tokenize
+from pipeline.stages.tokenize import TokenizeConfig, tokenize
+from skipdecode.config.sampling import Sampling
 from skipdecode.families import config_of
-from skipdecode.sampling import Sampling
 from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES
 from tests.support.family_tokenizers import NASTY, byte_level, sentencepiece, template, write_folder
 from tests.support.input_helpers import make_plan, write_jsonl

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.generate.ending import ENDS_EARLY_AT, TooManyFailed, check_budget, early_limit
+from pipeline.generate.stopping import ENDS_EARLY_AT, TooManyFailed, check_budget, early_limit
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import pipeline.generate.fingerprint
 from pipeline.checkpoint import resolve_decode
-from pipeline.config import ConfigError, JobConfig, build_config, set_key
+from pipeline.cluster.node_backends import look, settle_dtype
+from pipeline.config.job import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import (
     compare_files,
     compare_fingerprints,
@@ -23,7 +24,6 @@ from pipeline.generate.fingerprint import (
 )
 from pipeline.store.digest import digest_files
 from pipeline.store.run_state import RunState
-from pipeline.worker_backends import look, settle_dtype
 from skipdecode.families import read_config
 from tests.support.input_helpers import make_plan, write_jsonl
 from tests.support.lora_adapters import write_adapter

@@ -28,15 +28,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from pipeline.config import ConfigError, ModelConfig, SamplingConfig
+from pipeline.config.job import ConfigError, ModelConfig, SamplingConfig
 from pipeline.generate import run as code
-from pipeline.generate.places import has_all_rows
+from pipeline.generate.check_paths import has_all_rows
 from pipeline.generate.resume import Work, all_data_files
 from pipeline.input.ids import digest_ids, sum_digests, sum_outputs
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.store.lease import Lease, read_lease
+from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder, writer_of
-from pipeline.store.write import RunSink
 from tests.support.turns import Actor, Killed, turns
 
 ROWS = [f"r{number}" for number in range(4)]
@@ -152,7 +152,7 @@ class Machine(RuleBasedStateMachine):
             self.stack.enter_context(patch(f"pipeline.store.lease.{name}", value))
         self.stack.enter_context(patch.object(code, "settle_rows", settle))
         self.stack.enter_context(patch.object(code, "stream_rows", stream))
-        self.stack.enter_context(patch("pipeline.generate.books.last_sign_of_life", lambda *_: 1.0))
+        self.stack.enter_context(patch("pipeline.generate.row_accounting.last_sign_of_life", lambda *_: 1.0))
         self.stack.enter_context(turns())
 
     def living(self) -> list[Actor]:

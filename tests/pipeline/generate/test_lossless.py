@@ -11,7 +11,7 @@ import pytest
 
 from jobs import generate as verb
 from pipeline.checkpoint import check_exact_drafts, check_model, resolve_decode
-from pipeline.config import ConfigError, JobConfig, build_config, set_key
+from pipeline.config.job import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import compare_fingerprints, fingerprint, list_files
 from skipdecode.families import read_config, released
 from skipdecode.families.opt import OPTConfig

@@ -7,13 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import generate, verify
-from pipeline.config import SamplingConfig
-from pipeline.generate.books import output_schema
+from pipeline.config.job import SamplingConfig
+from pipeline.generate.row_accounting import output_schema
 from pipeline.generate.verify_files import check_files
 from pipeline.input.read import read_file
 from pipeline.schema import OUTPUT_SCHEMA, STATUS, list_columns, type_words
+from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.write import RunSink
 from tests.pipeline.input.test_arrow_files import COLUMNS, STORED, write_arrow
 from tests.support.input_helpers import make_config, make_plan
 from tests.support.verbs import Call

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import SamplingConfig
+from pipeline.config.job import SamplingConfig
 from pipeline.generate.openai_batch import count_lines, has_batch_files, write_batch_files
-from pipeline.input import expand
+from pipeline.input import expanded_blocks as expand
 from pipeline.input.expansion import Expansion
 from pipeline.input.read import read_file
 from pipeline.schema import OUTPUT_SCHEMA

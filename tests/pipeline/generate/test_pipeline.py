@@ -11,14 +11,14 @@ import torch
 from transformers import OPTForCausalLM
 
 from pipeline.evaluation.score import EvaluateConfig, RunPolicy, _load_policy
-from skipdecode.decoder import Decoder
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import save_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request, generate
 from skipdecode.families import read_config
-from skipdecode.generate import Request, generate
-from skipdecode.plan import FullDepth, SwiftPrefill
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.weights import save_model
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.plan import FullDepth, SwiftPrefill
 from tests.support.pipeline_runs import prompts, read, write_jsonl
 from tests.support.verbs import Job
 

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.schema import OUTPUT_SCHEMA
-from skipdecode.decoder import Decoder
-from skipdecode.generate import Request, generate
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
-from skipdecode.tokenizer import Tokenizer
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request, generate
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.from_config import make_schedule
 from tests.support.pipeline_runs import WORDS, prompts, read, write_jsonl
 from tests.support.verbs import Job
 

@@ -99,4 +99,4 @@ def test_a_file_left_behind_by_another_cluster_does_not_matter(
     command = [sys.executable, "-m", "jobs.generate", f"model.source={tiny_checkpoint}", "-i", str(source), "-o"]
     done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "core_worker.cc" not in done.stderr, "a line that looks like an error: pipeline.ray_noise"
+    assert "core_worker.cc" not in done.stderr, "a line that looks like an error: pipeline.cluster.ray_logging"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.generate.places import has_all_rows
+from pipeline.generate.check_paths import has_all_rows
 from pipeline.store.run_folder import RunFolder
 
 STATE: Any = {"state": "finished", "books": {"input": 0, "ok": 0, "failed": 0, "closed": True}, "files": {}}

@@ -8,14 +8,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from actors.tokenizer import Tokenizer
 from jobs import generate, retry, verify
-from skipdecode.decoder import Decoder
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request
+from skipdecode.engine.generate import generate as decode
 from skipdecode.families import read_config
-from skipdecode.generate import Request
-from skipdecode.generate import generate as decode
-from skipdecode.plan import FullDepth
-from skipdecode.sampling import Sampling
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.plan import FullDepth
 from tests.support.verbs import Call
 
 pytestmark = pytest.mark.ray

@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.generate.resume import Work
 from pipeline.generate.stream import SLOW_READ_BYTES_S, skipping_s
+from pipeline.input.id_matching import DoneRows
 from pipeline.input.ids import places
-from pipeline.input.match import DoneRows
 from tests.support.input_helpers import make_config, make_plan
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 from pipeline.input import arrow_files
 from pipeline.input.read import read_file
 from pipeline.input.row import BLOCK_BYTES

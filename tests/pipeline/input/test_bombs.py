@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import InputConfig
+from pipeline.config.job import InputConfig
 from pipeline.input.files import list_input
 from pipeline.input.formats import iter_rows
 from pipeline.input.lines import LongLine, iter_lines

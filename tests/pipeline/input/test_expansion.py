@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import ConfigError, SamplingConfig
+from pipeline.config.job import ConfigError, SamplingConfig
 from pipeline.input import ids
-from pipeline.input.expand import MAX_DOCUMENT_BYTES, Documents, expand
+from pipeline.input.expanded_blocks import MAX_DOCUMENT_BYTES, Documents, expand
 from pipeline.input.expansion import LINES_BEFORE, Expansion
 from pipeline.input.files import list_input
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
@@ -160,7 +160,7 @@ def test_an_id_that_collides_is_a_duplicate(tmp_path: Path) -> None:
 
 
 def test_a_document_whose_third_sample_is_missing_makes_only_that_one(tmp_path: Path) -> None:
-    from pipeline.input.match import DoneRows
+    from pipeline.input.id_matching import DoneRows
 
     path = write_jsonl(tmp_path / "a.jsonl", [{"id": f"r{n}", "prompt": "p"} for n in range(3)])
     plan, config = sampled_plan(path)

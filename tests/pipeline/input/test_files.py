@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
 
-from pipeline.config import ConfigError, InputConfig
+from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.files import list_input
 from pipeline.input.formats import parse_suffix
 from pipeline.input.paths import resolve_path

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.input.id_matching import NUM_SHOWN, DoneRows, Match, match, split
 from pipeline.input.ids import (
     DIGEST,
     OUTPUT_ENTRY,
@@ -17,7 +18,6 @@ from pipeline.input.ids import (
     places,
     split_place,
 )
-from pipeline.input.match import NUM_SHOWN, DoneRows, Match, match, split
 
 NAMES = ["a.jsonl", "b: c.jsonl"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import SamplingConfig
+from pipeline.config.job import SamplingConfig
 from pipeline.input.files import list_input
 from tests.support.input_helpers import make_config, read_rows, refuse, write, write_jsonl
 

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import ConfigError
-from pipeline.input.pairs import encode_pairs, read_pairs, scan_pairs
+from pipeline.config.job import ConfigError
+from pipeline.input.training_pairs import encode_pairs, read_pairs, scan_pairs
+from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.families import config_of
 from skipdecode.families.opt import OPTConfig
-from skipdecode.tokenizer import Tokenizer
 from tests.support.family_tokenizers import byte_level, write_folder
 
 GOOD = [("say ab", "abab"), ("", "nothing"), ("two\nlines, and 東京", 'a "quote"')]

@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.jinja_errors import RendererEnded, TemplateTooCostly
-from pipeline.config import SamplingConfig
+from actors.templates.jinja_errors import RendererEnded, TemplateTooCostly
+from pipeline.config.job import SamplingConfig
 from pipeline.generate.retry import RETRYABLE
-from pipeline.input.prompting import Failure, Prompter, _checked, unknown_names
+from pipeline.input.prompt_templates import Failure, Prompter, _checked, unknown_names
 from pipeline.input.read import read_file
 from tests.support.input_helpers import make_config, make_plan, write, write_jsonl, write_parquet
 from tests.support.prompt_helpers import NOW, read, refuse, texts

@@ -6,8 +6,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from pipeline.input.id_matching import DoneRows, match
 from pipeline.input.ids import output_entries
-from pipeline.input.match import DoneRows, match
 from pipeline.input.plan import InputPlan
 from tests.support.input_helpers import input_rows, make_config, make_plan, read_table, write, write_jsonl
 

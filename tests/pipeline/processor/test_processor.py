@@ -10,12 +10,13 @@ import pytest
 import ray
 from ray.data.expressions import col
 
-from actors.records import WindowResult
-from pipeline.config import ConfigError
+from actors.results import WindowResult
+from pipeline.config.job import ConfigError
 from pipeline.processor import build, build_processor
 from pipeline.processor.stage import KeyedDecoder, ProcessorStage, without_key
-from skipdecode import TextModel, generate, load
-from skipdecode.generate import Request
+from skipdecode import TextModel, load
+from skipdecode.engine import generate
+from skipdecode.engine.generate import Request
 from tests.docs.pages import ROOT, run_blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -6,13 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.config import ConfigError, JobConfig, build_config
-from pipeline.input.prompting import Prompter
+from pipeline.config.job import ConfigError, JobConfig, build_config
+from pipeline.input.prompt_templates import Prompter
 from pipeline.processor.build import build_processor, ignored_keys
 from pipeline.processor.rows import check_columns, made_id, merged, to_rows
 from pipeline.processor.stage import with_key, without_key
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.request import Request
 
 CONFIG = JobConfig()
 

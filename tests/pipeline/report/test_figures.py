@@ -7,13 +7,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pipeline.console import describe
+from pipeline.cluster.progress import describe
 from pipeline.report import batches as report_batches
 from pipeline.report.batches import BatchTotals
 from pipeline.report.page import speed_text
 from pipeline.report.records import BATCH_SCHEMA
 from pipeline.report.rows import DataTotals, layers_by_step, lengths
-from skipdecode.schedule import make_schedule, settle_ffn_skip
+from skipdecode.schedules.from_config import make_schedule, settle_ffn_skip
 
 
 def batch(ours_s: float, full_s: float | None, **more: Any) -> dict[str, Any]:

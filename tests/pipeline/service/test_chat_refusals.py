@@ -10,9 +10,9 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from actors import jinja_process
 from actors.generator import Generator, GeneratorConfig
-from pipeline.service.keys import digest
+from actors.templates import jinja_process
+from pipeline.service.api_keys import digest
 from tests.support.chat_service import DECODE, USER, ask, client, client_of, generator, refused, url
 from tests.support.service_helpers import local, make_endpoint
 

@@ -8,7 +8,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from jobs import serve as serve_verb
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 from pipeline.service.app import make_spec, replica_threads
 from pipeline.service.config import ServeConfig
 from pipeline.service.run import load

@@ -13,13 +13,13 @@ import httpx2 as httpx
 import pytest
 
 from actors.generator import Generator
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
+from pipeline.service.api_keys import digest, read_keys
 from pipeline.service.config import ServeConfig
 from pipeline.service.endpoint import Endpoint, settle_stall_s
 from pipeline.service.errors import ApiError
-from pipeline.service.keys import digest, read_keys
-from skipdecode.request import Request
-from skipdecode.sampling import Sampling
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.request import Request
 from tests.support.service_helpers import error_of, local, make_endpoint, post, slow_down
 
 # Keys

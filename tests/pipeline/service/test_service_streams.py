@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine import Progress
 from actors.generator import Generator
+from actors.serving.engine import Progress
 from pipeline.service.answers import Choice
 from pipeline.service.parse import parse_completion
-from skipdecode.request import Request, TokenLogprobs
+from skipdecode.engine.request import Request, TokenLogprobs
 from tests.support.service_helpers import local, make_endpoint, post, scripted, slow_down, stream
 
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from actors.records import Answer
-from pipeline.stages.attempts import MAX_START_DEATHS, Ledger, Plan, Process
-from skipdecode.generate import Completion
+from actors.results import Answer
+from pipeline.stages.attempt_tracker import MAX_START_DEATHS, Ledger, Plan, Process
+from skipdecode.engine.generate import Completion
 
 
 def process(number: int, node: str = "node-a") -> Process:

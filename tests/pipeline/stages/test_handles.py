@@ -4,12 +4,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from actors.records import Answer
-from pipeline.handles import CollectorHandle, LedgerHandle, LeftoversHandle
+from actors.results import Answer
+from pipeline.cluster.ray_handles import CollectorHandle, LedgerHandle, LeftoversHandle
 from pipeline.report.collector import MetricsCollector
-from pipeline.stages.attempts import Ledger
-from pipeline.stages.leftovers import Leftovers
-from skipdecode.generate import Request
+from pipeline.stages.attempt_tracker import Ledger
+from pipeline.stages.work_stealing import Leftovers
+from skipdecode.engine.generate import Request
 
 HEAVY = {"Answer": Answer, "Request": Request}  # what the modules import for the type checker alone
 

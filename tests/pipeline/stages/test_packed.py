@@ -9,9 +9,9 @@ import pytest
 import ray
 from ray.data import ActorPoolStrategy
 
-from pipeline.cluster import STAGE_CPUS
+from pipeline.cluster.pool import STAGE_CPUS
 from pipeline.generate.execution import prepare
-from pipeline.stages.packed import pack, unpack
+from pipeline.stages.packed_window import pack, unpack
 
 ROWS = 8
 LIGHT: dict[str, Any] = {"batch_format": "pyarrow", "num_cpus": STAGE_CPUS, "batch_size": None}

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
-from pipeline.stages import tokens as stages
-from pipeline.stages.tokens import TokenizeConfig, finish, tokenize
+from pipeline.stages import tokenize as stages
+from pipeline.stages.tokenize import TokenizeConfig, finish, tokenize
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.config.sampling import Sampling
 from skipdecode.families import config_of, read_config
-from skipdecode.sampling import Sampling
-from skipdecode.tokenizer import Tokenizer
 from tests.support.family_tokenizers import byte_level, template, write_folder
 
 

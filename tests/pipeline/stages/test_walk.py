@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import ray
 
-from actors.records import RowFailure, WindowResult
-from pipeline.handles import Process, WindowRecord
-from pipeline.stages import sharing as sharing_module
-from pipeline.stages.attempts import Ledger, StopRun
-from pipeline.stages.leftovers import Leftovers
-from pipeline.stages.parts import Parts
-from pipeline.stages.sharing import Helper, Sharing
-from pipeline.stages.walk import LedgerWalk
-from skipdecode.generate import Completion, Request
+from actors.results import RowFailure, WindowResult
+from pipeline.cluster.ray_handles import Process, WindowRecord
+from pipeline.stages import window_sharing as sharing_module
+from pipeline.stages.attempt_tracker import Ledger, StopRun
+from pipeline.stages.poison_isolation import LedgerWalk
+from pipeline.stages.window_parts import Parts
+from pipeline.stages.window_sharing import Helper, Sharing
+from pipeline.stages.work_stealing import Leftovers
+from skipdecode.engine.generate import Completion, Request
 
 
 class Died(BaseException):

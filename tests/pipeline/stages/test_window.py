@@ -2,10 +2,10 @@
 
 import pyarrow as pa
 
-from actors.records import RowFailure
+from actors.results import RowFailure
 from pipeline.stages.window import Window
-from skipdecode.generate import Completion
-from skipdecode.sampling import Sampling
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Completion
 
 
 def table() -> pa.Table:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.store.commit import finish_commit
+from pipeline.store.retry_commit import finish_commit
 from pipeline.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +20,7 @@ NUM_STEPS = 6  # run.json, three moves, two deletions
 # Commits in a process of its own and dies before step `at`; steps are what changes the folder.
 CHILD = """
 import os, signal, sys
-from pipeline.store.commit import finish_commit, start_commit
+from pipeline.store.retry_commit import finish_commit, start_commit
 from pipeline.store.run_folder import RunFolder
 
 root, at, count = sys.argv[1], int(sys.argv[2]), 0

@@ -14,7 +14,7 @@ import pyarrow.fs as pafs
 import pytest
 
 import pipeline.store.lease
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 from pipeline.store.lease import Lease, may_live, read_lease
 from pipeline.store.run_folder import RunFolder
 from tests.support.early_store import EarlyStore
@@ -90,7 +90,7 @@ def test_a_session_that_lost_its_folder_ends(tmp_path: Path, handler: str) -> No
     code = HOLDER.replace("    time.sleep(600)", "    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n"
                           "        print('ends', flush=True)")  # fmt: skip
     code = f"import signal; signal.signal(signal.SIGINT, signal.{handler})\n" + code
-    code = "import pipeline.generate.ending; pipeline.generate.ending.stop_on_sigterm()\n" + code
+    code = "import pipeline.generate.stopping; pipeline.generate.stopping.stop_on_sigterm()\n" + code
     holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"

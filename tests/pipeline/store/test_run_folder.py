@@ -9,9 +9,9 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
+from pipeline.store.row_writer import write_whole
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.write import write_whole
 
 
 def test_an_empty_folder_is_free_and_a_file_is_not(tmp_path: Path) -> None:

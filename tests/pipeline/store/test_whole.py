@@ -10,13 +10,13 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import ConfigError, JobConfig, build_config
-from pipeline.generate.places import check_output
+from pipeline.config.job import ConfigError, JobConfig, build_config
+from pipeline.generate.check_paths import check_output
 from pipeline.schema import STATUS
+from pipeline.store.atomic_files import check_renames, is_whole_on_close
 from pipeline.store.lease import Lease
+from pipeline.store.row_writer import RunSink, write_whole
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.whole import check_renames, is_whole_on_close
-from pipeline.store.write import RunSink, write_whole
 from tests.support.early_store import EarlyStore, Killed
 
 SCHEMA = pa.schema([("id", pa.string())])

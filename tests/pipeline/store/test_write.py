@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from ray.data import TaskPoolStrategy
 from ray.data._internal.execution.interfaces.task_context import TaskContext
 
-from pipeline.cluster import STAGE_CPUS
-from pipeline.generate.ending import RunStopped, reason_to_stop
-from pipeline.generate.spec import MAX_FILES, rows_per_file
+from pipeline.cluster.pool import STAGE_CPUS
+from pipeline.generate.stage_configs import MAX_FILES, rows_per_file
+from pipeline.generate.stopping import RunStopped, reason_to_stop
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
-from pipeline.stages.attempts import start_ledger
-from pipeline.store import write as sink_module
+from pipeline.stages.attempt_tracker import start_ledger
+from pipeline.store import row_writer as sink_module
+from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import KNOWN_NAMES, RunFolder
-from pipeline.store.write import RunSink
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_is_up")]
 

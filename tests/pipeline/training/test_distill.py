@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from actors.generator import Generator, GeneratorConfig
-from actors.trainer import mean_loss
+from actors.training.trainer import mean_loss
 from jobs.distill import main as distill
 from jobs.finetune import main as finetune
-from pipeline.demo_corpus import make_prompts
+from pipeline.demo.corpus import make_prompts
 from pipeline.training.distill import DEFAULTS, with_defaults
-from skipdecode.generate import Completion, Request
-from skipdecode.plan import FullDepth, SwiftPrefill
-from skipdecode.sampling import Sampling
-from skipdecode.weights import load_model
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Completion, Request
+from skipdecode.schedules.plan import FullDepth, SwiftPrefill
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 from tests.support.tiny_models import VOCAB
 

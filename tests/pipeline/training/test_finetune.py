@@ -14,13 +14,13 @@ from transformers import OPTForCausalLM
 from jobs.finetune import main
 from pipeline.training.config import TrainSection
 from pipeline.training.schedules import check_schedules
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import Request, generate
 from skipdecode.families import read_config
 from skipdecode.families.opt import OPTConfig
-from skipdecode.generate import Request, generate
-from skipdecode.sampling import Sampling
-from skipdecode.schedule import make_schedule
-from skipdecode.tokenizer import Tokenizer
-from skipdecode.weights import load_model
+from skipdecode.schedules.from_config import make_schedule
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 
 LONG = "".join(random.Random(0).choices("0123456789XYZ", k=6000))

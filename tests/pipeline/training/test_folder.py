@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import ConfigError
+from pipeline.config.job import ConfigError
 from pipeline.training.folder import TrainingFolder, check_apart
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.train_config import learning_rate
-from pipeline.config import build_config
+from actors.training.recipe import learning_rate
+from pipeline.config.job import build_config
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.plan import PlannedTraining, plan_training
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.cluster import Cluster
-from pipeline.config import ConfigError
+from pipeline.cluster.pool import Cluster
+from pipeline.config.job import ConfigError
 from pipeline.training.config import WorkersSection
 from pipeline.training.pool import TrainPool, plan_workers
 

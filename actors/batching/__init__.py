@@ -1,0 +1,1 @@
+"""How a worker cuts a window of rows into batches, and how many rows fit in its memory."""

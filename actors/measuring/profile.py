@@ -1,0 +1,97 @@
+"""Where the time of a decode step goes: the stages of a model, timed one by one while it decodes as always.
+
+Module hooks and wrapped calls, put on for one run and taken off again, so that the decoder itself knows nothing of it.
+On CUDA every stage waits for the device, which makes steps longer: read the shares, not the sum.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import skipdecode.kv.padded
+import skipdecode.kv.ragged
+from skipdecode.backends.device import backend_on
+from skipdecode.engine.generate import Request
+from skipdecode.engine.static_batch import Cohort
+from skipdecode.kv.padded import KVCache
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.sampler import Sampler
+from skipdecode.schedules.plan import Schedule
+
+REST = "rest (host, views, adds)"
+
+
+def profile_step(model: Decoder, requests: list[Request], schedule: Schedule) -> list[dict[str, Any]]:
+    """One row per stage of an average decode step, the longest first: `stage`, `ms_per_step`, `share`."""
+    cohort = Cohort(model, requests, schedule, compact_at=0.0)
+    cohort.prefill()
+    with _timed(model) as seconds:
+        start = time.perf_counter()
+        while not cohort.is_done:
+            cohort.step()
+        _wait(model.device)
+        whole = time.perf_counter() - start
+    seconds[REST] = whole - sum(seconds.values())
+    steps = max(cohort.stats.decode_steps, 1)
+    rows = [{"stage": k, "ms_per_step": 1e3 * s / steps, "share": s / whole} for k, s in seconds.items()]
+    return sorted(rows, key=lambda row: -row["share"])
+
+
+@contextmanager
+def _timed(model: Decoder) -> Iterator[dict[str, float]]:
+    """Seconds by stage of all that `model` does in the block; a stage inside another counts once, inside."""
+    seconds: dict[str, float] = {}
+    inside: list[float] = []  # of the stages that are open: the time of stages within them
+
+    def timed(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **keys: Any) -> Any:
+            _wait(model.device)
+            start = time.perf_counter()
+            inside.append(0.0)
+            try:
+                return call(*args, **keys)
+            finally:
+                _wait(model.device)
+                took = time.perf_counter() - start
+                seconds[stage] = seconds.get(stage, 0.0) + took - inside.pop()
+                if inside:
+                    inside[-1] += took
+
+        return run
+
+    backend = backend_on(model.device)
+    places: list[tuple[Any, str, str]] = [
+        (model, "embed", "embedding"),
+        (model, "head", "head"),
+        (model, "likeliest", "head"),  # and the choice of tokens
+        (Sampler, "__call__", "choice of tokens"),
+        *backend.timed_calls(),
+        (KVCache, "append", "cache write"),
+        *((module, "attention", "attention") for module in (skipdecode.kv.padded, skipdecode.kv.ragged)),
+    ]
+    for block in model.layers:
+        places += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]
+        places += [(block.qkv, "forward", "query, key, value"), (block.out_proj, "forward", "attention output")]
+        places += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
+    if model.added is not None:
+        places += model.added.timed_calls()
+    had = [vars(owner).get(name) for owner, name, _ in places]  # None: it comes from the class
+    try:
+        for owner, name, stage in places:
+            setattr(owner, name, timed(stage, getattr(owner, name)))
+        with backend.timed_layers() as in_layers:
+            yield seconds
+        for stage, took in in_layers.items():
+            if took:
+                seconds[stage] = seconds.get(stage, 0.0) + took
+    finally:
+        for (owner, name, _), before in zip(places, had, strict=True):
+            delattr(owner, name) if before is None else setattr(owner, name, before)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

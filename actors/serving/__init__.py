@@ -1,0 +1,1 @@
+"""The online engine: requests arrive at any time, tokens go out as they are decoded."""

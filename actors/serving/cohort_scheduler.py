@@ -1,0 +1,132 @@
+"""The scheduler `cohort`: requests that wait together, with one schedule and one length bucket, form a cohort that
+shares positions; up to `max_cohorts` take turns step by step."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from actors.generator import Generator
+from actors.serving.scheduler import Admission, EngineConfig, Ticket
+from skipdecode.engine.prefill import has_room, rounded_columns
+from skipdecode.engine.static_batch import Cohort
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.speculative.speculative_batch import SpeculativeBatch
+
+LIFE_WEIGHT = 0.2  # of the newest cohort in the mean life of cohorts
+
+
+class CohortBatch:
+    def __init__(self, cohort: Cohort | SpeculativeBatch, tickets: list[Ticket]) -> None:
+        self.cohort, self.all_tickets = cohort, tickets
+        self.started_at = time.monotonic()
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [ticket for ticket in self.all_tickets if not ticket.has_ended]
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cohort.cache_bytes
+
+    def step(self) -> None:
+        self.cohort.step()
+
+
+class CohortScheduler(Admission):
+    def __init__(self, generator: Generator, config: EngineConfig) -> None:
+        super().__init__(generator, config)
+        self._running: deque[CohortBatch] = deque()
+        self._mean_life_s = 0.0
+        self._last_start = float("-inf")
+
+    @property
+    def running(self) -> Sequence[CohortBatch]:
+        return self._running
+
+    def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
+        num_running, num_max = len(self._running), self.config.max_cohorts
+        if not waiting or num_running >= num_max:
+            return []
+        # The second half of the places is given out at even intervals: else a burst of small cohorts takes them all,
+        # and whoever comes next waits for a whole life of a cohort.
+        since = time.monotonic() - self._last_start
+        if num_running >= num_max / 2 and since < self._mean_life_s / num_max:
+            return []
+        used, first = sum(batch.cache_bytes for batch in self._running), waiting[0]
+
+        def fits(num_rows: int, prompt: int, num_new: int) -> bool:
+            if self.generator.graphs is None:
+                return used + num_rows * self.row_bytes(first, num_new) <= self.cache_budget
+            return self._has_room(first, num_rows, prompt, num_new)
+
+        return self.together(waiting, [], fits, must_fit=num_running > 0)
+
+    def _shape(self, first: Ticket, prompt: int, num_new: int) -> tuple[int | None, int]:
+        """Rows of a cohort (None: as many as there are), and columns of its prompts, the longest of `prompt` tokens."""
+        if self.generator.config.deterministic:
+            return self.generator.batch_size(first.bucket, num_new), first.bucket
+        return None, min(first.bucket, rounded_columns(prompt))
+
+    def _has_room(self, first: Ticket, num_rows: int, prompt: int, num_new: int) -> bool:
+        """Whether the memory of graphs has a gap for that cohort now, rows padded as they will be."""
+        graphs, (rows, columns) = self.generator.graphs, self._shape(first, prompt, num_new)
+        return graphs is not None and has_room(graphs, first.schedule, rows or num_rows, columns, num_new)
+
+    def start(self, tickets: list[Ticket]) -> None:
+        generator, is_fixed, first = self.generator, self.generator.config.deterministic, tickets[0]
+        if (lossless := first.schedule.lossless) is not None:
+            return self._start_lossless(tickets, lossless)
+        num_new = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
+        requests = [ticket.request for ticket in tickets]
+        prompt = max(len(request.prompt_tokens) for request in requests)
+        rows, width = self._shape(first, prompt, num_new)
+        # a row too large for the memory of graphs, which nobody shares now, decodes beside it, kernel by kernel
+        graphs = generator.graphs if self._has_room(first, len(tickets), prompt, num_new) else None
+        cohort = Cohort(
+            generator.model,
+            requests,
+            first.schedule,
+            decode_text=generator.tokenizer.decode,
+            prompt_columns=width,
+            batch_rows=rows,
+            compact_at=0.0 if is_fixed else 1.0,
+            check_every=1,
+            graphs=graphs,
+            sharing=generator.sharing_of(requests, first.schedule),
+        )
+        for ticket, row in zip(tickets, cohort.rows, strict=True):
+            ticket.row = row
+        self._running.append(CohortBatch(cohort, tickets))
+        self._last_start = time.monotonic()
+        cohort.prefill()
+
+    def _start_lossless(self, tickets: list[Ticket], schedule: Lossless) -> None:
+        """A cohort whose rows come on as their drafts are accepted."""
+        length, decode = self.generator.draft_length(schedule), self.generator.tokenizer.decode
+        batch = SpeculativeBatch(self.generator.model, schedule, decode_text=decode, length=length, is_closed=True)
+        self._running.append(CohortBatch(batch, tickets))
+        self._last_start = time.monotonic()
+        requests = [ticket.request for ticket in tickets]
+        rows = batch.join(requests, self.generator.sharing_of(requests, schedule))
+        for ticket, row in zip(tickets, rows, strict=True):
+            ticket.row = row
+
+    def next(self) -> CohortBatch | None:
+        self.clear_done()  # a cohort may end with its first tokens, or be cancelled
+        if not self._running:
+            return None
+        self._running.rotate(-1)
+        return self._running[-1]
+
+    def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        for batch in self._running:
+            if tickets[0] in batch.all_tickets:
+                self._running.remove(batch)
+                return batch.all_tickets
+        return list(tickets)
+
+    def clear_done(self) -> None:
+        for batch in [batch for batch in self._running if batch.cohort.is_done]:
+            self._running.remove(batch)
+            life = time.monotonic() - batch.started_at
+            self._mean_life_s += (LIFE_WEIGHT if self._mean_life_s else 1.0) * (life - self._mean_life_s)

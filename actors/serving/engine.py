@@ -1,0 +1,193 @@
+"""The engine of a server: requests come at any time, each turn decodes one step of one batch, tokens go out at once.
+
+Owned by one thread (`engine_thread`); no Ray, no HTTP, no text. Which rows decode together is the scheduler's choice
+(`batches`). A batch that cannot be decoded is tried again in halves until the request at fault is alone, so that no
+request can hurt another; what a row has given out already is not given out twice.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from actors.generator import Generator
+from actors.gpu_memory import is_lost
+from actors.serving.cohort_scheduler import CohortScheduler
+from actors.serving.continuous_scheduler import ContinuousScheduler
+from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
+from skipdecode.engine.logprobs import score_prompt
+from skipdecode.engine.request import Request, TokenLogprobs, refuse_too_long
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one turn made for one request."""
+
+    ticket: Ticket
+    tokens: list[int]
+    layers: list[int]
+    """Layers that each of `tokens` ran; all of them for the first one, which comes from the prompt."""
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+    """`stop` or `length`, with the last tokens."""
+    error: str | None = None
+    """Why there will be no more of it."""
+    is_dead: bool = False
+    """The error is the engine's end, not the request's own."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of the prompt's tokens but the first, with the first new tokens, where the request asks for them."""
+
+
+@dataclass
+class EngineCounts:
+    """Since the start; for metrics."""
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    layers_run: int = 0
+    """Summed over decode steps of rows that were wanted."""
+    steps: int = 0
+    row_steps: int = 0
+
+
+@dataclass
+class Engine:
+    """`add` and `cancel` at any time between turns; `turn` while not `is_idle`."""
+
+    generator: Generator
+    config: EngineConfig
+    counts: EngineCounts = field(default_factory=EngineCounts)
+
+    def __post_init__(self) -> None:
+        self.waiting: deque[Ticket] = deque()
+        self.open: dict[Ticket, None] = {}
+        """Those that are wanted and were not told their end, in the order they came."""
+        kind = ContinuousScheduler if self.config.scheduler == "continuous" else CohortScheduler
+        self._scheduler: Scheduler = kind(self.generator, self.config)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self._scheduler.running
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(batch.tickets) for batch in self._scheduler.running)
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(batch.cache_bytes for batch in self._scheduler.running)
+
+    def add(self, request: Request) -> Ticket:
+        """Queues a request; ValueError when it can never run."""
+        ticket = self.ticket(request)
+        self.enqueue(ticket)
+        return ticket
+
+    def ticket(self, request: Request) -> Ticket:
+        """A request as the engine knows it; ValueError when it can never run. Safe from any thread."""
+        refuse_too_long([request], self.generator.model.config.max_position_embeddings)
+        return self._scheduler.ticket(request)
+
+    def enqueue(self, ticket: Ticket) -> None:
+        """Queues what `ticket` made."""
+        self.open[ticket] = None
+        self.waiting.append(ticket)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more: it leaves the queue now, or its batch at the next step."""
+        if ticket not in self.open:
+            return
+        del self.open[ticket]
+        self.counts.cancelled += 1
+        if ticket.row is None:
+            self.waiting.remove(ticket)
+        else:
+            ticket.row.cancel()
+
+    def turn(self) -> list[Progress]:
+        """Takes in at most one group of newcomers, then lets the next batch do a step.
+
+        What it raises is the end of the engine: all that are `open` wait in vain.
+        """
+        made: list[Progress] = []
+        try:
+            self._turn(made)
+        except BaseException:
+            self.open |= dict.fromkeys((progress.ticket for progress in made), None)  # of which nobody will hear
+            raise
+        return made
+
+    def _turn(self, made: list[Progress]) -> None:
+        newcomers = self._scheduler.choose(self.waiting)
+        if newcomers:
+            for ticket in newcomers:
+                self.waiting.remove(ticket)
+                self.counts.input_tokens += len(ticket.request.prompt_tokens)
+            made += self._guarded(newcomers, lambda: self._start(newcomers))
+        batch = self._scheduler.next()
+        if batch is not None:
+            tickets = batch.tickets
+            self.counts.steps += 1
+            self.counts.row_steps += len(tickets)
+            made += self._guarded(tickets, batch.step)
+        self._scheduler.clear_done()
+
+    def _start(self, newcomers: list[Ticket]) -> None:
+        for ticket in newcomers:  # before they join others, who must not suffer if it fails
+            if ticket.request.score_prompt and ticket.prompt_logprobs is None:
+                top = ticket.request.top_logprobs or 0
+                ticket.prompt_logprobs = score_prompt(self.generator.model, ticket.request.prompt_tokens, top)
+        self._scheduler.start(newcomers)
+
+    def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> list[Progress]:
+        """Does the work for these tickets and says what it made; what they cannot do together they do in halves."""
+        try:
+            work()
+        except Exception as error:  # whatever a batch dies of must not take its neighbours along
+            if is_lost(error, self.generator.devices):
+                raise  # every later batch would fail too; a new process may not
+            reason = f"{type(error).__name__}: {error}"[:2000]
+        else:
+            return self._progress(tickets)
+        # outside `except`: the traceback holds the dead batch's cache
+        together = [ticket for ticket in self._scheduler.drop(tickets) if ticket in self.open]
+        made = self._progress([ticket for ticket in together if ticket.has_ended])  # they lack nothing
+        left = [ticket for ticket in together if not ticket.has_ended]
+        if len(together) == 1 and left:
+            self.counts.failed += 1
+            del self.open[left[0]]
+            return [Progress(left[0], [], [], [], error=reason)]
+        for ticket in reversed(left):
+            ticket.row, ticket.max_batch_rows = None, max(1, len(together) // 2)
+            self.waiting.appendleft(ticket)
+        return made
+
+    def _progress(self, tickets: Sequence[Ticket]) -> list[Progress]:
+        """What is new of these. One that was started anew may end before it has anything new."""
+        made = []
+        for ticket in tickets:
+            row = ticket.row
+            assert row is not None
+            new = row.tokens[ticket.num_sent :]
+            if ticket not in self.open or (not new and row.is_running):
+                continue
+            layers = [self._layers(ticket, n) for n in range(ticket.num_sent, len(row.tokens))]
+            logprobs = row.logprobs[ticket.num_sent : len(row.tokens)]
+            self.counts.output_tokens += len(new)
+            self.counts.layers_run += sum(layers) - (layers[0] if ticket.num_sent == 0 else 0)
+            scored = ticket.prompt_logprobs if ticket.num_sent == 0 else None
+            ticket.num_sent += len(new)
+            if not row.is_running:
+                self.counts.finished += 1
+                del self.open[ticket]
+            made.append(Progress(ticket, new, layers, logprobs, row.finish_reason, prompt_logprobs=scored or ()))
+        return made
+
+    def _layers(self, ticket: Ticket, n: int) -> int:
+        """Layers that token y_n ran."""
+        schedule, row = ticket.schedule, ticket.row
+        if n and row is not None and row.layers:
+            return row.layers[n - 1]
+        return schedule.num_layers if n == 0 else schedule.step(n - 1).num_layers_run

@@ -1,0 +1,158 @@
+"""The engine in a thread of its own: requests from any thread in, progress out, a bounded queue, and its health.
+
+The thread ends when the engine cannot go on (its device is lost, a step takes for ever); whoever waits is told, and
+`check` says so from then on. No Ray, no HTTP.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from actors.serving.engine import Engine, Progress
+from actors.serving.scheduler import Ticket
+from skipdecode.engine.request import Request
+
+RATE_WINDOW_S = 10  # over which the rate of answers is taken, for Retry-After
+MAX_RETRY_AFTER_S = 60
+
+
+class Overloaded(RuntimeError):
+    """The queue is full; `retry_after_s` is when it may have room again."""
+
+    def __init__(self, num_waiting: int, retry_after_s: int) -> None:
+        super().__init__(f"{num_waiting} requests are waiting already; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class EngineDead(RuntimeError):
+    """The engine cannot decode any more."""
+
+
+class EngineThread:
+    """`deliver` is called after each turn that made something, in the engine's thread; it must not wait.
+
+    At its end it is called in the thread that finds out; of a turn that took too long, what it made may come after.
+    """
+
+    def __init__(
+        self, engine: Engine, deliver: Callable[[Sequence[Progress]], None], *, max_waiting: int, stall_s: float
+    ) -> None:
+        self.engine, self._deliver = engine, deliver
+        self._max_waiting, self._stall_s = max_waiting, stall_s
+        self._inbox: deque[tuple[Callable[[Ticket], None], Ticket]] = deque()
+        self._wake = threading.Condition()
+        self._num_waiting = 0  # in the inbox or in the engine's queue, as of the last turn
+        self.num_running = 0
+        """Requests in a batch, as of the last turn."""
+        self.cache_bytes = 0
+        self._ended: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_S)  # (second, answers that ended in it)
+        self._error: str | None = None
+        self._is_stopping = False
+        self._turn_began: float | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="engine")
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        return self._num_waiting
+
+    def submit(self, requests: Sequence[Request], on_ticket: Callable[[list[Ticket]], None]) -> list[Ticket]:
+        """Queues them all or none: `Overloaded`, `EngineDead`, or ValueError when they can never run.
+
+        `on_ticket` hears of the tickets before the engine does.
+        """
+        if len(requests) > self._max_waiting:
+            raise ValueError(
+                f"{len(requests)} prompts in one request, and at most {self._max_waiting} may wait (limits.max_waiting)"
+            )
+        tickets = [self.engine.ticket(request) for request in requests]
+        with self._wake:
+            self.check()
+            missing = self._num_waiting + len(tickets) - self._max_waiting
+            if missing > 0:
+                raise Overloaded(self._num_waiting, self.retry_after_s(missing))
+            on_ticket(tickets)
+            self._inbox.extend((self.engine.enqueue, ticket) for ticket in tickets)
+            self._num_waiting += len(tickets)
+            self._wake.notify()
+        return tickets
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody waits for these any more."""
+        with self._wake:
+            self._inbox.extend((self.engine.cancel, ticket) for ticket in tickets)
+            self._wake.notify()
+
+    def check(self) -> None:
+        """`EngineDead` when there will be no more answers: the thread has ended, or one turn takes for ever."""
+        began = self._turn_began
+        if began is not None and time.monotonic() - began > self._stall_s:
+            self._end(f"a step has been running for more than {self._stall_s:g} s")
+        if not self._thread.is_alive():
+            self._end("its thread has ended")
+        if self._error is not None:
+            raise EngineDead(self._error)
+
+    def retry_after_s(self, num_places: int = 1) -> int:
+        """When so many more may have left the queue, by the rate of the last answers; at least 1."""
+        with self._wake:
+            since = time.monotonic() - RATE_WINDOW_S
+            recent = sum(count for second, count in self._ended if second > since)
+        wait_s = num_places * RATE_WINDOW_S / recent if recent else 1.0
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(wait_s)))
+
+    def stop(self) -> None:
+        """Ends the thread after its turn; what still waits is told."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        reason = "the engine was stopped"
+        try:
+            while self._take_in():
+                self._turn_began = time.monotonic()
+                made = self.engine.turn()
+                self._turn_began = None
+                with self._wake:
+                    self._num_waiting = len(self._inbox) + len(self.engine.waiting)
+                    self._count(sum(progress.finish_reason is not None for progress in made))
+                self.num_running, self.cache_bytes = self.engine.num_running, self.engine.cache_bytes
+                if made:
+                    self._deliver(made)
+        except BaseException as error:  # told to all who wait; the process is of no use any more
+            reason = f"{type(error).__name__}: {error}"[:2000]
+        self._turn_began = None
+        self._end(reason)
+
+    def _count(self, num_ended: int) -> None:
+        second = int(time.monotonic())
+        if self._ended and self._ended[-1][0] == second:
+            num_ended += self._ended.pop()[1]
+        if num_ended:
+            self._ended.append((second, num_ended))
+
+    def _end(self, reason: str) -> None:
+        """No more answers: tells all who wait, once."""
+        with self._wake:
+            if self._error is not None:
+                return
+            self._error, self._is_stopping = reason, True
+            left = [*self.engine.open, *(ticket for take, ticket in self._inbox if take == self.engine.enqueue)]
+            self._inbox.clear()
+        self._deliver([Progress(ticket, [], [], [], error=reason, is_dead=True) for ticket in left])
+
+    def _take_in(self) -> bool:
+        """Takes requests and cancellations in, waiting for some where there is nothing to do; False: stop."""
+        with self._wake:
+            while self.engine.is_idle and not self._inbox and not self._is_stopping:
+                self._wake.wait()
+            arrived = list(self._inbox)
+            self._inbox.clear()
+        for take, ticket in arrived:
+            take(ticket)
+        return not self._is_stopping

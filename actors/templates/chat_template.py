@@ -1,0 +1,141 @@
+"""A conversation to a prompt: the chat template of a checkpoint, as `tokenizer.apply_chat_template` of transformers.
+
+The text that it makes has its special tokens already: `Tokenizer.encode_rendered` adds none. Two things are done
+before, so that a template made for plain text does not meet what it does not know. Content in parts becomes one text,
+its parts on lines of their own (one part again, for a template that knows nothing else). The role `developer` is
+`system` to a template that does not speak of it. Left out: where a checkpoint has its template
+(`actors.templates.chat_template_files`), tools, documents, images, and a request's own template. No Ray, and few
+imports: every
+task that reads rows has them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from actors.templates.jinja_errors import TemplateError
+from actors.templates.jinja_sandbox import Template
+
+ROLES = ("system", "developer", "user", "assistant")
+PASSED_ON = ("role", "content", "name")
+PROBE = "qzx7"  # no template has it
+DEVELOPER = re.compile(r"""(["'])developer\1""")  # as a constant of a template
+
+Message = dict[str, str]
+"""`role`, `content`, and `name` where it has one."""
+
+
+class MessagesError(ValueError):
+    """`field` is what is at fault, such as `messages[2].role`; `reason` says what is wrong with it."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field} {reason}")
+        self.field, self.reason = field, reason
+
+    def __reduce__(self) -> tuple[type["MessagesError"], tuple[str, str]]:
+        return MessagesError, (self.field, self.reason)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Picklable; `load_chat_template` makes it."""
+
+    template: Template
+    special_tokens: Mapping[str, str]
+    """What the template reads as `bos_token`, `eos_token` and so on."""
+    takes_parts: bool = False
+    """Whether it reads content as a list of parts alone, and leaves out what is a text (`knowing_parts`)."""
+
+    def knowing_parts(self) -> "ChatTemplate":
+        """The same, with `takes_parts` found by two renderings."""
+        asked, now = [{"role": "user", "content": PROBE}], datetime.now(UTC)
+        text, parts = (replace(self, takes_parts=takes).render_rows([asked], now=now)[0] for takes in (False, True))
+        loses_text = isinstance(text, str) and PROBE not in text
+        return replace(self, takes_parts=loses_text and isinstance(parts, str) and PROBE in parts)
+
+    @property
+    def source(self) -> str:
+        return self.template.source
+
+    def render(self, messages: Sequence[Message], *, now: datetime) -> str:
+        """The prompt that asks for the assistant's next words. `messages`: of `check_messages`. TemplateError."""
+        return self.template.render(self._values(messages), now=now)
+
+    def render_rows(self, chats: Sequence[Sequence[Message]], *, now: datetime) -> list[str | TemplateError]:
+        """One prompt or error per conversation; cheaper than one by one."""
+        return self.template.render_rows([self._values(messages) for messages in chats], now=now)
+
+    def _values(self, messages: Sequence[Message]) -> dict[str, object]:
+        if DEVELOPER.search(self.source) is None:
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        given: dict[str, object] = {"messages": [self._shaped(m) for m in messages], "tools": None, "documents": None}
+        return given | {"add_generation_prompt": True} | dict(self.special_tokens)
+
+    def _shaped(self, message: Message) -> Mapping[str, object]:
+        return {**message, "content": [{"type": "text", "text": message["content"]}]} if self.takes_parts else message
+
+
+def check_messages(value: object) -> list[Message]:
+    """What a column or a request has as messages: checked, without what is null, each content one text; MessagesError.
+
+    A message is a mapping with `role` (one of ROLES) and `content` (a text, or a list of `{type: text, text: ...}`),
+    and may have a `name`.
+    """
+    if not isinstance(value, list | tuple):
+        raise MessagesError("messages", f"must be a list of {{role, content}}, got {_kind(value)}")
+    if not value:
+        raise MessagesError("messages", "is empty; give at least one message")
+    return [_message(f"messages[{n}]", message) for n, message in enumerate(value)]
+
+
+def _message(field: str, message: object) -> Message:
+    if not isinstance(message, Mapping):
+        raise MessagesError(field, f"must be a mapping with role and content, got {_kind(message)}")
+    for key, given in message.items():
+        if key not in PASSED_ON and given is not None and given != []:
+            raise MessagesError(f"{field}.{str(key)[:40]}", f"is not supported; a message has {', '.join(PASSED_ON)}")
+    role, name = message.get("role"), message.get("name")
+    if role is None:
+        raise MessagesError(f"{field}.role", f"is missing; it is one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise MessagesError(f"{field}.role", f"must be one of {', '.join(ROLES)}, got {_shown(role)}")
+    made = {"role": role, "content": _text(f"{field}.content", message.get("content"))}
+    if name is None:
+        return made
+    if not isinstance(name, str):
+        raise MessagesError(f"{field}.name", f"must be a text, got {_kind(name)}")
+    return made | {"name": name}
+
+
+def _text(field: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise MessagesError(field, "is missing; it is a text, or a list of text parts")
+    if not isinstance(content, list | tuple):
+        raise MessagesError(field, f"must be a text or a list of text parts, got {_kind(content)}")
+    if not content:
+        raise MessagesError(field, "is empty; give at least one part")
+    return "\n".join(_part(f"{field}[{n}]", part) for n, part in enumerate(content))
+
+
+def _part(field: str, part: object) -> str:
+    if not isinstance(part, Mapping):
+        raise MessagesError(field, f"must be a mapping with type and text, got {_kind(part)}")
+    if part.get("type") != "text":
+        raise MessagesError(f"{field}.type", f"must be 'text', got {_shown(part.get('type'))}")
+    if not isinstance(text := part.get("text"), str):
+        raise MessagesError(f"{field}.text", f"must be a text, got {_kind(text)}")
+    for key, given in part.items():
+        if key not in ("type", "text") and given is not None:
+            raise MessagesError(f"{field}.{str(key)[:40]}", "is not supported; a part has type and text")
+    return text
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _shown(value: object) -> str:
+    return repr(value[:40]) if isinstance(value, str) else _kind(value)

@@ -1,0 +1,117 @@
+"""The chat template of a checkpoint, found where transformers finds it, with the special tokens that transformers gives
+it: those of the tokenizer's class among them. Left out: what is done with it (`actors.templates.chat_template`). No
+Ray.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from actors.templates.chat_template import ChatTemplate
+from actors.templates.jinja_errors import TemplateError
+from actors.templates.jinja_sandbox import Template
+from skipdecode.checkpoint.gguf_header import read_header
+from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.tokenizer_files import LLAMA_TOKENS, NAMED_TOKENS, content_of
+from skipdecode.config.json_files import read_mapping
+from skipdecode.families import FAMILIES
+
+TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+DEFAULT = "default"  # the name of the template that is meant where there are several
+GGUF_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_END = "<|endoftext|>"
+CLASS_TOKENS: dict[str, Mapping[str, str]] = {
+    "LlamaTokenizer": LLAMA_TOKENS,
+    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+    "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
+}
+"""What transformers takes for granted of a tokenizer's class, where the files do not say."""
+
+
+def load_chat_template(source: str | Path, model_type: str, file: str | Path | None = None) -> ChatTemplate | None:
+    """That of the checkpoint, or of `file` with the special tokens of the checkpoint; None where it has none.
+
+    `source` is the folder, hub id or GGUF file of the tokenizer. ValueError names the file and what is wrong with it.
+    """
+    folder = resolve_source(str(source))
+    metadata = read_header(folder).metadata if folder.is_file() else None
+    if file is not None:
+        text, where = _read(Path(file).expanduser()), str(file)
+    else:
+        found = _of_folder(folder) if metadata is None else _of_gguf(metadata)
+        if not found:
+            return None
+        if DEFAULT not in found:
+            raise ValueError(f"{folder}: has the chat templates {', '.join(sorted(found))}, and none is {DEFAULT!r}")
+        text, where = found[DEFAULT], f"{folder}: its chat template"
+    try:
+        template = Template(text, strict=False)
+    except TemplateError as error:
+        raise ValueError(f"{where} cannot be used: {error}") from error
+    if "messages" not in template.names:
+        raise ValueError(f"{where} cannot be used: it does not read `messages`")
+    tokens = _special_tokens(folder, model_type) if metadata is None else _gguf_tokens(metadata)
+    return ChatTemplate(template, tokens).knowing_parts()
+
+
+def _of_folder(folder: Path) -> dict[str, str]:
+    """Name -> template. Files of their own come before tokenizer_config.json."""
+    files = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    found = {path.stem: _read(path) for path in files}
+    if (folder / TEMPLATE_FILE).is_file():
+        found[DEFAULT] = _read(folder / TEMPLATE_FILE)
+    if found:
+        return found
+    said = read_mapping(folder / "tokenizer_config.json").get("chat_template")
+    if said is None:
+        return {}
+    named = {DEFAULT: said} if isinstance(said, str) else said
+    if isinstance(said, list) and all(isinstance(one, dict) for one in said):
+        named = {one.get("name"): one.get("template") for one in said}
+    if not isinstance(named, dict) or not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor named texts")
+    return named
+
+
+def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> template (gguf.Keys.Tokenizer: chat_template, and chat_template.NAME)."""
+    start = "tokenizer.chat_template"
+    found = {key.removeprefix(start): text for key, text in metadata.items() if key.startswith(start)}
+    texts = {name: text for name, text in found.items() if isinstance(text, str) and (not name or name[0] == ".")}
+    return {name[1:] or DEFAULT: text for name, text in texts.items()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def _special_tokens(folder: Path, model_type: str) -> dict[str, str]:
+    """`special_tokens_map` of the tokenizer that transformers makes of the folder."""
+    settings = read_mapping(folder / "tokenizer_config.json")
+    kind = settings.get("tokenizer_class") or read_mapping(folder / "config.json").get("tokenizer_class")
+    rules = FAMILIES[model_type].tokenizer
+    name = rules.class_name if rules.is_class_fixed else str(kind or rules.class_name).removesuffix("Fast")
+    if rules.is_file_alone or (name == "LlamaTokenizer" and _is_byte_level(folder)):
+        name = ""
+    if "added_tokens_decoder" not in settings:
+        settings = settings | read_mapping(folder / "special_tokens_map.json")
+    tokens = dict(CLASS_TOKENS.get(name, {}))
+    for key in NAMED_TOKENS:
+        if key in settings:
+            tokens[key] = content_of(settings[key])
+    return {key: tokens[key] for key in NAMED_TOKENS if tokens.get(key)}
+
+
+def _is_byte_level(folder: Path) -> bool:
+    path = folder / "tokenizer.json"
+    return path.is_file() and '"ByteLevel"' in path.read_text(encoding="utf-8")
+
+
+def _gguf_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    numbers = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in GGUF_TOKENS.items()}
+    return {key: tokens[n] for key, n in numbers.items() if isinstance(n, int) and n < len(tokens)}

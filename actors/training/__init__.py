@@ -1,0 +1,1 @@
+"""The training loop of one worker, its recipe and its state."""

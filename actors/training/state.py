@@ -1,0 +1,78 @@
+"""What a training keeps: its checkpoints, and the weights in them, whole on rank 0 whatever the workers hold.
+
+Tensors and dictionaries; where the files lie is `pipeline.training.folder`.
+"""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from actors.training.workers import rank_and_size
+from skipdecode.config.model import DecoderConfig
+from skipdecode.model.decoder import Decoder
+from skipdecode.training.lora import lora_modules
+from skipdecode.training.loss import ResponseLoss
+
+Weights = dict[str, torch.Tensor]
+
+
+def save_state(state: dict[str, Any], path: str | Path) -> None:
+    """Writes what `Hooks.checkpoint` was given."""
+    torch.save(state, path)
+
+
+def load_state(path: str | Path) -> dict[str, Any]:
+    """ValueError when the file is not whole; what else may go wrong with reading says nothing against the file.
+
+    Mapped into memory: the workers of a node share its pages.
+    """
+    with Path(path).open("rb") as file:
+        if not zipfile.is_zipfile(file):  # its directory is at the end
+            raise ValueError(f"{path}: not a whole checkpoint")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return state
+
+
+def model_of(weights: Weights, config: DecoderConfig) -> Decoder:
+    """The weights that `Hooks.keep_best` was given, as a model on the CPU."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()}, assign=True)
+    return model
+
+
+def full_state(get: Callable[..., Any], loss: ResponseLoss, *of: Any) -> dict[str, Any]:
+    """A whole state dict on the CPU of rank 0; a collective call under FSDP. Of a model with an adapter that alone."""
+    only = bool(lora_modules(loss))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only)
+    state: dict[str, Any] = get(loss, *of, options=options)
+    return state if rank_and_size()[0] == 0 else {}
+
+
+def collect_state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        "model": full_state(get_model_state_dict, loss),
+        "optimizer": full_state(get_optimizer_state_dict, loss, optimizer),
+    }
+    return state | progress if rank_and_size()[0] == 0 else {}
+
+
+def restore_state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    is_whole = not lora_modules(loss)
+    set_model_state_dict(loss, state["model"], options=StateDictOptions(full_state_dict=True, strict=is_whole))
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_optimizer_state_dict(loss, optimizer, state["optimizer"], options=options)
+    # weights that no step had used yet have no state, and must not be given one that counts a step
+    for name, parameter in loss.named_parameters():
+        if name not in state["optimizer"]["state"]:
+            optimizer.state.pop(parameter, None)

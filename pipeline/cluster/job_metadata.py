@@ -1,0 +1,70 @@
+"""Progress in the metadata of a submitted job: `ray job list`, the dashboard and `JobSubmissionClient.get_job_info`.
+
+Ray 2.60 lets metadata be given with the submission only; there is no public call to change it later. So this writes the
+job's record in Ray's own store, its metadata and nothing else, and only while the record says that the job is running.
+The record's layout is Ray's; where it is another than expected nothing is written: figures never end a run.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from typing import TypedDict
+
+import ray
+
+from pipeline.cluster.ray_handles import Counts
+from pipeline.cluster.ray_internals import JOB_CONFIG, update_job_record
+from pipeline.formatting import Json
+
+
+class JobProgress(Counts):
+    """What a job says of itself."""
+
+    rows_done: int
+    rows_total: int
+
+
+class _JobConfig(TypedDict, total=False):
+    metadata: dict[str, str] | None
+
+
+def submission_id() -> str | None:
+    """Of the job that this process is the driver of; None outside `ray job submit`."""
+    config: _JobConfig = json.loads(os.environ.get(JOB_CONFIG, "{}"))
+    return (config.get("metadata") or {}).get("job_submission_id")
+
+
+def tell_job(counts: JobProgress, elapsed_s: float) -> None:
+    """Puts `counts` into the job's metadata, as strings, and `elapsed_s`; does nothing where there is no job."""
+    job = submission_id()
+    if job is None or not ray.is_initialized():
+        return
+    told: dict[str, Json] = {name: str(value) for name, value in counts.items()}
+    told["elapsed_s"] = f"{elapsed_s:.0f}"
+
+    def update(record: dict[str, Json]) -> bool:
+        if record.get("status") != "RUNNING":
+            return False
+        before = record.get("metadata") or {}
+        if not isinstance(before, dict):
+            raise TypeError(f"the metadata of a job is no mapping: {before!r}")
+        record["metadata"] = before | told
+        return True
+
+    update_job_record(job, update)
+
+
+def job_teller(note: Callable[[str], None]) -> Callable[[JobProgress, float], None]:
+    """`tell_job` that never raises, whatever Ray's store holds or does: `note` hears of the first failure."""
+    num_failed = 0
+
+    def tell(counts: JobProgress, elapsed_s: float) -> None:
+        nonlocal num_failed
+        try:
+            tell_job(counts, elapsed_s)
+        except Exception as error:
+            num_failed += 1
+            if num_failed == 1:
+                note(f"progress: the job's metadata cannot be written ({type(error).__name__}: {error})")
+
+    return tell

@@ -1,0 +1,203 @@
+"""Joining or starting Ray, and sizing the pool of decode actors before anything is started.
+
+A pool that takes every CPU leaves none to readers and writers, and Ray then waits without a word; so room is kept, and
+what cannot fit is a `ConfigError` at once. Joins the cluster that RAY_ADDRESS names (as under `ray job submit`), else
+starts one in this process.
+"""
+
+import logging
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline.config.job import ActorsConfig, ConfigError
+from skipdecode.backends.choice import VARIABLE
+from skipdecode.backends.host_memory import num_cores, total_bytes
+
+IO_CPUS = 1.0  # kept free for reading, tokenising and writing
+STAGE_CPUS = 0.25  # asked for by each such task
+CPUS_PER_ACTOR = 4  # `auto` on a CPU: cores that one decoder can use before a second one pays more
+FREE_WAIT_S = 15.0  # for CPUs and GPUs that others are about to give back
+MAX_OBJECT_STORE_BYTES = 2 << 30  # of an embedded Ray; rows are small and stream through
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What there is to share out, in Ray's resource units, and real cores."""
+
+    num_cpus: float
+    num_gpus: float
+    num_cores: int
+    """Cores that CPU decoders may use in all; an embedded Ray announces more CPUs than that."""
+    is_embedded: bool
+    node_cpus: tuple[float, ...] = ()
+    """CPUs of each node, in Ray's units: an actor must fit into one."""
+    node_gpus: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How many decode actors run and what each asks for."""
+
+    min_size: int
+    max_size: int
+    num_cpus: float
+    num_gpus: float
+    num_threads: int
+    """torch threads of each actor."""
+
+
+def start_ray() -> Cluster:
+    """Joins RAY_ADDRESS or starts an embedded Ray; quiet either way."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the announced default; silences a warning
+    from pipeline.cluster.ray_internals import (  # here: actors without tables need no Ray Data
+        NOISY_LOGGERS,
+        job_env_vars,
+    )
+
+    cores = num_cores()
+    is_embedded = not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
+    runtime_env: dict[str, dict[str, str]] | None = None
+    options: dict[str, str | int | bool] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    if is_embedded:
+        # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
+        # "local": else Ray joins whatever a file left behind by another cluster points to
+        options |= {"address": "local", "num_cpus": max(8, 4 * cores), "include_dashboard": False}
+        options |= {"object_store_memory": object_store_bytes()}
+        # Ray's 15 lets everything else on the machine go before decoding; a thread that waits holds up all of a product
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        # a worker takes 0.7 % of a core while it waits: no more of them than there is work for
+        os.environ.setdefault("RAY_num_workers_soft_limit", str(max(1, cores // 2)))
+        # nor are they ended after a second, to be started again for the next window: that takes a core for one
+        os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "30000")
+        os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")  # new logs not looked for all the time
+    elif not ray.is_initialized() and (forced := os.environ.get(VARIABLE)) and VARIABLE not in job_env_vars():
+        runtime_env = {"env_vars": {VARIABLE: forced}}  # workers of an embedded Ray have it from this process
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    ray.init(ignore_reinit_error=True, runtime_env=runtime_env, **options)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    return look_at_cluster(is_embedded)
+
+
+def object_store_bytes() -> int:
+    """Of an embedded Ray."""
+    return min(MAX_OBJECT_STORE_BYTES, total_bytes() // 5)
+
+
+def look_at_cluster(is_embedded: bool = False) -> Cluster:
+    """The cluster that this process has joined."""
+    cores = num_cores()
+    total = ray.cluster_resources()
+    num_cpus = total.get("CPU", 0.0)
+    is_embedded = is_embedded or (num_cpus > cores and len(ray.nodes()) == 1)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return Cluster(
+        num_cpus,
+        total.get("GPU", 0.0),
+        cores if is_embedded else int(num_cpus),
+        is_embedded,
+        tuple(node.get("CPU", 0.0) for node in nodes),
+        tuple(node.get("GPU", 0.0) for node in nodes),
+    )
+
+
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """For actors that the run needs as long as its driver lives: no other node takes them along."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def find_pool(actors: ActorsConfig, cluster: Cluster) -> Pool:
+    """`plan_pool` for what is free now, or becomes so soon: tasks that have just ended hold their CPUs for a moment."""
+    plan_pool(actors, cluster, ray.cluster_resources())  # what can never fit is refused at once
+    deadline = time.monotonic() + FREE_WAIT_S
+    while time.monotonic() < deadline:
+        with suppress(ConfigError):
+            return plan_pool(actors, cluster, ray.available_resources())
+        time.sleep(0.2)
+    return plan_pool(actors, cluster, ray.available_resources())
+
+
+def plan_pool(actors: ActorsConfig, cluster: Cluster, free: dict[str, float]) -> Pool:
+    """The pool for `cluster`, of which `free` is not taken by others; ConfigError when it cannot fit."""
+    num_gpus = (1.0 if cluster.num_gpus else 0.0) if actors.num_gpus == "auto" else float(actors.num_gpus)
+    low, high = _sizes(actors, cluster, num_gpus)
+    if num_gpus and low * num_gpus > cluster.num_gpus:
+        raise ConfigError(
+            "actors.num_actors",
+            f"{low} actors with {num_gpus:g} GPUs each need {low * num_gpus:g} GPUs, "
+            f"the cluster has {cluster.num_gpus:g}; lower actors.num_actors or actors.num_gpus (or, if the cluster "
+            "grows by itself, keep nodes for the first actors up: what cannot start is refused at once)",
+        )
+    if not num_gpus and actors.num_cpus == "auto" and low > cluster.num_cores:
+        raise ConfigError(
+            "actors.num_actors",
+            f"{low} actors on CPUs need a core each, the cluster has {cluster.num_cores}; "
+            "lower actors.num_actors, or set actors.num_cpus below 1 to share cores",
+        )
+    num_cpus = _cpus_per_actor(actors, cluster, high, num_gpus)  # what the pool may grow to must fit beside it
+    needed = low * num_cpus + IO_CPUS
+    if needed > free.get("CPU", 0.0) + 1e-6:
+        raise ConfigError(
+            "actors.num_actors",
+            f"{low} actors with {num_cpus:g} CPUs each and {IO_CPUS:g} CPU for reading and writing "
+            f"need {needed:g} CPUs, {free.get('CPU', 0.0):g} of {cluster.num_cpus:g} are free; "
+            "lower actors.num_actors or actors.num_cpus",
+        )
+    if num_gpus and low * num_gpus > free.get("GPU", 0.0) + 1e-6:
+        raise ConfigError(
+            "actors.num_actors",
+            f"{low} actors need {low * num_gpus:g} GPUs, "
+            f"{free.get('GPU', 0.0):g} of {cluster.num_gpus:g} are free; wait for other jobs, or ask for fewer",
+        )
+    fits = sum(fit(cpus, gpus, num_cpus, num_gpus) for cpus, gpus in node_shapes(cluster))
+    if fits < low:
+        shapes = ", ".join(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in node_shapes(cluster))
+        raise ConfigError(
+            "actors.num_actors",
+            f"{low} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each; an actor "
+            f"must fit into one node, and the nodes ({shapes}) hold {fits}; "
+            "lower actors.num_actors, actors.num_cpus or actors.num_gpus",
+        )
+    cores = min(cluster.num_cores, int(max(cpus for cpus, _ in node_shapes(cluster))))  # of one node
+    per_node = -(-high // len(node_shapes(cluster)))
+    threads = cores // per_node if not num_gpus else int(num_cpus)
+    if actors.num_cpus != "auto":
+        threads = min(threads, int(num_cpus))  # no more than it was given
+    return Pool(low, high, num_cpus, num_gpus, max(1, threads))
+
+
+def node_shapes(cluster: Cluster) -> list[tuple[float, float]]:
+    """(CPUs, GPUs) of each node."""
+    return list(zip(cluster.node_cpus, cluster.node_gpus, strict=True)) or [(cluster.num_cpus, cluster.num_gpus)]
+
+
+def fit(cpus: float, gpus: float, num_cpus: float, num_gpus: float) -> int:
+    """How many actors a node holds."""
+    by_cpu = int(cpus / num_cpus + 1e-6)
+    return min(by_cpu, int(gpus / num_gpus + 1e-6)) if num_gpus else by_cpu
+
+
+def _sizes(actors: ActorsConfig, cluster: Cluster, num_gpus: float) -> tuple[int, int]:
+    if actors.num_actors == "auto":
+        by_node = [int(gpus / num_gpus + 1e-6) for _, gpus in node_shapes(cluster)] if num_gpus else []
+        count = max(1, sum(by_node) if num_gpus else cluster.num_cores // CPUS_PER_ACTOR)
+        return count, count
+    if isinstance(actors.num_actors, int):
+        return actors.num_actors, actors.num_actors
+    return actors.num_actors
+
+
+def _cpus_per_actor(actors: ActorsConfig, cluster: Cluster, num_actors: int, num_gpus: float) -> float:
+    if actors.num_cpus != "auto":
+        return float(actors.num_cpus)
+    share = max(cluster.num_cpus - IO_CPUS, 0.1) / num_actors
+    if num_gpus or cluster.is_embedded:
+        share = min(share, 1.0)  # the GPU works; or the CPUs are not real cores
+    share = min(share, max(cpus for cpus, _ in node_shapes(cluster)))
+    return float(int(share)) if share >= 1 else max(0.01, int(share * 100) / 100)  # Ray wants whole numbers above 1

@@ -1,0 +1,196 @@
+"""Ray's private parts that we rely on, all of them, behind functions and classes of our own.
+
+A new Ray may change any of these without a word: `tests/pipeline/cluster/test_ray_internals.py` says which. Nobody
+else in the
+packages names them. Left out: what they are used for.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ClassVar, Protocol
+
+from ray.data import DataContext, Dataset
+from ray.data._internal.execution.backpressure_policy import (
+    ENABLED_BACKPRESSURE_POLICIES,
+    ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
+    BackpressurePolicy,
+)
+from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.data._internal.execution.interfaces.task_context import TaskContext
+from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.util.metrics import Metric
+
+from pipeline.cluster.ray_handles import ObjectRef
+from pipeline.cluster.ray_logging import RESTART, without_stderr_lines
+from pipeline.formatting import Json
+
+NOISY_LOGGERS = ("ray.data._internal.progress", "ray._private.authentication.authentication_token_setup")
+"""Each warns about what this project sets on purpose: our own progress line, and Ray's default authentication."""
+
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""The variable of a submitted job's driver that has its `metadata` (ray/_private/runtime_env/constants.py), as JSON."""
+JOB_RECORD = "_ray_internal_job_info_{}"
+"""Where a job's record lies (JobInfoStorageClient.JOB_DATA_KEY in ray/dashboard/modules/job/common.py)."""
+JOB_NAMESPACE = b"job"
+
+
+class Task(Protocol):
+    """A task or an actor's call that Ray Data waits for."""
+
+    def get_waitable(self) -> ObjectRef[object]: ...
+
+
+class Operator(Protocol):
+    """A stage of a running pipeline."""
+
+    name: str
+    output_dependencies: "Sequence[Operator]"
+
+    def get_active_tasks(self) -> Sequence[Task]: ...
+
+    def get_max_concurrency_limit(self) -> int | None: ...
+
+
+class OutputQueue(Protocol):
+    num_blocks: int
+
+
+class OperatorState(Protocol):
+    """What the loop knows of a stage."""
+
+    output_queue: OutputQueue
+
+
+class Executor(Protocol):
+    """Ray Data's loop over the stages of one pipeline."""
+
+    _topology: dict[Operator, OperatorState]
+
+
+class StepCallback(ExecutionCallback):  # type: ignore[misc]
+    """Hears of every step of Ray Data's loop, in the driver; Ray Data makes one per execution, without arguments."""
+
+    def on_step(self, operators: Sequence[Operator]) -> None:
+        """The loop has done what there was to do."""
+
+    def on_end(self) -> None:
+        """The pipeline has ended, well or not."""
+
+    def on_execution_step(self, executor: Executor) -> None:
+        self.on_step(list(executor._topology))
+
+    def after_execution_succeeds(self, executor: Executor) -> None:
+        self.on_end()
+
+    def after_execution_fails(self, executor: Executor, error: Exception) -> None:
+        self.on_end()
+
+
+class InputPolicy(BackpressurePolicy):  # type: ignore[misc]
+    """Decides whether a stage may take more input; Ray Data makes one per execution."""
+
+    NAME: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """For Ray Data's logs."""
+        return self.NAME
+
+    def may_take_input(self, operator: Operator, num_waiting: int) -> bool:
+        """`num_waiting`: blocks that wait behind the stage."""
+        raise NotImplementedError
+
+    def can_add_input(self, op: Operator) -> bool:
+        states: dict[Operator, OperatorState] = self._topology
+        return self.may_take_input(op, states[op].output_queue.num_blocks)
+
+
+def use_callbacks(context: DataContext, callbacks: Sequence[type[StepCallback]]) -> None:
+    """These and no others, in pipelines that run under `context`."""
+    context.custom_execution_callback_classes = list(callbacks)
+
+
+def use_policies(context: DataContext, policies: Sequence[type[InputPolicy]]) -> None:
+    """These beside Ray Data's own."""
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [*ENABLED_BACKPRESSURE_POLICIES, *policies])
+
+
+def actors_to_hold(operator: Operator) -> set[object]:
+    """Handles of the running actors of a stage that is not to grow any more; empty of any other stage.
+
+    Of a pool of a fixed size all, always; of one that may shrink only once its input has ended. Who holds a handle
+    keeps the actor alive.
+    """
+    if not isinstance(operator, ActorPoolMapOperator):
+        return set()
+    pool = operator._actor_pool
+    is_settled = pool.min_size() == pool.max_size() or operator._inputs_complete
+    return set(pool._running_actors) if is_settled else set()
+
+
+def set_last_stage_cpus(dataset: Dataset, num_cpus: float) -> None:
+    """CPUs that each task of the last stage so far asks for, where its method has no argument for that."""
+    dataset._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus
+
+
+def with_own_context(dataset: Dataset) -> Dataset:
+    """The same dataset with settings of its own: what is set there changes nothing for the one given."""
+    return Dataset.copy(dataset, _deep_copy=True)
+
+
+def run_to_end(dataset: Dataset) -> None:
+    """Runs a pipeline whose rows nobody wants: `materialize` would keep what writers return for each block."""
+    for _ in dataset.iter_internal_ref_bundles():
+        pass
+
+
+def number_of_task() -> tuple[int, int]:
+    """(task, call): the number of this task of Ray Data in its stage, and how often this was asked in it before.
+
+    In a task only: the functions of an actor run in another thread. The same in the same order when Ray repeats it.
+    """
+    context = TaskContext.get_current()
+    assert context is not None, "only tasks of Ray Data have a number"
+    earlier: int = context.kwargs.get("numbers_taken", 0)
+    context.kwargs["numbers_taken"] = earlier + 1
+    return context.task_idx, earlier
+
+
+def job_env_vars() -> dict[str, str]:
+    """The environment that a submitted job has from its submission; Ray refuses to be given one of these again."""
+    config = json.loads(os.environ.get(JOB_CONFIG, "{}"))
+    return (config.get("runtime_env") or {}).get("env_vars") or {}
+
+
+def update_job_record(job: str, update: Callable[[dict[str, Json]], bool]) -> None:
+    """Changes the record of a submitted job in Ray's own store; needs a Ray that is up.
+
+    `update` changes the record (empty where there is none), and says whether it is to be written.
+    """
+    key = JOB_RECORD.format(job).encode()
+    raw = _internal_kv_get(key, namespace=JOB_NAMESPACE)
+    record: dict[str, Json] = json.loads(raw) if raw else {}
+    if update(record):
+        _internal_kv_put(key, json.dumps(record).encode(), overwrite=True, namespace=JOB_NAMESPACE)
+
+
+def record_zero(metric: Metric, tags: dict[str, str] | None) -> None:
+    """Tells Ray a metric's first figure, 0, which a counter's `inc` refuses."""
+    metric._record(0, tags)
+
+
+def hide_restart_warnings() -> None:
+    """Of the workers that Ray Data starts in this process from now on (`ray_noise.RESTART`)."""
+    loud = ActorPoolMapOperator._start_actor
+    if hasattr(loud, "__wrapped__"):
+        return
+
+    @wraps(loud)
+    def start_actor(*arguments: object, **keys: object) -> object:
+        with without_stderr_lines(RESTART):
+            return loud(*arguments, **keys)
+
+    ActorPoolMapOperator._start_actor = start_actor

@@ -1,0 +1,122 @@
+"""Where a run reads and writes, checked before it starts: input and output apart, the output free or resumable, a run
+in it finished or not."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pyarrow as pa
+from pyarrow.fs import LocalFileSystem
+
+from pipeline.config.job import ConfigError, JobConfig
+from pipeline.formatting import Note
+from pipeline.generate.openai_batch import has_batch_files
+from pipeline.input.files import Listing
+from pipeline.store.atomic_files import check_renames
+from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_state import RunState
+
+
+def check_apart(folder: RunFolder, listing: Listing) -> None:
+    """ConfigError when input and run folder overlap: --overwrite would delete files, --resume read our rows."""
+    if not listing.filesystem.equals(folder.filesystem):
+        return
+    is_local = isinstance(folder.filesystem, LocalFileSystem)
+    root = os.path.realpath(folder.root) if is_local else folder.root
+    for given in listing.folders:
+        path = os.path.realpath(given) if is_local else given
+        if f"{root}/".startswith(f"{path.rstrip('/')}/"):
+            raise ConfigError(
+                "output.path",
+                f"{folder.shown} lies in the input folder {given}, which is read with everything in it; "
+                "choose an output.path outside, or give input.path as a pattern like *.parquet",
+            )
+    for file in listing.files:
+        path = os.path.realpath(file.path) if is_local else file.path
+        if path.startswith(f"{root}/"):
+            raise ConfigError(
+                "output.path",
+                f"the input file {file.path} lies in {folder.shown}; "
+                "choose an output.path that holds nothing of input.path",
+            )
+
+
+@contextmanager
+def left_as_found(folder: RunFolder) -> Iterator[None]:
+    """A refusal takes the folder away again that was made to see whether it can be."""
+    is_new = folder.is_local and not os.path.lexists(folder.root)
+    try:
+        yield
+    except ConfigError:
+        if is_new:
+            with suppress(OSError):  # not empty, or never made
+                os.rmdir(folder.root)
+        raise
+
+
+def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
+    """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
+    mode = config.output.if_exists
+    try:
+        folder.filesystem.create_dir(folder.root, recursive=True)
+    except OSError as error:
+        raise ConfigError("output.path", f"{folder.shown} cannot be created: {error}") from error
+    check_renames(folder.filesystem, folder.root, folder.shown)
+    if mode == "overwrite" and (foreign := folder.foreign_files()):
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        raise ConfigError(
+            "output.path",
+            f"{folder.shown} holds {', '.join(foreign[:3])}{more}, which no run of ours wrote, and "
+            "--overwrite will not delete it; move it away, or choose another output.path",
+        )
+    if mode == "overwrite" or not folder.exists():
+        return None
+    if mode == "fail":
+        raise ConfigError(
+            "output.path",
+            f"{folder.shown} exists already; use --resume to go on with it, --overwrite to start anew, "
+            "or another output.path",
+        )
+    state = folder.read_state()
+    if state is None or not {"fingerprint", "books", "sessions"} <= state.keys():
+        raise ConfigError("output.path", f"{folder.shown} exists but holds no run.json of a run to resume")
+    return state
+
+
+def has_all_rows(folder: RunFolder, state: RunState, note: Note) -> bool:
+    """Whether a finished run has its report and its OpenAI batch files, and data files that count what its books
+    say."""
+    try:
+        files = folder.read_files()
+    except (OSError, pa.ArrowException):
+        return False  # a torn file; who reads the rows names it
+    there = {status: sum(int(files[name][0]) for name in files if f"/status={status}/" in name) for status in STATUSES}
+    books = {"ok": state["books"]["ok"], "failed": state["books"]["failed"]}
+    if books != there:
+        note(f"{folder.shown}: finished before, but its data files hold {there} rows now, and its books say {books}")
+        return False
+    closed = state.get("files", files)
+    if closed.keys() != files.keys() or any(ids not in ("", closed[name][1]) for name, (_, ids) in files.items()):
+        note(f"{folder.shown}: finished before, but its data files are not those that its books were closed with")
+        return False
+    if not has_batch_files(folder, state):
+        note(f"{folder.shown}: finished before, but its OpenAI batch files are not whole; they are made again")
+        return False
+    if not _has_report(folder, state):
+        note(f"{folder.shown}: finished before, but its report.json is not whole; it is made again")
+        return False
+    if left := folder.unexpected_files("checkpoint"):
+        note(f"{folder.shown}: finished before, but {left[0]} came late; it is removed")
+        return False
+    return True
+
+
+def _has_report(folder: RunFolder, state: RunState) -> bool:
+    """Whether `report.json` counts what the books say."""
+    try:
+        report = json.loads(folder.read_text("report.json") or "null")
+    except ValueError:
+        return False
+    said = (report.get("completed"), report.get("failed")) if isinstance(report, dict) else None
+    return said == (state["books"]["ok"], state["books"]["failed"])

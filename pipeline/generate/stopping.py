@@ -1,0 +1,91 @@
+"""How a run ends before its last row: signals that stop it, and the reason in words for everything else.
+
+Ray Data ends a run with whatever exception reached it first; what the user needs to know is in the ledger. Nothing is
+written here.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.data.exceptions import ExecutionTimeoutError
+
+from pipeline.cluster.ray_handles import LedgerHandle, fetch
+from pipeline.formatting import Note
+from pipeline.stages.attempt_tracker import OVERDRAWN
+from pipeline.store.row_writer import DISK_FULL, NoSpaceLeft
+from pipeline.store.run_folder import RunFolder
+
+ASK_TIMEOUT_S = 5
+ENDS_EARLY_AT = 100  # failed rows; below, an early end saves too little to leave a run without its books
+
+
+class RunStopped(RuntimeError):
+    """The run was ended for a reason that its message names; what is written stays, and it can be resumed."""
+
+    exit_code = 1
+
+
+class TooManyFailed(RunStopped):
+    """More rows have failed than `limits.max_failed_rows` allows."""
+
+    exit_code = 3
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; good rows stay, --resume with a larger limit goes on with the run"
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM (a stopped job, a machine that is taken away) ends the run as Ctrl-C does. Call after Ray has started."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def allowed_failures(limit: int | float, num_rows: int) -> float:
+    """Rows that may fail of `num_rows`, by `limits.max_failed_rows`: a number, or a share."""
+    return limit if isinstance(limit, int) else limit * num_rows
+
+
+def early_limit(limit: int | float, num_rows: int) -> float:
+    """With more failed rows than this the run ends early."""
+    return max(allowed_failures(limit, num_rows), ENDS_EARLY_AT)
+
+
+def check_budget(failed: int, ends_at: float) -> None:
+    if failed > ends_at:
+        raise TooManyFailed(OVERDRAWN.format(failed))
+
+
+@contextmanager
+def note_if_full(folder: RunFolder, note: Note) -> Iterator[None]:
+    """A full disk must not hide why a run ended: `run.json` then stays as it was, which can be resumed too."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        note(f"{folder.path('run.json')}: not brought up to date: {error}")
+
+
+def reason_to_stop(error: BaseException, ledger: LedgerHandle, output: str) -> BaseException:
+    """The exception to show for `error`, which ended the stream of rows to `output`."""
+    if not isinstance(error, Exception):
+        return error
+    if NoSpaceLeft.__name__ in str(error):
+        return RunStopped(f"output.path: {output}: no space left; make room, and --resume goes on with the run")
+    try:
+        verdict = fetch(ledger.verdict.remote(), timeout_s=ASK_TIMEOUT_S)
+        workers = fetch(ledger.describe.remote(), timeout_s=ASK_TIMEOUT_S)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        return error  # the ledger is gone with its node; there is no more to say
+    if verdict is not None:
+        return (TooManyFailed if verdict["kind"] == "budget" else RunStopped)(verdict["reason"])
+    if isinstance(error, ExecutionTimeoutError):
+        state = "\n".join(f"  {line}" for line in workers) or "  no worker has started: is there room for one?"
+        return RunStopped(
+            "no stage made progress for limits.no_progress_timeout_s; the workers:\n"
+            f"{state}\nraise the limit if a window may take that long; --resume goes on with the run"
+        )
+    return error

@@ -1,0 +1,235 @@
+"""Prompts that are made: from columns by templates, and from conversations by the chat template.
+
+One `Prompter` is made by the driver and travels to the tasks that read. What rows hold is data, and never a template.
+Left out: the sandbox that renders (`actors.templates.jinja_sandbox`), and where a checkpoint has its chat template
+(`actors.templates.chat_template`).
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Protocol
+
+from actors.templates.chat_template import ChatTemplate, Message, MessagesError, check_messages
+from actors.templates.jinja_errors import RendererEnded, TemplateError
+from actors.templates.jinja_sandbox import Template
+from pipeline.config.job import ConfigError, InputConfig
+from pipeline.input.files import Listing
+from pipeline.input.row import Row
+from pipeline.json_size import MAX_MARKS, count_marks
+from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, ENGINE_ERROR, PROMPT
+
+BATCH_MESSAGES = "messages"
+"""The field of an OpenAI batch line that is a conversation."""
+OF_LINES = ("template", "templates", "messages_column", "chat", "system")
+"""Keys that say what OpenAI batch lines say themselves."""
+ROW = "row"
+"""All columns of a row, to a template, unless the input has a column of that name."""
+NEWLINE = "\n"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a document has no prompt."""
+
+    code: str
+    reason: str
+
+    def marked(self, place: str) -> tuple[str, str]:
+        """Error code and message of its rows."""
+        return self.code, f"{place}: {self.reason}"
+
+
+Made = str | Failure | None
+"""A prompt, or why there is none; None: the row has failed before."""
+
+
+class PromptMaker(Protocol):
+    """`Prompter`, or who hurries it."""
+
+    def make(
+        self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]
+    ) -> "list[Made]": ...
+
+
+@dataclass(frozen=True)
+class Prompter:
+    """What makes the prompts of a run."""
+
+    templates: Mapping[str, Template]
+    """By the names of `Expansion`; empty: the text of a column is the prompt."""
+    messages: str | None
+    """The field that is a conversation; None: there is none, or the prompt is a message of the user's."""
+    is_chat: bool
+    """Whether rows without such a field go through the chat template too."""
+    system: str | None
+    chat: ChatTemplate | None
+    now: datetime
+    """What templates take for the time: that of the run's start, so that a resume renders the same."""
+    binds_row: bool = True
+    """Whether `row` is all columns to a template."""
+
+    @classmethod
+    def of(
+        cls,
+        config: InputConfig,
+        format: str,
+        chat: ChatTemplate | None,
+        now: datetime,
+        *,
+        columns: Collection[str] = (),
+        keeps_newline: bool = True,
+    ) -> "Prompter | None":
+        """None where prompts are the text of a column as it is. `columns`: of the input. `keeps_newline`: whether the
+        one that ends a template belongs to the prompt."""
+        sources = {name: text if keeps_newline else text.removesuffix(NEWLINE) for name, text in config.by_name.items()}
+        templates = {name: _compiled(text) for name, text in sources.items()}
+        messages = BATCH_MESSAGES if format == "openai_batch" else config.messages_column
+        if not templates and messages is None and not config.chat:
+            return None
+        return cls(templates, messages, config.chat, config.system, chat, now, binds_row=ROW not in columns)
+
+    def make(self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]) -> list[Made]:
+        """A prompt for each document, with the template of that name. `fields`: its columns (`prompt_fields`)."""
+        made: list[Made] = list(prompts)
+        if name in self.templates:
+            texts = self.templates[name].render_rows(fields, now=self.now, binds_row=self.binds_row)
+            made = [_checked(text, f"template {name!r}" if name else "template") for text in texts]
+        chats: dict[int, list[Message]] = {}
+        for row, (own, text) in enumerate(zip(fields, made, strict=True)):
+            found = self._conversation(own, text)
+            if isinstance(found, list):
+                chats[row] = found
+            else:
+                made[row] = found
+        if self.chat is not None and chats:
+            rendered = self.chat.render_rows(list(chats.values()), now=self.now)
+            for row, answer in zip(chats, rendered, strict=True):
+                made[row] = _checked(answer, "chat template")
+        return made
+
+    def _conversation(self, fields: Mapping[str, object], text: Made) -> "list[Message] | Made":
+        """The messages of a document, or what is its prompt without any."""
+        if self.messages is not None and self.messages in fields:
+            given = fields[self.messages]
+        elif self.is_chat and isinstance(text, str):
+            given = [{"role": "user", "content": text}]
+        else:
+            return text
+        if self.chat is None:
+            return Failure(
+                BAD_PARAMETERS,
+                "a chat needs a chat template, and the checkpoint has none that can be used; set input.chat_template",
+            )
+        try:
+            messages = check_messages(_parsed(given))
+        except MessagesError as error:
+            return Failure(BAD_MESSAGES, str(error))
+        if self.system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return messages
+
+
+def _parsed(messages: object) -> object:
+    """Text is the JSON of a conversation: files of text have no other way to say one."""
+    if not isinstance(messages, str):
+        return messages
+    if (num_marks := count_marks(messages.encode())) > MAX_MARKS:  # of a line what is in its texts is not counted
+        reason = f"have {num_marks} commas and brackets, more than the {MAX_MARKS} that JSON may have here"
+        raise MessagesError("messages", reason)
+    try:
+        return json.loads(messages)
+    except (ValueError, RecursionError) as error:
+        raise MessagesError("messages", f"must be a list, or its JSON: {error}") from error
+
+
+@lru_cache(maxsize=1024)
+def _compiled(text: str) -> Template:
+    return Template(text, strict=True)
+
+
+def _checked(text: str | TemplateError, title: str) -> Made:
+    if not isinstance(text, TemplateError):
+        return text
+    return Failure(ENGINE_ERROR if isinstance(text, RendererEnded) else BAD_TEMPLATE, f"{title}: {text}")
+
+
+def _key(name: str) -> str:
+    return f"input.templates.{name}" if name else "input.template"
+
+
+def compile_templates(config: InputConfig) -> dict[str, Template]:
+    """By name; ConfigError names the one that is no Jinja."""
+    made = {}
+    for name, text in config.by_name.items():
+        try:
+            made[name] = _compiled(text)
+        except TemplateError as error:
+            raise ConfigError(_key(name), f"no Jinja template: {error}") from error
+    return made
+
+
+def reads_column(config: InputConfig, column: str) -> bool:
+    """Whether a template may read that column: by its name, or out of `row`."""
+    templates = compile_templates(config).values()
+    return any(t.row_keys is None or column in t.names or column in t.row_keys for t in templates)
+
+
+def prompt_columns(config: InputConfig, columns: Sequence[str]) -> list[str]:
+    """Those that prompts are made of by templates, or as conversations."""
+    return [name for name in columns if name == config.messages_column or reads_column(config, name)]
+
+
+def _names_read(template: Template, columns: Collection[str]) -> frozenset[str]:
+    """By name, of an input with these columns; what `row` gives besides is in `columns`."""
+    return template.names if ROW in columns else template.names - {ROW} | (template.row_keys or frozenset())
+
+
+def check_templates(config: InputConfig, names: Collection[str]) -> None:
+    """ConfigError where a template reads no column of the input, which has `names`."""
+    for name, template in compile_templates(config).items():
+        own = _names_read(template, names)
+        if not own & set(names) and (template.row_keys is not None or not names):
+            read = ", ".join(sorted(own)) or "nothing"
+            shown = ", ".join(sorted(names)[:20]) + (", ..." if len(names) > 20 else "")
+            raise ConfigError(_key(name), f"names no column of the input: it reads {read}; there are: {shown}")
+
+
+def unknown_names(config: InputConfig, names: Collection[str]) -> list[str]:
+    """What templates read and no file has, in words: a slip of the pen, or a variable that need not be there."""
+    return [
+        f"{_key(name)}: no file has a column {column!r}; rows that need it will fail"
+        for name, template in compile_templates(config).items()
+        for column in sorted(_names_read(template, names) - set(names))
+    ]
+
+
+def check_format(listing: Listing, config: InputConfig) -> None:
+    """ConfigError where keys say what the input says itself."""
+    is_batch = listing.format == "openai_batch"
+    if is_batch and (given := [key for key in OF_LINES if getattr(config, key)]):
+        names = " and ".join(f"input.{key}" for key in given)
+        raise ConfigError(
+            f"input.{given[0]}", f"OpenAI batch lines bring prompts or messages of their own; leave {names} out"
+        )
+    if not is_batch:
+        check_chat_template_is_used(config)
+
+
+def check_chat_template_is_used(config: InputConfig) -> None:
+    """ConfigError for a chat template that no row goes through; OpenAI batch lines say it themselves."""
+    if config.chat_template != "auto" and not config.is_chat:
+        raise ConfigError(
+            "input.chat_template", "has no effect without input.chat or input.messages_column; leave it out, or set one"
+        )
+
+
+def prompt_fields(row: Row, format: str) -> Mapping[str, object]:
+    """What a prompt is made of."""
+    if format == "text":
+        return {PROMPT: row.prompt}
+    if format == "openai_batch":
+        return {} if row.messages is None else {BATCH_MESSAGES: row.messages}
+    return row.fields

@@ -1,0 +1,1 @@
+"""What OpenAI's API and batch files have in common: request parameters and log-probabilities."""

@@ -1,0 +1,65 @@
+"""Log-probabilities as OpenAI's completions have them, for the endpoint and for batch lines. Pure functions."""
+
+from collections.abc import Callable, Sequence
+from typing import TypedDict
+
+from skipdecode.config.sampling import INCOMPLETE
+from skipdecode.engine.request import TokenLogprobs
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class LogprobsBody(TypedDict):
+    """One entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextOffsets:
+    """Where each token of a text begins, in characters; the parts of one character all begin where it does."""
+
+    def __init__(self, decode: Decode, start: int = 0) -> None:
+        self._decode, self._num_chars = decode, start
+        self._tokens: list[int] = []  # parts of a character so far
+
+    def next(self, token: int) -> int:
+        self._tokens.append(token)
+        begin, text = self._num_chars, self._decode(self._tokens)
+        if not text.endswith(INCOMPLETE):
+            self._num_chars += len(text)
+            self._tokens = []
+        return begin
+
+
+def empty_logprobs() -> LogprobsBody:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def add_logprob(to: LogprobsBody, token: int, scored: TokenLogprobs | None, offset: int, decode: Decode) -> None:
+    """The entry of one token; `scored`: None where nothing comes before it."""
+    top: dict[str, float] | None = None
+    if scored is not None:
+        top = {}
+        # likeliest first, and the token itself in any case; of tokens with one text the likelier counts
+        for other, logprob in [*scored.top, (token, scored.logprob)]:
+            top.setdefault(token_name(other, decode), logprob)
+    to["tokens"].append(token_name(token, decode))
+    to["text_offset"].append(offset)
+    to["token_logprobs"].append(None if scored is None else scored.logprob)
+    to["top_logprobs"].append(top)
+
+
+def add_prompt(to: LogprobsBody, prompt: Sequence[int], scored: Sequence[TokenLogprobs], decode: Decode) -> None:
+    """The entries of a prompt that is echoed; `scored`: of its tokens but the first."""
+    offsets = TextOffsets(decode)
+    for number, token in enumerate(prompt):
+        add_logprob(to, token, scored[number - 1] if number else None, offsets.next(token), decode)
+
+
+def token_name(token: int, decode: Decode) -> str:
+    """A token's own text; `token_id:7` where it has none (special tokens, parts of a character)."""
+    text = decode([token])
+    return f"token_id:{token}" if not text or INCOMPLETE in text else text

@@ -1,0 +1,253 @@
+"""The ledger of attempts: which rows each worker has in hand, which rows were in hand when one died, what ends the run.
+
+A worker says which rows it takes before it decodes them. When it dies and its successor asks for the same rows, they
+come back in halves, each taken on its own, so that every death halves the suspicion; the answers of parts that went
+well are kept until the window is done. A row that was alone in `max_row_attempts` deaths is parked. One poison row
+costs at most log2(window) + `max_row_attempts` deaths.
+
+Not every death is the row's fault. Deaths with the node do not count, and neither do deaths over a row that was decoded
+fine before: such a row goes first whenever a suspect is tried alone, so that a worker that dies of anything shows it;
+where none is known, a prompt of our own.
+
+Plain Python; `start_ledger` makes it an actor on the driver's node. It neither decodes nor writes.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ray
+
+from pipeline.cluster.pool import on_this_node
+from pipeline.cluster.ray_handles import LedgerHandle, Plan, Process, RunVerdict
+
+if TYPE_CHECKING:  # the ledger's process needs no torch
+    from actors.results import Answer
+
+MAX_START_DEATHS = 3  # a worker process that dies this often before it is ready will not get ready
+MIN_DEATHS_IN_A_ROW = 20  # of one worker without a part decoded in between, before the worker is to blame
+
+CONTROL: tuple[str, ...] = ()
+"""A part without rows of the corpus: the worker decodes a prompt that anything can decode."""
+
+OVERDRAWN = "{} rows have failed, more than limits.max_failed_rows allows"
+
+
+@dataclass(frozen=True)
+class Death:
+    process: Process
+    reason: str
+    """What the process said before it ended; empty when it could not."""
+
+    def __str__(self) -> str:
+        return f"{self.process}" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass
+class Worker:
+    """What is known of one worker, over its restarts."""
+
+    process: Process
+    state: str  # loading | waiting | decoding
+    since: float
+    part: tuple[str, ...] = ()
+    """Ids of the rows in hand."""
+    last_words: str = ""
+    starts: int = 1
+    deaths_in_a_row: int = 0
+    start_deaths: int = 0
+
+
+class StopRun(RuntimeError):
+    """Raised in a worker to end the run; the driver asks the ledger for the reason."""
+
+
+class Ledger:
+    def __init__(
+        self,
+        max_row_attempts: int,
+        window_rows: int,
+        allowed_failures: float,
+        failed: int = 0,
+        node_is_gone: Callable[[str], bool] = lambda node_id: False,
+    ) -> None:
+        """`failed`: rows that failed in earlier sessions; `allowed_failures`: rows that may fail in all."""
+        self._max_row_attempts = max_row_attempts
+        isolation = math.ceil(math.log2(max(window_rows, 1))) + max_row_attempts
+        self._max_deaths_in_a_row = max(MIN_DEATHS_IN_A_ROW, 2 * isolation)
+        self._allowed_failures = allowed_failures
+        self._node_is_gone = node_is_gone
+        self._workers: dict[str, Worker] = {}
+        self._parts: dict[str, tuple[str, ...]] = {}  # of each suspect, the rows to try it with
+        self._deaths: dict[str, list[Death]] = {}  # of each suspect, those that it was alone in
+        self._in_company: dict[str, int] = {}  # of each suspect, how many others there were
+        self._answers: dict[str, Answer] = {}  # of rows in windows that hold a suspect
+        self._failed: dict[str, int] = {}  # failed rows by window: a repeated window counts once
+        self._num_failed = failed  # these, and those of earlier sessions
+        self._verdict: RunVerdict | None = None
+
+    def starting(self, name: str, process: Process) -> str | None:
+        """A process begins to load worker `name`; gives back why it should not."""
+        worker = self._workers.get(name)
+        if worker is None:
+            self._workers[name] = Worker(process, "loading", time.time())
+            return self._stop_reason()
+        self._died(name, worker)
+        worker.process, worker.state, worker.since = process, "loading", time.time()
+        worker.part, worker.last_words = (), ""
+        worker.starts += 1
+        return self._stop_reason()
+
+    def ready(self, name: str) -> None:
+        """The worker has loaded its model."""
+        worker = self._workers[name]
+        worker.state, worker.since, worker.start_deaths = "waiting", time.time(), 0
+
+    def begin(self, name: str, ids: Sequence[str]) -> Plan | str:
+        """A window comes to a worker: how to decode it; or why to stop, in words."""
+        if self._verdict is not None:
+            return self._verdict["reason"]
+        parked = {row: self._charge(row) for row in ids if self._is_convicted(row)}
+        answers = {row: self._answers[row] for row in ids if row in self._answers}
+        left = [row for row in ids if row not in parked and row not in answers]
+        suspects = [row for row in left if row in self._parts]
+        parts = self._suspect_parts(suspects)
+        clear = tuple(row for row in left if row not in self._parts)
+        if clear:
+            parts.insert(0, clear)
+        plan = Plan(self._with_controls(parts, answers), answers, parked, is_clear=not suspects)
+        if plan.parts:
+            self.take(name, plan.parts[0])
+        return plan
+
+    def take(self, name: str, part: tuple[str, ...]) -> None:
+        """The worker is about to decode these rows."""
+        worker = self._workers[name]
+        worker.state, worker.since, worker.part = "decoding", time.time(), part
+
+    def decoded(self, name: str, answers: "dict[str, Answer] | None") -> None:
+        """The part is decoded; `answers` are kept until the window is finished, for windows that have several parts."""
+        worker = self._workers[name]
+        worker.deaths_in_a_row = 0
+        for row in worker.part:
+            for book in (self._parts, self._deaths, self._in_company):
+                book.pop(row, None)
+        worker.part = ()
+        self._answers |= answers or {}
+
+    def finished(self, name: str, window: str, ids: Sequence[str], failed: int) -> None:
+        """The window of that name is done with; `failed` of its rows failed, here or before."""
+        worker = self._workers[name]
+        worker.state, worker.since = "waiting", time.time()
+        for row in ids:
+            self._answers.pop(row, None)
+        before = self._failed.get(window, 0)
+        if failed != before:
+            self._num_failed += failed - before
+            self._failed[window] = failed
+            self._check_budget()
+
+    def dying(self, name: str, reason: str) -> None:
+        """Last words of a process that is about to end itself."""
+        self._workers[name].last_words = reason
+
+    def cannot_load(self, name: str, reason: str) -> None:
+        """The model cannot be loaded, and another try would not help: the run ends."""
+        self._verdict = self._verdict or {"kind": "workers", "reason": f"worker {name} cannot start: {reason}"}
+
+    def verdict(self) -> RunVerdict | None:
+        """Why the ledger has ended the run, if it has."""
+        return self._verdict
+
+    def describe(self) -> list[str]:
+        """One line per worker: where it is and what it does since when."""
+        lines = []
+        for name, worker in sorted(self._workers.items()):
+            doing = worker.state + (f" {len(worker.part)} rows (first id {worker.part[0]!r})" if worker.part else "")
+            seconds = time.time() - worker.since
+            lines.append(
+                f"{name}: {worker.process.host}, node {worker.process.node_id[:8]}, pid {worker.process.pid}, "
+                f"{doing} for {seconds:.0f} s, started {worker.starts} times"
+            )
+        return lines
+
+    def _died(self, name: str, worker: Worker) -> None:
+        """The process of a worker is gone: who is to blame?"""
+        if self._node_is_gone(worker.process.node_id):
+            return
+        worker.deaths_in_a_row += 1
+        if worker.state == "loading":
+            worker.start_deaths += 1
+            if worker.start_deaths >= MAX_START_DEATHS:
+                self._end(name, f"died {worker.start_deaths} times while it loaded the model", worker)
+            return
+        if worker.deaths_in_a_row >= self._max_deaths_in_a_row:
+            self._end(name, f"died {worker.deaths_in_a_row} times without decoding anything in between", worker)
+        part = worker.part
+        if len(part) == 1 and part[0] not in self._answers:  # a row decoded fine before is no suspect
+            self._parts[part[0]] = part
+            self._deaths.setdefault(part[0], []).append(Death(worker.process, worker.last_words))
+        elif len(part) > 1:
+            middle = len(part) // 2
+            for half in (part[:middle], part[middle:]):
+                self._parts |= dict.fromkeys(half, half)
+            for row in part:
+                self._in_company[row] = self._in_company.get(row, 0) + 1
+
+    def _suspect_parts(self, suspects: Sequence[str]) -> list[tuple[str, ...]]:
+        """The parts that hold these rows, smallest first: the hunt for one row ends before the next begins."""
+        wanted = set(suspects)
+        parts = dict.fromkeys(self._parts[row] for row in suspects)
+        return sorted((tuple(row for row in part if row in wanted) for part in parts), key=len)
+
+    def _with_controls(self, parts: list[tuple[str, ...]], answers: "dict[str, Answer]") -> list[tuple[str, ...]]:
+        """Before every row that is tried alone, one that is known to be good, or `CONTROL`."""
+        planned: list[tuple[str, ...]] = []
+        for part in parts:
+            if len(part) == 1 and part[0] in self._parts:
+                planned.append((next(iter(answers)),) if answers else CONTROL)
+            planned.append(part)
+        return planned
+
+    def _counted(self, row: str) -> list[Death]:
+        return [death for death in self._deaths.get(row, ()) if not self._node_is_gone(death.process.node_id)]
+
+    def _is_convicted(self, row: str) -> bool:
+        return row in self._deaths and len(self._counted(row)) >= self._max_row_attempts
+
+    def _charge(self, row: str) -> str:
+        deaths = self._counted(row)
+        company = self._in_company.get(row, 0)
+        return (
+            f"its worker died {len(deaths)} times while decoding this row alone: {', '.join(map(str, deaths))}"
+            + (f"; {company} times before with other rows" if company else "")
+            + "; raise limits.max_row_attempts if the row is innocent"
+        )
+
+    def _check_budget(self) -> None:
+        if self._num_failed > self._allowed_failures and self._verdict is None:
+            self._verdict = {"kind": "budget", "reason": OVERDRAWN.format(self._num_failed)}
+
+    def _end(self, name: str, what: str, worker: Worker) -> None:
+        reason = (
+            f"worker {name} {what}, the last time on {Death(worker.process, worker.last_words)}: the worker or its "
+            f"node is at fault, not a row; Ray's logs on that node have more (worker-*-{worker.process.pid}.err)"
+        )
+        self._verdict = self._verdict or {"kind": "workers", "reason": reason}
+
+    def _stop_reason(self) -> str | None:
+        return None if self._verdict is None else self._verdict["reason"]
+
+
+def node_is_gone(node_id: str) -> bool:
+    """Whether the cluster has lost the node, so that what ran there died with it."""
+    return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+
+
+def start_ledger(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> LedgerHandle:
+    """The ledger as an actor on this node; when it is lost, so is the driver's node, and the run ends."""
+    actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(Ledger)
+    handle: LedgerHandle = actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)
+    return handle

@@ -1,0 +1,60 @@
+"""What an OpenAI batch line asks for beside its answer's text: log-probabilities and its prompt again (`echo`).
+
+A line's wishes are in its own sampling parameters (`schema.SAMPLING`). The worker puts the scores beside them, and the
+task that finishes rows makes of both what the endpoint would send as text and `logprobs`. The answer files take it as
+it is (`pipeline.generate.openai_answers`).
+"""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, TypedDict
+
+from pipeline.openai.logprobs import Decode, LogprobsBody, TextOffsets, add_logprob, add_prompt, empty_logprobs
+from skipdecode.engine.request import TokenLogprobs
+
+if TYPE_CHECKING:
+    from skipdecode.engine.request import Completion
+
+ECHO: Final = "echo"
+SCORES: Final = "scores"
+NOT_SAMPLING: Final = (ECHO, SCORES)
+"""Keys of a row's own parameters that are none of `skipdecode.config.sampling.Sampling`."""
+
+
+class ChoicePart(TypedDict):
+    """Of an entry of `choices`."""
+
+    text: str
+    logprobs: LogprobsBody | None
+
+
+def with_scores(own: str, answer: "Completion") -> str:
+    """The row's own parameters with the scores of its answer."""
+    prompt = answer.prompt_logprobs
+    scores = [_listed(answer.logprobs), None if prompt is None else _listed(prompt)]
+    return json.dumps(json.loads(own) | {SCORES: scores})
+
+
+def _listed(scored: Sequence[TokenLogprobs]) -> list[list[object]]:
+    return [[one.logprob, one.top] for one in scored]
+
+
+def _scored(listed: Sequence[tuple[float, Sequence[tuple[int, float]]]]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(logprob, [(token, value) for token, value in top]) for logprob, top in listed]
+
+
+def choice_of(own: str, prompt: Sequence[int], tokens: Sequence[int], text: str, decode: Decode) -> str:
+    """JSON of a `ChoicePart`; `own`: with the scores, `prompt`, `tokens`: of the prompt and the answer, `text`: its."""
+    asked = json.loads(own)
+    new, old = asked[SCORES]
+    front = decode(prompt) if asked.get(ECHO) else ""
+    logprobs: LogprobsBody | None = None
+    if asked.get("logprobs") is not None:
+        logprobs = empty_logprobs()
+        if asked.get(ECHO):
+            add_prompt(logprobs, prompt, _scored(old), decode)
+        offsets = TextOffsets(decode, len(front))
+        for token, scored in zip(tokens, _scored(new), strict=True):
+            add_logprob(logprobs, token, scored, offsets.next(token), decode)
+    part: ChoicePart = {"text": front + text, "logprobs": logprobs}
+    return json.dumps(part, ensure_ascii=False)

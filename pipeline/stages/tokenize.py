@@ -1,0 +1,231 @@
+"""What Ray Data runs on each block of rows beside decoding (`decode`): tokenise and finish, as CPU tasks.
+
+Each takes and gives Arrow tables with as many rows as it got; a row that cannot be done is a failed row. Columns that
+are not ours pass through untouched. The columns are `pipeline.schema`.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.openai.parameters import asks_for_choice
+from pipeline.schema import (
+    BAD_PARAMETERS,
+    CHOICE,
+    ENGINE_ERROR,
+    OUTPUT_SCHEMA,
+    PROMPT,
+    PROMPT_MISSING,
+    PROMPT_NOT_TEXT,
+    PROMPT_TOKENS,
+    PROMPT_TOO_LONG,
+    SAMPLING,
+    STATUS,
+    score_schema,
+)
+from pipeline.stages.openai_choices import NOT_SAMPLING, choice_of
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.config.model import DecoderConfig
+from skipdecode.config.sampling import Sampling, cut_at_stop
+
+TOKENS = pa.list_(pa.int32())
+Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
+
+
+def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
+    """The run's sampling with what the row itself asks for (JSON object, keys of `Sampling`)."""
+    if overrides is None:
+        return base
+    own = json.loads(overrides)
+    if "stop" in own:
+        own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
+    for name in NOT_SAMPLING:
+        own.pop(name, None)
+    return replace(base, **own)
+
+
+@dataclass(frozen=True)
+class TokenizeConfig:
+    source: str
+    model: DecoderConfig
+    sampling: Sampling
+    too_long: str
+    chat: bool = False
+    """Whether the chat template has made the prompts, which bring their special tokens then."""
+    chat_url: str | None = None
+    """Rows whose column `url` says this are such prompts; None: none of them."""
+    has_choices: bool = False
+    """Some rows ask for more than text (`schema.CHOICE`)."""
+
+    def is_rendered(self, table: pa.Table) -> list[bool]:
+        """Per row: whether its prompt brings its special tokens."""
+        if self.chat_url is None:
+            return [self.chat] * table.num_rows
+        return [url == self.chat_url for url in table["url"].to_pylist()]
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(source: str, model: DecoderConfig) -> Tokenizer:
+    """Built once per worker process, not once per block."""
+    return Tokenizer(source, model)
+
+
+def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
+    """Adds the prompt's tokens and their number; marks rows that cannot be decoded."""
+    tokenizer = _tokenizer(config.source, config.model)
+    prompts, given = table[PROMPT].to_pylist(), table[PROMPT_TOKENS].to_pylist()
+    codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
+    samplings, is_rendered = table[SAMPLING].to_pylist(), config.is_rendered(table)
+    texts = [row for row, code in enumerate(codes) if not code and given[row] is None]
+    tokens: list[list[int]] = [[] for _ in codes]
+    parts = [cut_text(prompts[row], tokenizer.max_token_chars, config) for row in texts]
+    cut = {row for row, part in zip(texts, parts, strict=True) if len(part) < len(prompts[row])}
+    for row, ids in zip(texts, encode_each(tokenizer, parts, [is_rendered[row] for row in texts]), strict=True):
+        if isinstance(ids, str):
+            codes[row], messages[row] = ENGINE_ERROR, ids
+        else:
+            tokens[row] = ids
+    counts = [0] * len(codes)
+    for row, code in enumerate(codes):
+        if code:
+            continue
+        try:
+            if given[row] is not None:
+                tokens[row] = given[row] or list(tokenizer.front)
+                known = [token for token in given[row] if token < config.model.vocab_size]
+                prompts[row] = prompts[row] or tokenizer.decode(known)
+            max_new_tokens = row_sampling(config.sampling, samplings[row]).max_new_tokens
+            # a chat template may begin with another token
+            is_bare = is_rendered[row] and tokens[row][: len(tokenizer.front)] != list(tokenizer.front)
+            front = () if is_bare else tokenizer.front
+            tokens[row], problem = fit_prompt(
+                tokens[row], front, max_new_tokens, config, is_cut=row in cut, is_chat=is_rendered[row]
+            )
+        except Exception as error:  # whatever one row makes a library raise is that row's failure
+            problem = ENGINE_ERROR, describe(error)
+        counts[row] = len(tokens[row])
+        if problem:
+            codes[row], messages[row] = problem
+            tokens[row] = []
+    columns = {
+        PROMPT: pa.array(prompts, pa.string()),
+        PROMPT_TOKENS: pa.array(tokens, TOKENS),
+        "error_code": pa.array(codes, pa.string()),
+        "error_message": pa.array(messages, pa.string()),
+        "num_input_tokens": pa.array(counts, pa.int32()),
+    }
+    return with_columns(table, columns)
+
+
+def cut_text(text: str, max_token_chars: int, config: TokenizeConfig) -> str:
+    """What of `text` can matter: more of it than this does not fit, and a file in place of a prompt (tokens take a
+    hundred times the memory of their text) must not end the process."""
+    limit = 2 * max_token_chars * config.model.max_position_embeddings
+    return text[-limit:] if config.too_long == "truncate_left" else text[:limit]
+
+
+def encode_each(tokenizer: Tokenizer, texts: list[str], is_rendered: list[bool]) -> list[list[int] | str]:
+    """Tokens of each text, or why it has none. `is_rendered`: by a chat template, which brings its special tokens."""
+    made: list[list[int] | str] = [[]] * len(texts)
+    for encode, wanted in ((tokenizer.encode, False), (tokenizer.encode_rendered, True)):
+        rows = [row for row, rendered in enumerate(is_rendered) if rendered == wanted]
+        for row, ids in zip(rows, _encode_all(encode, [texts[row] for row in rows]), strict=True):
+            made[row] = ids
+    return made
+
+
+def _encode_all(encode: Encode, texts: list[str]) -> list[list[int] | str]:
+    """All at once; one by one when that fails."""
+    try:
+        return list(encode(texts)) if texts else []
+    except Exception as error:
+        if len(texts) == 1:
+            return [describe(error)]
+    return [_encode_all(encode, [text])[0] for text in texts]
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def fit_prompt(
+    ids: list[int], front: Sequence[int], max_new_tokens: int, config: TokenizeConfig, *, is_cut: bool, is_chat: bool
+) -> tuple[list[int], tuple[str, str] | None]:
+    """The tokens, cut if the run says so; and the error code and message where they cannot be decoded.
+
+    `front`: what the tokenizer puts before every prompt. `is_cut`: by `cut_text`. A chat ends in what asks for the
+    answer, so its right side is never cut.
+    """
+    if not ids:
+        return ids, (PROMPT_MISSING, "the prompt has no tokens, and this model has none that begins a text")
+    limit, vocabulary = config.model.max_position_embeddings, config.model.vocab_size
+    if max(ids) >= vocabulary:
+        return ids, (PROMPT_NOT_TEXT, f"prompt token {max(ids)} is not in the vocabulary of {vocabulary} tokens")
+    room = limit - max_new_tokens
+    if room < 1:
+        message = f"max_tokens {max_new_tokens} leaves no room for a prompt in {limit} positions"
+        return ids, (BAD_PARAMETERS, message)
+    if len(ids) <= room:
+        return ids, None
+    if config.too_long == "fail_row" or (is_chat and config.too_long == "truncate_right"):
+        remedy = "truncate_left" if is_chat else "truncate_left or truncate_right"
+        count = f"more than {len(ids)}" if is_cut else len(ids)
+        message = (
+            f"{count} prompt tokens and {max_new_tokens} new ones do not fit the model's {limit} positions; "
+            f"set input.too_long to {remedy}, or lower sampling.max_new_tokens"
+        )
+        return ids, (PROMPT_TOO_LONG, message)
+    if config.too_long == "truncate_right":
+        return ids[:room], None
+    kept = ids[: min(len(front), room)]  # BOS stays in front whichever side is cut
+    return [*kept, *ids[len(ids) - room + len(kept) :]], None
+
+
+def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
+    """Adds the text and the status, and puts the columns in the order of the contract."""
+    tokenizer = _tokenizer(config.source, config.model)
+    names = ("generated_tokens", "layers_run", "ffns_run", "finish_reason", "error_code", "error_message")
+    tokens, layers, ffns, reasons, codes, messages = (table[name].to_pylist() for name in names)
+    texts = [""] * len(codes)
+    choices: list[str | None] = [None] * len(codes)
+    prompts = table[PROMPT_TOKENS].to_pylist() if config.has_choices else []
+    for row, own in enumerate(table[SAMPLING].to_pylist()):
+        try:
+            text = tokenizer.decode(tokens[row])
+            stop = row_sampling(config.sampling, own).stop if reasons[row] == "stop" else ()
+            texts[row] = cut_at_stop(text, stop)
+            if config.has_choices and not codes[row] and asks_for_choice(own):
+                choices[row] = choice_of(own, prompts[row], tokens[row], texts[row], tokenizer.decode)
+        except Exception as error:  # whatever one row makes a library raise is that row's failure
+            codes[row], messages[row] = ENGINE_ERROR, describe(error)
+            tokens[row], layers[row], ffns[row], reasons[row] = [], 0, 0, "error"
+    scores = score_schema(config.sampling)
+    columns = {
+        "generated_text": pa.array(texts, pa.string()),
+        "generated_tokens": pa.array(tokens, TOKENS),
+        "num_generated_tokens": pa.array([len(t) for t in tokens], pa.int32()),
+        "finish_reason": pa.array(reasons, pa.string()),
+        "layers_run": pa.array(layers, pa.int32()),
+        "ffns_run": pa.array(ffns, pa.int32()),
+        "error_code": pa.array(codes, pa.string()),
+        "error_message": pa.array(messages, pa.string()),
+        STATUS: pa.array(["failed" if code else "ok" for code in codes], pa.string()),
+    }
+    is_good = pa.array([not code for code in codes])
+    columns |= {name: pc.if_else(is_good, table[name], None) for name in scores.names}
+    columns |= {CHOICE: pa.array(choices, pa.string())} if config.has_choices else {}
+    added = [*scores.names, *([CHOICE] if config.has_choices else ())]
+    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *added, *extra_names, STATUS])
+
+
+def with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:
+    """`table` with these columns replaced or appended."""
+    for name, column in columns.items():
+        at = table.schema.get_field_index(name)
+        table = table.append_column(name, column) if at < 0 else table.set_column(at, name, column)
+    return table

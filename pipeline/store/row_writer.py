@@ -1,0 +1,145 @@
+"""Writing rows: what a task has finished becomes one file per status, under a temporary name until it is whole.
+
+The data files are the record of what is done: a file that is visible is complete, and its ids are done. Names follow
+from the session and the task, so a task that Ray repeats replaces its own file. On a disk a file comes from the
+session's staging folder, which only the driver makes: once `RunFolder.fence` has taken it away, a writer that outlived
+its session cannot add a file. Ray's `write_parquet` writes in place, where a killed task leaves a torn file among the
+data; and all of Ray's writers keep what they return for each block until the end, in the driver.
+"""
+
+import errno
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from pipeline.arrow_cast import with_schema
+from pipeline.cluster.ray_internals import number_of_task
+from pipeline.fault_injection import fault_point
+from pipeline.schema import STATUS
+from pipeline.store.atomic_files import make_folder, put, sync
+from pipeline.store.lease import read_lease
+from pipeline.store.parquet_footer import id_metadata
+from pipeline.store.run_folder import STAGING, STATUSES, RunFolder
+
+DISK_FULL = errno.ENOSPC, errno.EDQUOT
+FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memory of their table
+
+
+class NoSpaceLeft(OSError):
+    """Where the rows go. Its name is known to the driver, to which Ray Data passes on an error's text alone."""
+
+
+@dataclass(frozen=True)
+class RunSink:
+    """The end of Ray Data's pipeline: a callable for `map_batches` that gives no rows on."""
+
+    filesystem: pafs.FileSystem
+    root: str
+    """Of the run folder."""
+    session: str
+    schema: pa.Schema
+    rows_per_file: int | None
+    """At least, but for the last file; None: a file per block and status."""
+    place: str = "data"
+    """The folder in the run folder that gets `status=.../` folders."""
+    stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
+    """Part of the files' names: tasks are numbered from 0 in every execution."""
+    sum_ids: Callable[[pa.Table], int] | None = None
+    """Of the ids of a file's rows: the file says it, and the books are closed with it."""
+
+    def __call__(
+        self,
+        table: pa.Table,
+        finish: Callable[[pa.Table], pa.Table],
+        unpack: Callable[[pa.Table], pa.Table] | None = None,
+    ) -> pa.Table:
+        """`finish` makes finished rows of those that `unpack` makes of `table`: here, since between two stages Ray cuts
+        blocks by their bytes, which a task that is repeated may not do in the same place."""
+        if unpack is not None:
+            if not table.num_rows:
+                return table
+            table = unpack(table)
+        parts = range(0, max(table.num_rows, 1), FINISHED_AT_ONCE)
+        finished = pa.concat_tables([finish(table.slice(at, FINISHED_AT_ONCE)) for at in parts])
+        if finished.num_rows:
+            self.write(finished, next_name())
+        return finished.select([STATUS]).slice(0, 0)
+
+    def write(self, table: pa.Table, name: str) -> None:
+        """One file per status.
+
+        What an earlier attempt at the same task left goes first, or is replaced: a row that has changed sides since is
+        at no moment in both files. In neither is no harm: it is made again.
+        """
+        paths = {status: f"{self.place}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
+                 for status in STATUSES}  # fmt: skip
+        self._remove(paths["failed"])
+        for status, path in paths.items():
+            rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
+            if rows.num_rows:
+                ids = {} if self.sum_ids is None else id_metadata(self.sum_ids(rows))
+                rows = with_schema(rows, self.schema).replace_schema_metadata(ids)
+                try:
+                    write_whole(self.filesystem, self.root, path, rows, self.session)
+                except OSError as error:
+                    if error.errno not in DISK_FULL:
+                        raise
+                    raise NoSpaceLeft(error.errno, str(error)) from error
+            elif status == "ok":
+                self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        target = f"{self.root}/{path}"
+        if self.filesystem.get_file_info(target).type == pafs.FileType.NotFound:
+            return
+        check_session(self.filesystem, self.root, self.session)  # the file may be another session's proof by now
+        with suppress(FileNotFoundError):
+            self.filesystem.delete_file(target)
+            if isinstance(self.filesystem, pafs.LocalFileSystem):
+                sync(os.path.dirname(target))  # else it might be there again, beside the other, when the machine is up
+
+
+def next_name() -> str:
+    """Of the next batch of this task of Ray Data: the same when the task is repeated, in the order of the work."""
+    task, batch = number_of_task()
+    return f"{task:06d}-{batch:03d}"
+
+
+def check_session(filesystem: pafs.FileSystem, root: str, session: str) -> None:
+    """FileNotFoundError when the session is over: on a disk its staging folder is gone, elsewhere its lease."""
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        os.stat(f"{root}/{STAGING}/{session}")
+        return
+    lease = read_lease(RunFolder(filesystem, root, root))
+    if lease is None or lease["session"] != session:  # nothing else stops a writer that outlived its session
+        raise FileNotFoundError(f"{root}: session {session} holds this folder no more")
+
+
+def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:
+    """Writes `root/path` so that it is seen complete or not at all; FileNotFoundError when the session is over."""
+    target = f"{root}/{path}"
+    # of this attempt alone: another process may be at the same task, believed dead or not
+    staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    if not isinstance(filesystem, pafs.LocalFileSystem):
+        whole = pa.BufferOutputStream()
+        pq.write_table(table, whole, write_page_checksum=True)
+        source = pa.BufferReader(whole.getvalue())
+        put(filesystem, target, source, staging, lambda: check_session(filesystem, root, session))
+        return
+    make_folder(os.path.dirname(target))
+    top = path.partition("/")[0]
+    fault_point(f"{top} begun")
+    pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
+    fault_point(f"{top} staged")
+    sync(staging)  # the name must not outlive the bytes when the machine goes down
+    fault_point(f"{top} synced")
+    os.replace(staging, target)
+    fault_point(f"{top} renamed")
+    sync(os.path.dirname(target))  # nor a finished run's books the name

@@ -1,0 +1,1 @@
+"""Files of a model in and out: hub ids, Hugging Face folders, GGUF files, tokenizers, LoRA adapters."""

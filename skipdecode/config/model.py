@@ -1,0 +1,281 @@
+"""What the decoder asks of a model's configuration, whatever family it is of. No torch: a head node can price a job.
+
+A family (`skipdecode.families`) is a subclass: its fields are those of its Hugging Face `config.json`, its properties
+answer the questions below. What a file asks for and we do not have is refused by name, never ignored.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self
+
+from skipdecode.config.json_files import check_flag, check_mapping, check_mappings, check_number, check_size, read_eos
+from skipdecode.config.rope import Rope
+
+MAX_LOGPROBS = 20  # likeliest tokens beside each
+Quantization = Literal["int8"]
+WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
+"""Of a model that decodes: weights as whole numbers of 8 bits times a scale per output; the embedding stays."""
+
+Trainable = Literal["all", "swiftkv"]
+"""What a training changes: all weights, or those alone that were added to a model for SwiftKV."""
+
+Parts = Mapping[str, tuple[str, ...]]
+"""Our module -> its Hugging Face names, in the order of its rows; several where we fuse what they keep apart."""
+
+
+@dataclass(frozen=True)
+class SwiftKVConfig:
+    """`swiftkv` in config.json: K/V of layers >= `kv_layers` come from the state that enters that layer."""
+
+    kv_layers: int
+    group_size: int = 1
+    """Neighbouring layers that share one K/V (AcrossKV)."""
+
+    @classmethod
+    def from_dict(cls, raw: Any) -> "SwiftKVConfig":
+        if not isinstance(raw, dict) or not raw.keys() <= {"kv_layers", "group_size"} or "kv_layers" not in raw:
+            raise ValueError(f"swiftkv is {raw!r}, expected kv_layers and group_size")
+        return cls(**{key: check_size(f"swiftkv.{key}", value) for key, value in raw.items()})
+
+    def check(self, config: "DecoderConfig") -> None:
+        """ValueError when a model of that shape cannot have it."""
+        if self.kv_layers > config.num_hidden_layers:
+            raise ValueError(
+                f"swiftkv.kv_layers is {self.kv_layers}, and the model has {config.num_hidden_layers} layers"
+            )
+        if self.num_shared(config) % self.group_size:
+            raise ValueError(
+                f"swiftkv.group_size is {self.group_size}, which does not divide the {self.num_shared(config)} layers "
+                f"from kv_layers={self.kv_layers} on"
+            )
+        if not config.is_pre_norm:
+            raise ValueError(
+                "swiftkv needs norms before the blocks, and this model (as OPT-350m) has them behind: no norm of a "
+                "layer can stand for norm_swiftkv"
+            )
+
+    def num_shared(self, config: "DecoderConfig") -> int:
+        """Layers whose K/V come from below."""
+        return config.num_hidden_layers - self.kv_layers
+
+    def num_groups(self, config: "DecoderConfig") -> int:
+        return self.num_shared(config) // self.group_size
+
+
+@dataclass(frozen=True)
+class TokenizerRules:
+    """What holds for the tokenizer of a family, beside what the files of a folder say."""
+
+    class_name: str = ""
+    """Of transformers, where the files name none."""
+    is_class_fixed: bool = False
+    """Also where they name another."""
+    is_file_alone: bool = False
+    """tokenizer.json as it is, whatever class the files name."""
+    is_opt: bool = False
+    """BOS of config.json stands before every text, the vocabulary's first four tokens are special, and vocab.json with
+    merges.txt will do."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a model. Widths are numbers, not bytes."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    """The class of `transformers` that opens what we save."""
+    sizes: ClassVar[tuple[str, ...]] = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+    )  # fmt: skip
+    """Fields that must be positive integers: config.json may come from anywhere."""
+    prefix: ClassVar[str]
+    """Before the Hugging Face names of what follows."""
+    layer_parts: ClassVar[Parts]
+    """Names inside `layers.I.`."""
+    model_parts: ClassVar[Parts]
+    released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    """Keys of config.json by the name of a released model: what benchmarks give random weights to."""
+    ignored_tensors: ClassVar[tuple[str, ...]] = ()
+    """Ends of names that nobody reads."""
+    position_offset: ClassVar[int] = 0
+    """Rows of the table of learned positions before that of position 0."""
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules()
+
+    vocab_size: int = 0
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    max_position_embeddings: int = 2048
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] = 2
+    pad_token_id: int | None = None
+    init_std: float = 0.02
+    torch_dtype: str = "float32"
+    """Type of the stored weights."""
+    skip_decode: dict[str, Any] | None = field(default=None, hash=False)
+    """The schedule that the checkpoint was tuned for (keys of `decode:` in a job's configuration)."""
+    trained_schedules: list[dict[str, Any]] | None = field(default=None, hash=False)
+    """All of its last training, where it says (entries of `train.schedules`)."""
+    ffn_skip: dict[str, Any] | None = field(default=None, hash=False)
+    """The feed-forward blocks that calibration found to matter least: `layers`, `warmup_tokens`, `num_layers`."""
+    drafts: dict[str, Any] | None = field(default=None, hash=False)
+    """The drafts for lossless decoding that calibration found (`skipdecode.schedules.lossless.StoredDrafts`)."""
+    swiftkv: SwiftKVConfig | None = None
+    """The extra projections that the checkpoint has; they run when the prefill asks for them."""
+
+    def __post_init__(self) -> None:
+        for name in self.sizes:
+            check_size(name, getattr(self, name))
+        if self.swiftkv is not None:
+            self.swiftkv.check(self)
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_kv_heads}"
+            )
+
+    # --- what a layer is made of
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values; several heads of queries may share one (GQA)."""
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width between the products of a feed-forward block."""
+        raise NotImplementedError
+
+    @property
+    def mlp(self) -> Literal["relu", "swiglu"]:
+        raise NotImplementedError
+
+    @property
+    def norm(self) -> Literal["layer", "rms"]:
+        raise NotImplementedError
+
+    @property
+    def norm_epsilon(self) -> float:
+        return 1e-5
+
+    @property
+    def norm_affine(self) -> bool:
+        """Norms have weights."""
+        return True
+
+    @property
+    def is_pre_norm(self) -> bool:
+        """Norms stand before the blocks; else behind the residuals (OPT-350m)."""
+        return True
+
+    @property
+    def has_final_norm(self) -> bool:
+        return True
+
+    @property
+    def qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def out_bias(self) -> bool:
+        return False
+
+    @property
+    def mlp_bias(self) -> bool:
+        return False
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Queries and keys of each head go through a norm before they turn (Qwen3)."""
+        return False
+
+    @property
+    def rope(self) -> Rope | None:
+        """None: learned positions, which are added to the embedding."""
+        return None
+
+    # --- what is around the layers
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the embedding."""
+        return self.hidden_size
+
+    @property
+    def has_tied_head(self) -> bool:
+        """The head is the embedding."""
+        return True
+
+    # --- what follows from it
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Any of them ends a row."""
+        return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
+
+    @property
+    def filler_token_id(self) -> int:
+        """What stands where no token is: a valid id that nobody reads."""
+        pad = self.pad_token_id  # -1 in old checkpoints
+        return self.eos_token_ids[0] if pad is None or not 0 <= pad < self.vocab_size else pad
+
+    def kv_layers(self, prefill: str) -> int | None:
+        """Where a prompt stops under `prefill.method`; None: it runs all layers."""
+        return self.swiftkv.kv_layers if prefill == "swiftkv" and self.swiftkv is not None else None
+
+    @property
+    def kv_group_size(self) -> int:
+        """Neighbouring upper layers that share K/V where SwiftKV runs."""
+        return 1 if self.swiftkv is None else self.swiftkv.group_size
+
+    # --- config.json
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Self:
+        """From the contents of a Hugging Face `config.json` of this family; ValueError names the key at fault."""
+        return cls(**cls.read_fields(raw))
+
+    @classmethod
+    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """The fields of this class that `raw` gives: what all families have in common, checked."""
+        if raw.get("quantization_config"):
+            raise ValueError("quantization_config is set, and this version cannot run it")
+        known = {name: raw[name] for name in (one.name for one in fields(cls)) if raw.get(name) is not None}
+        for one in fields(cls):
+            if one.type is bool and one.name in known:
+                check_flag(one.name, known[one.name])
+            if one.type is float and one.name in known:
+                check_number(one.name, known[one.name])
+        if (dtype := raw.get("dtype") or raw.get("torch_dtype")) is not None:
+            known["torch_dtype"] = dtype
+        for name in ("skip_decode", "drafts"):
+            check_mapping(name, known.get(name))
+        check_mappings("trained_schedules", known.get("trained_schedules"))
+        if "swiftkv" in known:
+            known["swiftkv"] = SwiftKVConfig.from_dict(known["swiftkv"])
+        if "eos_token_id" in raw:
+            known["eos_token_id"] = read_eos("eos_token_id", raw["eos_token_id"])
+        return known
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a `config.json` that `transformers` opens."""
+        raw: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        raw |= {name: getattr(self, name) for name in (one.name for one in fields(self))}
+        raw["eos_token_id"] = self.eos_token_id if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
+        raw["swiftkv"] = None if self.swiftkv is None else vars(self.swiftkv)
+        for key in ("skip_decode", "trained_schedules", "ffn_skip", "drafts", "swiftkv"):
+            if raw[key] is None:
+                del raw[key]
+        return raw

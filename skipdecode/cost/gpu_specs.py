@@ -1,0 +1,42 @@
+"""What GPUs can do by their data sheets: for a price before there is one at hand. No torch.
+
+Figures are the makers': dense products (no sparsity), memory as sold. What a kernel reaches of them is the cost model's
+business (`skipdecode.cost.predict`).
+"""
+
+from dataclasses import dataclass
+
+MEMORY_SHARE = 0.85
+"""Of a GPU's memory for weights and caches together. The rest is for the states of prompts, logits, graphs, CUDA."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    name: str
+    memory_bytes: int
+    bytes_per_s: float
+    flops_per_s: float
+    """bfloat16 products on tensor cores, dense."""
+    price_per_hour: float
+    """Dollars for one of them, on demand; a round figure, to be replaced by yours."""
+    source: str
+
+
+# Prices: round figures of what several clouds asked on demand in 2025; they differ by a factor of two and fall.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("l4", 24 * 10**9, 300e9, 121e12, 0.8, "NVIDIA L4 data sheet (242 TFLOP/s with sparsity)"),
+        GPU("a100-40", 40 * 10**9, 1555e9, 312e12, 1.5, "NVIDIA A100 data sheet, 40 GB SXM"),
+        GPU("a100", 80 * 10**9, 2039e9, 312e12, 2.0, "NVIDIA A100 data sheet, 80 GB SXM"),
+        GPU("h100", 80 * 10**9, 3350e9, 989e12, 3.0, "NVIDIA H100 data sheet, SXM (1,979 TFLOP/s with sparsity)"),
+        GPU("h200", 141 * 10**9, 4800e9, 989e12, 3.5, "NVIDIA H200 data sheet, SXM (1,979 TFLOP/s with sparsity)"),
+    )
+}
+
+
+def gpu_named(name: str) -> GPU:
+    """ValueError with the names there are."""
+    if name.lower() not in GPUS:
+        raise ValueError(f"no GPU {name!r} is known here; use one of {', '.join(GPUS)}")
+    return GPUS[name.lower()]

@@ -1,0 +1,171 @@
+"""What a decode step should take on a GPU that is not at hand, from its data sheet: tokens per second, and their price.
+
+The roofline of `skipdecode.cost.roofline` at the shares of a data sheet's figures that good kernels reach, with
+launches at
+nothing, since steps are CUDA graphs. A prediction to hold a measurement against, not a result: nothing here has been
+measured. A model that is larger than a GPU is priced with its layers over several, and as many parts of a batch that
+keep all of them busy (`skipdecode.model.pipeline_parallel`). No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from skipdecode.config.model import DecoderConfig
+from skipdecode.cost.batch_sizes import row_rounding, rows_within
+from skipdecode.cost.gpu_specs import GPU, MEMORY_SHARE
+from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, plan_parts, predict_s
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.plan import FullDepth, Schedule
+
+BANDWIDTH_REACHED = 0.8
+"""Of a data sheet's bandwidth. Published figures of streaming reads on A100 and H100 lie between 0.8 and 0.93."""
+FLOPS_REACHED = 0.6
+"""Of a data sheet's products. cuBLAS in bfloat16 reaches 0.6 to 0.8 on large shapes under a power limit."""
+PREFILL_CALL_S = 5e-6
+"""Prompts are launched kernel by kernel."""
+MODELS = (
+    "opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "llama-3.2-1b", "llama-3.2-3b",
+    "llama-3.1-8b", "llama-3.1-70b",
+)  # fmt: skip
+MAX_GPUS = 8
+MIN_ROWS = 16  # a model that leaves room for fewer takes another GPU
+ITEMSIZE = 2
+PROMPT_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompt_tokens: int = 256
+    new_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of batches whose rows all make `new_tokens`."""
+
+    model: str
+    schedule: str
+    num_gpus: int
+    """Over which its layers are split."""
+    rows: int
+    """Of a batch, on all of these GPUs together."""
+    ms_per_step: float
+    """From one token of a row to its next, in the middle of an answer."""
+    prefill_s: float
+    tokens_per_s: float
+    """New tokens, prompts' time included; of all GPUs of the model together."""
+    cost_per_million: float
+    """Dollars for a million new tokens."""
+    speedup: float
+    """To full depth at its own number of rows, prompts included."""
+
+
+def num_weights(config: DecoderConfig) -> int:
+    """Of embedding, layers and head; norms and biases left out."""
+    mlp = (3 if config.mlp == "swiglu" else 2) * config.hidden_size * config.ffn_dim
+    attention = config.hidden_size * 2 * (config.q_dim + config.kv_dim)
+    positions = 0 if config.rope is not None else config.max_position_embeddings * config.hidden_size
+    head = config.vocab_size * config.embed_dim
+    return config.num_hidden_layers * (attention + mlp) + head * (1 if config.has_tied_head else 2) + positions
+
+
+def ceilings_of(gpu: GPU) -> Ceilings:
+    """What kernels should reach on it."""
+    return Ceilings(FLOPS_REACHED * gpu.flops_per_s, BANDWIDTH_REACHED * gpu.bytes_per_s, PREFILL_CALL_S)
+
+
+def rows_that_fit(
+    config: DecoderConfig,
+    schedule: Schedule,
+    memory_bytes: int,
+    num_gpus: int,
+    work: Workload,
+    share: float = MEMORY_SHARE,
+    itemsize: int = ITEMSIZE,
+) -> int:
+    """Rows of a batch that a worker takes beside the weights, 0 or more, on `num_gpus` GPUs of that memory. One alone
+    decodes by graphs."""
+    per_row = cache_bytes_per_row(
+        config, schedule, prompt_columns=work.prompt_tokens, num_new=work.new_tokens, itemsize=itemsize
+    )
+    room = int(share * memory_bytes) * num_gpus - itemsize * num_weights(config)
+    price = per_row + row_rounding(config, itemsize)
+    return rows_within(max(0, room), price, num_gpus=num_gpus, has_graphs=num_gpus == 1)
+
+
+def gpus_needed(
+    config: DecoderConfig,
+    memory_bytes: int,
+    work: Workload,
+    share: float = MEMORY_SHARE,
+    itemsize: int = ITEMSIZE,
+) -> int | None:
+    """The fewest GPUs of that memory on which the model has room for MIN_ROWS rows at full depth; None: more than
+    MAX_GPUS."""
+    full = FullDepth(config.num_hidden_layers)
+    fitting = (
+        n
+        for n in range(1, MAX_GPUS + 1)
+        if rows_that_fit(config, full, memory_bytes, n, work, share, itemsize) >= MIN_ROWS
+        and n <= config.num_hidden_layers
+    )
+    return next(fitting, None)
+
+
+def predict(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, num_gpus: int) -> Prediction:
+    """Without `model`, `schedule` and `speedup`, which the caller knows."""
+    most = rows_that_fit(config, schedule, gpu.memory_bytes, num_gpus, work)
+    part = max(1, most // num_gpus)  # a GPU works on one part while the others work on theirs
+    ceilings, steps = ceilings_of(gpu), work.new_tokens - 1
+    prefill, decode = predict_s(
+        config,
+        schedule,
+        ceilings,
+        prompt_columns=work.prompt_tokens,
+        batch_rows=[part] * steps,
+        rows=part,
+        itemsize=ITEMSIZE,
+        in_graphs=True,
+    )
+    # All parts take as long as one part alone would on one GPU: each GPU does its layers of one part at a time.
+    tokens_per_s = num_gpus * part * work.new_tokens / (prefill + decode)
+    cost = gpu.price_per_hour * num_gpus / 3600 / tokens_per_s * 1e6
+    return Prediction("", "", num_gpus, part * num_gpus, 1e3 * decode / steps, prefill, tokens_per_s, cost, 1.0)
+
+
+def predict_all(gpu: GPU, models: Sequence[tuple[str, DecoderConfig]], work: Workload) -> list[Prediction]:
+    """Full depth and SkipDecode 2x of every model that MAX_GPUS such GPUs hold."""
+    found = []
+    for name, config in models:
+        num_gpus = gpus_needed(config, gpu.memory_bytes, work)
+        if num_gpus is None:
+            continue
+        layers = config.num_hidden_layers
+        decode = {"method": "skipdecode", "speedup": 2}
+        fast = make_schedule(decode, num_layers=layers, max_new_tokens=work.new_tokens)
+        full = predict(config, FullDepth(layers), gpu, work, num_gpus)
+        ours = predict(config, fast, gpu, work, num_gpus)
+        found.append(replace(full, model=name, schedule="full"))
+        speedup = ours.tokens_per_s / full.tokens_per_s
+        found.append(replace(ours, model=name, schedule="skipdecode 2x", speedup=speedup))
+    return found
+
+
+def step_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, rows: int) -> float:
+    """Mean seconds of a decode step with so many rows."""
+    ceilings = replace(ceilings_of(gpu), call_s=0.0)
+    steps = range(0, work.new_tokens - 1, max(1, work.new_tokens // 16))
+
+    def seconds(k: int) -> float:
+        context = work.prompt_tokens + k + 1
+        parts = plan_parts(config, schedule.step(k), rows=rows, new_columns=1, context=context, itemsize=ITEMSIZE)
+        return sum(map(ceilings.seconds, parts))
+
+    return sum(map(seconds, steps)) / len(steps)
+
+
+def prompt_token_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload) -> float:
+    """Seconds of one token of prompts, PROMPT_ROWS of which go through the model together."""
+    rows, n = PROMPT_ROWS, work.prompt_tokens
+    parts = plan_parts(config, schedule.prefill(), rows=rows, new_columns=n, context=n, itemsize=ITEMSIZE)
+    return sum(map(ceilings_of(gpu).seconds, parts)) / (rows * n)

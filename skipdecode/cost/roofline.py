@@ -1,0 +1,283 @@
+"""What a plan costs: FLOPs, bytes, cache memory, and the time a device should need for them. No torch at import.
+
+A roofline with two more terms. Each sublayer takes max(FLOPs / peak, bytes / bandwidth); attention over the cache comes
+after the products that make its queries, and takes its own; each call of an operator costs a fixed overhead that small
+models cannot hide. Predictions are bounds to print beside measurements, not results.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+from skipdecode.config.model import DecoderConfig
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_per_layer
+
+# Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
+# fused into them, attention. A model that is not packed makes up to three times as many.
+ATTN_CALLS, FFN_CALLS, STEP_CALLS = 7, 3, 10
+# Beside a block apart (`skipdecode.schedules.ffn_policy`): finding its rows; and if there are any, moving them
+# and their likeness.
+FIND_CALLS, ROW_CALLS = 7, 8
+
+
+@dataclass(frozen=True)
+class Cost:
+    flops: float = 0.0
+    bytes: float = 0.0
+    calls: int = 0
+    cache_flops: float = 0.0
+    """Of `flops`, those of attention over the cache, which has to wait for the queries."""
+    cache_bytes: float = 0.0
+    """Of `bytes`, likewise: K and V that are read."""
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.calls + other.calls,
+            self.cache_flops + other.cache_flops,
+            self.cache_bytes + other.cache_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device can do at best, measured on it (`measure_ceilings`)."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    call_s: float
+
+    def seconds(self, cost: Cost) -> float:
+        def bound(flops: float, moved: float) -> float:
+            return max(flops / self.flops_per_s, moved / self.bytes_per_s)
+
+        rest = bound(cost.flops - cost.cache_flops, cost.bytes - cost.cache_bytes)
+        return rest + bound(cost.cache_flops, cost.cache_bytes) + cost.calls * self.call_s
+
+
+@dataclass(frozen=True)
+class SharedShape:
+    """What rows of a batch share, as far as it has a price (`skipdecode.engine.prefix_sharing`)."""
+
+    passes: tuple[tuple[int, int, int], ...]
+    """Of each pass that feeds prompts, heads first: rows, columns fed, columns seen."""
+    columns_read_once: int
+    """Of all rows' columns, those that a decode step finds in a core's cache."""
+
+
+def attention_cost(
+    config: DecoderConfig,
+    *,
+    rows: int,
+    new_columns: int,
+    context: int,
+    itemsize: int,
+    weight_itemsize: int | None = None,
+    kv_columns: int | None = None,
+    columns_read_once: float = 0.0,
+) -> Cost:
+    """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved).
+
+    `weight_itemsize`, here and below: bytes of a weight where it is not `itemsize` (int8). `kv_columns`: of how many
+    columns it makes keys and values, where it is not `new_columns`: all of a prompt, of which one goes on; none, if
+    they are there already (SwiftKV), and two of the four projections are not run. `columns_read_once`: how many of the
+    rows' columns are not read from memory, since those of another row are the same
+    (`skipdecode.engine.prefix_sharing`).
+    """
+    d, q, kv = config.hidden_size, config.q_dim, config.kv_dim
+    tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
+    cache_flops, cache_bytes = 4 * tokens * context * q, itemsize * 2 * (rows * context - columns_read_once) * kv
+    flops = 4 * (tokens * q + kv_tokens * kv) * d + cache_flops
+    moved = (weight_itemsize or itemsize) * (2 * q + (2 * kv if kv_tokens else 0)) * d + cache_bytes
+    moved += itemsize * (2 * tokens * (d + q) + 2 * kv_tokens * kv)  # activations
+    return Cost(flops, moved, ATTN_CALLS, cache_flops, cache_bytes)
+
+
+def shared_kv_cost(
+    config: DecoderConfig, plan: LayerPlan, *, tokens: int, itemsize: int, weight_itemsize: int | None = None
+) -> Cost:
+    """Norm and one projection to the K and V of every group of which `plan` runs a layer (SwiftKV)."""
+    assert config.swiftkv is not None
+    first, size, d, kv = config.swiftkv.kv_layers, config.swiftkv.group_size, config.hidden_size, config.kv_dim
+    groups = len({(layer - first) // size for layer in range(first, len(plan.attn)) if plan.attn[layer]})
+    moved = (weight_itemsize or itemsize) * 2 * groups * d * kv + itemsize * tokens * (2 * d + 4 * groups * kv)
+    return Cost(4.0 * tokens * groups * d * kv, moved, 4)
+
+
+def ffn_cost(config: DecoderConfig, *, tokens: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
+    weights = (3 if config.mlp == "swiglu" else 2) * config.hidden_size * config.ffn_dim
+    moved = (weight_itemsize or itemsize) * weights + itemsize * tokens * (4 * config.hidden_size + 2 * config.ffn_dim)
+    return Cost(2.0 * tokens * weights, moved, FFN_CALLS)
+
+
+def head_cost(
+    config: DecoderConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None, outputs: int | None = None
+) -> Cost:
+    """Final projection to the vocabulary and the choice of a token, logits written and read (which a kernel for greedy
+    tokens does without). `outputs`: tokens to choose among; None: all."""
+    outputs = outputs or config.vocab_size
+    weights = outputs * config.embed_dim
+    moved = (weight_itemsize or itemsize) * weights + 8.0 * rows * outputs
+    return Cost(2.0 * rows * weights, moved, STEP_CALLS)
+
+
+def plan_parts(
+    config: DecoderConfig,
+    plan: LayerPlan,
+    *,
+    rows: int,
+    new_columns: int,
+    context: int,
+    itemsize: int,
+    weight_itemsize: int | None = None,
+    apart: Sequence[int] | None = None,
+    columns_read_once: float = 0.0,
+) -> list[Cost]:
+    """The costs of one forward call, one entry per sublayer that runs, the head last.
+
+    `apart`: on how many rows each feed-forward block ran that `plan` does not settle; None: on all.
+    `columns_read_once`: see `attention_cost`.
+    """
+    first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
+    top, settled = max(plan.layers, default=0), plan.settled_ffns
+    sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+    parts = []
+    for layer in plan.layers:
+        columns = 1 if layer >= min(first, top) else new_columns  # of a prompt, one goes on behind the last K/V
+        if plan.attn[layer]:
+            kv_columns = new_columns if layer < first else 0
+            shape = {"rows": rows, "new_columns": columns, "kv_columns": kv_columns, "context": context}
+            parts.append(attention_cost(config, **shape, **sizes, columns_read_once=columns_read_once))
+        if settled[layer]:
+            parts.append(ffn_cost(config, tokens=rows * columns, **sizes))
+    if any(plan.attn[first:]):
+        parts.append(shared_kv_cost(config, plan, tokens=rows * new_columns, **sizes))
+    for n in [rows] * (sum(plan.ffn) - sum(settled)) if apart is None else apart:
+        parts.append(Cost(calls=FIND_CALLS))
+        if n:
+            parts += [Cost(calls=ROW_CALLS), ffn_cost(config, tokens=n, **sizes)]
+    return [*parts, head_cost(config, rows=rows, **sizes)]
+
+
+def predict_s(
+    config: DecoderConfig,
+    schedule: Schedule,
+    ceilings: Ceilings,
+    *,
+    prompt_columns: int,
+    batch_rows: Sequence[int],
+    itemsize: int,
+    weight_itemsize: int | None = None,
+    rows: int | None = None,
+    apart: Sequence[Sequence[int]] | None = None,
+    sharing: SharedShape | None = None,
+    in_graphs: bool = False,
+) -> tuple[float, float]:
+    """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
+
+    Padding of prompts is paid for, though not every kernel runs it. `rows` None: as many prompts as rows at step 0,
+    which is wrong where rows ended with y_0. `apart`: rows of the blocks that plans leave open, as it was at each step
+    (`BatchStats.ffns_apart`). `sharing`: what the prompts share. `in_graphs`: decode steps are one launch each, and the
+    calls within cost next to nothing.
+    """
+    if rows is None:
+        rows = batch_rows[0] if batch_rows else 1
+
+    whole = ((rows, prompt_columns, prompt_columns),)
+    passes, read_once = (whole, 0.0) if sharing is None else (sharing.passes, sharing.columns_read_once / rows)
+    in_step = replace(ceilings, call_s=0.0) if in_graphs else ceilings
+
+    def seconds(
+        by: Ceilings,
+        plan: LayerPlan,
+        rows: int,
+        new: int,
+        context: int,
+        ran: Sequence[int] | None = None,
+        once: float = 0.0,
+    ) -> float:
+        shape = {"rows": rows, "new_columns": new, "context": context, "itemsize": itemsize}
+        parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, apart=ran, columns_read_once=once)
+        return sum(map(by.seconds, parts))
+
+    prefill = sum(seconds(ceilings, schedule.prefill(), *each) for each in passes)
+    decode = sum(
+        seconds(in_step, schedule.step(k), n, 1, prompt_columns + k + 1, apart[k] if apart else None, n * read_once)
+        for k, n in enumerate(batch_rows)
+    )
+    return prefill, decode
+
+
+def training_flops(
+    config: DecoderConfig, schedule: Schedule, *, rows: int, prompt_tokens: int, new_tokens: int
+) -> float:
+    """Forward and backward (twice) of one teacher-forced pass, as `skipdecode.training.loss` makes it.
+
+    Its ratio to full depth bounds what training under `schedule` can gain. Under SwiftKV a prompt stops where
+    it does in decoding, but for its last token; keys and values that are projected there are left out.
+    """
+    total, stop = head_cost(config, rows=rows * new_tokens, itemsize=4).flops, schedule.prefill().kv_layers
+    for layer, steps in enumerate(steps_per_layer(schedule, new_tokens - 1)):
+        columns = steps + (prompt_tokens if stop is None or layer < stop else 1)
+        context = prompt_tokens + steps
+        total += attention_cost(config, rows=rows, new_columns=columns, context=context, itemsize=4).flops
+        total += ffn_cost(config, tokens=rows * columns, itemsize=4).flops
+    return 3 * total
+
+
+def cache_bytes_per_row(
+    config: DecoderConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
+) -> int:
+    """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
+    columns = kv_columns(kv_owners(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
+    return 2 * sum(columns.values()) * config.kv_dim * itemsize
+
+
+def measure_ceilings(device: str, dtype: str) -> Ceilings:
+    """A micro-benchmark of up to a second: a product, a read of memory larger than caches, a chain of tiny calls.
+
+    Fixed routines of torch, whatever kernels decode here, so that a slower kernel does not look better beside them. The
+    product is the fastest of torch's; for int8 weights it is that of `dtype` too. On CPUs float32's counts too: some
+    multiply it faster than bfloat16, which can be widened.
+    """
+    import torch
+
+    from skipdecode.backends.device import backend_on
+
+    kind = getattr(torch, dtype)
+    is_cuda = device.startswith("cuda")
+    n = 8192 if is_cuda else 1024
+
+    def timed(fn: Callable[[], object], repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            if is_cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            fn()
+            if is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return median(times[1:])
+
+    with torch.inference_mode():
+        matmul_s = math.inf
+        for number in {kind} if is_cuda else {kind, torch.float32}:
+            x, weight = (torch.randn(rows, n, device=device).to(number) for rows in (2 * n, n))
+            products = backend_on(x.device).vendors_products(weight)
+            matmul_s = min(matmul_s, *(timed(partial(product, x), 6) for product in products))
+        source = torch.ones(1 << 28 if is_cuda else 1 << 26, dtype=torch.float32, device=device)
+        read_s = timed(source.sum, 6)
+        small = torch.ones(1, 64, device=device, dtype=kind)
+
+        def chain() -> None:
+            for _ in range(200):
+                small.add(1.0)
+
+        call_s = timed(chain, 8) / 200
+    return Ceilings(4.0 * n**3 / matmul_s, source.nbytes / read_s, call_s)

@@ -1,0 +1,278 @@
+"""Rows of different ages in one batch: depth is known from each row's own position, so rows join and leave at any step.
+
+Rows lie in order of age, oldest first. Layer sets are nested over the steps, so the rows that run a layer are the
+youngest ones: layer `l` runs on a contiguous slice `h[a_l:]` of the batch and of its cache: SkipDecode's prefix trick
+along rows. A row's tokens are those it makes alone or in a cohort (`cohort`).
+
+Newcomers are appended, ended rows at either end fall off, and those in between are carried along until there are enough
+of them to be worth moving the others. Not here: blocks that rows decide on themselves (FFN-SkipLLM `row` and `random`),
+and fixed batch shapes; cohorts have both.
+
+The host never waits for a step that it has just launched: on a GPU it looks at tokens one step late (`looks`), while
+the next step runs. Until then a row that has ended makes one more token, which nobody takes. How many tokens a row may
+make is known beforehand, so none is fed more, and none writes a column that it does not have.
+
+B rows, R rows with memory, C columns of a layer, S columns visible, H heads, K head dim, D width.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.config.sampling import row_uniforms
+from skipdecode.engine.async_output import Looks
+from skipdecode.engine.logprobs import LogprobRecorder, give
+from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
+from skipdecode.engine.prefix_sharing import Sharing
+from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
+from skipdecode.engine.static_batch import LOOKS_BEHIND
+from skipdecode.kv.padded import KVCache
+from skipdecode.kv.ragged import Arena
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.layer_loop import run_layers
+from skipdecode.model.sampler import cuts, likeliest, pick
+from skipdecode.schedules.layer_ranges import NEVER, extents_of, layer_ends
+from skipdecode.schedules.plan import Schedule, kv_owners
+
+CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
+
+
+class _Member:
+    """A row in the batch: when it joined, and its random numbers."""
+
+    def __init__(self, row: Row, joined_at: int) -> None:
+        self.row, self.joined_at = row, joined_at
+        sampling = row.request.sampling
+        self.is_greedy = sampling.temperature == 0
+        self.uniforms = (
+            [0.0] if self.is_greedy else row_uniforms(sampling.seed, row.request.id, sampling.max_new_tokens).tolist()
+        )
+
+    def uniform(self, k: int) -> float:
+        return self.uniforms[min(k, len(self.uniforms) - 1)]  # only ended rows get that far
+
+    def uniforms_from(self, k: int, count: int) -> list[float]:
+        """Of token k and those behind it; 0 for those that never come."""
+        own = self.uniforms[k : k + count]
+        return own + [0.0] * (count - len(own))
+
+    def is_fed(self, num_steps: int) -> bool:
+        """Whether the token that it has made by now is to be fed. The last one it may make is not, seen or not."""
+        return self.row.is_running and num_steps - self.joined_at + 1 < self.row.request.sampling.max_new_tokens
+
+
+class ContinuousBatch:
+    """`join` and `step` in any order; `rows` are those in the batch, oldest first."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Decoder,
+        schedule: Schedule,
+        *,
+        decode_text: DecodeText | None = None,
+        looks_behind: int | None = None,
+        is_closed: bool = False,
+    ) -> None:
+        """`looks_behind`: steps, those of prompts included, whose tokens are not looked at yet; None: as the device
+        wants it. `is_closed`: all rows join at once, and stay to the end."""
+        check_continuous(schedule)
+        self.model, self.schedule = model, schedule
+        self._decode_text = decode_text
+        self._attn_ends, self._ffn_ends = layer_ends(schedule, model.config.max_position_embeddings)
+        self._kv_layers = schedule.step(0).kv_layers
+        owners = kv_owners(schedule, model.config.kv_group_size)
+        # under SwiftKV a layer's K/V are written for rows that do not run it
+        ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
+        self._arena = Arena(model.config, owners, ends, dtype=model.dtype, device=model.device, is_closed=is_closed)
+        self._is_closed = is_closed
+        self._members: list[_Member] = []
+        self._rows: list[Row] = []  # whoever joined; those whose last tokens are on their way are no members any more
+        self._newest = torch.empty(0, dtype=torch.int64, device=model.device)
+        self._num_steps = 0
+        self._params: tuple[Tensor, Tensor, Tensor] | None = None
+        self._logprobs = LogprobRecorder([], model.device)
+        self._looks: Looks[tuple[list[_Member], list[Row]]] = Looks(model.device)  # whose tokens, whose logprobs
+        self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
+        self.row_steps = 0
+        """Rows that took part in steps, ended ones included."""
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for row in self._rows if row.is_running]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.rows
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._arena.nbytes
+
+    def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
+        """Bytes held while so many rows join, of up to `prompt` tokens and `limit` new ones: see `Arena.bytes_with`."""
+        return self._arena.bytes_with(num_rows, prompt, limit, prompt_columns=rounded_columns(prompt))
+
+    @torch.inference_mode()
+    def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
+        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests. Where looks are late they
+        have it after the next step. `sharing`: heads that are run once; their keys and values are copied to every row.
+
+        Where that fails, the batch goes on as it was.
+        """
+        refuse_too_long(requests, self.model.config.max_position_embeddings)
+        rows = [Row(request) for request in requests]
+        members = [_Member(row, self._num_steps) for row in rows]
+        params, recorder = _params(members, self.model.device), LogprobRecorder(rows, self.model.device)
+        is_plain = params is None and not recorder.is_asked  # nobody wants more than the likeliest token
+        made, cache = self._feed_prompts(requests, sharing, only_likeliest=is_plain)
+        first = made if is_plain else _choose(made, members, params, self._num_steps)
+        if recorder.is_asked:
+            recorder.see(made, first)
+        self._send(first, members, recorder)
+        if self._looks_behind == 0:
+            self._look()
+        stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
+        if cache is None and not stay:
+            self._arena.fill([], [], [])  # gives the memory back
+        if stay:
+            if cache is not None:
+                self._drop_ended(carry=0.0)
+            keep = uploaded(stay, self.model.device)
+            newest = torch.cat([self._newest, first[keep]])
+            together = [*self._members, *(members[at] for at in stay)]
+            params = _params(together, self.model.device)
+            if cache is None:
+                self._arena.fill(stay, *_lengths(requests))
+            else:
+                self._arena.add(cache, keep, *_lengths([requests[at] for at in stay]))
+            self._members, self._newest, self._params = together, newest, params
+            self._changed()
+        self._rows = self.rows + rows
+        return rows
+
+    def _feed_prompts(
+        self, requests: Sequence[Request], sharing: Sharing | None, *, only_likeliest: bool
+    ) -> tuple[Tensor, KVCache | None]:
+        """The prompts: what `feed_prompts` gives, and the cache they fill; None: they are where the batch has them."""
+        model, plan = self.model, self.schedule.prefill()
+        if sharing is not None:
+            allocate = partial(allocate_cache, model, schedule=self.schedule, num_new=1)
+            shared = shared_prompts(model, requests, self.schedule, sharing, allocate, copies=True)
+            return shared.feed(plan, only_likeliest=only_likeliest), shared.cache
+        longest = max(len(r.prompt_tokens) for r in requests)
+        tokens, num_pad, paddings = pad_prompts(model, requests, rounded_columns(longest), None)
+        if self._is_closed and model.takes_unpadded(self._arena.memory_of(0)[0]):
+            assert not self._members, "rows of a closed batch come once"
+            cache = self._arena.open(*_lengths(requests))
+            return feed_prompts(model, tokens, cache, plan, num_pad=num_pad, only_likeliest=only_likeliest), None
+        cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, paddings=paddings)
+        return feed_prompts(model, tokens, cache, plan, only_likeliest=only_likeliest), cache
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Feeds the newest token of every row and makes the next one; looks at what is due."""
+        self._drop_ended(carry=CARRY)
+        if self._members:
+            self._feed_newest()
+        is_last = not any(member.is_fed(self._num_steps) for member in self._members)  # no step will run meanwhile
+        while self._looks.num_sent > (0 if is_last else self._looks_behind):
+            self._look()
+
+    def _feed_newest(self) -> None:
+        members = self._members
+        ages = [self._num_steps - member.joined_at for member in members]  # k of each row, falling
+        positions = [p + k if m.is_fed(self._num_steps) else 0
+                     for p, k, m in zip(self._arena.prompts, ages, members, strict=True)]  # fmt: skip
+        self._arena.begin(positions)
+        embedded = self.model.embed(self._newest[:, None], self._arena.columns_at(0, len(members))[:, None])
+        extents = extents_of(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
+        h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotations), extents)
+        self._num_steps += 1
+        self.row_steps += len(members)
+        if self._params is None and not self._logprobs.is_asked:
+            self._newest = self.model.likeliest(h[:, -1])
+        else:
+            logits = self.model.head(h[:, -1])
+            self._newest = _choose(logits, members, self._params, self._num_steps)
+            self._logprobs.see(logits, self._newest)
+        self._send(self._newest, members, self._logprobs)
+
+    def _send(self, newest: Tensor, members: Sequence[_Member], recorder: LogprobRecorder) -> None:
+        """Tokens [B] of `members`, and what was seen of them, on their way to the host."""
+        asking, seen = recorder.take()
+        self._looks.send([newest, *seen], (list(members), asking))
+
+    def _look(self) -> None:
+        """Gives the tokens sent first to their rows."""
+        (newest, *seen), (members, asking) = self._looks.take()
+        give(asking, seen)
+        for member, token in zip(members, newest.tolist(), strict=True):
+            if member.row.is_running:
+                member.row.take([token], self.model.config.eos_token_ids, self._decode_text)
+
+    def _drop_ended(self, carry: float) -> None:
+        """Rows that are not fed any more fall off at both ends, and from between when they are more than `carry` of the
+        batch."""
+        live = [at for at, member in enumerate(self._members) if member.is_fed(self._num_steps)]
+        num_rows = len(self._members)
+        if len(live) == num_rows:
+            return
+        if not live:
+            keep: list[int] = []
+        elif len(live) < (1 - carry) * (live[-1] + 1 - live[0]):
+            keep = live
+        else:
+            keep = list(range(live[0], live[-1] + 1))
+        if len(keep) == num_rows:
+            return
+        newest = self._newest[uploaded(keep, self.model.device, torch.int64)]
+        together = [self._members[at] for at in keep]
+        params = _params(together, self.model.device)
+        self._arena.keep(keep)
+        self._members, self._newest, self._params = together, newest, params
+        self._changed()
+
+    def _changed(self) -> None:
+        """After rows came or went."""
+        self._logprobs.keep([member.row for member in self._members])
+
+
+def check_continuous(schedule: Schedule) -> None:
+    """ValueError when rows of that schedule cannot share a step at different ages."""
+    if not schedule.is_settled:
+        raise ValueError(
+            "decode.ffn_skip.mode: the continuous scheduler runs modes calibrated and fixed, where the blocks left out "
+            "are known in advance; use one of them, or scheduler cohort"
+        )
+
+
+def _lengths(requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+    """Prompt tokens of each, and the new ones it may have."""
+    return [len(r.prompt_tokens) for r in requests], [r.sampling.max_new_tokens for r in requests]
+
+
+def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Temperature, top_k, top_p [B, 1] of the rows; None when all are greedy."""
+    if all(member.is_greedy for member in members):
+        return None
+    samplings = [member.row.request.sampling for member in members]
+    return (
+        uploaded([[s.temperature] for s in samplings], device, torch.float32),
+        uploaded([[s.top_k or 2**62] for s in samplings], device),
+        uploaded([[s.top_p] for s in samplings], device, torch.float32),
+    )
+
+
+def _choose(
+    logits: Tensor, members: Sequence[_Member], params: tuple[Tensor, Tensor, Tensor] | None, num_steps: int
+) -> Tensor:
+    """The next token of every row from [B, V] logits: y_k, k being the steps since it joined."""
+    if params is None:
+        return likeliest(logits)
+    uniforms = [[member.uniform(num_steps - member.joined_at)] for member in members]
+    uniform = uploaded(uniforms, logits.device, torch.float32)
+    return pick(logits, *params, uniform, cuts=any(cuts(member.row.request.sampling) for member in members))

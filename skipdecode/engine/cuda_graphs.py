@@ -1,0 +1,283 @@
+"""Decode steps as CUDA graphs: one launch per step, where launching its kernels one by one takes longer than they run.
+
+A graph is a plan at a number of rows: its kernels read on the device where keys and values lie and which column is new
+(`skipdecode.kv.graphed`), so it serves every batch, whatever its length. Rows are padded to a ladder of few numbers, so
+plans x rungs is all there is, and all of it is captured when a model loads (`capture_all`). The choice of the likeliest
+token and the next column are part of a graph. What is not captured runs the same kernels one by one: plans that a
+capture failed for, more rows than the ladder has, graphs beyond their share of memory. So do steps in which rows decide
+on their own blocks (FFN-SkipLLM `row`, `random`).
+
+Without a device the same code runs without a capture, which is how its logic is tested.
+
+B rows, L layers, V vocabulary.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends.device import backend_on
+from skipdecode.cost.batch_sizes import MAX_ROWS, ladder
+from skipdecode.engine.graph_capture import Captures, Work, captures_on
+from skipdecode.kv.graphed import GraphedCache, Layout, TableView
+from skipdecode.kv.padded import KVCache
+from skipdecode.kv.pool import CachePool, PoolFull
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.layer_loop import run_layers
+from skipdecode.model.sampler import likeliest
+from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
+from skipdecode.schedules.layer_ranges import Extents
+from skipdecode.schedules.plan import LayerPlan, Schedule
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 256  # steps beyond them run kernel by kernel
+TOO_MANY = f"{MAX_GRAPHS} are the most that are kept"
+MAX_GRAPH_BYTES = 2 << 30  # of device memory for what all of them compute; what would be more runs kernel by kernel
+
+Key = tuple[LayerPlan, int]
+"""Plan and padded rows."""
+
+
+def plans_of(schedules: Iterable[Schedule], num_steps: int) -> list[LayerPlan]:
+    """The settled plans of decode steps, each once, deepest first."""
+    plans = {schedule.step(k) for schedule in schedules for k in range(num_steps)}
+    settled = [plan for plan in plans if plan.is_settled]
+    return sorted(settled, key=lambda plan: (-plan.num_layers_run, -sum(plan.ffn), plan.attn, plan.ffn))
+
+
+class StepGraphs:
+    """The graphs of one model, and the memory of the caches they run on."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache_bytes: int,
+        *,
+        max_rows: int = MAX_ROWS,
+        captures: Captures | None = None,
+    ) -> None:
+        """`cache_bytes`: for keys and values of all batches that live at the same time."""
+        self.model, self.max_rows = model, max_rows
+        self.num_captured = self.num_late = self.graph_bytes = 0
+        """Graphs captured since the start, those of them behind `capture_all`, and the device memory they take."""
+        self.failure: str | None = None
+        """Why steps run kernel by kernel: the first capture that failed."""
+        self.full: str | None = None
+        """Why no more steps are captured, though those that are go on: memory, or their number."""
+        self._captures = captures or captures_on(model.device)
+        self._replays: OrderedDict[Key, Work] = OrderedDict()
+        self._has_midpoints, self._is_loading = True, False
+        device, self.pool = model.device, CachePool(cache_bytes, model.dtype, model.device)
+        self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
+        self._num_pad = torch.zeros_like(self._tokens)
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._where = torch.zeros(model.config.num_hidden_layers, 4, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(self.max_rows, model.config.vocab_size, dtype=model.dtype, device=device)
+        self._serial, self._next, self._newest = -1, 0, self._tokens  # what these hold: of which cache, and column
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for caches; graphs hold the intermediate results of a step beside them (`graph_bytes`)."""
+        return self.pool.nbytes
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._replays)
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        return ladder(self.max_rows, has_midpoints=self._has_midpoints)
+
+    def rows_for(self, num_rows: int) -> int:
+        """What so many rows are padded to; more than `max_rows` are not."""
+        return next((rung for rung in self.rungs if rung >= num_rows), num_rows)
+
+    def has_room(self, num_rows: int, capacities: Sequence[int], owners: Sequence[int]) -> bool:
+        """Whether `allocate` would find memory now."""
+        return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, owners).count)
+
+    def allocate(
+        self,
+        num_pad: Tensor,
+        capacities: Sequence[int],
+        owners: Sequence[int],
+        *,
+        is_masked: bool = False,
+        paddings: Sequence[int] | None = None,
+    ) -> GraphedCache:
+        """As `KVCache.allocate`; PoolFull where there is no room beside the batches that live."""
+        layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, owners)
+        return GraphedCache.within(self.pool, layout, num_pad, owners, is_masked=is_masked, paddings=paddings)
+
+    @torch.inference_mode()
+    def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:
+        """Captures every plan at every number of rows (None: all rungs) ahead of the first batch.
+
+        Where that would be more than MAX_GRAPHS the ladder loses its midpoints. Graphs of other plans give way, those
+        first that were not used for longest.
+        """
+        known = {plan for plan, _ in self._replays}
+        if rows is None and len(known.union(plans)) * len(self.rungs) > MAX_GRAPHS and not self._replays:
+            self._has_midpoints = False
+        wanted = self.rungs if rows is None else [self.rows_for(n) for n in rows if n <= self.max_rows]
+        self._is_loading = True
+        self._make_way({(plan, n) for plan in plans for n in wanted})
+        for n in sorted(set(wanted), reverse=True):  # the largest first: the others then fit into its memory
+            for plan in plans:
+                if (plan, n) not in self._replays and self._may_capture():
+                    self._rehearse(plan, n)
+        has_ended = self.failure is not None or self.full is not None
+        if plans and has_ended:  # what runs without graphs is compiled before a batch waits for it
+            for n in sorted(set(wanted)):
+                self._rehearse(plans[0], n)
+        self._is_loading = False
+        if self.full is not None:
+            logger.warning("some decode steps run kernel by kernel: %s", self.describe())
+
+    def _make_way(self, wanted: set[Key]) -> None:
+        """For graphs of these keys, as far as MAX_GRAPHS allows it."""
+        others = [key for key in self._replays if key not in wanted]
+        for key in others[: max(0, len(wanted) + len(others) - MAX_GRAPHS)]:
+            del self._replays[key]
+        if self.full == TOO_MANY:
+            self.full = None
+
+    def _rehearse(self, plan: LayerPlan, rows: int) -> None:
+        """A first step of rows that nobody wants, with one column of memory for all layers."""
+        layers = self.model.config.num_hidden_layers
+        try:
+            cache = self.allocate(torch.zeros_like(self._num_pad[:rows]), [1] * layers, [0] * layers, is_masked=True)
+        except PoolFull:  # nor will there ever be such a batch
+            return
+        try:
+            self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)
+            self._first_run(plan, rows) if self._may_capture() else self._step(plan, rows)
+        except torch.OutOfMemoryError as error:  # smaller batches may find what these rows do not
+            self.full = _no_room(error)
+        except Exception as error:  # graphs are not at fault; a batch that meets it, too, fails of it
+            self._at.tolist()  # raises where the device itself is lost
+            logger.warning("a decode step of %d rows fails: %s: %s", rows, type(error).__name__, error)
+        self._serial = -1
+
+    def __call__(
+        self, newest: Tensor, cache: KVCache, plan: LayerPlan, ffns: FFNs = ALL_ROWS, *, only_likeliest: bool = False
+    ) -> Tensor:
+        """Feeds `newest` [B] behind what is in `cache`: logits [B, V], good until the next call, or with
+        `only_likeliest` the likeliest token of each row [B]."""
+        assert isinstance(cache, GraphedCache), "a cache from elsewhere"
+        num_rows = len(newest)
+        rows = self.rows_for(num_rows)
+        if rows > self.max_rows or not plan.is_settled:
+            last = self.model.config.max_position_embeddings - 1
+            positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)
+            return self.model.forward(newest[:, None], positions, cache, plan, ffns, only_likeliest=only_likeliest)
+        self._enter(newest, cache, rows)
+        replay = self._replays.get((plan, rows))
+        if replay is not None:
+            self._replays.move_to_end((plan, rows))
+            replay()
+        elif self._may_capture():
+            self._first_run(plan, rows)
+        else:
+            self._step(plan, rows)
+        cache.length += 1
+        self._next += 1
+        if not only_likeliest:
+            self._newest = self._tokens  # nobody's
+            return self._logits[:num_rows]
+        self._newest = self._tokens[:num_rows].clone()
+        return self._newest
+
+    def _may_capture(self) -> bool:
+        """Another step."""
+        if self.failure is None and self.full is None and self.num_graphs >= MAX_GRAPHS:
+            self.full = TOO_MANY
+        return self.failure is None and self.full is None
+
+    def _enter(self, newest: Tensor, cache: GraphedCache, rows: int) -> None:
+        """Brings what the step reads into its fixed memory, as far as it is not there."""
+        has_come = self._serial != cache.serial
+        if has_come:
+            self._where.copy_(cache.where)
+            self._num_pad[: len(newest)].copy_(cache.num_pad)
+            self._num_pad[len(newest) : rows].fill_(cache.length)  # rows that fill up: they see what they write
+            self._serial = cache.serial
+        if has_come or self._next != cache.length:
+            self._at.fill_(cache.length)
+            self._next = cache.length
+        if has_come or newest is not self._newest:
+            self._tokens[: len(newest)].copy_(newest)
+
+    def _first_run(self, plan: LayerPlan, rows: int) -> None:
+        """Does the step, and captures it for the next time."""
+
+        def work() -> None:
+            self._step(plan, rows)
+
+        try:
+            self._captures.warm_up(work)
+        except torch.OutOfMemoryError:  # the batch's own: it is halved
+            raise
+        except Exception as error:
+            self._fail(error)
+            work()  # what is wrong now is the batch's own
+            return
+        try:
+            replay = self._captures.capture(work)
+        except Exception as error:  # of whatever kind: steps run without
+            if self._replays and "out of memory" in str(error):  # torch's, or the driver's, which keeps graphs itself
+                self.full = _no_room(error)
+                return
+            self._fail(error)
+            return
+        self.num_captured += 1
+        self.num_late += not self._is_loading
+        self._replays[plan, rows] = replay
+        self.graph_bytes = self._captures.held_bytes()
+        if self.graph_bytes > MAX_GRAPH_BYTES:
+            self.full = f"all of them may take {MAX_GRAPH_BYTES / 2**30:g} GiB"
+
+    def _fail(self, error: Exception) -> None:
+        """Steps run without graphs from now on; those there are, are given up."""
+        if self.failure is None:
+            self.failure = f"{type(error).__name__}: {error}"[:500]
+        self._at.tolist()  # raises where the device itself is lost
+        logger.warning("decode steps run kernel by kernel, since capturing one failed: %s", self.failure)
+        self._replays.clear()
+        self._captures.forget()
+        self.graph_bytes = 0
+
+    def _step(self, plan: LayerPlan, rows: int) -> None:
+        """What a graph does: the tokens of `rows` rows through `plan`; their logits, likeliest tokens, next column."""
+        model, num_pad, tokens = self.model, self._num_pad[:rows], self._tokens[:rows]
+        last = model.config.max_position_embeddings - 1
+        positions = (self._at - num_pad)[:, None].clamp(max=last)
+        view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotations)
+        h, _ = run_layers(model, model.embed(tokens[:, None], positions), view, Extents.of_plan(plan))
+        # into memory that graphs share: no copy for who wants logits, and nothing more for who does not
+        logits = model.head_into(h[:, -1], self._logits[:rows])
+        tokens.copy_(likeliest(logits))
+        self._at.add_(1)
+
+    def describe(self) -> str:
+        """For people."""
+        if self.failure is not None:
+            return f"no graphs ({self.failure})"
+        found = f"{self.num_graphs} graphs in {self.graph_bytes / 2**30:.2f} GiB"
+        found += f", {self.num_late} of them after loading" if self.num_late else ""
+        found += f", full ({self.full})" if self.full is not None else ""
+        return f"{found}, {self.nbytes / 2**30:.1f} GiB for caches"
+
+
+def _no_room(error: Exception) -> str:
+    return f"the device has no memory for another; {error}".splitlines()[0][:300]
+
+
+def graphs_serve(model: Decoder) -> bool:
+    """Whether steps can be captured: on a GPU, where kernels read their bounds on the device. Elsewhere launches cost
+    little, or steps run kernel by kernel."""
+    return model.device.type == "cuda" and backend_on(model.device).reads_tables

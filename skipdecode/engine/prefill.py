@@ -1,0 +1,161 @@
+"""Prompts into keys and values: padded, in memory of their own or of graphs, several rows at a time.
+
+What comes after is `skipdecode.engine.static_batch`, or `skipdecode.engine.continuous_batch`.
+
+B rows, P prompt columns, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.prefix_sharing import Allocate, SharedPrompts, Sharing
+from skipdecode.engine.request import Request
+from skipdecode.kv.padded import KVCache
+from skipdecode.kv.view import wants_all_heads
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_columns, kv_owners
+
+PREFILL_BYTES = 1 << 30  # of states, masks and copies of keys of what goes through at once, on a GPU
+PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
+
+
+def rounded_columns(longest: int) -> int:
+    """Columns for prompts up to `longest` tokens where requests come as they please (a server)."""
+    return -(-longest // PROMPT_STEP) * PROMPT_STEP
+
+
+def pad_prompts(
+    model: Decoder, requests: Sequence[Request], prompt_columns: int | None, batch_rows: int | None
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Left-padded prompts [B, P] int64 and the padding of each row [B] int64, on the model's device; the padding on the
+    host."""
+    columns = prompt_columns or max(len(r.prompt_tokens) for r in requests)
+    config = model.config
+    lines = [r.prompt_tokens for r in requests]
+    lines += [[config.filler_token_id]] * ((batch_rows or len(lines)) - len(lines))
+    longest = max(len(line) for line in lines)
+    assert min(len(line) for line in lines) > 0, "a prompt without a token"
+    assert longest <= columns, (longest, columns)
+    padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
+    paddings = [columns - len(line) for line in lines]
+    return uploaded(padded, model.device), uploaded(paddings, model.device), paddings
+
+
+def feed_prompts(
+    model: Decoder,
+    tokens: Tensor,
+    cache: KVCache,
+    plan: LayerPlan,
+    *,
+    num_pad: Tensor | None = None,
+    in_equal_parts: bool = False,
+    only_likeliest: bool = False,
+) -> Tensor:
+    """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V], or its likeliest token, [B].
+
+    Several rows at a time (`rows_at_once`). `num_pad` [B]: padding of the prompts; None: as that of `cache`.
+    `in_equal_parts`: a row's bits do not depend on its place in the batch.
+    """
+    num_pad = cache.num_pad if num_pad is None else num_pad
+    positions = (torch.arange(tokens.shape[1], device=model.device) - num_pad[:, None]).clamp(min=-1)
+    whole = len(tokens)
+    rows = rows_at_once(model, tokens.shape[1], tokens.shape[1], has_mask=cache.valid is not None)
+    if in_equal_parts:
+        rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
+    # a mask over a long prompt is larger than all else, and a row that goes alone needs none
+    are_alone = rows == 1 and model.device.type == "cuda" and not in_equal_parts and cache.paddings is not None
+    made = []
+    for at in range(0, whole, rows):
+        part = slice(at, min(at + rows, whole))
+        view = cache.alone(at) if are_alone else cache.view(part.start, part.stop)
+        fed = slice(cache.paddings[at] if are_alone and cache.paddings is not None else 0, None)
+        made.append(model(tokens[part, fed], positions[part, fed], view, plan, only_likeliest=only_likeliest))
+    cache.length += tokens.shape[1]
+    return torch.cat(made)
+
+
+def shared_prompts(
+    model: Decoder,
+    requests: Sequence[Request],
+    schedule: Schedule,
+    sharing: Sharing,
+    allocate: Allocate,
+    *,
+    copies: bool,
+) -> SharedPrompts:
+    """The prompts of a batch of which heads are shared, not fed yet."""
+    prompts, at_once = [r.prompt_tokens for r in requests], partial(rows_at_once, model, has_mask=True)
+    assert len(prompts) == len(sharing.of_row), "the sharing of another batch"
+    return SharedPrompts(model, prompts, schedule, sharing, allocate, rows_at_once=at_once, copies=copies)
+
+
+def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) -> int:
+    """Rows of prompts that go through the model together, one at least: `num_new` columns of each, which see `columns`.
+
+    `has_mask`: attention is behind one.
+    """
+    rows = model.prompt_tokens // num_new
+    if model.device.type == "cuda":
+        rows = min(rows, PREFILL_BYTES // _bytes_of_row(model, num_new, columns, has_mask))
+    return max(1, rows)
+
+
+def _bytes_of_row(model: Decoder, num_new: int, columns: int, has_mask: bool) -> int:
+    """What lives at the same time of a row's prompt, on a GPU."""
+    c, itemsize, gates = model.config, model.dtype.itemsize, 2 if model.config.mlp == "swiglu" else 1
+    attends, feeds = num_new * (2 * c.q_dim + 2 * c.kv_dim), num_new * 2 * gates * c.ffn_dim  # with its activation
+    if c.q_dim != c.kv_dim and wants_all_heads(model.dtype, has_mask=has_mask):
+        attends += 2 * columns * c.q_dim
+    scores = num_new * columns if has_mask else 0
+    # a mask is bytes; torch turns it over, makes numbers of it, and copies these into lines of 16
+    attending, feeding = attends * itemsize + scores * (1 + 2 * itemsize), feeds * itemsize
+    states = 4 * num_new * c.hidden_size * itemsize  # embedded, before and behind attention, and their norm
+    return states + scores + max(attending, feeding)
+
+
+def allocate_cache(
+    model: Decoder,
+    num_pad: Tensor,
+    columns: int,
+    schedule: Schedule,
+    num_new: int,
+    *,
+    is_masked: bool = False,
+    graphs: StepGraphs | None = None,
+    paddings: Sequence[int] | None = None,
+) -> KVCache:
+    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with.
+
+    `paddings` as in `KVCache`.
+    """
+    owners, capacities = _capacities(model, columns, schedule, num_new)
+    if graphs is not None:
+        return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked, paddings=paddings)
+    return KVCache.allocate(
+        model.config,
+        num_pad=num_pad,
+        capacities=capacities,
+        owners=owners,
+        dtype=model.dtype,
+        is_masked=is_masked,
+        devices=None if model.placement is None else model.placement.of_layers,
+        paddings=paddings,
+    )
+
+
+def has_room(graphs: StepGraphs, schedule: Schedule, num_rows: int, columns: int, num_new: int) -> bool:
+    """Whether `allocate_cache` finds memory in `graphs` for so many rows now."""
+    owners, capacities = _capacities(graphs.model, columns, schedule, num_new)
+    return graphs.has_room(num_rows, capacities, owners)
+
+
+def _capacities(model: Decoder, columns: int, schedule: Schedule, num_new: int) -> tuple[list[int], list[int]]:
+    """[L] owners and columns of each layer."""
+    owners = kv_owners(schedule, model.config.kv_group_size)
+    columns_of = kv_columns(owners, schedule, columns, num_new)
+    return owners, [columns_of[owner] for owner in owners]

@@ -1,0 +1,239 @@
+"""A cohort: rows that start together, share positions and therefore plans; prefill, then one decode step at a time.
+
+The host decides (plans, who has ended), the device runs; tokens are looked at on the host every `check_every` steps,
+and what a row made past its end is cut, so looking late is exact. `generate` runs one cohort to its end; a server lets
+several take turns. Who is in a cohort is the caller's choice.
+
+B rows, P prompt columns, N new tokens, V vocabulary.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.async_output import Looks
+from skipdecode.engine.batch_stats import BatchStats
+from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.logprobs import LogprobRecorder, give
+from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, shared_prompts
+from skipdecode.engine.prefix_sharing import SharedPrompts, Sharing
+from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
+from skipdecode.kv.padded import KVCache
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.sampler import Sampler
+from skipdecode.schedules.plan import Schedule
+
+COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
+CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps between looks at the tokens
+LOOKS_BEHIND = {"cpu": 0, "cuda": 1}  # a look waits for the steps before the newest ones, which run meanwhile
+
+
+class Cohort:
+    """`rows` are in the order of the requests, ended ones included; `step` until `is_done`."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Decoder,
+        requests: Sequence[Request],
+        schedule: Schedule,
+        *,
+        decode_text: DecodeText | None = None,
+        prompt_columns: int | None = None,
+        batch_rows: int | None = None,
+        compact_at: float = COMPACT_AT,
+        check_every: int | None = None,
+        looks_behind: int | None = None,
+        graphs: StepGraphs | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
+        `check_every`, `looks_behind`: None, as the device wants it. The others as in `generate`."""
+        assert requests, "an empty batch"
+        begun = now(model.device)
+        refuse_too_long(requests, model.config.max_position_embeddings)
+        self.model, self.schedule, self._graphs = model, schedule, graphs
+        self.rows = [Row(request) for request in requests]
+        self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
+        self._looks: Looks[tuple[list[int], list[Row]]] = Looks(model.device)  # whose tokens, whose log-probabilities
+        self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
+        self._decode_text = decode_text
+        self.num_new = max(request.sampling.max_new_tokens for request in requests)
+        self._has_fixed_shape = has_fixed_shape = batch_rows is not None
+        self._shared: SharedPrompts | None = None
+        if sharing is None:
+            self._prompt, num_pad, paddings = pad_prompts(model, requests, prompt_columns, batch_rows)
+            self._cache = self._allocate(num_pad, self._prompt.shape[1], paddings=paddings)
+        else:
+            assert not has_fixed_shape, "whose company a row is in must not choose a shape"
+            self._shared = shared_prompts(model, requests, schedule, sharing, self._allocate, copies=graphs is not None)
+            self._cache = self._shared.cache
+        self._longest, num_rows = max(len(r.prompt_tokens) for r in requests), len(self._cache.num_pad)
+        empty = num_rows - len(requests)
+        ids = [r.id for r in requests] + [""] * empty
+        samplings = [r.sampling for r in requests] + [Sampling()] * empty
+        self._sampler = Sampler(ids, samplings, self.num_new, model.device)
+        gather = model.device.type == "cpu" and not has_fixed_shape  # elsewhere finding rows would wait for the device
+        self._ffns = schedule.ffns(ids, self.num_new - 1, model.device, gather=gather)
+        self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
+        self._made: list[Tensor] = []  # [B] each, not yet seen by the host
+        self._logprobs = LogprobRecorder(self.rows, model.device)
+        self._num_made = 0
+        num_input = sum(len(r.prompt_tokens) for r in requests)
+        saved = 0 if sharing is None else sharing.tokens_saved
+        self.stats = BatchStats(
+            len(self.rows),
+            self._longest if prompt_columns is None else prompt_columns,
+            num_input,
+            prefix_tokens_saved=saved,
+            cache_bytes=self._cache.nbytes,
+            prefill_s=now(model.device) - begun,
+        )
+
+    def _allocate(self, num_pad: Tensor, columns: int, *, paddings: Sequence[int] | None = None) -> KVCache:
+        return allocate_cache(
+            self.model,
+            num_pad,
+            columns,
+            self.schedule,
+            self.num_new,
+            is_masked=self._has_fixed_shape,
+            graphs=self._graphs,
+            paddings=paddings,
+        )
+
+    @property
+    def cache_bytes(self) -> int:
+        """Held now; `stats` have what it began with."""
+        return self._cache.nbytes
+
+    @property
+    def is_done(self) -> bool:
+        """No row runs any more."""
+        return not any(row.is_running for row in self.rows)
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Feeds the prompts and makes y_0."""
+        start = now(self.model.device)
+        plan = self.schedule.prefill()
+        if self._shared is not None:
+            made = self._shared.feed(plan, only_likeliest=self._is_plain)
+            self._shared = None  # what is copied need not be kept
+        else:
+            made = feed_prompts(
+                self.model,
+                self._prompt,
+                self._cache,
+                plan,
+                in_equal_parts=self._has_fixed_shape,
+                only_likeliest=self._is_plain,
+            )
+        self._choose(made)
+        self.stats.prefill_s += now(self.model.device) - start
+        self._look_if_due()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Feeds the newest token of every row and makes the next one."""
+        k, newest, cache, ffns = self._num_made - 1, self._newest, self._cache, self._ffns
+        plan, stats = self.schedule.step(k), self.stats
+        stats.decode_steps += 1
+        stats.row_steps += len(newest)
+        stats.layer_row_steps += len(newest) * plan.num_layers_run
+        stats.batch_rows.append(len(newest))
+        ffns.start(plan, k)
+        if self._graphs is not None:
+            made = self._graphs(newest, cache, plan, ffns, only_likeliest=self._is_plain)
+        else:
+            positions = cache.next_positions[:, None]  # [B, 1]
+            if self._longest + k > (last := self.model.config.max_position_embeddings - 1):
+                positions = positions.clamp(max=last)  # only ended rows get that far
+            made = self.model(newest[:, None], positions, cache, plan, ffns, only_likeliest=self._is_plain)
+        self._choose(made)
+        stats.ffns_apart.append(ffns.rows_run)
+        self._look_if_due()
+
+    @property
+    def _is_plain(self) -> bool:
+        """Nobody wants more of the logits than the likeliest token."""
+        return self._sampler.is_greedy and not self._logprobs.is_asked
+
+    def _choose(self, made: Tensor) -> None:
+        """The next token of every row from [B, V] logits, or those tokens [B] themselves (`_is_plain`)."""
+        self._newest = made if self._is_plain else self._sampler(made, self._num_made)  # [B]
+        self._made.append(self._newest)
+        self._num_made += 1
+        if self._logprobs.is_asked:
+            self._logprobs.see(made, self._newest)
+
+    def _look_if_due(self) -> None:
+        is_last = self._num_made == self.num_new
+        if len(self._made) == self.check_every or is_last:
+            asking, seen = self._logprobs.take()
+            made = self._made[0][:, None] if len(self._made) == 1 else torch.stack(self._made, dim=1)
+            self._looks.send([made, *seen], (self._live, asking))
+            self._made = []
+        # Nobody waits for the first tokens longer than need be; counts are not copied ahead.
+        is_eager = is_last or self._num_made == 1 or self._ffns.has_counts
+        while self._looks.num_sent > (0 if is_eager else self._looks_behind):
+            self._look()
+
+    def _look(self) -> None:
+        """Looks at the tokens sent first; drops ended rows when enough have ended."""
+        rows = self.rows
+        (tokens, *seen), (live, asking) = self._looks.take()  # [B, n]
+        give(asking, seen)
+        if self._ffns.has_counts:
+            for index, ran in zip(live, self._ffns.history(), strict=False):
+                rows[index].ffns += ran
+        for index, new in zip(live, tokens.tolist(), strict=False):
+            row = rows[index]
+            if row.is_running:
+                row.take(new, self.model.config.eos_token_ids, self._decode_text)
+        live, size = self._live, len(self._newest)
+        running = [at for at, index in enumerate(live) if rows[index].is_running]
+        kept = kept_rows(size, len(running), self.compact_at, self._graphs)
+        if kept < size:
+            others = [at for at in range(len(live)) if not rows[live[at]].is_running]
+            self._keep(sorted(running + others[: kept - len(running)]))
+
+    def _keep(self, running: list[int]) -> None:
+        """Drops all batch rows but `running`."""
+        keep = uploaded(running, self.model.device)
+        self._sampler.keep(keep)
+        self._ffns.keep(keep)
+        self._live = [self._live[at] for at in running]
+        runs = self.schedule.step(self._num_made - 1).attn  # no later step runs a layer that this one does not
+        self._newest, self._cache = self._newest[keep], self._cache.keep(running, runs)
+        self._logprobs.keep([self.rows[index] for index in self._live])
+
+
+def kept_rows(size: int, num_running: int, compact_at: float, graphs: StepGraphs | None) -> int:
+    """Rows that a batch of `size` goes on with: those that run, once they are few enough, and for graphs, which serve
+    few sizes, some of those that have ended."""
+    if not num_running or num_running >= size or num_running > compact_at * size:
+        return size
+    return num_running if graphs is None else min(size, graphs.rows_for(num_running))
+
+
+def carried_rows(lengths: Sequence[int], compact_at: float = COMPACT_AT, check_every: int = 1) -> list[int]:
+    """Rows in the batch at each decode step (`BatchStats.batch_rows`) where row i makes `lengths[i]` tokens: ended rows
+    are carried until they are dropped. Without graphs, whose sizes are rounded up."""
+    carried, size = [], len(lengths)
+    for made in range(1, max(lengths)):
+        if made == 1 or made % check_every == 0:
+            size = kept_rows(size, sum(length > made for length in lengths), compact_at, None)
+        carried.append(size)
+    return carried
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, when the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

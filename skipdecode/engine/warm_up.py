@@ -1,0 +1,61 @@
+"""What would make first calls slow, done when a model loads: thread pools start, kernels are chosen and compiled.
+
+Which kernels there are, the back end knows: some are compiled for numbers of rows (`Backend.rows_to_try`). Steps as
+CUDA graphs meet all of theirs when they are captured (`step_graphs`). The last column of prompts meets its own here. So
+do steps without graphs: of continuous batches, of layers on several devices or of rows that decide on their blocks.
+"""
+
+from contextlib import suppress
+
+from skipdecode.backends.device import backend_on
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.generate import generate, generate_lossless
+from skipdecode.engine.request import Request
+from skipdecode.kv.pool import PoolFull
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.plan import Schedule
+
+ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
+
+
+def warm_up(model: Decoder, schedule: Schedule, graphs: StepGraphs | None = None, *, max_rows: int = ROWS) -> None:
+    """Decodes small batches of rows that nobody wants. `max_rows`: of later batches."""
+    for _ in range(2):
+        _decode(model, schedule, graphs, ROWS)
+    _try_rows(model, schedule, graphs, max_rows)
+    if (lossless := schedule.lossless) is not None:
+        for _ in range(2):
+            generate_lossless(model, [_request(model)] * ROWS, lossless)
+
+
+def _try_rows(model: Decoder, schedule: Schedule, graphs: StepGraphs | None, max_rows: int) -> None:
+    """Numbers of rows that kernels are compiled for."""
+    parts = 1 if model.placement is None else model.placement.num_parts
+    if not (sizes := backend_on(model.device).rows_to_try(-(-max_rows // parts))):
+        return
+    _decode(model, schedule, graphs, ROWS, temperature=1.0)
+    if graphs is None or not schedule.is_settled:
+        for rows in sizes:
+            _decode(model, schedule, None, rows * parts)
+    if graphs is not None:
+        with suppress(PoolFull):  # nor will there ever be such a batch
+            for rows in sizes:
+                _decode(model, schedule, graphs, rows, num_new=1)
+
+
+def _decode(
+    model: Decoder,
+    schedule: Schedule,
+    graphs: StepGraphs | None,
+    rows: int,
+    *,
+    temperature: float = 0.0,
+    num_new: int = NEW_TOKENS,
+) -> None:
+    generate(model, [_request(model, temperature, num_new)] * rows, schedule, graphs=graphs)
+
+
+def _request(model: Decoder, temperature: float = 0.0, num_new: int = NEW_TOKENS) -> Request:
+    sampling = Sampling(max_new_tokens=num_new, ignore_eos=True, temperature=temperature)
+    return Request("warm-up", [model.config.filler_token_id] * PROMPT_TOKENS, sampling)

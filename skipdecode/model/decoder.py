@@ -1,0 +1,292 @@
+"""The decoder: the weights of a model of any family, and a forward call: embedding, the layer loop, head.
+
+At full depth it is numerically the Hugging Face model of the family, in eval mode. Not here: the loop (`layer_loop`),
+what a layer computes (`layers`), and how weights are read and saved (`weights`).
+
+B rows, T new columns, D width, E embedding width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipdecode.backends.backend import FusedLayer, Packed
+from skipdecode.backends.device import backend_on
+from skipdecode.backends.rope import rotations
+from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.kv.padded import KVCache, PaddedView
+from skipdecode.kv.unpadded import PromptsView
+from skipdecode.kv.view import KVView
+from skipdecode.model.layer import Layer, make_norm
+from skipdecode.model.layer_loop import run_layers, run_placed
+from skipdecode.model.linear import Linear, pack, product
+from skipdecode.model.pipeline_parallel import Placement, in_phases
+from skipdecode.model.sampler import likeliest
+from skipdecode.model.swiftkv import SwiftKV, hf_parts
+from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
+from skipdecode.schedules.layer_ranges import Extents
+from skipdecode.schedules.plan import LayerPlan
+from skipdecode.speculative.draft_lm_head import ShortHead
+from skipdecode.speculative.draft_model import Drafter
+
+ADDED_PARTS: dict[str, Callable[[str, DecoderConfig], list[tuple[str, int]]]] = {"swift": hf_parts}
+"""Modules that a method adds to a model, and how folders call their weights (as `weights.hf_parts`)."""
+
+
+class Decoder(nn.Module):
+    """A model of any family (`config`)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, embed = config.hidden_size, config.embed_dim
+        self.embed_tokens = nn.Embedding(config.vocab_size, embed)
+        self.embed_positions = (
+            nn.Embedding(config.max_position_embeddings + config.position_offset, width)
+            if config.rope is None
+            else None
+        )
+        self.project_in = nn.Linear(embed, width, bias=False) if embed != width else None
+        self.project_out = nn.Linear(width, embed, bias=False) if embed != width else None
+        self.blocks = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.final_norm = make_norm(config, width) if config.has_final_norm else None
+        self.lm_head = None if config.has_tied_head else nn.Linear(embed, config.vocab_size, bias=False)
+        has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
+        self.swift = SwiftKV(config) if has_shared else None
+        self.placement: Placement | None = None
+        """Where layers are on several devices."""
+        self.packed_head: Packed | None = None
+        """As the back end reads it; None: it is not packed."""
+        self._short_head: tuple[frozenset[int], ShortHead] | None = None
+        self._rotations: dict[torch.device, Tensor] = {}
+        self.quantization: Quantization | None = None
+        """Of the packed weights."""
+
+    def pack(self, quantization: Quantization | None = None) -> "Decoder":
+        """For decoding on a CPU: weights as its matrix units read them (`skipdecode.model.linear`). Gives back itself.
+
+        From then on the model is for decoding: it cannot be trained, saved, copied or converted. The head is a packed
+        copy of the embedding where that is tied, which stays. Elsewhere nothing happens, and `quantization` is a
+        ValueError.
+        """
+        if self.is_packed:
+            assert quantization == self.quantization, "packed already"
+            return self
+        backend, linears = backend_on(self.device), [m for m in self.modules() if isinstance(m, Linear)]
+        backend.check(self._head_weight, quantization)  # all of them first: half a model is of no use
+        for linear in linears:
+            backend.check(linear.weight, quantization, is_gated=linear.is_gated)
+        self.packed_head = pack(self._head_weight, quantization)
+        if self.lm_head is not None and self.packed_head is not None:
+            self.lm_head.register_parameter("weight", None)
+        for linear in linears:
+            linear.pack(quantization)
+        if self.swift is not None:
+            self.swift.pack(quantization, self.layers, self.rotations)
+        for i, layer in enumerate(self.layers):
+            query = self.swift.query(i) if self.swift is not None and i >= self.swift.first else None
+            layer.fuse(self.rotations_on(self.device_of(i)), query)
+        self.quantization = quantization
+        return self
+
+    def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> "Decoder":
+        """A model that shares these weights and has those of SwiftKV beside them, taken from these (`copy_teacher`)."""
+        other = self._with(SwiftKVConfig(kv_layers, group_size))
+        if other.swift is not None:
+            other.swift.to(dtype=self.dtype).to_empty(device=self.device)
+            other.swift.copy_teacher(self.layers)
+        return other
+
+    def without_swiftkv(self) -> "Decoder":
+        """A model that shares these weights, but for those of SwiftKV."""
+        return self._with(None)
+
+    def _with(self, shape: SwiftKVConfig | None) -> "Decoder":
+        """This model with room for SwiftKV's weights of that shape, and none of its own."""
+        assert not self.is_packed, "packed weights cannot be shared"
+        with torch.device("meta"):
+            other = Decoder(replace(self.config, swiftkv=shape))
+        own = {name: value for name, value in self.state_dict().items() if name.partition(".")[0] not in ADDED_PARTS}
+        other.load_state_dict(own, strict=False, assign=True)
+        return other.eval().requires_grad_(False)
+
+    @property
+    def added(self) -> SwiftKV | None:
+        """What a method has added to the model; there are then plans that leave weights out, of either."""
+        return self.swift
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        """What skipped passes draft by."""
+        return Drafter(self)
+
+    @property
+    def is_packed(self) -> bool:
+        return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that go through the model at once, as the back end wants it (`Backend.prompt_tokens`)."""
+        return backend_on(self.device).prompt_tokens(self._fused, self.device)
+
+    @property
+    def reads_shared(self) -> bool:
+        """Whether rows read one copy of the columns that they share, where they lie (`Backend.reads_shared`)."""
+        return backend_on(self.device).reads_shared(self._fused)
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether a token's logits are the same, bit by bit, whatever is fed beside it (`Backend.keeps_bits`)."""
+        by_kernels = self.project_in is None and product(self.packed_head, None) is not None
+        return by_kernels and self.placement is None and backend_on(self.device).keeps_bits(self._fused)
+
+    def takes_unpadded(self, memory: Tensor) -> bool:
+        """Whether prompts are fed without their padding into `memory` of that kind (`Backend.takes_unpadded`)."""
+        return backend_on(self.device).takes_unpadded(self._fused, memory)
+
+    @property
+    def _fused(self) -> list[FusedLayer | None]:
+        """[L] what the back end runs each layer by; None: by parts."""
+        return [layer.kernel for layer in self.layers]
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes that a product reads per weight."""
+        return self.dtype.itemsize if self.quantization is None else WEIGHT_BYTES[self.quantization]
+
+    @property
+    def has_matrix_units(self) -> bool:
+        """Whether its products are those of matrix units."""
+        return backend_on(self.device).has_matrix_units
+
+    @property
+    def layers(self) -> list[Layer]:
+        return cast(list[Layer], list(self.blocks))
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def rotations(self) -> Tensor | None:
+        """The table of `rope.rotations` on the model's device."""
+        return self.rotations_on(self.device)
+
+    def rotations_on(self, device: torch.device) -> Tensor | None:
+        if self.config.rope is not None and device not in self._rotations:
+            with torch.inference_mode(False):  # a backward pass may want it
+                made = rotations(self.config, device)
+            assert made is not None
+            self._rotations[device] = made
+        return self._rotations.get(device)
+
+    def device_of(self, layer: int) -> torch.device:
+        return self.device if self.placement is None else self.placement.of_layers[layer]
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens, positions [...] int64 -> [..., D]. Position 0 is the first real token, -1 a padding column."""
+        h: Tensor = self.embed_tokens(tokens)
+        if self.project_in is not None:
+            h = self.project_in(h)
+        if self.embed_positions is not None:
+            h = h + self.embed_positions(positions + self.config.position_offset)
+        return h
+
+    def head(self, h: Tensor) -> Tensor:
+        """Final norm and head: [..., D] -> logits [..., V]."""
+        x = self.head_states(h)
+        if self.packed_head is not None:
+            return self.packed_head(x, None)
+        logits: Tensor = F.linear(x, self._head_weight)
+        return logits
+
+    def head_into(self, h: Tensor, out: Tensor) -> Tensor:
+        """`head` of [B, D], written to `out` [B, V], which is given back. Not for training."""
+        x = self.head_states(h)
+        if self.packed_head is not None:
+            return self.packed_head.into(x, out)
+        return torch.mm(x, self._head_weight.t(), out=out)
+
+    def likeliest(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
+        """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
+        do without them they are not written. `short`: among its tokens alone."""
+        if short is not None:
+            return short.likeliest(self.head_states(h))
+        if self.packed_head is not None:
+            return self.packed_head.likeliest(self.head_states(h))
+        return likeliest(self.head(h))
+
+    @property
+    def has_head_rows(self) -> bool:
+        """Whether the head's weights are there as rows; not where it is packed, and not tied to the embedding."""
+        return self._head_weight is not None
+
+    def short_head(self, tokens: frozenset[int]) -> ShortHead:
+        """The head for these tokens alone; the last one is kept. Of a model that `has_head_rows`."""
+        if self._short_head is None or self._short_head[0] is not tokens:
+            self._short_head = (tokens, ShortHead.of(tokens, self._head_weight, self.quantization))
+        return self._short_head[1]
+
+    def head_states(self, h: Tensor) -> Tensor:
+        """[..., D] -> what the rows of the head are compared with, [..., E]."""
+        if self.final_norm is not None:
+            h = self.final_norm(h)
+        if self.project_out is not None:
+            h = self.project_out(h)
+        return h
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        plan: LayerPlan,
+        ffns: FFNs = ALL_ROWS,
+        *,
+        only_likeliest: bool = False,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V].
+
+        `ffns`: who runs the batch's feed-forward blocks. `only_likeliest`: the likeliest token instead, [B] int64.
+        `before` [B] int64: the columns are the ends of prompts, of which so many tokens are in `cache` or shared.
+        """
+        T = tokens.shape[1]
+        is_prompt = before is not None or (T > 1 and cache.length == 0)
+        extents = Extents.of_plan(plan, ffns.apart(plan), is_prompt=is_prompt)
+        if self.placement is not None:
+            assert before is None, "heads of prompts are shared on one device"
+            last = self._in_parts(self.placement, tokens, positions, cache, extents)
+            cache.length += T
+            return self.likeliest(last) if only_likeliest else self.head(last)
+        kv: KVView = PaddedView(cache, positions, self.rotations)
+        if extents.narrows_at is not None and self.takes_unpadded(cache.k[0]):
+            kv = prompts = PromptsView(cache, positions, self.rotations, before)
+            tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
+        h, kv = run_layers(self, self.embed(tokens, positions), kv, extents, ffns=ffns)
+        last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
+        cache.length += T
+        return self.likeliest(last) if only_likeliest else self.head(last)
+
+    def _in_parts(
+        self, placement: Placement, tokens: Tensor, positions: Tensor, cache: KVCache, extents: Extents
+    ) -> Tensor:
+        """[B, T] -> the last column's states [B, D], on the first device."""
+        runs = []
+        for rows, part in cache.parts(placement.num_parts):
+            kv = PaddedView(part, positions[rows], self.rotations)
+            runs.append(run_placed(self, placement, self.embed(tokens[rows], positions[rows]), kv, extents))
+        return torch.cat([h[:, -1] for h, _ in in_phases(runs)])

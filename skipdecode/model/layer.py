@@ -1,0 +1,143 @@
+"""One decoder layer of any family: norms, attention, feed-forward, by parts or as one kernel of the back end.
+
+A layer knows its weights and nothing of plans, caches or positions: the loop (`skipdecode.model.layer_loop`) says
+what runs,
+the view (`skipdecode.kv.view`) holds keys and values and knows where columns stand.
+
+B rows, T columns, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from skipdecode.backends.backend import FusedLayer, LayerShape
+from skipdecode.backends.rope import turned
+from skipdecode.config.model import DecoderConfig
+from skipdecode.kv.view import KVView
+from skipdecode.model.linear import Linear
+
+
+def make_norm(config: DecoderConfig, width: int) -> nn.LayerNorm | nn.RMSNorm:
+    if config.norm == "rms":
+        return nn.RMSNorm(width, eps=config.norm_epsilon)
+    return nn.LayerNorm(width, eps=config.norm_epsilon, elementwise_affine=config.norm_affine)
+
+
+def kernel_shape(config: DecoderConfig, rotations: Tensor | None) -> LayerShape:
+    """What a kernel for such a layer needs to know."""
+    heads = (config.num_attention_heads, config.num_kv_heads, config.head_dim)
+    return LayerShape(*heads, config.norm_epsilon, config.is_pre_norm, config.norm, config.mlp, rotations)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, of which a plan may skip either. Query, key and value projections are fused into one,
+    gate and up projections likewise."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, gates = config.hidden_size, 2 if config.mlp == "swiglu" else 1
+        self.config = config
+        self.attn_norm = make_norm(config, width)
+        self.qkv = Linear(width, config.q_dim + 2 * config.kv_dim, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.has_qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.has_qk_norm else None
+        self.out_proj = Linear(config.q_dim, width, bias=config.out_bias)
+        self.ffn_norm = make_norm(config, width)
+        self.fc1 = Linear(width, gates * config.ffn_dim, bias=config.mlp_bias, is_gated=gates == 2)
+        self.fc2 = Linear(config.ffn_dim, width, bias=config.mlp_bias)
+        self.kernel: FusedLayer | None = None
+        self.query_kernel: FusedLayer | None = None
+
+    def fuse(self, rotations: Tensor | None, query: Linear | None = None) -> None:
+        """The layer as one kernel, where the back end has one; `query` as in `forward`."""
+        shape = kernel_shape(self.config, rotations)
+
+        def fused(first: Linear) -> FusedLayer | None:
+            products = [linear.product() for linear in (first, *self.linears[1:])]
+            norms = (self.attn_norm, self.ffn_norm)
+            return first.backend.fuse(shape, norms, products, q_norm=self.q_norm, k_norm=self.k_norm)
+
+        self.kernel = fused(self.qkv)
+        self.query_kernel = None if query is None else fused(query)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """In the order in which they run."""
+        return [self.qkv, self.out_proj, self.fc1, self.fc2]
+
+    def narrowed(self, rotations: Tensor | None) -> "Layer | None":
+        """About the same layer with weights of half the bytes (`Backend.narrowed`), the rest shared; None: there is
+        none."""
+        linears = {name: linear.narrowed() for name, linear in self.named_children() if isinstance(linear, Linear)}
+        if None in linears.values():
+            return None
+        with torch.device("meta"):
+            other = Layer(self.config)
+        for name, part in {**dict(self.named_children()), **linears}.items():
+            setattr(other, name, part)
+        other.fuse(rotations)
+        return other
+
+    def forward(
+        self, h: Tensor, kv: KVView, number: int, *, attends: bool, feeds: bool, query: Linear | None = None
+    ) -> Tensor:
+        """Attention, feed-forward or both for h [B, T, D], the same memory where that is one kernel; the call that FSDP
+        gathers the layer's weights for.
+
+        `number`: of the layer. `query`: K and V of these columns are there already, and queries come from this
+        projection (SwiftKV).
+        """
+        kernel = self.kernel if query is None or not attends else self.query_kernel
+        if kernel is not None and kv.has_kernels:
+            return kv.run([kernel], h, [number], attends=attends, feeds=feeds)
+        if attends:
+            h = self._attend(h, kv, number, query)
+        return self.feed(h) if feeds else h
+
+    def store(self, h: Tensor, kv: KVView, number: int) -> None:
+        """K and V alone, of h [B, T, D]."""
+        if self.kernel is not None and self.kernel.store is not None and kv.stores_by_kernel:
+            return kv.store_by_kernel(self.kernel.store, h, {0: number})
+        _, k, v = self._project(h, kv)
+        return kv.store(number, k, v)
+
+    def keys(self, k: Tensor, kv: KVView) -> Tensor:
+        """Keys [B, G, T, K] as projected -> as they are kept: normed, and turned to their positions."""
+        return turned(k if self.k_norm is None else self.k_norm(k), kv.turn)
+
+    def _project(self, h: Tensor, kv: KVView) -> tuple[Tensor, Tensor, Tensor]:
+        """h [B, T, D] -> q [B, H, T, K], k and v [B, G, T, K]."""
+        c = self.config
+        x = self.qkv(self.attn_norm(h) if c.is_pre_norm else h)
+        q, k, v = x.split([c.q_dim, c.kv_dim, c.kv_dim], dim=-1)
+        return self._queries(q, kv), self.keys(self._by_head(k), kv), self._by_head(v)
+
+    def _queries(self, q: Tensor, kv: KVView) -> Tensor:
+        q = self._by_head(q)
+        return turned(q if self.q_norm is None else self.q_norm(q), kv.turn)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[B, T, heads x K] -> [B, heads, T, K]."""
+        return x.view(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
+
+    def _attend(self, h: Tensor, kv: KVView, number: int, query: Linear | None) -> Tensor:
+        if query is None:
+            out = kv.attend(number, *self._project(h, kv))
+        else:
+            out = kv.attend(number, self._queries(query(self.attn_norm(h)), kv), None, None)
+        h = self.out_proj(out.transpose(1, 2).flatten(2), residual=h)
+        return h if self.config.is_pre_norm else self.attn_norm(h)
+
+    def feed(self, h: Tensor) -> Tensor:
+        """The feed-forward block: [B, T, D] -> [B, T, D]."""
+        return self.post_norm(self.add_feed(h))
+
+    def add_feed(self, h: Tensor) -> Tensor:
+        """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_rows`)."""
+        x = self.ffn_norm(h) if self.config.is_pre_norm else h
+        added: Tensor = self.fc2(self.fc1(x, activation=self.config.mlp), residual=h)
+        return added
+
+    def post_norm(self, h: Tensor) -> Tensor:
+        """350m's norm behind the block."""
+        return h if self.config.is_pre_norm else self.ffn_norm(h)

@@ -1,0 +1,156 @@
+"""The layer loop: which sublayers run, and on what, is data (`Extents`).
+
+The loop serves cohorts (all rows or none), continuous batches (the rows from one on) and teacher-forced passes (the
+columns up to one): in each the tokens that run a layer lie together. Not here: embedding and head (`decoder`), what a
+layer computes (`layers`), and where keys and values lie (`kv`).
+
+B rows, T new columns, D width.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from skipdecode.backends.backend import FusedLayer
+from skipdecode.kv.view import KVView, MovableView
+from skipdecode.model.layer import Layer
+from skipdecode.model.linear import Linear
+from skipdecode.model.pipeline_parallel import Placement, cut, finish, launching_on
+from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
+from skipdecode.schedules.layer_ranges import ALL, Extents
+
+
+class UpperKV(Protocol):
+    """What a method adds to a model whose upper layers have keys and values from one state."""
+
+    def write(self, h: Tensor, kv: KVView, attn: Sequence[bool], layers: Sequence[Layer]) -> None:
+        """Stores K and V of the upper layers that `attn` [L] runs, from the state h [B, T, D] that enters the first."""
+
+    def query(self, layer: int) -> Linear:
+        """The projection that makes the queries of an upper layer, D -> H K."""
+
+
+class Layered(Protocol):
+    """What the loop runs (`skipdecode.model.decoder.Decoder`)."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where layers are on several devices."""
+
+    @property
+    def layers(self) -> list[Layer]: ...
+    @property
+    def added(self) -> UpperKV | None: ...
+    def rotations_on(self, device: torch.device) -> Tensor | None:
+        """The table of `rope.rotations` on a device."""
+
+
+def run_layers(
+    model: Layered, h: Tensor, kv: KVView, extents: Extents, *, ffns: FFNs = ALL_ROWS, recompute: bool = False
+) -> tuple[Tensor, KVView]:
+    """h [B, T, D] (as `kv` has it) through the layers: the states before the head, and the view of those that are left.
+
+    `ffns` runs the feed-forward blocks that are in no call with attention. `recompute`: only the inputs of layers are
+    kept for a backward pass. Where kernels work in place, h is overwritten.
+    """
+    if model.placement is None:
+        return _run(model, extents.groups, h, kv, extents, ffns=ffns, recompute=recompute)
+    return finish(run_placed(model, model.placement, h, cast(MovableView, kv), extents, recompute=recompute))
+
+
+def run_placed(
+    model: Layered, placement: Placement, h: Tensor, kv: MovableView, extents: Extents, *, recompute: bool = False
+) -> Generator[None, None, tuple[Tensor, KVView]]:
+    """`run_layers` over several devices, with the pauses that `in_phases` wants. States come back to the first device;
+    the view is that of the last layer."""
+    assert not extents.apart, "rows that decide on blocks are on one device"
+    assert extents.kv_layers is None, "keys of many layers are written at once, which are on one device"
+    at = 0
+    groups = groupby(cut(extents.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
+    for number, here in groups:
+        device = placement.devices[number]
+        if number != at:
+            h, kv, at = h.to(device, non_blocking=True), kv.on(device, model.rotations_on(device)), number
+        yield
+        with launching_on(device):
+            h, left = _run(model, tuple(here), h, kv, extents, recompute=recompute)
+        kv = cast(MovableView, left)
+        yield
+    return h.to(placement.devices[0], non_blocking=True), kv
+
+
+def _run(
+    model: Layered, groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, extents: Extents, *,
+    ffns: FFNs = ALL_ROWS, recompute: bool = False,
+) -> tuple[Tensor, KVView]:  # fmt: skip
+    """`run_layers` of some groups of layers, on one device."""
+    entered: slice | None = None  # tokens whose K and V of the upper layers are written
+    layers = model.layers
+    for group in groups:
+        i = group[0]
+        attn, ffn = extents.attn[i], extents.ffn[i]
+        is_upper = attn is not None and extents.kv_layers is not None and i >= extents.kv_layers
+        if is_upper and (new := extents.entering(i, entered)) is not None:
+            assert model.added is not None, "a plan for upper layers' K and V from one state, and a model without"
+            part = h if new == ALL else h[new]
+            model.added.write(part, kv.part(new), extents.layers_of(new), layers)
+            entered = attn
+        if i == extents.narrows_at:
+            if attn is not None and not is_upper:
+                layers[i].store(h, kv, i)
+            h, kv = kv.last(h)
+        call = layer_call(recompute=recompute)
+        feeds_too = ffn is not None and ffn == attn and not (extents.apart and extents.apart[i])
+        if attn is not None:
+            queries = model.added if is_upper else None
+            run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, queries=queries, call=call)
+            h = _on(h, attn, extents.axis, run)
+        if ffn is not None and not feeds_too:
+            alone = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
+            h = _on(h, ffn, extents.axis, partial(ffns.run, i, layers[i], alone))
+    return h, kv
+
+
+def layer_call(*, recompute: bool) -> Callable[..., Tensor]:
+    """Calls a layer as `Layer.forward`; `recompute`: keeping its input alone for the backward pass."""
+    return partial(checkpoint, use_reentrant=False) if recompute else _call
+
+
+def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:
+    made: Tensor = layer(h, **how)
+    return made
+
+
+def _run_group(
+    layers: Sequence[Layer], group: Sequence[int], kv: KVView, h: Tensor, *,
+    feeds: bool, queries: UpperKV | None, call: Callable[..., Tensor],
+) -> Tensor:  # fmt: skip
+    """Attention of the layers of a group, and feed-forward where it `feeds`; `queries`: whose; None: their own."""
+    if kv.has_kernels:
+        fused = [layers[i].kernel if queries is None else layers[i].query_kernel for i in group]
+        if None not in fused:
+            return kv.run(cast(list[FusedLayer], fused), h, group, attends=True, feeds=feeds)
+    for i in group:
+        query = None if queries is None else queries.query(i)
+        h = call(layers[i], h, kv=kv, number=i, attends=True, feeds=feeds, query=query)
+    return h
+
+
+def _on(h: Tensor, part: slice, axis: int, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """h with `run` of a part of it in its place."""
+    if part == ALL:
+        return run(h)
+    if axis == 1:
+        new, end = run(h[:, part]), part.stop
+        return new if end == h.shape[1] else torch.cat([new, h[:, end:]], dim=1)  # a backward pass needs the old ones
+    if not part.start:
+        return run(h)
+    new = run(h[part])
+    if new.data_ptr() != h[part].data_ptr():  # not by a kernel that works in place
+        h[part] = new
+    return h

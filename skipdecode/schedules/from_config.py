@@ -1,0 +1,232 @@
+"""A schedule from a `decode:` mapping: presets, defaults, and errors that name the key. No torch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from skipdecode.config.model import DecoderConfig
+from skipdecode.schedules.ffn_skip import KINDS as FFN_SKIPS
+from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
+from skipdecode.schedules.lossless import Lossless, lossless_schedule, stored_drafts
+from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+
+# Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
+PRESETS = {
+    24: {2: (16, 8), 3: (10, 6), 4: (7, 5), 5: (6, 4)},
+    32: {2: (22, 11), 3: (14, 8), 4: (10, 6), 5: (8, 5)},
+}
+
+
+def preset(num_layers: int, speedup: float, warmup_layers: int = 1) -> tuple[int, int]:
+    """(max_layers, min_layers) of the paper for a target speedup of 2 to 5; other depths scale the 24-layer pair."""
+    table = PRESETS.get(num_layers, PRESETS[24])
+    if speedup not in table:
+        raise ValueError(
+            f"decode.speedup: {speedup!r} has no preset (1, 2, 3, 4, 5 have); "
+            "give decode.max_layers and decode.min_layers"
+        )
+    big_m, m = table[int(speedup)]
+    if num_layers not in PRESETS:
+        # round_half_up(x * L / 24) in integers
+        big_m, m = ((2 * x * num_layers + 24) // 48 for x in (big_m, m))
+        m = min(max(m, warmup_layers), num_layers)
+        big_m = min(max(big_m, m), num_layers)
+    return big_m, m
+
+
+def make_schedule(
+    decode: dict[str, Any], *, num_layers: int, max_new_tokens: int, kv_layers: int | None = None
+) -> Schedule:
+    """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
+
+    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again), lossless,
+    draft_tokens; None counts as absent. `kv_layers`: of SwiftKV, when the prompt is to stop there.
+    """
+    given = {key: value for key, value in decode.items() if value is not None}
+    skip, (lossless, draft_tokens) = given.pop("ffn_skip", None), (given.pop(key, None) for key in LOSSLESS_KEYS)
+    base = _layer_schedule(given, num_layers, max_new_tokens)
+    if kv_layers is not None and kv_layers < num_layers:
+        base = SwiftPrefill(base, kv_layers)
+    drafts = base if skip is None else _with_ffn_skip(base, skip)
+    schedule = lossless_schedule(drafts, lossless, draft_tokens)
+    if schedule is not drafts:
+        _check_drafts(drafts)
+    return schedule
+
+
+def _check_drafts(drafts: Schedule) -> None:
+    """ValueError for a schedule that cannot draft for full depth."""
+    if not drafts.is_settled:
+        raise ValueError(
+            "decode.ffn_skip.mode: with decode.lossless rows are at different steps, and cannot decide on blocks "
+            "themselves; use modes calibrated or fixed, or decode.lossless=false"
+        )
+    if drafts.prefill().kv_layers is not None:
+        raise ValueError(
+            "decode.lossless: full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
+        )
+
+
+def known_acceptance(config: DecoderConfig, schedule: Lossless) -> Sequence[float]:
+    """By place in a draft: what calibration measured for the drafts of `schedule`; empty where it measured others."""
+    stored = stored_drafts(config)
+    if stored is None or schedule.drafts != make_schedule(
+        stored.decode, num_layers=schedule.num_layers, max_new_tokens=1
+    ):
+        return ()
+    return stored.acceptance
+
+
+def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:
+    """One entry of a list of schedules for that model: a `decode:` mapping with `prefill` (full or swiftkv) beside its
+    keys. ValueError names the key at fault."""
+    decode = dict(entry)
+    prefill = decode.pop("prefill", None) or "full"
+    if decode.get("lossless"):
+        raise ValueError("decode.lossless: has no meaning in a list of schedules, each of which is to be decoded by")
+    if prefill not in ("full", "swiftkv"):
+        raise ValueError(f"decode.prefill: {prefill!r} is not one of full, swiftkv")
+    if prefill == "swiftkv" and config.swiftkv is None:
+        raise ValueError(
+            "decode.prefill: swiftkv needs a model with SwiftKV's weights, and this one has none; they are given by "
+            "model.swiftkv in a training, by swiftkv in a benchmark, and by jobs.distill to a checkpoint"
+        )
+    layers, kv_layers = config.num_hidden_layers, config.kv_layers(prefill)
+    return make_schedule(decode, num_layers=layers, max_new_tokens=max_new_tokens, kv_layers=kv_layers)
+
+
+def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    method = given.pop("method", "skipdecode")
+    if method not in _METHODS:
+        raise ValueError(f"decode.method: {method!r} is not one of {', '.join(METHOD_KEYS)}")
+    allowed, make = _METHODS[method]
+    for key in given:
+        if key not in allowed and not (method == "full" and key == "speedup" and given[key] == 1):
+            raise ValueError(f"decode.{key}: has no meaning with method {method!r}; {_remedy(key, allowed)}")
+    for key, value in given.items():
+        if key == "speedup" and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise ValueError(f"decode.speedup: expected a number, got {value!r}")
+        if key != "speedup" and method != "layers" and not _is_whole(value):
+            raise ValueError(f"decode.{key}: expected a whole number, got {value!r}{_other_kind(key, value)}")
+    return make(given, num_layers, max_new_tokens)
+
+
+def _other_kind(key: str, value: Any) -> str:
+    """The remedy for a list of layers where their number is wanted."""
+    return "; give decode.method=layers for a list" if key == "layers" and isinstance(value, list | tuple) else ""
+
+
+def _remedy(key: str, allowed: Sequence[str]) -> str:
+    """For a key that the method does not have: a method that has it, or the keys that this one has."""
+    methods = [name for name, keys in METHOD_KEYS.items() if key in keys]
+    if methods:
+        return f"give decode.method={methods[0]} for it, or leave it out"
+    return f"it takes: {', '.join(allowed) or 'nothing'}"
+
+
+def _full(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    return FullDepth(num_layers)
+
+
+def _unified(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    if "layers" not in given:
+        raise ValueError("decode.layers: method 'unified' needs the number of layers to run")
+    return Unified(num_layers, given["layers"])
+
+
+def _chosen(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    if "layers" not in given:
+        raise ValueError("decode.layers: method 'layers' needs the list of the layers to run")
+    return ChosenLayers(num_layers, _layer_numbers("decode.layers", given["layers"]))
+
+
+def _layer_numbers(key: str, value: Any) -> tuple[int, ...]:
+    """Rising, each once; ValueError for what is no list of whole numbers."""
+    if not isinstance(value, list | tuple) or not all(map(_is_whole, value)):
+        raise ValueError(f"{key}: expected a list of layer numbers, got {value!r}")
+    return tuple(sorted(set(value)))
+
+
+def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+    bounds = [key for key in ("max_layers", "min_layers") if key in given]
+    if "speedup" in given and bounds:
+        raise ValueError(
+            f"decode.speedup: give either speedup or max_layers and min_layers, not both (got {bounds[0]} too); "
+            "set decode.speedup=null where a configuration file gives it"
+        )
+    if len(bounds) == 1:
+        missing = "min_layers" if bounds[0] == "max_layers" else "max_layers"
+        raise ValueError(f"decode.{missing}: needed beside {bounds[0]}")
+    warmup = given.get("warmup_layers", 1)
+    if bounds:
+        big_m, m = given["max_layers"], given["min_layers"]
+    else:
+        speedup = given.get("speedup", 2)
+        if speedup == 1:
+            return FullDepth(num_layers)
+        big_m, m = preset(num_layers, speedup, warmup)
+    horizon = given.get("horizon", max(max_new_tokens - 1, 1))
+    return cls(num_layers, big_m, m, warmup, horizon)
+
+
+_FALLING_KEYS = ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon")
+# decode.method -> (keys it takes, what makes the schedule of keys that were checked, layers and max_new_tokens)
+_METHODS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], int, int], Schedule]]] = {
+    "full": ((), _full),
+    "skipdecode": (_FALLING_KEYS, partial(_falling, SkipDecode)),
+    "early_exit": (_FALLING_KEYS, partial(_falling, EarlyExit)),
+    "unified": (("layers",), _unified),
+    "layers": (("layers",), _chosen),
+}
+METHOD_KEYS = {name: keys for name, (keys, _) in _METHODS.items()}
+"""The keys of a `decode:` mapping beside its `method`, by method."""
+
+
+# decode.ffn_skip.mode -> (keys it needs, keys with a default). With 25 warm-up tokens the paper's quality levels off
+# (Fig. 5); it gives neither threshold nor borders: these are to start from, `jobs.calibrate` proposes better ones.
+COLD = {"cold_start": 4, "cold_end": 4, "warmup_tokens": 25}
+FFN_MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "row": ((), COLD | {"threshold": 0.98}),
+    "calibrated": (("layers",), {"warmup_tokens": 25}),
+    "fixed": (("layers",), {"warmup_tokens": 25}),
+    "random": (("share",), COLD | {"seed": 0}),
+}
+
+
+def settle_ffn_skip(skip: Any) -> dict[str, Any]:
+    """The `ffn_skip:` mapping with mode and every key of it, defaults filled in; ValueError names a key at fault."""
+    if not isinstance(skip, dict):
+        raise ValueError(f"decode.ffn_skip: expected a mapping with mode and its keys, got {skip!r}")
+    given = {key: value for key, value in skip.items() if value is not None}
+    mode = given.pop("mode", "row")
+    if mode not in FFN_MODES:
+        raise ValueError(f"decode.ffn_skip.mode: {mode!r} is not one of {', '.join(FFN_MODES)}")
+    needed, defaults = FFN_MODES[mode]
+    for key in given:
+        if key not in needed and key not in defaults:
+            raise ValueError(
+                f"decode.ffn_skip.{key}: has no meaning with mode {mode!r}; it takes: {', '.join((*needed, *defaults))}"
+            )
+    for key in needed:
+        if key not in given:
+            hint = "; jobs.calibrate writes a checkpoint that carries it" if mode == "calibrated" else ""
+            raise ValueError(f"decode.ffn_skip.{key}: mode {mode!r} needs it{hint}")
+    return {"mode": mode} | defaults | given
+
+
+def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
+    given = settle_ffn_skip(skip)
+    mode = given.pop("mode")
+    for key in given.keys() - {"layers"}:
+        if key in ("threshold", "share"):
+            if not isinstance(given[key], int | float):
+                raise ValueError(f"decode.ffn_skip.{key}: expected a number, got {given[key]!r}")
+        elif not _is_whole(given[key]):
+            raise ValueError(f"decode.ffn_skip.{key}: expected a whole number, got {given[key]!r}")
+    if "layers" in given:
+        given["layers"] = _layer_numbers("decode.ffn_skip.layers", given["layers"])
+    return FFN_SKIPS[mode](base=base, **given)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""Losses under skip schedules, LoRA modules, and SwiftKV's initial weights."""

@@ -1,0 +1,190 @@
+"""Training of LoRA adapters (arXiv 2106.09685): A and B beside the linear layers of a frozen model, and the PEFT folder
+that they are saved as.
+
+x W^T + scale * x A^T B^T, where A begins as PEFT begins it and B as zeros. How an adapter is read and merged is
+`skipdecode.checkpoint.lora_adapter`; the loop is `actors.training.trainer`.
+
+B rows, T columns, r the rank.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from skipdecode.checkpoint.lora_adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, Adapter, tensor_name
+from skipdecode.checkpoint.weights import adapter_of, hf_parts
+from skipdecode.config.model import DecoderConfig
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.linear import Linear
+from skipdecode.schedules.trained import SCHEDULE_FILE, TRAINED_FILE
+
+LINEARS = ("qkv", "out_proj", "fc1", "fc2")  # of a layer
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    rank: int
+    alpha: float
+    """What B A counts times is alpha / rank."""
+    targets: tuple[str, ...]
+    """Last names of linear layers, as Hugging Face has them: q_proj, fc1, ..."""
+
+
+class Lora(nn.Module):
+    """A and B for some parts of a fused linear layer: `parts` are (last name, rows) of all of them, in their order."""
+
+    def __init__(self, linear: Linear, parts: Sequence[tuple[str, int]], shape: LoraShape) -> None:
+        super().__init__()
+        self.parts, self.scale = tuple(parts), shape.alpha / shape.rank
+        own, new = [(name, rows) for name, rows in parts if name in shape.targets], linear.weight.new_zeros
+        self._own = [name for name, _ in own]  # in this order; a ParameterDict has another
+        self.a = nn.ParameterDict({name: new(shape.rank, linear.in_features) for name, _ in own})
+        self.b = nn.ParameterDict({name: new(rows, shape.rank) for name, rows in own})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x [B, T, in] and what the layer makes of it, y [B, T, out] -> y with the adapter.
+
+        One product more than the layer's own, whatever the parts: cutting y up and joining it costs more than zeros.
+        """
+        a = self.scale * torch.cat([self.a[name] for name in self._own])  # [r x parts with an adapter, in]
+        z = F.linear(x, a)
+        return torch.addmm(y.flatten(0, -2), z.flatten(0, -2), self._all_b().t()).view_as(y)
+
+    def _all_b(self) -> Tensor:
+        """[out, r x parts with an adapter]: each B at its rows and columns, zeros elsewhere."""
+        some = self.b[self._own[0]]
+        blocks, width, at = [], len(self._own) * some.shape[1], 0
+        for name, rows in self.parts:
+            b = self.b[name] if name in self._own else some.new_zeros(rows, 0)
+            blocks.append(F.pad(b, (at, width - at - b.shape[1])))
+            at += b.shape[1]
+        return torch.cat(blocks)
+
+
+def linear_names(config: DecoderConfig) -> list[str]:
+    """Last names of the linear layers of a layer: what `LoraShape.targets` may have."""
+    return [name.rpartition(".")[2] for part in LINEARS for name in config.layer_parts[part]]
+
+
+def add_lora(model: Decoder, shape: LoraShape, seed: int, start: Adapter | None = None) -> None:
+    """Puts A and B beside the target layers of `model`, which then is for training alone: those of `start`, which has
+    that shape (`check_start`). Without it A is the same for a seed on every device, and what the model computes stays,
+    as B is zero."""
+    assert not model.is_packed, "packed weights cannot be trained"
+    generator = torch.Generator().manual_seed(seed)
+    for number, layer in enumerate(model.layers):
+        for name in LINEARS:
+            linear = cast(Linear, getattr(layer, name))
+            named = list(_parts(model.config, number, name))
+            parts = [(last, rows or linear.out_features) for last, _, rows in named]
+            if not {last for last, _ in parts} & set(shape.targets):
+                continue
+            lora = Lora(linear, parts, shape)
+            for a in lora.a.values():
+                drawn = torch.empty(a.shape)
+                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+                a.data.copy_(drawn)
+            for last, module, _ in named:
+                if start is not None and last in shape.targets:
+                    a, b = start.matrices(module)
+                    lora.a[last].data.copy_(a)
+                    lora.b[last].data.copy_(b)
+            linear.lora = lora
+
+
+def check_start(folder: Path, shape: LoraShape, config: DecoderConfig) -> None:
+    """ValueError, which blames `model.adapter`, where the adapter in `folder` cannot be trained on in that shape."""
+    with torch.device("meta"):
+        adapter = adapter_of(folder, Decoder(config))
+    wanted = {
+        module
+        for number in range(config.num_hidden_layers)
+        for part in LINEARS
+        for last, module, _ in _parts(config, number, part)
+        if last in shape.targets
+    }
+    if other := min(wanted ^ adapter.modules, default=None):
+        has = "has none for" if other in wanted else "has one for"
+        raise ValueError(f"{KEY}: train.lora.targets does not fit it: it {has} {other!r}")
+    for module in sorted(wanted):
+        rank, scale = adapter.keys.rank(module), adapter.keys.scale(module)
+        if rank != shape.rank or not math.isclose(scale, shape.alpha / shape.rank, rel_tol=1e-6):
+            raise ValueError(
+                f"{KEY}: has rank {rank} and alpha {scale * rank:g} at {module!r}, and train.lora asks for "
+                f"{shape.rank} and {shape.alpha:g}; an adapter keeps its shape when it is trained on"
+            )
+
+
+def lora_modules(module: nn.Module) -> list[Lora]:
+    """Those that `add_lora` made; none: the model has no adapter."""
+    return [one for one in module.modules() if isinstance(one, Lora)]
+
+
+def save_adapter(
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    config: DecoderConfig,
+    shape: LoraShape,
+    base: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes the PEFT folder, with the schedules of `config` beside.
+
+    `weights`: the state of a model with an adapter, of which A and B are read; `base`: the name of the model.
+    """
+    tensors = {name: value.to(dtype=dtype, device="cpu").contiguous() for name, value in _named(weights, config, shape)}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    keys = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": shape.rank,
+        "lora_alpha": int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(shape.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    _write(folder / CONFIG_FILE, keys)
+    if config.skip_decode is not None:
+        _write(folder / SCHEDULE_FILE, config.skip_decode)
+    if config.trained_schedules is not None:
+        _write(folder / TRAINED_FILE, config.trained_schedules)
+    shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)  # safetensors lets nobody else read it
+
+
+def _named(weights: Mapping[str, Tensor], config: DecoderConfig, shape: LoraShape) -> Iterator[tuple[str, Tensor]]:
+    """A and B by their names in the file."""
+    for number in range(config.num_hidden_layers):
+        for part in LINEARS:
+            for last, module, _ in _parts(config, number, part):
+                for which in "AB" if last in shape.targets else "":
+                    value = weights[f"blocks.{number}.{part}.lora.{which.lower()}.{last}"]
+                    yield tensor_name(module, which), value
+
+
+def _parts(config: DecoderConfig, number: int, part: str) -> Iterable[tuple[str, str, int]]:
+    """Of a linear layer of ours: (last name, whole name, rows; 0: all) in Hugging Face's model."""
+    for theirs, rows in hf_parts(f"blocks.{number}.{part}.weight", config):
+        module = theirs.removesuffix(".weight")
+        yield module.rpartition(".")[2], module, rows
+
+
+def _write(path: Path, content: Mapping[str, object] | Sequence[object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,158 @@
+"""The teacher-forced pass under a schedule, exact and cheap: the prefix trick.
+
+The columns that run a layer are always the first n_l of the sequence (budgets never grow), so layer `l` runs on
+`h[:, :n_l]` with plain causal attention and leaves the rest alone. The result equals decoding with the cache. Prompts
+are left-padded to a common length and responses right-padded, so rows of any lengths share the columns.
+
+For training (`skipdecode.training.loss`), scoring and calibration; it goes through the same layer loop as decoding.
+
+B rows, P prompt columns, T response tokens, D width, V vocabulary, H heads of queries, G of keys and values, K head
+dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from skipdecode.backends.backend import FusedLayer, FusedStore
+from skipdecode.backends.rope import Turn, turn_of
+from skipdecode.kv.view import attention, causal_mask, diagonal
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.layer_loop import run_layers
+from skipdecode.schedules.ffn_policy import FFNs
+from skipdecode.schedules.layer_ranges import Extents, Run
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_owners
+
+IGNORE = -100  # torch's cross_entropy default
+
+
+@dataclass(frozen=True)
+class TeacherBatch:
+    tokens: Tensor
+    """[B, P + T - 1] int64: left-padded prompts, then all response tokens but the last."""
+    targets: Tensor
+    """[B, T] int64: the response tokens, `ignore_index` -100 behind the end."""
+    num_pad: Tensor
+    """[B] int64: columns of left padding."""
+    prompt_columns: int
+
+
+def teacher_batch(
+    pairs: Sequence[tuple[list[int], list[int]]], pad_token_id: int, device: torch.device | str = "cpu"
+) -> TeacherBatch:
+    """From (prompt tokens, response tokens with EOS); both must be non-empty."""
+    P = max(len(prompt) for prompt, _ in pairs)
+    T = max(len(response) for _, response in pairs)
+    tokens = torch.full((len(pairs), P + T - 1), pad_token_id)
+    targets = torch.full((len(pairs), T), IGNORE)
+    for row, (prompt, response) in enumerate(pairs):
+        line = torch.tensor(prompt + response[:-1])
+        tokens[row, P - len(prompt) : P - len(prompt) + len(line)] = line
+        targets[row, : len(response)] = torch.tensor(response)
+    num_pad = torch.tensor([P - len(prompt) for prompt, _ in pairs])
+    return TeacherBatch(tokens.to(device), targets.to(device), num_pad.to(device), P)
+
+
+def teacher_forced_logits(
+    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNs | None = None
+) -> Tensor:
+    """[B, T, V] float32: the logits that decoding under `schedule` has for each response token, in one pass.
+
+    `recompute` keeps only the input of each layer for the backward pass (activation checkpointing). `ffns` runs
+    feed-forward blocks in the place of what `schedule` brings.
+    """
+    return model.head(teacher_forced_states(model, batch, schedule, recompute=recompute, ffns=ffns)).float()
+
+
+def teacher_forced_states(
+    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNs | None = None
+) -> Tensor:
+    """[B, T, D]: what enters the head for each response token."""
+    B, columns = batch.tokens.shape
+    P, device = batch.prompt_columns, batch.tokens.device
+    plans = [schedule.step(k) for k in range(columns - P)]
+    offsets = torch.arange(columns, device=device)
+    positions = (offsets - batch.num_pad[:, None]).clamp(min=-1, max=model.config.max_position_embeddings - 1)
+    mask: Tensor | None = None
+    if bool(batch.num_pad.any()):
+        valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
+        mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
+    ffns = ffns or schedule.ffns([str(row) for row in range(B)], columns - P, device, gather=False)
+    ffns.start_pass(plans, P)
+    extents = column_extents(schedule.prefill(), plans, P, ffns)
+    kv = ForcedView(positions, mask, model.rotations, kv_owners(schedule, model.config.kv_group_size))
+    h, _ = run_layers(model, model.embed(batch.tokens, positions), kv, extents, ffns=ffns, recompute=recompute)
+    return h[:, P - 1 :]
+
+
+def column_extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, ffns: FFNs) -> Extents:
+    """The first columns that run each sublayer: the prompt's (none of it is fed where that is 0), and those of the
+    steps that run it."""
+
+    def runs(layer: int, sublayer: str) -> Run:
+        columns = prompt_columns + sum(getattr(plan, sublayer)[layer] for plan in plans)
+        return slice(columns) if columns else None
+
+    attn, ffn = (tuple(runs(layer, name) for layer in range(len(prompt.attn))) for name in ("attn", "ffn"))
+    apart = next(filter(None, map(ffns.apart, plans)), ())  # layers of later steps are among those of earlier ones
+    return Extents(attn, ffn, apart, prompt.kv_layers, axis=1)
+
+
+@dataclass
+class ForcedView:
+    """The whole sequence at once: K and V are those of this pass, and kept for nobody (`skipdecode.kv.view.KVView`)."""
+
+    positions: Tensor
+    """[B, n] int64"""
+    mask: Tensor | None
+    """[B, 1, n, n] bool; None: causal, no padding."""
+    table: Tensor | None
+    """Of `rope.rotations`."""
+    owners: Sequence[int]
+    """[L] whose K and V a layer attends to, where it has none of its own."""
+    shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By owner, of all columns: [B, G, S, K] each (SwiftKV)."""
+    moved: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    """`positions` and `mask` where `on` has brought them: layers in turns ask for each device many times."""
+
+    has_kernels = stores_by_kernel = False
+
+    @cached_property
+    def turn(self) -> Turn | None:
+        return turn_of(self.table, self.positions)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        if k is None or v is None:
+            k, v = (t[:, :, : q.shape[2]] for t in self.shared[self.owners[layer]])
+        return attention(q, k, v, self.mask)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.shared[layer] = (k, v)
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        raise AssertionError("kernels have no gradient")
+
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+        raise AssertionError("kernels have no gradient")
+
+    def part(self, where: slice) -> "ForcedView":
+        n = self.positions.shape[1] if where.stop is None else where.stop
+        if n == self.positions.shape[1]:
+            return self
+        mask = None if self.mask is None else self.mask[:, :, :n, :n]
+        return ForcedView(self.positions[:, :n], mask, self.table, self.owners, self.shared)
+
+    def on(self, device: torch.device, table: Tensor | None) -> "ForcedView":
+        self.moved.setdefault(self.positions.device, (self.positions, self.mask))
+        if device not in self.moved:
+            mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
+            self.moved[device] = self.positions.to(device, non_blocking=True), mask
+        return ForcedView(*self.moved[device], table, self.owners, self.shared, self.moved)
+
+    def last(self, h: Tensor) -> tuple[Tensor, "ForcedView"]:
+        raise AssertionError("every column's state is wanted")

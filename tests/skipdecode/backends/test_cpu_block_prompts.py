@@ -1,0 +1,272 @@
+"""A layer in one call for prompts: against float32, and against itself in other company."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from skipdecode.backends.layer import StoreKernel
+from skipdecode.backends.layer_shape import LayerShape
+from skipdecode.backends.prompts import Prompts
+from skipdecode.families.opt import OPTConfig
+from skipdecode.kv.padded import KVCache
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.layer import Layer
+from skipdecode.model.linear import Linear
+from skipdecode.schedules.plan import LayerPlan
+from skipdecode.training.teacher_forcing import ForcedView
+from tests.support.cpu_backends import kind, num_threads, product_dtype, read_last
+from tests.support.cpu_layers import SHAPES, TOLERANCE, Kind, layers
+
+__all__ = ["kind", "product_dtype"]  # fixtures
+
+
+class Filled:
+    """Prompts of these lengths with random states, and a cache full of NaN."""
+
+    def __init__(self, lengths: list[int], width: int, heads: int, dtype: torch.dtype, spare: int = 0) -> None:
+        self.columns = max(lengths)
+        pads = torch.tensor([self.columns - n for n in lengths])
+        self.prompts = Prompts((torch.arange(self.columns) - pads[:, None]).clamp(min=-1), pads)
+        self.h = torch.randn(sum(lengths), width).to(dtype)
+        shape = (len(lengths), heads, self.columns + spare, width // heads)
+        self.k, self.v = (torch.full(shape, torch.nan, dtype=dtype) for _ in "kv")
+        self.lengths, self.pads = lengths, pads
+
+    def row(self, row: int) -> "Filled":
+        """That prompt alone, without padding and with its cache empty."""
+        width, heads = self.h.shape[1], self.k.shape[1]
+        alone = Filled([self.lengths[row]], width, heads, self.h.dtype)
+        alone.h = self.h[self.span(row)].clone()
+        return alone
+
+    def span(self, row: int) -> slice:
+        return slice(int(self.prompts.starts[row]), int(self.prompts.starts[row + 1]))
+
+    def cached(self, row: int) -> Tensor:
+        """[2, H, S, K] of the prompt's own columns."""
+        return torch.stack([self.k, self.v])[:, row, :, int(self.pads[row]) : self.columns]
+
+    def read(self, block: Layer, *, attends: bool, feeds: bool, only_last: bool = False) -> Tensor:
+        assert block.kernel is not None
+        h, memory = self.h.clone(), (self.k, self.v) if attends else None
+        if only_last:
+            return read_last(block.kernel, h, self.prompts, memory, feeds=feeds)
+        return block.kernel.read(h, self.prompts, memory, feeds=feeds)
+
+
+def exact_prompt(block: Layer, h: Tensor, *, attends: bool, feeds: bool) -> tuple[Tensor, Tensor]:
+    """A prompt [T, D] without padding through a layer of parts: [T, D], and [2, H, T, K] of keys and values."""
+    view = Kept(torch.arange(len(h))[None], None, None, [])
+    return block(h[None], view, 0, attends=attends, feeds=feeds)[0], view.kept
+
+
+class Kept(ForcedView):
+    """Remembers keys and values."""
+
+    kept = torch.zeros(2, 0)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        assert k is not None
+        assert v is not None
+        self.kept = torch.stack([k[0], v[0]])
+        return super().attend(layer, q, k, v)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.one_of(
+        st.lists(st.integers(1, 40), min_size=1, max_size=12),
+        st.lists(st.integers(1, 400), min_size=1, max_size=4),
+        st.lists(st.integers(60, 70), min_size=12, max_size=20),
+    ),
+    shape=st.sampled_from(SHAPES),
+    seed=st.integers(0, 2**31),
+    does=st.sampled_from([(True, True), (True, False), (False, True)]),
+    is_plain=st.booleans(),
+    is_post=st.booleans(),
+    threads=st.integers(1, 3),
+    spare=st.integers(0, 3),
+)
+def test_prompts_in_one_call_are_the_layer(
+    kind: Kind,
+    lengths: list[int],
+    shape: tuple[int, int],
+    seed: int,
+    does: tuple[bool, bool],
+    is_plain: bool,
+    is_post: bool,
+    threads: int,
+    spare: int,
+) -> None:
+    """Against float32. A prompt's bits are those it has alone, whatever it is padded with and how work is shared."""
+    torch.manual_seed(seed)
+    (width, heads), (attends, feeds), (dtype, quantization) = shape, does, kind
+    block, _, exact = layers(width, heads, dtype=dtype, is_plain=is_plain, is_post=is_post, quantization=quantization)
+    keys = {"attends": attends, "feeds": feeds}
+    with torch.inference_mode():
+        batch = Filled(lengths, width, heads, dtype, spare)
+        with num_threads(threads):
+            made = batch.read(block, **keys)
+        row = seed % len(lengths)
+        alone = batch.row(row)
+        assert torch.equal(alone.read(block, **keys), made[batch.span(row)])
+        if attends:
+            assert torch.equal(alone.cached(0), batch.cached(row))
+            assert batch.k[row, :, : batch.pads[row]].isnan().all()
+            assert batch.k[:, :, batch.columns :].isnan().all()
+        before = batch.cached(row)
+        with num_threads(threads):
+            last = batch.read(block, **keys, only_last=True)
+        assert last.shape == (len(lengths), 1, width)
+        wanted, cached = exact_prompt(exact, batch.h[batch.span(row)].float(), **keys)
+    if attends:
+        assert torch.equal(batch.cached(row), before)
+        assert (before.float() - cached).abs().max() <= TOLERANCE[dtype] * float(cached.abs().max())
+    limit = TOLERANCE[dtype] * float(wanted.abs().max())
+    assert (made[batch.span(row)].float() - wanted).abs().max() <= limit
+    assert (last[row, 0].float() - wanted[-1]).abs().max() <= limit
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 16])  # 16 share the tokens, fewer take some each
+def test_long_prompts_are_cut_anywhere(kind: Kind, threads: int) -> None:
+    """More tokens, and more inputs, than a thread takes at once."""
+    torch.manual_seed(0)
+    dtype, quantization = kind
+    block, _, exact = layers(64, 2, dtype=dtype, ffn_dim=2048 + 96, quantization=quantization)
+    lengths = [1700, 1, 900, 33, 450]
+    with torch.inference_mode():
+        batch = Filled(lengths, 64, 2, dtype)
+        with num_threads(threads):
+            made = [batch.read(block, attends=True, feeds=True) for _ in range(3)]
+        assert all(torch.equal(made[0], other) for other in made[1:])
+        for row in range(len(lengths)):
+            wanted, _ = exact_prompt(exact, batch.h[batch.span(row)].float(), attends=True, feeds=True)
+            assert (made[0][batch.span(row)].float() - wanted).abs().max() <= TOLERANCE[dtype] * float(
+                wanted.abs().max()
+            )
+            assert torch.equal(batch.row(row).read(block, attends=True, feeds=True), made[0][batch.span(row)])
+
+
+def test_threads_wait_for_keys_that_others_make(product_dtype: torch.dtype) -> None:
+    """A cache is full of NaN before: without the wait, one try in two reads them."""
+    torch.manual_seed(0)
+    block, _, _ = layers(512, 2, dtype=product_dtype)
+    with torch.inference_mode(), num_threads(5):
+        for _ in range(10):
+            assert Filled([2048], 512, 2, product_dtype).read(block, attends=True, feeds=False).isfinite().all()
+
+
+def test_scores_far_apart_do_not_overflow(product_dtype: torch.dtype) -> None:
+    """Queries and keys are large biases: scores of hundreds of thousands, nearly alike."""
+    block, _, _ = layers(64, 2, dtype=product_dtype)
+    assert block.qkv.bias is not None
+    block.qkv.bias[:128] = 0
+    block.attn_norm.bias[:] = 0
+    block.qkv.bias[:32], block.qkv.bias[64:96] = 300, 300  # head 0: scores of 500,000, all alike
+    with torch.inference_mode():
+        batch = Filled([70], 64, 2, product_dtype)
+        made = batch.read(block, attends=True, feeds=False)
+    assert made.isfinite().all()
+
+
+@pytest.mark.parametrize(("lengths", "threads"), [([5, 30, 1], 2), ([300, 1, 499], 2), ([2900, 40, 7], 16)])
+def test_keys_and_values_of_several_layers_in_one_call(
+    product_dtype: torch.dtype, lengths: list[int], threads: int
+) -> None:
+    """As SwiftKV has them: what is stored is the norm and the product of each, and only where it is asked for."""
+    torch.manual_seed(0)
+    dtype = product_dtype
+    norm = torch.nn.LayerNorm(96).to(dtype).requires_grad_(False)
+    torch.nn.init.normal_(norm.weight)
+    linears = [Linear(96, 192).to(dtype).requires_grad_(False) for _ in range(3)]
+    batch = Filled(lengths, 96, 3, dtype)
+    memory = {layer: (batch.k.clone(), batch.v.clone()) for layer in (2, 0)}
+    x = copy.deepcopy(norm).float()(batch.h.float())
+    wanted = {layer: F.linear(x, linears[layer].weight.float(), linears[layer].bias.float()) for layer in memory}
+    for linear in linears:
+        linear.pack()
+    products = [linear.product() for linear in linears]
+    with torch.inference_mode(), num_threads(threads):
+        StoreKernel(LayerShape(3, 3, 32, norm.eps), norm, [product for product in products if product])(
+            batch.h, batch.prompts, memory
+        )
+    for layer, stored in memory.items():
+        for held, made in zip(stored, wanted[layer].chunk(2, dim=1), strict=True):
+            for row in range(3):
+                own = held[row, :, batch.pads[row] :].transpose(0, 1).flatten(1)
+                assert (own.float() - made[batch.span(row)]).abs().max() <= TOLERANCE[dtype] * float(made.abs().max())
+                assert held[row, :, : batch.pads[row]].isnan().all()
+
+
+SUBLAYERS = [
+    LayerPlan((True, False, True), (True, True, True)),
+    LayerPlan((True, True, False), (True, False, True)),  # the last layer only feeds
+    LayerPlan((True, True, True), (False, False, False)),
+    LayerPlan((True, True, False), (True, True, False)),
+    LayerPlan((False, False, False), (True, False, False)),
+    LayerPlan((False, False, False), (False, False, False)),
+]
+
+
+@pytest.mark.parametrize("plan", SUBLAYERS, ids=str)
+@pytest.mark.parametrize("how", ["fused", "parts", "plain"])
+def test_prompts_of_any_plan(product_dtype: torch.dtype, plan: LayerPlan, how: str) -> None:
+    """Of the last layer only the last column is run; the logits are those of running all of it."""
+    torch.manual_seed(0)
+    config = OPTConfig(vocab_size=50, hidden_size=64, num_hidden_layers=3, ffn_dim=96, num_attention_heads=2)
+    model = Decoder(config).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3 if parameter.ndim == 1 else 0.15)
+    model = model.to(product_dtype)
+    exact = copy.deepcopy(model).float()
+    num_pad = torch.tensor([3, 0, 8])
+    tokens, positions = torch.randint(4, 50, (3, 9)), (torch.arange(9) - num_pad[:, None]).clamp(min=-1)
+
+    def cache(dtype: torch.dtype) -> KVCache:
+        return KVCache.allocate(config, num_pad=num_pad, capacities=[10] * 3, dtype=dtype)
+
+    h, view = exact.embed(tokens, positions), ForcedView(positions, cache(torch.float32).mask(9), None, [])
+    for i, block in enumerate(exact.layers):
+        h = block(h, view, i, attends=plan.attn[i], feeds=plan.ffn[i])
+    wanted = exact.head(h[:, -1])
+    if how == "plain":
+        model = exact
+    else:
+        model.pack()
+        assert model.reads_shared, "layers by parts"
+        for block in model.layers:
+            block.kernel = block.kernel if how == "fused" else None
+    with torch.inference_mode():
+        made = model(tokens, positions, cache(model.dtype), plan)
+    assert (made - wanted).abs().max() <= TOLERANCE[model.dtype] * float(wanted.abs().max())
+
+
+def test_prompts_in_one_call_refuse_what_they_would_misread(product_dtype: torch.dtype) -> None:
+    block, _, _ = layers(64, 2, dtype=product_dtype)
+    assert block.kernel is not None
+    batch = Filled([3, 5], 64, 2, product_dtype)
+    k, h, prompts = batch.k, batch.h, batch.prompts
+    for memory in ((k[:1], k), (k.double(), k), (k, k[:, :, :3]), (k[:, :, :4].contiguous(),) * 2):
+        with pytest.raises(AssertionError):
+            block.kernel.read(h, prompts, memory, feeds=True)
+    for wrong in (h[1:], h.double(), h[:, :32], h.T.contiguous().T):
+        with pytest.raises(AssertionError):
+            block.kernel.read(wrong, prompts, (k, k.clone()), feeds=True)
+    for positions in ([[0, 1], [-1, -1]], [[0, -1], [0, 1]]):
+        with pytest.raises(AssertionError, match="left-padded"):
+            Prompts(torch.tensor(positions), torch.zeros(2, dtype=torch.int64))
+
+
+def test_packed_prompts() -> None:
+    positions = torch.tensor([[-1, -1, 0, 1], [0, 1, 2, 3], [-1, -1, -1, 0]])
+    prompts, x = Prompts(positions, torch.tensor([2, 1, 3])), torch.arange(24.0).view(3, 4, 2)
+    packed = prompts.pack(x)
+    assert packed.tolist() == [*x[0, 2:].tolist(), *x[1].tolist(), *x[2, 3:].tolist()]
+    assert torch.equal(prompts.last(packed), x[:, -1:])
+    assert (prompts.starts.tolist(), prompts.columns.tolist()) == ([0, 2, 6, 7], [2, 1, 3])
+    assert (prompts.last_columns.tolist(), prompts.num_columns, prompts.num_tokens) == ([3, 4, 3], 5, 7)

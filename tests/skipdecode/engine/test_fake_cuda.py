@@ -1,0 +1,216 @@
+"""Decoding on a CUDA device that is not there: every released shape, from prompts to tokens, without a host read.
+
+What is seen: devices mixed, shapes that do not fit, numbers asked for by the host, and how many kernels a step is. What
+is not: what a kernel computes (`test_triton_kernels.py`), and time.
+"""
+
+import importlib.util
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from skipdecode.config.model import SwiftKVConfig
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.cuda_graphs import StepGraphs, plans_of
+from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
+from skipdecode.engine.request import Request
+from skipdecode.engine.static_batch import Cohort
+from skipdecode.families import FAMILIES
+from skipdecode.kv.padded import KVCache
+from skipdecode.model import layer_loop
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.sampler import Sampler
+from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
+from tests.support.graphs import FakeCaptures
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+if importlib.util.find_spec("triton") is not None:
+    from tests.support.fake_cuda import CUDA, TORCH, FakeCuda, NoWaits, fake_cuda, fake_model
+
+SHAPES = [*dict.fromkeys(name for family in FAMILIES.values() for name in family.released_shapes), "qwen3-1.7b"]
+ROWS, COLUMNS, NEW = 6, 40, 12
+
+
+def requests_for(**keys: float) -> list[Request]:
+    sampling = Sampling(max_new_tokens=NEW, **keys)  # type: ignore[arg-type]
+    return [Request(f"row-{i}", [2] * (1 + 7 * i % 40), sampling) for i in range(ROWS)]
+
+
+def prefilled(model: Decoder, requests: list[Request], schedule: Schedule) -> tuple[KVCache, torch.Tensor]:
+    tokens, num_pad, _ = pad_prompts(model, requests, COLUMNS, ROWS)
+    cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, is_masked=True)
+    return cache, feed_prompts(model, tokens, cache, schedule.prefill())
+
+
+def step(model: Decoder, newest: torch.Tensor, cache: KVCache, schedule: Schedule, k: int, **how: bool) -> torch.Tensor:
+    positions = (cache.length - cache.num_pad)[:, None].clamp(max=model.config.max_position_embeddings - 1)
+    made = model(newest[:, None], positions, cache, schedule.step(k), **how)
+    assert made.device == CUDA
+    return made
+
+
+def decode(fake: "FakeCuda", model: Decoder, schedule: Schedule, **keys: float) -> list[Counter[str]]:
+    """Prompts, steps, rows dropped, more steps; the kernels of each step."""
+    requests = requests_for(**keys)
+    cache, logits = prefilled(model, requests, schedule)
+    assert logits.shape == (ROWS, model.config.vocab_size)
+    assert logits.dtype == model.dtype
+    sampler, kernels = Sampler([r.id for r in requests], [r.sampling for r in requests], NEW, CUDA), []
+    newest = sampler(logits, 0)
+    for k in range(2):
+        with fake.counting() as counted:
+            logits = step(model, newest, cache, schedule, k)
+            newest = sampler(logits, k + 1)
+        kernels.append(counted)
+        assert newest.shape == (len(logits),)
+        assert newest.dtype == torch.int64
+        if k == 0:
+            keep = torch.tensor([0, 2, 5], device=CUDA)
+            sampler.keep(keep)
+            newest, cache = newest[keep], cache.keep([0, 2, 5], schedule.step(k + 1).attn)
+    return kernels
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("layers", [6, pytest.param(None, marks=pytest.mark.slow, id="all")])
+def test_every_released_shape_decodes_without_a_host_read(name: str, layers: int | None) -> None:
+    """SkipDecode, so that plans change; greedy for one half, sampled for the other."""
+    with fake_cuda() as fake:
+        model = fake_model(name, layers=layers)
+        layers = model.config.num_hidden_layers
+        keys = {"temperature": 0.8, "top_p": 0.9} if SHAPES.index(name) % 2 else {}
+        kernels = decode(fake, model, SkipDecode(layers, layers, 2, 1, 2), **keys)
+        few, many = kernels[-1], kernels[0]
+        each = (sum(many.values()) - sum(few.values())) / (layers - 2)
+        config = model.config
+        assert each == (9 - 1 if config.mlp == "swiglu" else 7), (many, few)
+        assert each <= (9 if config.has_qk_norm else 8 if config.mlp == "swiglu" else 7)
+        # around the layers: positions, embeddings, the first norm, the last one, the head, and the choice
+        assert sum(many.values()) - each * layers <= 16, many
+        assert many["draw_kernel" if keys else "argmax_kernel"] == 1
+        assert not {"sort", "_to_copy", "cumsum", "scaled_dot_product_attention", "index_copy"} & set(many), many
+
+
+def test_torchs_operators_do_as_well() -> None:
+    """What `SKIPDECODE_KERNELS=torch` runs."""
+    with fake_cuda(TORCH) as fake:
+        decode(fake, fake_model("opt-125m", layers=4), FullDepth(4), temperature=0.7, top_k=5)
+        decode(fake, fake_model("tinyllama-1.1b", layers=4), EarlyExit(4, 4, 2, 1, 2), temperature=0.7)
+
+
+def test_swiftkv() -> None:
+    with fake_cuda() as fake:
+        model = fake_model("tinyllama-1.1b", layers=4, swiftkv=SwiftKVConfig(2))
+        kernels = decode(fake, model, SwiftPrefill(FullDepth(4), 2))
+        assert kernels[0]["attend_kernel"] == 4
+
+
+def test_the_likeliest_token_needs_no_copy_of_the_logits() -> None:
+    with fake_cuda() as fake:
+        model, schedule = fake_model("opt-1.3b", layers=2), FullDepth(2)
+        cache, logits = prefilled(model, requests_for(), schedule)
+        newest = logits.argmax(-1)
+        with fake.counting() as counted:
+            made = step(model, newest, cache, schedule, 0, only_likeliest=True)
+        assert made.dtype == torch.int64
+        assert counted["argmax_kernel"] == 1
+        assert not {"_to_copy", "argmax"} & set(counted)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("keys", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "drawn"])
+def test_a_cohort_reads_nothing_of_the_device_until_it_looks(num_devices: int, keys: dict[str, float]) -> None:
+    """Prompts with padding, steps, and rows that leave."""
+    with fake_cuda():
+        model = fake_model("llama-3.2-1b", layers=6, num_devices=num_devices)
+        cohort = Cohort(model, requests_for(**keys), SkipDecode(6, 6, 2, 1, 3), check_every=NEW)
+        cohort.prefill()
+        for k in range(4):
+            cohort.step()
+            if k == 1:
+                cohort._keep([0, 2, 5])
+        assert cohort._newest.shape == (3,)
+
+
+def test_host_reads_and_mixed_devices_are_seen() -> None:
+    """That the tests above can fail."""
+    with fake_cuda() as fake:
+        model, schedule = fake_model("opt-125m", layers=2), FullDepth(2)
+        cache, logits = prefilled(model, requests_for(), schedule)
+        newest, before = logits.argmax(-1), fake.launched["attend_kernel"]
+        for read in (lambda: newest.tolist(), lambda: bool(cache.num_pad.any())):
+            with pytest.raises(DataDependentOutputException):
+                read()
+        with pytest.raises(RuntimeError, match="device"):
+            step(model, torch.zeros(ROWS, dtype=torch.int64), cache, schedule, 0)
+        cache.num_pad = torch.zeros(ROWS, dtype=torch.int64)
+        with pytest.raises((AssertionError, RuntimeError), match=r"cpu|device"):
+            step(model, newest, cache, schedule, 0)
+        assert fake.launched["attend_kernel"] == before
+
+
+@pytest.mark.parametrize("name", ["opt-66b", "opt-350m", "llama-3.1-70b"])
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States alone go from one to the next, nothing is read on the host, and kernels are launched where they belong."""
+    current = [CUDA]
+
+    def launching_on(device: torch.device) -> nullcontext[None]:
+        current.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(layer_loop, "launching_on", launching_on)
+    with fake_cuda() as fake:
+        model = fake_model(name, layers=8, num_devices=num_devices)
+        schedule = SkipDecode(8, 8, 4, 1, 3)
+        cache, logits = prefilled(model, requests_for(), schedule)
+        newest = logits.argmax(-1)
+        for k in range(3):
+            plan, parts = schedule.step(k), min(num_devices, len(newest))
+            before, entered = len(fake.devices), len(current)
+            with fake.counting() as counted:
+                newest = step(model, newest, cache, schedule, k, only_likeliest=True)
+            assert counted["attend_kernel"] == plan.num_layers_run * parts
+            wanted = {model.device_of(layer) for layer in plan.layers}
+            assert set(fake.devices[before:]) == wanted | {CUDA}  # the choice is made on the first
+            assert set(current[entered:]) == wanted
+            for _, part in cache.parts(parts):  # what other devices ask of a cache is made once, and holds no other
+                assert len(part._elsewhere) == num_devices - 1
+                assert not any(other._elsewhere for other in part._elsewhere.values())
+            if k == 0:
+                keep = torch.tensor([0, 2, 5], device=CUDA)
+                newest, cache = newest[keep], cache.keep([0, 2, 5], schedule.step(k + 1).attn)
+
+
+@pytest.mark.parametrize("name", ["opt-350m", "opt-2.7b", "llama-3.1-8b"])
+def test_captured_steps_read_nothing_on_the_host(name: str) -> None:
+    """What a graph holds, and what surrounds its replay: plans change, rows leave, and no number is asked for."""
+    with fake_cuda() as fake:
+        model = fake_model(name, layers=4)
+        schedule = SkipDecode(4, 4, 2, 1, 3)
+        captures = FakeCaptures()
+        graphs = StepGraphs(model, 1 << 30, max_rows=8, captures=captures)
+        graphs.capture_all(plans_of([schedule], 4), rows=[6, 3])
+        captured = captures.captures
+        requests = requests_for()
+        tokens, num_pad, _ = pad_prompts(model, requests, COLUMNS, ROWS)
+        with NoWaits():  # a cohort that comes leaves others' steps running
+            cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, is_masked=True, graphs=graphs)
+        newest = feed_prompts(model, tokens, cache, schedule.prefill(), only_likeliest=True)
+        for k in range(4):
+            with fake.counting() as counted:
+                newest = graphs(newest, cache, schedule.step(k), only_likeliest=True)
+            layers = schedule.step(k).num_layers_run
+            assert counted["attend_kernel"] == layers
+            assert k % 2 == 0 or counted["copy_"] == 1, "more than the tokens is copied; the head writes where it stays"
+            each = 8 if model.config.mlp == "swiglu" else 7
+            assert counted.total() - each * layers <= 20, counted
+            assert newest.device == CUDA
+            if k == 1:
+                keep = torch.tensor([0, 2, 5], device=CUDA)
+                newest, cache = newest[keep], cache.keep([0, 2, 5], schedule.step(k + 1).attn)
+        assert captures.captures == captured == graphs.num_captured
+        assert captures.replays == 4

@@ -1,0 +1,150 @@
+"""Prompts on a CUDA device that is not there: what they ask of torch's attention, and the memory that they take.
+
+torch's fused attention takes a mask or groups of queries, not both. What it falls back to keeps all scores in float32.
+"""
+
+import importlib.util
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.generate import generate
+from skipdecode.engine.logprobs import score_prompts
+from skipdecode.engine.prefill import PREFILL_BYTES, allocate_cache, feed_prompts, pad_prompts
+from skipdecode.engine.prefix_sharing import share
+from skipdecode.engine.request import Request
+from skipdecode.engine.static_batch import Cohort
+from skipdecode.kv import view
+from skipdecode.kv.padded import KVCache
+from skipdecode.schedules.plan import FullDepth
+from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_states
+from tests.support.graphs import FakeCaptures
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+if importlib.util.find_spec("triton") is not None:
+    from tests.support.fake_cuda import TORCH, fake_cuda, fake_model
+
+L = 2
+Seen = list[tuple[bool, bool]]
+
+
+def requests_for(lengths: list[int]) -> list[Request]:
+    return [Request(str(i), [2] * n, Sampling(max_new_tokens=3, ignore_eos=True)) for i, n in enumerate(lengths)]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """Of each call of torch's attention: whether it has a mask, and groups. It allocates what the fused one does."""
+    calls: Seen = []
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+    ) -> Tensor:
+        has_groups = q.shape[1] != k.shape[1]
+        assert has_groups == enable_gqa
+        assert attn_mask is None or not is_causal
+        calls.append((attn_mask is not None, has_groups))
+        if attn_mask is not None:
+            assert attn_mask.stride(-1) == 1
+            numbers = torch.where(attn_mask.logical_not(), -torch.inf, torch.zeros((), dtype=q.dtype, device=q.device))
+            if attn_mask.shape[-1] % 16:
+                numbers = torch.ops.aten.constant_pad_nd(numbers, [0, 16 - attn_mask.shape[-1] % 16])
+            assert numbers.shape[-2] == q.shape[2]
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(view.F, "scaled_dot_product_attention", attention)
+    yield calls
+    assert calls, "the case has lost its point"
+    assert (True, True) not in calls
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-1.7b"])
+def test_a_mask_never_meets_groups(seen: Seen, name: str) -> None:
+    """Prompts of a batch, heads that it shares, prompts that are scored, and the passes of training."""
+    with fake_cuda():
+        model = fake_model(name, layers=L)
+        graphs = StepGraphs(model, 1 << 30, max_rows=8, captures=FakeCaptures())
+        for lengths in ([5, 9, 200], [9, 9]):
+            Cohort(model, requests_for(lengths), FullDepth(L), graphs=graphs).prefill()
+        assert set(seen) == {(True, False), (False, True)}
+        prompts = [[2, *range(10, 10 + n), 5 + n] for n in (20, 20, 30, 30, 7)]
+        sharing = share(prompts, [[8, 20], [8, 20], [8, 20], [8], [4]])
+        assert sharing is not None
+        requests = [Request(str(i), prompt, Sampling(max_new_tokens=2)) for i, prompt in enumerate(prompts)]
+        Cohort(model, requests, FullDepth(L), graphs=graphs, sharing=sharing).prefill()
+        assert seen[-1] == (True, False)
+        with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):  # it reads its scores
+            score_prompts(model, prompts, 1)
+        batch = teacher_batch([([2, 5, 6], [7, 8]), ([2], [7, 8, 9])], 1, model.device)
+        batch.num_pad.any = lambda: True  # type: ignore[method-assign]
+        teacher_forced_states(model, batch, FullDepth(L))
+        assert seen[-1] == (True, False)
+
+
+def test_nor_by_torchs_operators(seen: Seen) -> None:
+    """Whose steps are behind a mask, too."""
+    with fake_cuda(TORCH):
+        generate(fake_model("llama-3.2-1b", layers=L), requests_for([5, 9]), FullDepth(L))
+    assert set(seen) == {(True, False)}
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the device that tensors made since hold, and the most of them."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__()
+        self.bytes = self.most = 0
+        self._known = {memory.untyped_storage()._cdata for memory in (*cache.k, *cache.v)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, Tensor) and one.device.type == "cuda":
+                self._count(one.untyped_storage())
+        return made
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def gone() -> None:
+            self._known.discard(key)
+            self.bytes -= size
+
+        self._known.add(key)
+        self.bytes += size
+        self.most = max(self.most, self.bytes)
+        weakref.finalize(storage, gone)
+
+
+@pytest.mark.parametrize("name", ["opt-1.3b", "llama-3.1-8b"])
+@pytest.mark.parametrize(("rows", "columns"), [(256, 120), (64, 1001), (12, 1999)])
+def test_prompts_take_a_gibibyte(seen: Seen, name: str, rows: int, columns: int) -> None:
+    """States, masks and copies of keys together, whatever the lengths."""
+    with fake_cuda():
+        model, plan = fake_model(name, layers=L), FullDepth(L)
+        tokens, num_pad, paddings = pad_prompts(model, requests_for([columns - i % 9 for i in range(rows)]), None, None)
+        cache = allocate_cache(model, num_pad, columns, plan, 2, paddings=paddings)
+        with Live(cache) as live:
+            feed_prompts(model, tokens, cache, plan.prefill(), only_likeliest=True)
+    assert PREFILL_BYTES / 2 < live.most < 1.02 * PREFILL_BYTES
+
+
+def test_a_long_prompt_goes_alone_and_has_no_mask(seen: Seen) -> None:
+    with fake_cuda():
+        model, plan, lengths = fake_model("llama-3.1-8b", layers=L), FullDepth(L), [20_000, 300, 19_999]
+        tokens, num_pad, paddings = pad_prompts(model, requests_for(lengths), None, None)
+        cache = allocate_cache(model, num_pad, lengths[0], plan, 2, paddings=paddings)
+        with Live(cache) as live:
+            made = feed_prompts(model, tokens, cache, plan.prefill())
+    assert made.shape == (3, model.config.vocab_size)
+    assert set(seen) == {(False, True)}
+    assert live.most < 3 * PREFILL_BYTES

@@ -1,0 +1,269 @@
+"""Heads of prompts that are run once: the tokens of prompts run alone, for any mix, method, family and back end."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipdecode.config.model import Quantization
+from skipdecode.engine.continuous_batch import ContinuousBatch
+from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.generate import generate, generate_lossless
+from skipdecode.engine.prefill import allocate_cache, pad_prompts
+from skipdecode.engine.prefix_sharing import Sharing, share
+from skipdecode.engine.static_batch import Cohort
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from tests.support.cpu_backends import KINDS, NAMES, forced
+from tests.support.graphs import cpu_as_cuda
+from tests.support.shared_prompts import LAYERS as L
+from tests.support.shared_prompts import grouped_prompts, llama, opt, random_decoder, requests_of
+
+CONFIGS = {
+    "opt": opt,
+    "llama": llama,
+    "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=32),
+    "llama, a head of keys each": lambda: llama(num_key_value_heads=6, attention_bias=True),
+}
+SCHEDULES: dict[str, Schedule] = {
+    "full": FullDepth(L),
+    "skipdecode": SkipDecode(L, 4, 2, 1, 7),
+    "early_exit": EarlyExit(L, 5, 2, 1, 7),
+    "unified": Unified(L, 3),
+    "ffn row": SkipSaturated(SkipDecode(L, 5, 3, 1, 7), threshold=0.9, cold_start=1, cold_end=1, warmup_tokens=2),
+    "ffn calibrated": SkipBand(FullDepth(L), layers=(2, 3), warmup_tokens=2),
+}
+SWIFT = {None: None, "swiftkv": (3, 1), "swiftkv, groups": (2, 2)}
+MIXES = st.lists(
+    st.tuples(st.integers(1, 25).map(lambda n: 2 * n), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(scope="module", params=["torch", *NAMES])
+def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with forced(request.param):
+        yield request.param
+
+
+@cache
+def decoder(backend: str, family: str, swift: str | None, dtype: torch.dtype) -> Decoder:
+    return random_decoder(CONFIGS[family](), dtype, swiftkv=SWIFT[swift]).pack()
+
+
+def marks_of(mix: Sequence[tuple[int, Sequence[int]]]) -> list[list[int]]:
+    return [[length] for length, ends in mix for _ in ends]
+
+
+@given(
+    mix=MIXES,
+    family=st.sampled_from(sorted(CONFIGS)),
+    method=st.sampled_from(sorted(SCHEDULES)),
+    swift=st.sampled_from(list(SWIFT)),
+    num_new=st.lists(st.integers(1, 8), min_size=1, max_size=3),
+    temperature=st.sampled_from([0.0, 0.0, 0.9]),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=8)
+def test_tokens_are_those_without(
+    any_backend: str,
+    mix: list[tuple[int, list[int]]],
+    family: str,
+    method: str,
+    swift: str | None,
+    num_new: list[int],
+    temperature: float,
+    seed: int,
+) -> None:
+    swift = None if family == "opt-350m" else swift  # whose norms are behind the blocks
+    model, schedule = decoder(any_backend, family, swift, torch.float32), SCHEDULES[method]
+    if (shape := SWIFT[swift]) is not None:
+        schedule = SwiftPrefill(schedule, shape[0])
+    prompts = grouped_prompts(mix, seed)
+    requests, sharing = requests_of(prompts, num_new, temperature), share(prompts, marks_of(mix))
+    wanted = generate(model, requests, schedule)
+    made = generate(model, requests, schedule, sharing=sharing)
+    assert made.completions == wanted.completions
+    assert wanted.stats.prefix_tokens_saved == 0
+    assert made.stats.prefix_tokens_saved == sum(length * (len(ends) - 1) for length, ends in mix)
+    assert made.stats.input_tokens == wanted.stats.input_tokens
+
+
+def nested() -> tuple[list[list[int]], list[list[int]]]:
+    """A head of all; behind it two heads of some, one with a head behind it again; a row without any."""
+    inner = grouped_prompts([(8, [3, 5]), (14, [1, 2, 9]), (2, [4])], 5)
+    head = grouped_prompts([(30, [0])], 6)[0]
+    prompts = [head + prompt for prompt in inner]
+    deep = [*prompts[2][:44], 7, 7, 7, 7]
+    prompts += [[*deep, 9], [*deep, 8, 8, 8], [11, 12, 13]]
+    marks = [[30, 38]] * 2 + [[30, 44]] * 3 + [[30]] + [[30, 44, 48]] * 2 + [[]]
+    return prompts, marks
+
+
+def test_heads_of_heads_are_run_behind_them() -> None:
+    prompts, marks = nested()
+    sharing = share(prompts, marks)
+    assert sharing is not None
+    assert [len(head) for head in sharing.heads] == [30, 38, 44, 48]
+    assert sharing.parents == (-1, 0, 0, 2)
+    assert sharing.of_row == (1, 1, 2, 2, 2, 0, 3, 3, -1)
+    fed = 30 + 8 + 14 + 4 + sum(len(p) - n for p, n in zip(prompts, (38, 38, 44, 44, 44, 30, 48, 48, 0), strict=True))
+    assert sharing.tokens_saved == sum(map(len, prompts)) - fed
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_heads_of_heads_change_no_token(any_backend: str, family: str) -> None:
+    model, (prompts, marks) = decoder(any_backend, family, "swiftkv", torch.float32), nested()
+    for schedule in (FullDepth(L), SwiftPrefill(SkipDecode(L, 4, 2, 1, 7), 3)):
+        requests = requests_of(prompts, [6, 3])
+        made = generate(model, requests, schedule, sharing=share(prompts, marks))
+        assert made.completions == generate(model, requests, schedule).completions
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize(("name", "dtype", "quantization"), KINDS)
+def test_where_layers_are_kernels_no_bit_changes(
+    name: str, dtype: torch.dtype, quantization: Quantization | None, family: str
+) -> None:
+    """Logits are equal to the last bit, so bfloat16 draws the same tokens, too."""
+    with forced(name):
+        model, (prompts, marks) = random_decoder(CONFIGS[family](), dtype).pack(quantization), nested()
+        assert model.reads_shared
+        requests = [replace(request, top_logprobs=3) for request in requests_of(prompts, [7], temperature=1.0)]
+        whole, parts = (Cohort(model, requests, FullDepth(L), sharing=s) for s in (None, share(prompts, marks)))
+        for cohort in (whole, parts):
+            cohort.prefill()
+            while not cohort.is_done:
+                cohort.step()
+        assert [row.tokens for row in whole.rows] == [row.tokens for row in parts.rows]
+        assert [row.logprobs for row in whole.rows] == [row.logprobs for row in parts.rows]
+
+
+def bytes_of(columns: int, rows: int, family: str) -> int:
+    config = CONFIGS[family]()
+    return 2 * 4 * rows * columns * config.kv_dim
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_copy_of_a_head_is_all_that_is_held(name: str, family: str) -> None:
+    """Bytes are exact: columns of heads once, and of rows their own ends and the steps that run the layer."""
+    mix = [(40, [5, 9, 2]), (24, [9, 3])]
+    prompts = grouped_prompts(mix, 1)
+    schedule, num_new = SkipDecode(L, 4, 2, 1, 5), 6
+    steps = [sum(schedule.step(k).attn[layer] for k in range(num_new - 1)) for layer in range(L)]
+    with forced(name):
+        model = decoder(name, family, None, torch.float32)
+        assert model.reads_shared
+        sharing = share(prompts, marks_of(mix))
+        cohort = Cohort(model, requests_of(prompts, [num_new]), schedule, sharing=sharing)
+        heads = L * bytes_of(40, 2, family)
+        assert cohort.cache_bytes == heads + sum(bytes_of(9 + n, 5, family) for n in steps)
+        cohort.prefill()
+        assert cohort.cache_bytes == cohort.stats.cache_bytes
+        whole = Cohort(model, requests_of(prompts, [num_new]), schedule)
+        assert whole.cache_bytes == sum(bytes_of(49 + n, 5, family) for n in steps)
+
+
+def test_where_nothing_reads_a_shared_copy_rows_have_their_own() -> None:
+    mix = [(40, [5, 9, 2])]
+    prompts = grouped_prompts(mix, 1)
+    with forced("torch"):
+        model = decoder("torch", "llama", None, torch.float32)
+        cohort = Cohort(model, requests_of(prompts, [4]), FullDepth(L), sharing=share(prompts, marks_of(mix)))
+        cohort.prefill()
+        assert cohort.cache_bytes == L * bytes_of(49 + 3, 3, "llama")
+
+
+def test_graphs_read_copies() -> None:
+    prompts, marks = nested()
+    requests = requests_of(prompts, [5, 8])
+    with cpu_as_cuda():
+        model = random_decoder(llama()).pack()
+        graphs = StepGraphs(model, 1 << 24)
+        graphs.pool.memory.fill_(torch.nan)  # no column that a row has not written may matter
+        wanted = generate(model, requests, FullDepth(L))
+        made = generate(model, requests, FullDepth(L), graphs=graphs, sharing=share(prompts, marks))
+    assert [c.tokens for c in made.completions] == [c.tokens for c in wanted.completions]
+    assert made.stats.prefix_tokens_saved > 0
+
+
+@pytest.mark.parametrize("swift", list(SWIFT))
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_newcomers_of_a_continuous_batch_share(any_backend: str, family: str, swift: str | None) -> None:
+    model, (prompts, marks) = decoder(any_backend, family, swift, torch.float32), nested()
+    schedule: Schedule = SkipDecode(L, 5, 2, 1, 7)
+    if (shape := SWIFT[swift]) is not None:
+        schedule = SwiftPrefill(schedule, shape[0])
+    requests = requests_of(prompts, [6, 3, 8])
+    batch = ContinuousBatch(model, schedule)
+    rows = batch.join(requests[:4], share(prompts[:4], marks[:4]))
+    batch.step()
+    rows += batch.join(requests[4:], share(prompts[4:], marks[4:]))
+    while not batch.is_done:
+        batch.step()
+    assert [row.tokens for row in rows] == [c.tokens for c in generate(model, requests, schedule).completions]
+
+
+@given(mix=MIXES, seed=st.integers(0, 2**31), pick=st.randoms(use_true_random=False))
+def test_sharing_says_what_prompts_are(mix: list[tuple[int, list[int]]], seed: int, pick: object) -> None:
+    """Every row begins with its head, every head with its parent; two or more begin with each."""
+    prompts, marks = grouped_prompts(mix, seed), marks_of(mix)
+    sharing = share(prompts, marks)
+    if sharing is None:
+        assert all(len(ends) == 1 for _, ends in mix)
+        return
+    users = [*sharing.of_row, *sharing.parents]
+    for head in range(len(sharing.heads)):
+        assert users.count(head) >= 2
+    for at, (head, parent) in enumerate(zip(sharing.heads, sharing.parents, strict=True)):
+        assert parent < at
+        assert parent < 0 or head[: len(sharing.heads[parent])] == sharing.heads[parent]
+    for prompt, head in zip(prompts, sharing.of_row, strict=True):
+        assert head < 0 or tuple(prompt[: len(sharing.heads[head])]) == sharing.heads[head]
+
+
+def test_the_sharing_of_other_rows_is_refused() -> None:
+    sharing = Sharing(((5, 6),), (-1,), (0, 0))
+    with forced("torch"):
+        model = decoder("torch", "opt", None, torch.float32)
+        with pytest.raises(AssertionError, match="another batch"):
+            Cohort(model, requests_of([[5, 6, 7]] * 3, [2]), FullDepth(L), sharing=sharing)
+
+
+def test_a_prompt_is_never_shared_to_its_last_token() -> None:
+    with pytest.raises(AssertionError):
+        share([[5, 6], [5, 6]], [[2], [2]])
+
+
+def test_columns_behind_a_filled_cache_need_no_padding() -> None:
+    """What was refused: several columns behind filled ones, in a batch of prompts as long as each other."""
+    with forced("torch"):
+        model = decoder("torch", "llama", None, torch.float32)
+        prompts = grouped_prompts([(0, [9, 9])], 3)
+        requests, schedule = requests_of(prompts, [1]), FullDepth(L)
+        tokens, num_pad, _ = pad_prompts(model, requests, None, None)
+        caches = [allocate_cache(model, num_pad, 9, schedule, 1) for _ in range(2)]
+        plan, positions = schedule.prefill(), torch.arange(9).expand(2, 9)
+        with torch.inference_mode():
+            whole = model(tokens, positions, caches[0], plan)
+            model(tokens[:, :4], positions[:, :4], caches[1], plan)
+            parts = model(tokens[:, 4:], positions[:, 4:], caches[1], plan)
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_lossless_rows_share(any_backend: str, family: str) -> None:
+    model, (prompts, marks) = decoder(any_backend, family, None, torch.float32), nested()
+    requests, sharing = requests_of(prompts, [9, 5]), share(prompts, marks)
+    made = generate_lossless(model, requests, Lossless(L, Unified(L, 3), 2), sharing=sharing)
+    full = generate(model, requests, FullDepth(L))
+    assert [c.tokens for c in made.completions] == [c.tokens for c in full.completions]
+    assert made.stats.prefix_tokens_saved == (0 if sharing is None else sharing.tokens_saved) > 0
