@@ -16,7 +16,7 @@ from actors.gpu_memory import refuse_too_large
 from skipdecode.backends.device import backend_on
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.weights import load_model
-from skipdecode.engine.cuda_graphs import StepGraphs, graphs_serve
+from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve
 from skipdecode.families import read_config
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, devices_of
@@ -67,10 +67,10 @@ def keep_loaded() -> None:
     gc.freeze()
 
 
-def make_graphs(config: GeneratorConfig, model: Decoder, room: Room) -> StepGraphs | None:
+def make_graphs(config: GeneratorConfig, model: Decoder, room: Room) -> CudaGraphs | None:
     """Takes what `room` has left on the device; None where steps are not captured."""
     is_lossless = bool(config.decode.get("lossless"))  # its caches lie in torch's own memory
     if not config.has_graphs or is_lossless or len(room.devices) > 1 or not graphs_serve(model):
         return None
     rows = config.batch_size or (DETERMINISTIC_ROWS if config.deterministic else MAX_BATCH_ROWS["cuda"])
-    return StepGraphs(model, room.on_gpus, max_rows=rows)
+    return CudaGraphs(model, room.on_gpus, max_rows=rows)

@@ -78,8 +78,8 @@ def compare(model: Decoder, kind: str, name: str, schedule: Schedule, repeats: i
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     made: dict[str, int] = {}
     for repeat in range(repeats):
-        turned = list(WAYS)[repeat % len(WAYS) :] + list(WAYS)[: repeat % len(WAYS)]
-        for way in turned:
+        apply_rotary = list(WAYS)[repeat % len(WAYS) :] + list(WAYS)[: repeat % len(WAYS)]
+        for way in apply_rotary:
             start = time.perf_counter()
             made[way] = WAYS[way](model, requests, schedule)
             seconds[way].append(time.perf_counter() - start)

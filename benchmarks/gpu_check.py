@@ -50,7 +50,7 @@ Document = dict[str, object]
 def run_checks(
     bench: Bench,
     checks: dict[str, Check],
-    note: Callable[[str], None],
+    log: Callable[[str], None],
     save: Callable[[Document], None] = lambda _: None,
 ) -> Document:
     """What each found, in order, until the first that is wrong: `wrong` names it, and None says that nothing is.
@@ -67,13 +67,13 @@ def run_checks(
             sentence = str(error.args[0]) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
             document["wrong"] = f"{name}: {sentence}"
             document[name] = error.args[1] if isinstance(error, Wrong) and len(error.args) > 1 else None
-            note(f"WRONG: {document['wrong']}")
+            log(f"WRONG: {document['wrong']}")
             break
         finally:
             seconds[name] = time.perf_counter() - start
             save(document)
         why = found.get("not_run")
-        note(f"{name}: {'well' if why is None else f'not run, {why}'} ({seconds[name]:.1f} s)")
+        log(f"{name}: {'well' if why is None else f'not run, {why}'} ({seconds[name]:.1f} s)")
     return document
 
 
@@ -86,11 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     arguments = parser.parse_args(argv)
 
-    def note(text: str) -> None:
+    def log(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     if not torch.cuda.is_available():
-        note(f"no GPU: torch {torch.__version__} sees none{others_see()}; run this where there is one")
+        log(f"no GPU: torch {torch.__version__} sees none{others_see()}; run this where there is one")
         return 2
     device, today = torch.device("cuda"), datetime.now(UTC).date().isoformat()
     name = torch.cuda.get_device_name(device)
@@ -107,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         document |= {"seconds": found["seconds"], "checks": checks}
         file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
-    found = run_checks(Bench(device, released(arguments.shape), larger), wanted, note, save)
-    note(f"written: {file}")
+    found = run_checks(Bench(device, released(arguments.shape), larger), wanted, log, save)
+    log(f"written: {file}")
     print(json.dumps({"wrong": found["wrong"], "written": str(file)}))
     return 0 if found["wrong"] is None else 1
 

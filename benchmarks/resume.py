@@ -36,7 +36,7 @@ from pipeline.store.run_folder import RunFolder
 ROWS_PER_INPUT, ROWS_PER_OUTPUT = 100_000, 10_000
 
 
-def note(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -79,11 +79,11 @@ def measure(root: Path) -> dict[str, Any]:
         times[name], started = time.perf_counter() - started, time.perf_counter()
 
     listing = list_input(config)
-    scans, entries = scan_input(listing, config, True, note)
+    scans, entries = scan_input(listing, config, True, log)
     plan = plan_input(listing, scans, config)
     lap("scan_s")
     paths = folder.all_data_files()
-    num_outputs, outputs = index_outputs(folder.filesystem, paths, note)
+    num_outputs, outputs = index_outputs(folder.filesystem, paths, log)
     lap("index_s")
     plan, done = mark_rows(plan, match_rows(plan, entries, outputs, num_outputs))
     lap("match_s")
@@ -117,7 +117,7 @@ def main() -> None:
         try:
             ray.get(ray.remote(make_files).remote(root, num_rows))
             results.append(measure(root))
-            note(json.dumps(results[-1]))
+            log(json.dumps(results[-1]))
         finally:
             shutil.rmtree(root)
     document = {

@@ -8,7 +8,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import OK, check_target, make_parser, note, run_verb, start, write_target
+from jobs.cli import OK, check_target, log, make_parser, run_verb, start, write_target
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -36,12 +36,12 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     if arguments.serve:
         from pipeline.bench.service import load_serve_bench_config, run_serve_bench
 
-        document = run_serve_bench(load_serve_bench_config(arguments.config, arguments.overrides), note)
+        document = run_serve_bench(load_serve_bench_config(arguments.config, arguments.overrides), log)
     else:
         from pipeline.bench.decoder import load_bench_config, run_bench
 
         config = load_bench_config(arguments.config, arguments.overrides)
-        document = run_bench(config, note, profile=arguments.profile)
+        document = run_bench(config, log, profile=arguments.profile)
     write_target(target, document)
     return document, OK
 

@@ -11,7 +11,7 @@ import json
 from functools import partial
 from typing import Any
 
-from jobs.cli import OK, make_parser, note, read_settings, run_verb, start
+from jobs.cli import OK, log, make_parser, read_settings, run_verb, start
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -35,7 +35,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 
     tree = read_settings(arguments, {"input.path": arguments.input, "output": arguments.output})
-    document = {**calibrate(build_config(CalibrateConfig, tree), note)}
+    document = {**calibrate(build_config(CalibrateConfig, tree), log)}
     (summarize_drafts if "drafts" in document else summarize)(document)
     return document, OK
 
@@ -45,36 +45,36 @@ def summarize(document: dict[str, Any]) -> None:
     output = document["config"]["output"]
     for name in ("calibrated", "row"):
         found = document[name]
-        note(
+        log(
             f"{name}: {100 * found['skip_share']:.1f} % of the blocks skipped, predictions moved by "
             f"{found['divergence']:.4f} nats per token, {100 * found['token_match']:.1f} % of tokens stay likeliest"
         )
-        note(f"  decode.ffn_skip={json.dumps(found['ffn_skip'])}")
-    note(f"checkpoint: {output}   (model.source={output} 'decode.ffn_skip={{mode: calibrated}}')")
-    note(f"measured:   {output}/calibration/calibration.json, similarity.parquet, similarity.svg, similarity.png")
+        log(f"  decode.ffn_skip={json.dumps(found['ffn_skip'])}")
+    log(f"checkpoint: {output}   (model.source={output} 'decode.ffn_skip={{mode: calibrated}}')")
+    log(f"measured:   {output}/calibration/calibration.json, similarity.parquet, similarity.svg, similarity.png")
 
 
 def summarize_drafts(document: dict[str, Any]) -> None:
     """A table of the best drafts, what pays, and how to use it."""
     output, sizes = document["config"]["output"], document["config"]["batch_sizes"]
     heads = "".join(f"{f'batch {size}':>13}" for size in sizes)
-    note(f"layers  accepted{heads}   drafts (expected speedup, and tokens drafted at a time)")
+    log(f"layers  accepted{heads}   drafts (expected speedup, and tokens drafted at a time)")
     for found in document["candidates"]:
         cells = [f"{gain['speedup']:.2f} ({gain['draft_tokens']})" for gain in found["gains"]]
         line = f"{found['layers_per_token']:>6.1f}{100 * found['acceptance'][0]:>8.1f} %"
-        note(f"{line}{''.join(f'{cell:>13}' for cell in cells)}   {json.dumps(found['decode'])}")
+        log(f"{line}{''.join(f'{cell:>13}' for cell in cells)}   {json.dumps(found['decode'])}")
     batches = ", ".join(map(str, sizes))
     if document["pays"]:
-        note(f"drafts: {json.dumps(document['drafts'])}")
+        log(f"drafts: {json.dumps(document['drafts'])}")
     else:
         nearest = max((found["nearest"] for found in document["candidates"]), default=0.0)
-        note(
+        log(
             f"nothing pays: no draft by fewer layers is expected to gain 3 % over full depth in batches of {batches} "
             f"(the best comes to {nearest:.2f}); the checkpoint carries decode.method=full, which drafts what rows "
             "repeat, and costs no layer"
         )
-    note(f"checkpoint: {output}   (model.source={output} decode.lossless=auto)")
-    note(f"measured:   {output}/calibration/calibration.json")
+    log(f"checkpoint: {output}   (model.source={output} decode.lossless=auto)")
+    log(f"measured:   {output}/calibration/calibration.json")
 
 
 if __name__ == "__main__":

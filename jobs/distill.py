@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import OK, note, output_keys, read_settings, run_verb, start
+from jobs.cli import OK, log, output_keys, read_settings, run_verb, start
 from jobs.finetune import INTERRUPTED, train, training_parser
 from pipeline.formatting import Json
 
@@ -44,9 +44,9 @@ def init(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
     from pipeline.training.config import FinetuneConfig
     from pipeline.training.distill import init_swiftkv
 
-    document = init_swiftkv(build_config(FinetuneConfig, tree), note)
+    document = init_swiftkv(build_config(FinetuneConfig, tree), log)
     shape = document["swiftkv"]
-    note(
+    log(
         f"{document['output']}: layers from {shape['kv_layers']} on take K/V from below, by {shape['group_size']}; "
         f"{document['new_parameters']:,} new parameters of {document['parameters']:,}, not trained"
     )

@@ -12,7 +12,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import ERROR, OK, make_parser, note, read_settings, run_verb, start
+from jobs.cli import ERROR, OK, log, make_parser, read_settings, run_verb, start
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,7 +39,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
     if missing := check_versions().missing:  # before anything that needs it is imported
         for problem in missing:
-            note(f"WRONG: {problem}")
+            log(f"WRONG: {problem}")
         return {"problems": missing}, ERROR
     from pipeline.config.job import JobConfig, build_config
     from pipeline.config.tree import section_of
@@ -50,12 +50,12 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         price, settings = arguments.price_per_hour, read_settings(arguments, {})
         is_set = "max_new_tokens" in section_of(settings, "sampling")
         num_new = build_config(JobConfig, settings).sampling.max_new_tokens if is_set else 512
-        return predicted(arguments.gpu, note, arguments.prompt_tokens, num_new, price_per_hour=price), OK
+        return predicted(arguments.gpu, log, arguments.prompt_tokens, num_new, price_per_hour=price), OK
     from pipeline.doctor.examine import examine
 
     flags = {"input.path": arguments.input, "output.path": arguments.output}
     tree = read_settings(arguments, flags | {"actors.price_per_hour": arguments.price_per_hour})
-    document = examine(build_config(JobConfig, tree), bool(section_of(tree, "input").get("path")), note)
+    document = examine(build_config(JobConfig, tree), bool(section_of(tree, "input").get("path")), log)
     show(document)
     return document, ERROR if document["problems"] else OK
 
@@ -65,33 +65,33 @@ def show(document: dict[str, Any]) -> None:
     from pipeline.formatting import count
 
     machine, choice, ray = document["machine"], document["choice"], document["ray"]
-    note(", ".join(f"{name} {machine[name]}" for name in ("torch", "ray", "pyarrow", "numpy", "tokenizers")))
-    note(
+    log(", ".join(f"{name} {machine[name]}" for name in ("torch", "ray", "pyarrow", "numpy", "tokenizers")))
+    log(
         f"machine: {machine['device']}, {machine['usable_cores']} cores, "
         f"{gib(machine['free_memory_bytes'])} of {gib(machine['memory_bytes'])} memory free"
     )
     for gpu in document["gpus"]:
         memory = f"{gib(gpu['free_memory_bytes'])} of {gib(gpu['memory_bytes'])} free"
-        note(f"GPU: {gpu['name']}, compute capability {gpu['capability']}, {memory}")
+        log(f"GPU: {gpu['name']}, compute capability {gpu['capability']}, {memory}")
     if not document["gpus"]:
-        note("GPU: none")
+        log("GPU: none")
     if ray:
         where = f"cluster {ray['address']}" if ray["address"] else "would be started in the run's own process"
-        note(f"Ray: {where}, {ray['num_cpus']:g} CPUs, {ray['num_gpus']:g} GPUs, {count(ray['nodes'], 'node')}")
+        log(f"Ray: {where}, {ray['num_cpus']:g} CPUs, {ray['num_gpus']:g} GPUs, {count(ray['nodes'], 'node')}")
     if choice:
         loaded = "not loaded here" if choice["load_s"] is None else f"loaded in {choice['load_s']:.1f} s"
-        note(f"model: {choice['model']}, {choice['layers']} layers, {loaded}")
+        log(f"model: {choice['model']}, {choice['layers']} layers, {loaded}")
         weights = "" if choice["quantization"] is None else f", {choice['quantization']} weights,"
-        note(f"would decode in {choice['dtype']}{weights} on {choice['device']} with {choice['decode']}")
+        log(f"would decode in {choice['dtype']}{weights} on {choice['device']} with {choice['decode']}")
         if choice["batch_size"] is None:
-            note("batch size: known on a machine that can load the model only")
+            log("batch size: known on a machine that can load the model only")
         else:
             sizes = ", ".join(f"{size} (up to {bucket} tokens)" for bucket, size in choice["batch_size"].items())
-            note(f"batch size by prompt length: {sizes}")
+            log(f"batch size by prompt length: {sizes}")
     for problem in document["problems"]:
-        note(f"WRONG: {problem}")
+        log(f"WRONG: {problem}")
     found = {kind: len(document[f"{kind}s"]) for kind in ("problem", "warning")}
-    note(", ".join(count(number, kind) for kind, number in found.items() if number) or "nothing is wrong")
+    log(", ".join(count(number, kind) for kind, number in found.items() if number) or "nothing is wrong")
 
 
 def gib(count: int) -> str:

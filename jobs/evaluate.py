@@ -12,7 +12,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from jobs.cli import OK, check_target, make_parser, note, read_settings, run_verb, start, write_target
+from jobs.cli import OK, check_target, log, make_parser, read_settings, run_verb, start, write_target
 from pipeline.formatting import Json
 
 
@@ -67,8 +67,8 @@ def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     from pipeline.config.job import build_config
     from pipeline.evaluation.sweep import SweepConfig, run_sweep
 
-    document = run_sweep(build_config(SweepConfig, settings(arguments)), note, command)
-    note(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
+    document = run_sweep(build_config(SweepConfig, settings(arguments)), log, command)
+    log(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
     rows = [{key: value for key, value in row.items() if key != "rougeL_rows"} for row in document["rows"]]
     return {**document, "rows": rows}  # the figures of every prompt are in the file
 
@@ -79,11 +79,11 @@ def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     from pipeline.evaluation.score import EvaluateConfig, evaluate
 
     tree = settings(arguments) | {"generated": arguments.run}
-    document: dict[str, Any] = {**evaluate(build_config(EvaluateConfig, tree), note), "command": command}
-    note(f"{document['prompts']} prompts of {document['generated']} against {document['references']}")
+    document: dict[str, Any] = {**evaluate(build_config(EvaluateConfig, tree), log), "command": command}
+    log(f"{document['prompts']} prompts of {document['generated']} against {document['references']}")
     for name, key, digits in FIGURES:
         if document[key] is not None:
-            note(f"  {name:<38}{document[key]:8.{digits}f}")
+            log(f"  {name:<38}{document[key]:8.{digits}f}")
     return document
 
 

@@ -10,7 +10,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import OK, make_folder_parser, note, run_folder, run_verb, start
+from jobs.cli import OK, log, make_folder_parser, run_folder, run_verb, start
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -46,8 +46,8 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         rows_per_file=arguments.rows_per_file,
         is_partial=arguments.partial,
     )
-    document = export(options, note)
-    note(f"exported: {arguments.output}")
+    document = export(options, log)
+    log(f"exported: {arguments.output}")
     return document, OK
 
 

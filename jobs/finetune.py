@@ -11,7 +11,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import OK, add_output, make_parser, note, output_keys, read_settings, run_verb, start
+from jobs.cli import OK, add_output, log, make_parser, output_keys, read_settings, run_verb, start
 from pipeline.formatting import Json
 
 INTERRUPTED = "interrupted; checkpoints that were written stay, --resume goes on from the last"
@@ -31,13 +31,13 @@ def train(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
     from pipeline.training.finetune import finetune
     from skipdecode.checkpoint.lora_adapter import CONFIG_FILE
 
-    finished = finetune(build_config(FinetuneConfig, tree), note)
+    finished = finetune(build_config(FinetuneConfig, tree), log)
     record, folder = finished.record, finished.folder
     losses = ", ".join(f"{name} {loss:.4f}" for name, loss in record["best"]["validation_loss"].items())
-    note(f"best validation at step {record['best']['step']} of {record['steps']}: {losses}")
+    log(f"best validation at step {record['best']['step']} of {record['steps']}: {losses}")
     is_adapter = (folder.root / CONFIG_FILE).is_file()
     what = f"adapter: {folder.root}   (model.adapter={folder.root})" if is_adapter else f"model: {folder.root}"
-    note(f"{what}\nlosses: {folder.training / 'loss.svg'}")
+    log(f"{what}\nlosses: {folder.training / 'loss.svg'}")
     return {"output": str(folder.root), "was_finished": finished.was_finished} | record, OK
 
 

@@ -11,7 +11,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jobs.cli import OK, TOO_MANY_FAILED, add_output, make_parser, note, output_keys, read_settings, run_verb, start
+from jobs.cli import OK, TOO_MANY_FAILED, add_output, log, make_parser, output_keys, read_settings, run_verb, start
 
 if TYPE_CHECKING:
     from pipeline.generate.run import RunResult
@@ -58,7 +58,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     config = build_config(JobConfig, tree)
     from pipeline.generate.run import run  # seconds, which a wrong key needs not
 
-    finished = run(config, note)
+    finished = run(config, log)
     summarize(finished)
     return ending(finished, {"was_finished": finished.was_finished})
 
@@ -67,7 +67,7 @@ def ending(finished: "RunResult", more: dict[str, Any]) -> tuple[dict[str, Any],
     """The document of a run that has ended, with what else there is to say of it, and its exit code."""
     code = TOO_MANY_FAILED if finished.too_many_failed else OK
     if code:
-        note(
+        log(
             f"exit code {code}: {finished.report['failed']} rows failed, and limits.max_failed_rows allows "
             f"{finished.failures_allowed:g}; the good rows stay, the failed ones are in "
             f"{finished.folder.path('data/status=failed')}"
@@ -95,26 +95,26 @@ def summarize(finished: "RunResult") -> None:
     """The figures of a run in a few lines, on stderr: what it made, what it gained, what went wrong."""
     report, folder = finished.report, finished.folder
     if "speedup" not in report:  # the run is finished, its report could not be made
-        note(f"done: {report['completed']} rows ok, {report['failed']} failed\ndata: {folder.path('data')}")
+        log(f"done: {report['completed']} rows ok, {report['failed']} failed\ndata: {folder.path('data')}")
         return
-    note(
+    log(
         f"done: {report['completed']} rows ok, {report['failed']} failed, "
         f"{report['output_throughput']:.0f} output tokens/s over the whole run, "
         f"{report['decode_output_throughput'] or 0:.0f} per second of decoding"
     )
     if speedup := speedup_in_words(report):
-        note(speedup)
+        log(speedup)
     if cut := report.get("finish_reasons", {}).get("length"):  # a run of an earlier version may not say
-        note(f"{cut} of {report['completed']} answers ended at their limit of new tokens (sampling.max_new_tokens)")
+        log(f"{cut} of {report['completed']} answers ended at their limit of new tokens (sampling.max_new_tokens)")
     if errors := report.get("errors"):
         most_first = sorted(errors, key=lambda code: -errors[code])
         counts = ", ".join(f"{errors[code]} {code}" for code in most_first)
         examples = report.get("error_examples", {}).get(most_first[0], [])
         shown = "".join(f"; e.g. {one['id']}: {one['message']}" for one in examples[:1])
-        note("failed rows: " + counts + "".join(c if c.isprintable() else " " for c in shown))
+        log("failed rows: " + counts + "".join(c if c.isprintable() else " " for c in shown))
     if split := report["split_batches"]["count"]:
-        note(f"{split} batches are parts of larger ones that failed: {report['split_batches']['first']}")
-    note(f"data: {folder.path('data')}\nreport: {folder.path('report.html')}")
+        log(f"{split} batches are parts of larger ones that failed: {report['split_batches']['first']}")
+    log(f"data: {folder.path('data')}\nreport: {folder.path('report.html')}")
 
 
 def speedup_in_words(report: dict[str, Any]) -> str:

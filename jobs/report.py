@@ -10,7 +10,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import OK, make_folder_parser, note, run_folder, run_verb, start
+from jobs.cli import OK, log, make_folder_parser, run_folder, run_verb, start
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -40,12 +40,12 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
     if arguments.compare:
         target = arguments.output_html or "compare.html"
-        document = compare_runs(arguments.compare, target, arguments.price_per_hour, note)
-        note(f"page: {target}")
+        document = compare_runs(arguments.compare, target, arguments.price_per_hour, log)
+        log(f"page: {target}")
         return document, OK
     output, _, _ = run_folder(arguments)
     folder, report = rebuild_report(output, arguments.price_per_hour)
-    note(f"report: {folder.path('report.html')}\nfigures: {folder.path('report.json')}")
+    log(f"report: {folder.path('report.html')}\nfigures: {folder.path('report.json')}")
     return {"output": folder.root} | report, OK
 
 

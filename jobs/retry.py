@@ -12,7 +12,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import make_folder_parser, note, run_folder, run_verb, start
+from jobs.cli import log, make_folder_parser, run_folder, run_verb, start
 from jobs.generate import ending
 
 
@@ -26,9 +26,9 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.generate.retry import retry
 
     output, tree, overrides = run_folder(arguments)
-    done = retry(output, tree, overrides, note)
+    done = retry(output, tree, overrides, log)
     report = done.run.report
-    note(
+    log(
         f"retry: {done.tried} rows tried again, {done.recovered} of them good now; "
         f"{report['completed']} rows ok, {report['failed']} failed"
     )

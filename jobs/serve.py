@@ -8,7 +8,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import OK, make_parser, note, run_verb, start
+from jobs.cli import OK, log, make_parser, run_verb, start
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -31,7 +31,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.service.run import serve_until_stopped
 
     document = serve_until_stopped(
-        arguments.config, arguments.overrides, host=arguments.host, port=arguments.port, note=note
+        arguments.config, arguments.overrides, host=arguments.host, port=arguments.port, log=log
     )
     return document, OK
 

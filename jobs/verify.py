@@ -10,7 +10,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from jobs.cli import ERROR, OK, make_folder_parser, note, run_folder, run_verb, start
+from jobs.cli import ERROR, OK, log, make_folder_parser, run_folder, run_verb, start
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,14 +29,14 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     inputs = arguments.input
     if not inputs and section_of(tree, "input").get("path"):
         inputs = list(build_config(JobConfig, tree).input.path)
-    verdict = verify(output, note, inputs, read_input=not arguments.no_input)
+    verdict = verify(output, log, inputs, read_input=not arguments.no_input)
     counts, first = verdict.problems.counts, verdict.problems.first
     for kind, count in counts.items():
-        note(f"{kind}: {count}")
+        log(f"{kind}: {count}")
         for text in first[kind]:
-            note(f"  {text}")
+            log(f"  {text}")
     proof = "every row of the input is there once" if verdict.input == "read" else "no id is there twice"
-    note(f"verified: {proof}" if verdict.is_proven else f"not verified: {sum(counts.values())} problems")
+    log(f"verified: {proof}" if verdict.is_proven else f"not verified: {sum(counts.values())} problems")
     document = {
         "output": verdict.folder.root,
         "verified": verdict.is_proven,

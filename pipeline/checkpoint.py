@@ -9,7 +9,7 @@ import ray
 from actors.batching.memory_budget import DETERMINISTIC_ROWS
 from actors.model_loading import DRAFTS_NEED_SAME_BITS
 from pipeline.config.job import ConfigError, JobConfig
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from skipdecode.backends.choice import int8_misfit
 from skipdecode.checkpoint.hub import pin, resolve_source
 from skipdecode.checkpoint.lora_adapter import resolve_adapter
@@ -37,13 +37,13 @@ class ResolvedModel:
     """The folder of the LoRA adapter that is merged into it."""
 
 
-def check_model(config: JobConfig, note: Note) -> ResolvedModel:
+def check_model(config: JobConfig, log: Log) -> ResolvedModel:
     """Finds the checkpoint, checks its files against its config, and settles the schedule; ConfigError otherwise."""
     try:
         folder, model_config, adapter = find_model(config.model.source, config.model.adapter)
         tokenizer = config.model.tokenizer
         Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, model_config)
-        decode = resolve_decode(config, model_config, note)
+        decode = resolve_decode(config, model_config, log)
         new = config.sampling.max_new_tokens
         schedule = make_schedule(decode, num_layers=model_config.num_hidden_layers, max_new_tokens=new)
         check_lossless(decode, config.prefill.method)
@@ -65,7 +65,7 @@ def check_model(config: JobConfig, note: Note) -> ResolvedModel:
     except ValueError as error:
         raise ConfigError.parse(error) from error
     for text in filter(None, warnings):
-        note(text)
+        log(text)
     return model
 
 
@@ -107,7 +107,7 @@ def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, P
     return folder, model_config if place is None else adapted(model_config, place), place
 
 
-def resolve_decode(config: JobConfig, model_config: DecoderConfig, note: Note) -> dict[str, Json]:
+def resolve_decode(config: JobConfig, model_config: DecoderConfig, log: Log) -> dict[str, Json]:
     """The `decode:` mapping that holds: the job's own, else the checkpoint's (with `lossless` the drafts that were
     calibrated for it, if any), else SkipDecode at speedup 2.
 
@@ -123,7 +123,7 @@ def resolve_decode(config: JobConfig, model_config: DecoderConfig, note: Note) -
     default = {key: value for key, value in stored.items() if key not in LOSSLESS_KEYS}
     decode = {"method": "skipdecode"} | given if given else default
     if skip is not None:
-        decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, model_config, note)}
+        decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, model_config, log)}
     return decode | {
         key: value for key, value in lossless.items() if lossless["lossless"] or value not in (False, "auto")
     }
@@ -180,7 +180,7 @@ def check_placement(config: JobConfig, schedule: Schedule) -> None:
     elif config.sampling.deterministic and deterministic_rows(config) % gpus:
         rows = deterministic_rows(config)
         cause = "sampling.deterministic", f"batches of {rows} rows have no {gpus} equal parts; set actors.batch_size"
-    elif not schedule.is_settled:
+    elif not schedule.is_static:
         cause = "decode.ffn_skip.mode", "rows decide on one device; use mode calibrated or fixed"
     if cause is not None:
         key, reason = cause
@@ -194,7 +194,7 @@ def deterministic_rows(config: JobConfig) -> int:
 
 
 def resolve_ffn_skip(
-    skip: dict[str, Json], decode: dict[str, Json], prefill: str, model_config: DecoderConfig, note: Note
+    skip: dict[str, Json], decode: dict[str, Json], prefill: str, model_config: DecoderConfig, log: Log
 ) -> dict[str, Json]:
     """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers where `calibrated` asks for them.
 
@@ -224,7 +224,7 @@ def resolve_ffn_skip(
     before, now = (band.get("decode", decode), band.get("prefill", "full")), (decode, prefill)
     if before != now:
         names = [f"{decode} with prefill {prefill}" for decode, prefill in (before, now)]
-        note(
+        log(
             f"decode.ffn_skip: the layers were calibrated on top of {names[0]}; on top of {names[1]} their share "
             "and what they cost are others"
         )

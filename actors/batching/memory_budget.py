@@ -14,7 +14,7 @@ from skipdecode.backends.host_memory import available_bytes
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.batch_sizes import MAX_ROWS, row_rounding, rows_within
 from skipdecode.cost.roofline import cache_bytes_per_row
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.schedules.plan import Schedule
 
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": MAX_ROWS}  # `auto`: more rows than this bring little on either kind
@@ -33,7 +33,7 @@ class Room:
     devices: Sequence[torch.device]
     memory_share: float
     """Of a GPU's memory, for weights and caches."""
-    graphs: StepGraphs | None = None
+    graphs: CudaGraphs | None = None
     """Who has it, where decode steps are captured."""
 
     @property

@@ -65,7 +65,7 @@ class Head:
         return self.ends[-1] if self.ends else 0
 
 
-def find_heads(prompts: Sequence[Sequence[int]], prices: PromptPrices, num_steps: int) -> list[Head]:
+def find_prefixes(prompts: Sequence[Sequence[int]], prices: PromptPrices, num_steps: int) -> list[Head]:
     """The heads of each prompt. `num_steps`: decode steps of an answer, which read them."""
     order = sorted(range(len(prompts)), key=lambda row: list(prompts[row]))
     shared = [_common(prompts[a], prompts[b]) for a, b in itertools.pairwise(order)]
@@ -103,7 +103,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return most - most % HEAD_STEP
 
 
-def cut_sharing(
+def cut_sharing_prefixes(
     lengths: Sequence[int],
     heads: Sequence[Head],
     buckets: Sequence[int],
@@ -163,7 +163,7 @@ def cut_window(
 ) -> list[Batch] | None:
     """Batches of rows with one schedule, in which what rows begin with alike is run once; None where they take no less
     time than others. `copies`: heads lie in the memory of every row."""
-    heads = find_heads(prompts, prices, num_steps)
+    heads = find_prefixes(prompts, prices, num_steps)
     if not any(head.ends for head in heads):
         return None
     lengths = [len(prompt) for prompt in prompts]
@@ -173,7 +173,7 @@ def cut_window(
             return batch_size(bucket_of(max(lengths[row] for row in rows), buckets))
         return batch_size(bucket, head_columns=_head_columns([heads[row] for row in rows]))
 
-    batches = cut_sharing(lengths, heads, buckets, size)
+    batches = cut_sharing_prefixes(lengths, heads, buckets, size)
     others = cut_batches(lengths, [None] * len(lengths), buckets, batch_size)
     sharings = [share([prompts[row] for row in batch.rows], batch.marks) if batch.marks else None for batch in batches]
     saved = [0 if sharing is None else sharing.tokens_saved for sharing in sharings]
@@ -185,7 +185,7 @@ def cut_window(
 
 def share_batch(prompts: Sequence[Sequence[int]], prices: PromptPrices, num_steps: int) -> Sharing | None:
     """What the rows of one batch share; None: nothing that pays for the passes of its own."""
-    heads = find_heads(prompts, prices, num_steps)
+    heads = find_prefixes(prompts, prices, num_steps)
     sharing = share(prompts, [head.ends for head in heads]) if any(head.ends for head in heads) else None
     if sharing is None or sharing.tokens_saved * prices.token_s <= len(sharing.levels) * prices.pass_s:
         return None

@@ -19,7 +19,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.cost.batch_sizes import row_rounding, rows_within
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s, training_flops
-from skipdecode.engine.cuda_graphs import StepGraphs, graphs_serve
+from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve
 from skipdecode.engine.generate import Request, generate
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import dtype_name
@@ -61,11 +61,11 @@ def largest_batch(model: Decoder, prompt_tokens: int, new_tokens: int) -> int:
     return max(1, rows - rows % 8)
 
 
-def make_graphs(model: Decoder, *, max_rows: int) -> StepGraphs | None:
+def make_graphs(model: Decoder, *, max_rows: int) -> CudaGraphs | None:
     """For a model on a GPU; captured as steps come."""
     if not graphs_serve(model):
         return None
-    return StepGraphs(model, DeviceMemory.of(model.device).for_caches(MEMORY_SHARE), max_rows=max_rows)
+    return CudaGraphs(model, DeviceMemory.of(model.device).for_caches(MEMORY_SHARE), max_rows=max_rows)
 
 
 def profile_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ def _run_in_turns(
     model: Decoder,
     requests: list[Request],
     named: list[tuple[str, Schedule]],
-    graphs: StepGraphs | None,
+    graphs: CudaGraphs | None,
     repeats: int,
 ) -> tuple[dict[str, list[Any]], dict[str, list[Ceilings]]]:
     """What each schedule's runs counted, and the ceilings of each run."""

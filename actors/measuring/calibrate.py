@@ -130,7 +130,7 @@ class Sample:
         matched = int((logits.argmax(-1) == batch.targets[:, 1:][is_fed]).sum())
         skipped = 0
         for k, tokens_fed in enumerate(is_fed.sum(dim=0).tolist()):
-            skipped += tokens_fed * (sum(self.base.step(k).ffn) - schedule.step(k).num_settled_ffns)
+            skipped += tokens_fed * (sum(self.base.step(k).ffn) - schedule.step(k).num_static_ffns)
         for own, ran in zip(is_fed.tolist(), ffns.history(), strict=False):
             skipped -= sum(itertools.compress(ran[1:], own))
         return skipped, divergence, matched

@@ -9,7 +9,7 @@ from statistics import median
 
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
-from skipdecode.engine.static_batch import Cohort, now
+from skipdecode.engine.static_batch import StaticBatch, now
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
@@ -83,7 +83,7 @@ def time_steps(
     The seconds that the first ones took more than others."""
     full, took = FullDepth(model.config.num_hidden_layers), list[float]()
     requests = _requests(prompts, rows, min(most_new, STEPS + 1), temperature)
-    cohort = Cohort(model, requests, full)
+    cohort = StaticBatch(model, requests, full)
     cohort.prefill()
     context = sum(len(request.prompt_tokens) for request in requests) // rows
     while not cohort.is_done:

@@ -15,7 +15,7 @@ import skipdecode.kv.padded
 import skipdecode.kv.ragged
 from skipdecode.backends.device import backend_on
 from skipdecode.engine.generate import Request
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv.padded import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.sampler import Sampler
@@ -26,7 +26,7 @@ REST = "rest (host, views, adds)"
 
 def profile_step(model: Decoder, requests: list[Request], schedule: Schedule) -> list[dict[str, Any]]:
     """One row per stage of an average decode step, the longest first: `stage`, `ms_per_step`, `share`."""
-    cohort = Cohort(model, requests, schedule, compact_at=0.0)
+    cohort = StaticBatch(model, requests, schedule, compact_at=0.0)
     cohort.prefill()
     with _timed(model) as seconds:
         start = time.perf_counter()
@@ -66,7 +66,7 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
     places: list[tuple[Any, str, str]] = [
         (model, "embed", "embedding"),
         (model, "head", "head"),
-        (model, "likeliest", "head"),  # and the choice of tokens
+        (model, "argmax", "head"),  # and the choice of tokens
         (Sampler, "__call__", "choice of tokens"),
         *backend.timed_calls(),
         (KVCache, "append", "cache write"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from actors.generator import Generator
 from actors.serving.scheduler import Admission, EngineConfig, Ticket
 from skipdecode.engine.prefill import has_room, rounded_columns
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
@@ -16,7 +16,7 @@ LIFE_WEIGHT = 0.2  # of the newest cohort in the mean life of cohorts
 
 
 class CohortBatch:
-    def __init__(self, cohort: Cohort | SpeculativeBatch, tickets: list[Ticket]) -> None:
+    def __init__(self, cohort: StaticBatch | SpeculativeBatch, tickets: list[Ticket]) -> None:
         self.cohort, self.all_tickets = cohort, tickets
         self.started_at = time.monotonic()
 
@@ -82,7 +82,7 @@ class CohortScheduler(Admission):
         rows, width = self._shape(first, prompt, num_new)
         # a row too large for the memory of graphs, which nobody shares now, decodes beside it, kernel by kernel
         graphs = generator.graphs if self._has_room(first, len(tickets), prompt, num_new) else None
-        cohort = Cohort(
+        cohort = StaticBatch(
             generator.model,
             requests,
             first.schedule,

@@ -11,7 +11,7 @@ import torch
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings, measure_ceilings
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
@@ -46,7 +46,7 @@ class Bench:
     """For graphs; None: the share of the device that a worker takes."""
     seed: int = 0
     model: Decoder = field(init=False)
-    graphs: StepGraphs = field(init=False)
+    graphs: CudaGraphs = field(init=False)
 
     @property
     def layers(self) -> int:

@@ -16,7 +16,7 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.predict import num_weights
 from skipdecode.cost.roofline import cache_bytes_per_row, predict_s
-from skipdecode.engine.cuda_graphs import MAX_GRAPHS, StepGraphs, plans_of
+from skipdecode.engine.cuda_graphs import MAX_GRAPHS, CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.families import config_of
 from skipdecode.schedules.from_config import make_schedule
@@ -46,7 +46,7 @@ def check_tokens(bench: Bench) -> Found:
     wanted = {kind: generate(here, rows, schedule).completions for kind, rows in kinds.items()}
     there = here.to(bench.device).pack()
     for kind, rows in kinds.items():
-        graphs = StepGraphs(there, 64 << 20, max_rows=8)
+        graphs = CudaGraphs(there, 64 << 20, max_rows=8)
         made = {
             "without graphs": generate(there, rows, schedule).completions,
             "captured": generate(there, rows, schedule, graphs=graphs).completions,
@@ -69,7 +69,7 @@ def check_captures(bench: Bench) -> Found:
     made_s = time.perf_counter() - start
     room = bench.cache_bytes or DeviceMemory.of(bench.device).for_caches(MEMORY_SHARE)
     start = time.perf_counter()
-    bench.graphs = graphs = StepGraphs(bench.model, room, max_rows=max(bench.rows))
+    bench.graphs = graphs = CudaGraphs(bench.model, room, max_rows=max(bench.rows))
     plans, outside = plans_of(bench.schedules().values(), bench.new_tokens), _outside_torch(bench.device)
     graphs.capture_all(plans)
     _refuse_failed(graphs)
@@ -193,6 +193,6 @@ def _outside_torch(device: torch.device) -> int:
     return int(total) - int(free) - reserved_bytes(device)
 
 
-def _refuse_failed(graphs: StepGraphs) -> None:
+def _refuse_failed(graphs: CudaGraphs) -> None:
     if graphs.failure is not None:
         raise Wrong(f"a decode step cannot be captured: {graphs.failure}")

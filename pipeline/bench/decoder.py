@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue
 
 from pipeline.cluster.machine import provenance
 from pipeline.config.job import ConfigError, Section, SwiftKVSection, build_config, read_tree
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.model import Quantization
 from skipdecode.families import released
@@ -55,7 +55,7 @@ def load_bench_config(path: str | None, overrides: list[str]) -> BenchConfig:
     return build_config(BenchConfig, read_tree(path, overrides))
 
 
-def run_bench(config: BenchConfig, note: Note, *, profile: bool = False) -> dict[str, Json]:
+def run_bench(config: BenchConfig, log: Log, *, profile: bool = False) -> dict[str, Json]:
     """All shapes; the document for stdout and `benchmarks/results/`. `profile`: the stages of a step, not speed."""
     import torch
 
@@ -90,9 +90,9 @@ def run_bench(config: BenchConfig, note: Note, *, profile: bool = False) -> dict
             else:
                 measured = bench_case(model, case, schedules, config.repeats)
             if not rows:
-                note(_line({key: key for key in measured[0]}))
+                log(_line({key: key for key in measured[0]}))
             for row in measured:
-                note(_line(row))
+                log(_line(row))
             rows += measured
     return provenance(device) | {
         "dtype": precision,

@@ -28,7 +28,7 @@ from actors.measuring.bench import random_model
 from pipeline.bench.load import Figures, figures, make_work, offer
 from pipeline.cluster.machine import provenance
 from pipeline.config.job import Section, build_config, read_tree, set_key
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from pipeline.service.config import load_serve_file
 from pipeline.service.run import running
 from skipdecode.checkpoint.hub import DEMO
@@ -84,7 +84,7 @@ def load_serve_bench_config(path: str | None, overrides: list[str]) -> ServeBenc
     return build_config(ServeBenchConfig, read_tree(path, overrides))
 
 
-def run_serve_bench(config: ServeBenchConfig, note: Note) -> dict[str, Json]:
+def run_serve_bench(config: ServeBenchConfig, log: Log) -> dict[str, Json]:
     """One row per system and rate; the document that goes to stdout and into `benchmarks/results/`."""
     chosen = [system for system in config.systems if not config.only or system.name in config.only]
     rows: list[Json] = []
@@ -105,7 +105,7 @@ def run_serve_bench(config: ServeBenchConfig, note: Note) -> dict[str, Json]:
                     outcomes = asyncio.run(offer(url, work, body))
                     found = figures(outcomes, slo_ttft_s=config.slo_ttft_ms / 1e3, slo_tpot_s=config.slo_tpot_ms / 1e3)
                     rows.append({"system": system.name, "rate": rate, **asdict(found)})
-                    note(line(system.name, rate, found))
+                    log(line(system.name, rate, found))
     return provenance(torch.device("cpu"), ("torch", "ray")) | {"config": config.model_dump(mode="json"), "rows": rows}
 
 

@@ -54,8 +54,8 @@ def tell_job(counts: JobProgress, elapsed_s: float) -> None:
     update_job_record(job, update)
 
 
-def job_teller(note: Callable[[str], None]) -> Callable[[JobProgress, float], None]:
-    """`tell_job` that never raises, whatever Ray's store holds or does: `note` hears of the first failure."""
+def job_teller(log: Callable[[str], None]) -> Callable[[JobProgress, float], None]:
+    """`tell_job` that never raises, whatever Ray's store holds or does: `log` hears of the first failure."""
     num_failed = 0
 
     def tell(counts: JobProgress, elapsed_s: float) -> None:
@@ -65,6 +65,6 @@ def job_teller(note: Callable[[str], None]) -> Callable[[JobProgress, float], No
         except Exception as error:
             num_failed += 1
             if num_failed == 1:
-                note(f"progress: the job's metadata cannot be written ({type(error).__name__}: {error})")
+                log(f"progress: the job's metadata cannot be written ({type(error).__name__}: {error})")
 
     return tell

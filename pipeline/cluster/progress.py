@@ -126,11 +126,11 @@ class LiveBar(Ticker):
 def live_progress(
     collector: CollectorHandle,
     total: int,
-    note: Callable[[str], None],
+    log: Callable[[str], None],
     hear: Callable[[Counts], None] = lambda _: None,
 ) -> Ticker:
-    """`with live_progress(collector, total, note):` while the pipeline runs. `hear` is told each time, too."""
-    started, tell = time.monotonic(), job_teller(note)
+    """`with live_progress(collector, total, log):` while the pipeline runs. `hear` is told each time, too."""
+    started, tell = time.monotonic(), job_teller(log)
 
     def counts() -> Counts | None:
         try:

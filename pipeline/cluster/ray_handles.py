@@ -72,8 +72,8 @@ class RunVerdict(TypedDict):
     reason: str
 
 
-class LedgerHandle(Protocol):
-    """Of `stages.attempts.Ledger`."""
+class AttemptTrackerHandle(Protocol):
+    """Of `stages.attempts.AttemptTracker`."""
 
     @property
     def starting(self) -> RemoteMethod[[str, Process], str | None]: ...

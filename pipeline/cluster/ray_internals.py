@@ -127,8 +127,8 @@ def actors_to_hold(operator: Operator) -> set[object]:
     if not isinstance(operator, ActorPoolMapOperator):
         return set()
     pool = operator._actor_pool
-    is_settled = pool.min_size() == pool.max_size() or operator._inputs_complete
-    return set(pool._running_actors) if is_settled else set()
+    is_static = pool.min_size() == pool.max_size() or operator._inputs_complete
+    return set(pool._running_actors) if is_static else set()
 
 
 def set_last_stage_cpus(dataset: Dataset, num_cpus: float) -> None:

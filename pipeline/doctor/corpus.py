@@ -10,7 +10,7 @@ from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, 
 from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
 from pipeline.estimate.text import lines
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
 from pipeline.generate.plan import check_score_columns
 from pipeline.generate.stage_configs import make_sampling, tokenize_config
@@ -32,7 +32,7 @@ class Worker:
     """None: this machine cannot load the model."""
 
 
-def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, note: Note) -> Estimate:
+def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, log: Log) -> Estimate:
     """Reads the input once, as a run does. ConfigError for an input that a run would refuse, or of which no row is
     good."""
     assert worker.model is not None
@@ -41,11 +41,11 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, n
     check_score_columns(plan, config)
     chat = find_chat_template(config, worker.model)
     if remark := unused_chat_template(chat, config, listing.format):
-        note(remark)
-    chat = used_chat_template(chat, config, listing.format, scans, note)
+        log(remark)
+    chat = used_chat_template(chat, config, listing.format, scans, log)
     columns = columns_of(scans, listing.format)
     for text in unknown_names(config.input, columns):
-        note(text)
+        log(text)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.now(UTC), columns=columns)
     sampling = make_sampling(config)
     source, own = str(worker.model.folder), config.model.tokenizer
@@ -68,8 +68,8 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, n
         found = count_tokens(wide, shape, price)
     else:
         few = sample_rows(plan, config.input, prompter, tokens, sampling, MAX_DECODED_ROWS)
-        note(f"estimate: decoding {len(few.requests) or MAX_DECODED_ROWS} rows of the input at most")
+        log(f"estimate: decoding {len(few.requests) or MAX_DECODED_ROWS} rows of the input at most")
         found = forecast(generator, wide, measure(generator, few.requests or wide.requests), shape, price)
     for line in lines(found):
-        note(line)
+        log(line)
     return found

@@ -27,7 +27,7 @@ from pipeline.doctor.facts import (
     wrong_places,
 )
 from pipeline.doctor.versions import check_versions
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from pipeline.generate.stage_configs import local_paths, make_generator
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
@@ -80,9 +80,9 @@ class Output:
     """Of a folder on this machine."""
 
 
-def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
+def examine(config: JobConfig, has_input: bool, log: Log) -> dict[str, Json]:
     """Everything that was found; `problems`: what a run would stumble over, in words, with the remedy; `warnings`: what
-    it would start with all the same, which `note` gets, too.
+    it would start with all the same, which `log` gets, too.
 
     `has_input`: whether the configuration names an input; the default one need not be there.
     """
@@ -91,7 +91,7 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
     def heard(text: str) -> None:
         if text.startswith(WARNING):
             warnings.append(text.removeprefix(WARNING))
-        note(text)
+        log(text)
 
     def attempt(look: Callable[[], T]) -> T | None:
         """What `look` finds; None, and a problem, when a run would be refused."""
@@ -110,18 +110,18 @@ def examine(config: JobConfig, has_input: bool, note: Note) -> dict[str, Json]:
     problems += check_versions().wrong + wrong_devices() + wrong_places()
     on_gpu = attempt(cuda_backend)
     if on_gpu is not None:
-        note(f"CUDA kernels: {on_gpu}")
+        log(f"CUDA kernels: {on_gpu}")
     document["cuda_backend"] = None if on_gpu is None else asdict(on_gpu)
     backend = None if says_nothing_of_cpus() else attempt(cpu_backend)
     if backend is not None:
-        note(f"CPU kernels: {backend}")
+        log(f"CPU kernels: {backend}")
     document["cpu_backend"] = None if backend is None else asdict(backend)
     pool = None if cluster is None else attempt(lambda: fitting_pool(config, cluster))
     worker_pool = pool or pool_of_one(config, cluster)
     device = worker_device(worker_pool)
     nodes = attempt(lambda: decoding_nodes(cluster, pool, device))
     for node in nodes or ():
-        note(f"workers on {node.node}: {node.backend}")
+        log(f"workers on {node.node}: {node.backend}")
     document["worker_backends"] = [asdict(node) for node in nodes or ()]
     worker = Worker()
     chosen = None if nodes is None else attempt(lambda: choice(config, worker_pool, nodes, heard, worker))
@@ -193,11 +193,11 @@ def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.dev
 
 
 def choice(
-    config: JobConfig, pool: Pool, nodes: Sequence[NodeBackend], note: Note, worker: Worker | None = None
+    config: JobConfig, pool: Pool, nodes: Sequence[NodeBackend], log: Log, worker: Worker | None = None
 ) -> Choice:
     """Where this machine has such a device the model is loaded as a worker of `pool` does; `worker` keeps it."""
     worker, device = worker or Worker(), worker_device(pool)
-    model = worker.model = check_model(config, note)
+    model = worker.model = check_model(config, log)
     dtype = settle_dtype(config.model.dtype, device.type, nodes)
     check_quantization(config.model.quantization, model.config, dtype, device.type, why_no_int8(nodes))
     lacking = why_by_torch(nodes, dtype)
@@ -225,10 +225,10 @@ def choice(
         return found
     if config.model.quantization is not None and cpu_backend().no_int8 is not None:
         return found
-    note(f"model: loading {model.source} on {device}")
+    log(f"model: loading {model.source} on {device}")
     generator = worker.generator = Generator(make_generator(config, model, dtype, pool, local_paths(config, model)))
     if generator.graphs is not None:
-        note(f"CUDA graphs: {generator.graphs.describe()}")
+        log(f"CUDA graphs: {generator.graphs.describe()}")
     sizes = {str(bucket): generator.batch_size(bucket, new) for bucket in buckets}
     return replace(found, load_s=generator.load_s, batch_size=sizes)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from pipeline.config.job import ConfigError
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from skipdecode.cost.gpu_specs import gpu_named
 from skipdecode.cost.predict import BANDWIDTH_REACHED, FLOPS_REACHED, MODELS, Prediction, Workload, predict_all
 from skipdecode.families import released
@@ -13,9 +13,9 @@ COLUMNS = ("model", "schedule", "num_gpus", "rows", "ms_per_step", "tokens_per_s
 
 
 def predicted(
-    name: str, note: Note, prompt_tokens: int, new_tokens: int, *, price_per_hour: float | None = None
+    name: str, log: Log, prompt_tokens: int, new_tokens: int, *, price_per_hour: float | None = None
 ) -> dict[str, Json]:
-    """The document; a table goes to `note`. Every row has that many prompt tokens, and makes as many new ones."""
+    """The document; a table goes to `log`. Every row has that many prompt tokens, and makes as many new ones."""
     try:
         gpu = gpu_named(name)
     except ValueError as error:
@@ -32,18 +32,18 @@ def predicted(
         )
     rows = predict_all(gpu, [(model, released(model)) for model in MODELS], work)
     missing = sorted(set(MODELS) - {row.model for row in rows})
-    note(f"{gpu.name}: predicted, not measured. {gpu.source}; {gpu.price_per_hour:g} $ an hour")
-    note(
+    log(f"{gpu.name}: predicted, not measured. {gpu.source}; {gpu.price_per_hour:g} $ an hour")
+    log(
         f"prompts of {work.prompt_tokens} tokens, {work.new_tokens} new ones, bfloat16, steps as CUDA graphs; "
         f"{BANDWIDTH_REACHED:.0%} of the bandwidth and {FLOPS_REACHED:.0%} of the products of the data sheet"
     )
-    note(_line({column: column for column in COLUMNS}))
+    log(_line({column: column for column in COLUMNS}))
     for row in rows:
-        note(_line(_shown(row)))
+        log(_line(_shown(row)))
     if any(row.num_gpus > 1 for row in rows):
-        note("more than one GPU: layers are dealt out to them (actors.num_gpus), and steps run without graphs")
+        log("more than one GPU: layers are dealt out to them (actors.num_gpus), and steps run without graphs")
     for model in missing:
-        note(f"{model}: more than 8 of these GPUs")
+        log(f"{model}: more than 8 of these GPUs")
     return {
         "gpu": asdict(gpu),
         "measured": False,

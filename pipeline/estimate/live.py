@@ -11,7 +11,7 @@ from pipeline.cluster.ray_handles import Pace
 from pipeline.estimate.forecast import Shape, count_tokens
 from pipeline.estimate.sample import Sample
 from pipeline.estimate.text import hours, lines
-from pipeline.formatting import Note, count
+from pipeline.formatting import Log, count
 from pipeline.store.run_state import EstimateState
 
 SAMPLED_ROWS, SAMPLED_FILES = 512, 4
@@ -21,12 +21,12 @@ SEEN_SHARE: Final = 0.01  # of the rows, and a window: then their pace is taken 
 class LiveEstimate:
     """Of the rows that a session has to do."""
 
-    def __init__(self, sample: Sample, shape: Shape, price_per_hour: float | None, note: Note) -> None:
-        self._shape, self._price_per_hour, self._note = shape, price_per_hour, note
+    def __init__(self, sample: Sample, shape: Shape, price_per_hour: float | None, log: Log) -> None:
+        self._shape, self._price_per_hour, self._note = shape, price_per_hour, log
         self._started = time.monotonic()
         self._known = count_tokens(sample, shape, price_per_hour)
         self.found: EstimateState | None = None
-        note(lines(self._known)[0])
+        log(lines(self._known)[0])
 
     def is_ready(self, rows: int) -> bool:
         """Whether so many rows say enough, and nothing has been said yet."""

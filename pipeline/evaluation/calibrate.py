@@ -40,7 +40,7 @@ from pipeline.evaluation.documents import (
     Proposal,
     SimilarityLine,
 )
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from pipeline.input.sample_prompts import read_prompts
 from pipeline.plots import new_figure, save_figure
 from pipeline.store.model_folder import new_folder, written_whole
@@ -88,7 +88,7 @@ OF_TARGET = {"ffn_skip": ("skip_share", "warmup_tokens"), "drafts": ("batch_size
 """Keys that the other target has no use for."""
 
 
-def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument | DraftsDocument:
+def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | DraftsDocument:
     """Measures, proposes, and writes the checkpoint; gives back `calibration/calibration.json`."""
     started = time.monotonic()
     check_keys(config)
@@ -99,14 +99,14 @@ def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument | Draf
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     try:
         model = check_model(
-            JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling), note
+            JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling), log
         )
     except ConfigError as error:  # it speaks of a job's keys
         raise error.renamed("sampling.max_new_tokens", "max_new_tokens") from error
     if config.target == "drafts":
         check_carried(model)
     prompts = read_prompts(config.input, config.num_prompts)
-    generator, pairs = write_texts(config, model, prompts, note)
+    generator, pairs = write_texts(config, model, prompts, log)
 
     def facts(num_prompts: int, num_tokens: int) -> CalibrationFacts:
         return {
@@ -122,12 +122,12 @@ def calibrate(config: CalibrateConfig, note: Note) -> CalibrationDocument | Draf
         }
 
     if config.target == "drafts":
-        found = find_drafts(generator, pairs, config, note)
+        found = find_drafts(generator, pairs, config, log)
         drafts: DraftsDocument = {**facts(found.sample.num_prompts, found.sample.num_tokens), **found.figures()}
         with written_whole(target) as staging:
             write_checkpoint(staging, model, {"drafts": found.carried()}, drafts)
         return drafts
-    sample, layers, rule = propose(generator, pairs, config, note)
+    sample, layers, rule = propose(generator, pairs, config, log)
     document: CalibrationDocument = {
         **facts(sample.num_prompts, sample.num_tokens),
         "calibrated": _figures(layers),
@@ -172,21 +172,21 @@ def check_draft_keys(config: CalibrateConfig) -> None:
 
 
 def propose(
-    generator: Generator, pairs: Sequence[Pair], config: CalibrateConfig, note: Note
+    generator: Generator, pairs: Sequence[Pair], config: CalibrateConfig, log: Log
 ) -> tuple[Sample, Candidate, Candidate]:
     """The texts as they were measured, and which blocks to leave out: a fixed set, and by the row rule."""
     sample = Sample(generator.model, generator.schedule(config.max_new_tokens), pairs, config.batch_size)
-    note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
+    log(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
     try:
-        layers = propose_layers(sample, config.skip_share, config.warmup_tokens, _progress(note, "fixed layers"))
-        rule = propose_rule(sample, config.skip_share, config.warmup_tokens, _progress(note, "row rule"))
+        layers = propose_layers(sample, config.skip_share, config.warmup_tokens, _progress(log, "fixed layers"))
+        rule = propose_rule(sample, config.skip_share, config.warmup_tokens, _progress(log, "row rule"))
     except ValueError as error:
         raise ConfigError.parse(error) from error
     return sample, layers, rule
 
 
 def write_texts(
-    config: CalibrateConfig, model: ResolvedModel, prompts: list[str], note: Note
+    config: CalibrateConfig, model: ResolvedModel, prompts: list[str], log: Log
 ) -> tuple[Generator, list[Pair]]:
     """Decodes the prompts under the schedule beneath; those that do not fit are left out."""
     generator = Generator(
@@ -206,9 +206,9 @@ def write_texts(
     encoded = generator.tokenizer.encode(prompts)
     tokens = [ids for ids in encoded if 0 < len(ids) <= room]
     if num_empty := encoded.count([]):
-        note(f"{num_empty} prompts without tokens were left out: this model has no token that begins a text")
+        log(f"{num_empty} prompts without tokens were left out: this model has no token that begins a text")
     if num_long := len(prompts) - len(tokens) - num_empty:
-        note(f"{num_long} prompts with more than {room} tokens were left out")
+        log(f"{num_long} prompts with more than {room} tokens were left out")
     if not tokens:
         raise ConfigError("input.path", f"every prompt has more than {room} tokens, or none")
     requests = [Request(str(n), ids, Sampling(config.max_new_tokens)) for n, ids in enumerate(tokens)]
@@ -274,13 +274,13 @@ def _figures(candidate: Candidate) -> Proposal:
     }
 
 
-def _progress(note: Note, what: str) -> Progress:
+def _progress(log: Log, what: str) -> Progress:
     last = time.monotonic()
 
     def tell(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last >= PROGRESS_S or done == total:
             last = time.monotonic()
-            note(f"progress: {what}: {done}/{total} passes")
+            log(f"progress: {what}: {done}/{total} passes")
 
     return tell

@@ -14,7 +14,7 @@ from actors.measuring.draft_search import Candidate, DraftSample, Pair, Search, 
 from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError
 from pipeline.evaluation.documents import Decode, DraftGain, DraftProposal
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, measure_ceilings
 from skipdecode.model.pipeline_parallel import dtype_name
 from skipdecode.schedules.from_config import make_schedule
@@ -107,23 +107,23 @@ def check_sizes(generator: Generator, pairs: Sequence[Pair], config: "CalibrateC
         raise ConfigError("batch_sizes", f"{wrong[0]} rows are too many: there is room for {most} on this machine")
 
 
-def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateConfig", note: Note) -> FoundDrafts:
+def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateConfig", log: Log) -> FoundDrafts:
     """`pairs`: what the generator wrote at full depth; one at least has two tokens."""
     check_sizes(generator, pairs, config)
     sample = DraftSample(generator.model, pairs, config.batch_size)
-    note(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
+    log(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
     if sample.num_prompts < FEW:
-        note(f"warning: {sample.num_prompts} texts say little about how many drafts are accepted; give {FEW} or more")
+        log(f"warning: {sample.num_prompts} texts say little about how many drafts are accepted; give {FEW} or more")
     ceilings = measure_ceilings(str(generator.device), dtype_name(generator.dtype))
     prices = Prices.of(generator.model, ceilings, keep=None)
-    search = Search(sample, prices, config.batch_sizes, config.max_new_tokens, _progress(note))
+    search = Search(sample, prices, config.batch_sizes, config.max_new_tokens, _progress(log))
     candidates = search.run()
     num_steps = max(len(made) for _, made in pairs) - 1
     plans = [[search.schedule(one.decode).step(k) for k in range(num_steps)] for one in candidates]
     layers = [sum(plan.num_layers_run for plan in own) / num_steps for own in plans]
     spread = prices.spread("full")
     if spread > BUSY:
-        note(
+        log(
             f"warning: half of the equal steps took {spread:.1f} times as long as the shortest, so this machine was "
             "busy and the expected speedups are rough; calibrate again when it is idle"
         )
@@ -149,7 +149,7 @@ def _proposal(candidate: Candidate, layers: float) -> DraftProposal:
     }
 
 
-def _progress(note: Note) -> Tell:
+def _progress(log: Log) -> Tell:
     """Lines of the search, one every few seconds."""
     last = 0.0
 
@@ -157,6 +157,6 @@ def _progress(note: Note) -> Tell:
         nonlocal last
         if time.monotonic() - last >= PROGRESS_S:
             last = time.monotonic()
-            note(f"progress: {line}")
+            log(f"progress: {line}")
 
     return tell

@@ -28,7 +28,7 @@ from pipeline.evaluation.documents import (
 )
 from pipeline.evaluation.hypotheses import Texts, read_texts
 from pipeline.evaluation.metrics import scores, slot_share
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.input.training_pairs import encode_pairs, read_pairs
 from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.run_folder import RunFolder
@@ -78,7 +78,7 @@ class EvaluateConfig(Section):
     """Pairs of a batch, for the perplexity."""
 
 
-def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
+def evaluate(config: EvaluateConfig, log: Log) -> EvaluationDocument:
     """The figures of one corpus; everything that can be wrong is found before anything is computed."""
     if config.data.path is None:
         raise ConfigError("--references", "name the file with the references (CSV, JSONL or Parquet)")
@@ -89,7 +89,7 @@ def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
     state = folder.read_state()
     texts = read_texts(folder, is_run=state is not None)
     if state is not None and state["state"] != "finished":
-        note(
+        log(
             f"{config.generated}: the run is not finished; {texts.num_rows} of {state['books']['input']} rows are there"
         )
     if by_id is not None:  # one that no row has stays, and is counted
@@ -105,9 +105,9 @@ def evaluate(config: EvaluateConfig, note: Note) -> EvaluationDocument:
             f"the run has {_named(texts.by_prompt if by_id is None else texts.prompts_of)}, the references "
             f"{_named(references)}{'' if by_id else '; --id-column goes by ids, e.g. of chats'}",
         )
-    counts = _compare(texts, references, chosen, note)
+    counts = _compare(texts, references, chosen, log)
     policy = None if state is None else RunPolicy.of(state)
-    perplexity = _perplexity(config, policy, [pair for pair in pairs if pair[0] in texts.by_prompt], note)
+    perplexity = _perplexity(config, policy, [pair for pair in pairs if pair[0] in texts.by_prompt], log)
     hypotheses = [texts.by_prompt[prompt] for prompt in chosen]
     return {
         "generated": config.generated,
@@ -138,7 +138,7 @@ def group_references(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return grouped
 
 
-def _compare(texts: Texts, references: dict[str, list[str]], chosen: Sequence[str], note: Note) -> Counts:
+def _compare(texts: Texts, references: dict[str, list[str]], chosen: Sequence[str], log: Log) -> Counts:
     """Counts what is scored and what has no counterpart, and says so."""
     lonely = [prompt for prompt in texts.by_prompt if prompt not in references]
     missing = [prompt for prompt in references if prompt not in texts.by_prompt]
@@ -157,7 +157,7 @@ def _compare(texts: Texts, references: dict[str, list[str]], chosen: Sequence[st
         ("prompts of the references have no row and are not scored", missing),
     ):
         if prompts:
-            note(f"{len(prompts)} {what}: {_named(prompts)}")
+            log(f"{len(prompts)} {what}: {_named(prompts)}")
     return counts
 
 
@@ -216,9 +216,7 @@ class Policy:
     is_chat: bool
 
 
-def _perplexity(
-    config: EvaluateConfig, run: RunPolicy | None, pairs: list[tuple[str, str]], note: Note
-) -> PolicyFigures:
+def _perplexity(config: EvaluateConfig, run: RunPolicy | None, pairs: list[tuple[str, str]], log: Log) -> PolicyFigures:
     """The references under model and schedule of the run; None where left out."""
     is_cpu = config.device == "auto" and run is not None and run.quantization is not None  # such weights are for CPUs
     device = choose_device("cpu" if is_cpu else config.device)
@@ -228,10 +226,10 @@ def _perplexity(
     figures, num_pairs, more = loss_figures(None), 0, PolicyKeys()
     used = None if config.perplexity_pairs == 0 else run
     if used is None:
-        note("perplexity: left out" + ("" if run else f"; {config.generated} has no run.json to name the policy"))
+        log("perplexity: left out" + ("" if run else f"; {config.generated} has no run.json to name the policy"))
     else:
         policy = _load_policy(config, used, device)
-        drawn = _draw(config, policy, pairs, note)
+        drawn = _draw(config, policy, pairs, log)
         num_pairs, more = len(drawn), {"prefill": used.prefill, "quantization": used.quantization}
         if drawn:
             figures = loss_figures(mean_loss(policy.model, drawn, policy.schedule, config.batch_size))
@@ -245,12 +243,12 @@ def _perplexity(
     }
 
 
-def _draw(config: EvaluateConfig, policy: Policy, pairs: Sequence[tuple[str, str]], note: Note) -> list[Pair]:
+def _draw(config: EvaluateConfig, policy: Policy, pairs: Sequence[tuple[str, str]], log: Log) -> list[Pair]:
     limit = policy.model.config.max_position_embeddings
     encoded = encode_pairs(policy.tokenizer, pairs, is_rendered=policy.is_chat)
     drawn = draw_pairs(encoded, config.perplexity_pairs, limit)
     if len(drawn) < min(len(pairs), config.perplexity_pairs or len(pairs)):
-        note(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
+        log(f"perplexity: pairs of more than {limit} tokens do not fit the model and are left out")
     return drawn
 
 

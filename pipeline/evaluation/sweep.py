@@ -28,7 +28,7 @@ from pipeline.evaluation.score import draw_pairs, loss_figures, measured_on
 from pipeline.evaluation.speed import speed_figures
 from pipeline.evaluation.sweep_corpus import Corpus, SweepData, load_corpus
 from pipeline.evaluation.sweep_report import headline, write_json, write_report
-from pipeline.formatting import Note, count
+from pipeline.formatting import Log, count
 from pipeline.input.training_pairs import encode_pairs
 from pipeline.report.document import Speedup
 from skipdecode.backends.choice import choose
@@ -99,14 +99,14 @@ class Setting:
     prefill: str
 
 
-def run_sweep(config: SweepConfig, note: Note, command: str) -> SweepDocument:
+def run_sweep(config: SweepConfig, log: Log, command: str) -> SweepDocument:
     """Decodes and scores everything; writes `quality.json` (what comes back), `.md`, `.svg`, `.png` into `output`."""
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
-    corpus = load_corpus(config.data, note)
+    corpus = load_corpus(config.data, log)
     dtype = dtype_name(choose_dtype(config.dtype, device))
-    settings = [check_run(config, index, dtype, device.type, note) for index in range(len(config.runs))]
+    settings = [check_run(config, index, dtype, device.type, log) for index in range(len(config.runs))]
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -121,7 +121,7 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> SweepDocument:
         "slot_share_of_references": corpus.slot_share,
         "rows": [],
     }
-    for row in measure_all(config, settings, corpus, note):
+    for row in measure_all(config, settings, corpus, log):
         document["rows"].append(row)
         write_json(document, Path(config.output))  # an interrupted sweep keeps what it has
     write_report(document, Path(config.output))
@@ -129,19 +129,19 @@ def run_sweep(config: SweepConfig, note: Note, command: str) -> SweepDocument:
 
 
 def measure_all(
-    config: SweepConfig, settings: Sequence[Sequence[Setting]], corpus: Corpus, note: Note
+    config: SweepConfig, settings: Sequence[Sequence[Setting]], corpus: Corpus, log: Log
 ) -> Iterator[SweepRow]:
     """The lines of the table, one by one. `settings`: those of each entry of `runs`."""
     total, done = sum(map(len, settings)), 0
     for run, own in zip(config.runs, settings, strict=True):
-        for row in measure_run(config, run, own, corpus, note):
+        for row in measure_run(config, run, own, corpus, log):
             done += 1
-            note(f"[{done}/{total}] {headline(row)}")
+            log(f"[{done}/{total}] {headline(row)}")
             yield row
 
 
 def measure_run(
-    config: SweepConfig, run: SweepRun, settings: Sequence[Setting], corpus: Corpus, note: Note
+    config: SweepConfig, run: SweepRun, settings: Sequence[Setting], corpus: Corpus, log: Log
 ) -> Iterator[SweepRow]:
     """The lines of one entry of `runs`: its checkpoint is loaded once, and gone before that of the next one comes."""
     generator = Generator(generator_config(config, run))
@@ -157,7 +157,7 @@ def measure_run(
     schedules = [listed_schedule(generator.model.config, one, config.max_new_tokens) for one in given]
     if pairs:
         whose = run.label or run.model
-        note(f"{whose}: full depth took {full_s:.0f} s; now the loss of {count(len(pairs), 'reference')}")
+        log(f"{whose}: full depth took {full_s:.0f} s; now the loss of {count(len(pairs), 'reference')}")
     losses = mean_losses(generator.model, pairs, schedules, LOSS_ROWS) if pairs else [None] * len(settings)
     for setting, loss in zip(settings, losses, strict=True):
         started = time.monotonic()
@@ -183,7 +183,7 @@ def is_full_depth(generator: Generator, config: SweepConfig) -> bool:
     return generator.schedule(config.max_new_tokens) == generator.full
 
 
-def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: Note) -> list[Setting]:
+def check_run(config: SweepConfig, index: int, dtype: str, device: str, log: Log) -> list[Setting]:
     """The settings of one entry of `runs`, its checkpoint and schedules found fit; ConfigError otherwise."""
     run = config.runs[index]
     base = {
@@ -191,7 +191,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: No
         "sampling": {"max_new_tokens": config.max_new_tokens},
     }
     try:
-        model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), note)
+        model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), log)
         check_quantization(run.quantization, model.config, dtype, device, choose().no_int8)
     except ConfigError as error:
         raise ConfigError(f"runs.{index}.model ({run.label})", str(error)) from error
@@ -202,7 +202,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, note: No
             raise ConfigError(key, "has no meaning in a sweep, where every prompt runs by itself; leave it out")
         own = {"decode": given.model_dump(exclude={"name", "prefill"}), "prefill": {"method": given.prefill}}
         try:
-            decode = resolve_decode(JobConfig.model_validate(base | own), model.config, note)
+            decode = resolve_decode(JobConfig.model_validate(base | own), model.config, log)
             listed_schedule(model.config, decode | {"prefill": given.prefill}, config.max_new_tokens)
         except ValueError as error:
             raise ConfigError(f"runs.{index}.decode.{number} ({run.label})", str(error)) from error

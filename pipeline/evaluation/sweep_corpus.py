@@ -11,7 +11,7 @@ from pipeline.config.job import ConfigError, InputConfig
 from pipeline.demo.corpus import make_prompts
 from pipeline.evaluation.metrics import slot_share
 from pipeline.evaluation.score import ReferenceData, group_references
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.input.sample_prompts import read_prompts
 from pipeline.input.training_pairs import read_pairs
 
@@ -44,10 +44,10 @@ class Corpus:
         return slot_share([p for p, _ in self.pairs], [text for _, text in self.pairs])["slot_share"]
 
 
-def load_corpus(data: SweepData, note: Note) -> Corpus:
+def load_corpus(data: SweepData, log: Log) -> Corpus:
     """All distinct prompts with their references; without a file, prompts made on the spot."""
     if data.path is None:
-        note(f"data.path is null, so no references, no BLEU, ROUGE or loss: {E2E_DATA}")
+        log(f"data.path is null, so no references, no BLEU, ROUGE or loss: {E2E_DATA}")
         return Corpus([row["prompt"] for row in make_prompts(data.limit or MADE_PROMPTS)], None, [])
     if not data.has_references:
         source = InputConfig(path=(data.path,), prompt_column=data.prompt_column)

@@ -9,14 +9,14 @@ from pipeline.export.card import make_card
 from pipeline.export.plan import ExportPlan, Options, plan_export, shard_name
 from pipeline.export.shards import open_shard, read_parts
 from pipeline.export.target import Place, open_place
-from pipeline.formatting import Json, Note, count
+from pipeline.formatting import Json, Log, count
 
 
-def export(options: Options, note: Note) -> dict[str, Json]:
+def export(options: Options, log: Log) -> dict[str, Json]:
     """ConfigError: nothing was written. Anything else raised: the target is not there either."""
     plan = plan_export(options)
     _check_books(plan)
-    note(f"{plan.folder.shown}: {count(plan.num_rows, 'row')} into {count(plan.num_shards, 'file')}")
+    log(f"{plan.folder.shown}: {count(plan.num_rows, 'row')} into {count(plan.num_shards, 'file')}")
     with open_place(plan.target) as place:
         written = write_shards(plan, place)
         if written != plan.num_rows:

@@ -7,7 +7,7 @@ from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
 from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError, JobConfig
-from pipeline.formatting import Note, count
+from pipeline.formatting import Log, count
 from pipeline.input.scan import FileScan
 from skipdecode.checkpoint.hub import resolve_source
 
@@ -37,7 +37,7 @@ def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate 
 
 
 def used_chat_template(
-    chat: ChatTemplate | None, config: JobConfig, format: str, scans: Sequence[FileScan], note: Note
+    chat: ChatTemplate | None, config: JobConfig, format: str, scans: Sequence[FileScan], log: Log
 ) -> ChatTemplate | None:
     """None where no prompt goes through it."""
     chats = sum(scan.num_chats for scan in scans)
@@ -48,7 +48,7 @@ def used_chat_template(
                 f"every line is a chat, and the checkpoint has no chat template that can be used; {REMEDY}",
             )
         why = "the checkpoint has no template that can be used"
-        note(f"input.chat_template: {count(chats, 'chat')} will fail, since {why}; {REMEDY}")
+        log(f"input.chat_template: {count(chats, 'chat')} will fail, since {why}; {REMEDY}")
     return chat if chats or config.input.is_chat else None
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyarrow.fs import LocalFileSystem
 
 from pipeline.config.job import ConfigError, JobConfig
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.generate.openai_batch import has_batch_files
 from pipeline.input.files import Listing
 from pipeline.store.atomic_files import check_renames
@@ -84,7 +84,7 @@ def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
     return state
 
 
-def has_all_rows(folder: RunFolder, state: RunState, note: Note) -> bool:
+def has_all_rows(folder: RunFolder, state: RunState, log: Log) -> bool:
     """Whether a finished run has its report and its OpenAI batch files, and data files that count what its books
     say."""
     try:
@@ -94,20 +94,20 @@ def has_all_rows(folder: RunFolder, state: RunState, note: Note) -> bool:
     there = {status: sum(int(files[name][0]) for name in files if f"/status={status}/" in name) for status in STATUSES}
     books = {"ok": state["books"]["ok"], "failed": state["books"]["failed"]}
     if books != there:
-        note(f"{folder.shown}: finished before, but its data files hold {there} rows now, and its books say {books}")
+        log(f"{folder.shown}: finished before, but its data files hold {there} rows now, and its books say {books}")
         return False
     closed = state.get("files", files)
     if closed.keys() != files.keys() or any(ids not in ("", closed[name][1]) for name, (_, ids) in files.items()):
-        note(f"{folder.shown}: finished before, but its data files are not those that its books were closed with")
+        log(f"{folder.shown}: finished before, but its data files are not those that its books were closed with")
         return False
     if not has_batch_files(folder, state):
-        note(f"{folder.shown}: finished before, but its OpenAI batch files are not whole; they are made again")
+        log(f"{folder.shown}: finished before, but its OpenAI batch files are not whole; they are made again")
         return False
     if not _has_report(folder, state):
-        note(f"{folder.shown}: finished before, but its report.json is not whole; it is made again")
+        log(f"{folder.shown}: finished before, but its report.json is not whole; it is made again")
         return False
     if left := folder.unexpected_files("checkpoint"):
-        note(f"{folder.shown}: finished before, but {left[0]} came late; it is removed")
+        log(f"{folder.shown}: finished before, but {left[0]} came late; it is removed")
         return False
     return True
 

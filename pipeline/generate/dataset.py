@@ -12,7 +12,7 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from actors.generator import GeneratorConfig
 from pipeline.cluster.pool import STAGE_CPUS, Pool
-from pipeline.cluster.ray_handles import CollectorHandle, LedgerHandle, LeftoversHandle
+from pipeline.cluster.ray_handles import AttemptTrackerHandle, CollectorHandle, LeftoversHandle
 from pipeline.cluster.ray_internals import set_last_stage_cpus
 from pipeline.config.job import InputConfig
 from pipeline.input.id_matching import DoneRows
@@ -49,7 +49,7 @@ class Helpers:
     """Actors on the driver's node that every worker talks to."""
 
     collector: CollectorHandle
-    ledger: LedgerHandle
+    attempts: AttemptTrackerHandle
     leftovers: LeftoversHandle | None
     """None: workers share nothing."""
 
@@ -72,7 +72,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: Helpers) -> Datas
     )  # fmt: skip
     rows = rows.map_batches(
         DecodeStage,
-        fn_constructor_args=(spec.generator, sampling, helpers.collector, helpers.ledger, helpers.leftovers),
+        fn_constructor_args=(spec.generator, sampling, helpers.collector, helpers.attempts, helpers.leftovers),
         batch_size=spec.window_rows,
         batch_format="pyarrow",
         zero_copy_batch=True,

@@ -14,7 +14,7 @@ from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, 
 from pipeline.cluster.node_backends import find_backends, settle_dtype, why_by_torch, why_no_int8
 from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray
 from pipeline.config.job import ConfigError, JobConfig
-from pipeline.formatting import Note, count
+from pipeline.formatting import Log, count
 from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
 from pipeline.generate.check_paths import check_apart, check_output, has_all_rows, left_as_found
 from pipeline.generate.fingerprint import fingerprint, keeps_newlines
@@ -55,18 +55,18 @@ class PlannedRun:
     """Makes prompts where they are made."""
 
 
-def plan_run(config: JobConfig, note: Note, index_all: bool = False) -> PlannedRun:
+def plan_run(config: JobConfig, log: Log, index_all: bool = False) -> PlannedRun:
     """Checks all that can be checked; ConfigError where the run is not possible.
 
     `index_all`: so that single rows can be looked up, as a resume must.
     """
-    model = check_model(config, note)
+    model = check_model(config, log)
     folder = RunFolder.open(config.output.path)
     with left_as_found(folder):
-        return _plan(config, model, folder, note, index_all)
+        return _plan(config, model, folder, log, index_all)
 
 
-def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, note: Note, index_all: bool) -> PlannedRun:
+def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, index_all: bool) -> PlannedRun:
     chat = find_chat_template(config, model)
     earlier = check_output(folder, config)
     expansion = Expansion.of(config.input, config.sampling, lines_of(earlier))
@@ -74,22 +74,22 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, note: Note
     check_apart(folder, listing)
     cluster = start_ray()
     stop_on_sigterm()
-    note(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
+    log(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = find_pool(config.actors, cluster)
     dtype = settle_numbers(config, model, begun_in(earlier), cluster, pool)
-    is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, note)
+    is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, log)
     is_open = earlier is not None and not is_finished
-    scans, entries = scan_input(listing, config.input, index_all or is_open, note, sum_ids=index_all or not is_finished)
+    scans, entries = scan_input(listing, config.input, index_all or is_open, log, sum_ids=index_all or not is_finished)
     plan = plan_input(listing, scans, config.input)
     check_score_columns(plan, config)
     id_sum = sum_input(plan, scans, config.input)
-    note(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
+    log(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
     columns = columns_of(scans, listing.format)
     for text in unknown_names(config.input, columns):
-        note(text)
+        log(text)
     if earlier is None and (remark := unused_chat_template(chat, config, listing.format)):
-        note(remark)
-    chat = used_chat_template(chat, config, listing.format, scans, note)
+        log(remark)
+    chat = used_chat_template(chat, config, listing.format, scans, log)
     prints = fingerprint(config, model.decode, model.folder, dtype, plan, chat)
     began = started_at(earlier)
     now, keeps_newline = datetime.fromtimestamp(began, UTC), keeps_newlines(earlier)

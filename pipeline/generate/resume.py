@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.fault_injection import fault_point
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.row_index import index_outputs, mark_rows, match_rows
 from pipeline.input.id_matching import DoneRows
@@ -39,7 +39,7 @@ class Work:
 def settle_rows(
     planned: PlannedRun,
     data_files: list[str],
-    note: Note,
+    log: Log,
     *,
     without_codes: frozenset[str] = frozenset(),
     place: str = "data",
@@ -47,11 +47,11 @@ def settle_rows(
     """The rows that the data files lack; those with `without_codes` count as lacking."""
     if not planned.entries:
         return Work(planned.input, None, place)
-    num_outputs, outputs = index_outputs(planned.folder.filesystem, data_files, note, without_codes)
+    num_outputs, outputs = index_outputs(planned.folder.filesystem, data_files, log, without_codes)
     matches = match_rows(planned.input, planned.entries, outputs, num_outputs)
     plan, done = mark_rows(planned.input, matches)
     if plan.num_duplicates:
-        note(f"input: {plan.num_duplicates} rows have the id of an earlier one")
+        log(f"input: {plan.num_duplicates} rows have the id of an earlier one")
     return Work(plan, done if done.num_rows else None, place)
 
 
@@ -60,13 +60,13 @@ def all_data_files(folder: RunFolder) -> list[str]:
     return folder.all_data_files()
 
 
-def remove_empty(folder: RunFolder, check: Callable[[], None], note: Note) -> None:
+def remove_empty(folder: RunFolder, check: Callable[[], None], log: Log) -> None:
     """Deletes data files of no bytes: they hold no rows. `check` is asked before each step."""
     for path in folder.remove_empty(check):
-        note(f"{path}: removed; it is empty, as an upload that was cut off leaves it, and its rows are made again")
+        log(f"{path}: removed; it is empty, as an upload that was cut off leaves it, and its rows are made again")
 
 
-def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], note: Note) -> None:
+def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], log: Log) -> None:
     """Deletes files that writers of earlier sessions added after the last session of `state` had begun, or ended it.
 
     Only of sessions that `state` knows to be earlier: whoever reads it may have stood still, and another works here
@@ -82,4 +82,4 @@ def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], n
     for path in late:
         check()
         folder.remove(folder.name(path))
-        note(f"{path}: removed; a writer of an earlier session was late, and its rows are made again")
+        log(f"{path}: removed; a writer of an earlier session was late, and its rows are made again")

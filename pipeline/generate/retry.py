@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config.input import stored_input
 from pipeline.config.job import ConfigError, JobConfig, build_config
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.plan import PlannedRun, plan_run
 from pipeline.generate.resume import all_data_files, remove_empty, remove_late, settle_rows
@@ -48,7 +48,7 @@ class RetryResult:
     """Rows that are good now."""
 
 
-def retry(path: str, given: Mapping[str, Json], overrides: list[str], note: Note) -> RetryResult:
+def retry(path: str, given: Mapping[str, Json], overrides: list[str], log: Log) -> RetryResult:
     """Tries the failed rows of the run in `path` again, with what is `given` in place of its own configuration.
 
     `overrides`: the part of it that was said on the command line, for the record.
@@ -60,16 +60,16 @@ def retry(path: str, given: Mapping[str, Json], overrides: list[str], note: Note
     state = folder.read_state()
     if state is None:
         raise ConfigError("", f"{path}: no run.json, so not a run folder")
-    planned = plan_run(build_config(JobConfig, _own_config(state, given, path)), note, index_all=True)
+    planned = plan_run(build_config(JobConfig, _own_config(state, given, path)), log, index_all=True)
     assert planned.earlier is not None
     compare_fingerprints(planned.earlier, planned.fingerprint, planned.input, free=MAY_DIFFER)
     if state["state"] not in ("finished", "retrying", "committing"):
         raise ConfigError("", f"{path}: the run is {state['state']}; finish it first: jobs.generate --resume")
     session = uuid.uuid4().hex[:12]
-    with Lease(folder, session, note) as lease:
+    with Lease(folder, session, log) as lease:
         if folder.read_state() != planned.earlier:
             raise ConfigError("", f"{path}: another run has worked in this folder meanwhile; start again")
-        return _execute(planned, session, overrides, lease, note)
+        return _execute(planned, session, overrides, lease, log)
 
 
 def _own_config(state: RunState, given: Mapping[str, Json], path: str) -> dict[str, Json]:
@@ -81,17 +81,17 @@ def _own_config(state: RunState, given: Mapping[str, Json], path: str) -> dict[s
     return tree | {"output": {"path": path, "if_exists": "resume"}}
 
 
-def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lease, note: Note) -> RetryResult:
+def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lease, log: Log) -> RetryResult:
     folder, earlier = planned.folder, planned.earlier
     assert earlier is not None
     is_finished = earlier["state"] == "finished"
-    finish_commit(folder, earlier, note, lease.check)
-    remove_late(folder, earlier, lease.check, note)
-    remove_empty(folder, lease.check, note)
+    finish_commit(folder, earlier, log, lease.check)
+    remove_late(folder, earlier, lease.check, log)
+    remove_empty(folder, lease.check, log)
     tried = {path: count for path in folder.data_files("failed") if (count := _count_retryable(folder, path))}
     total = sum(tried.values())
     if not total:
-        note(f"{folder.shown}: nothing to retry")
+        log(f"{folder.shown}: nothing to retry")
         if is_finished:
             folder.fence(session, lease.check)  # a retry that died may have left files, or an upload of it came late
             folder.leave(session)
@@ -103,21 +103,21 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
         folder.write_state(state, lease.check)
         folder.fence(session, lease.check)
         if total:
-            expected = expected_ids(planned, _generate(planned, state, total, lease, note))
+            expected = expected_ids(planned, _generate(planned, state, total, lease, log))
             lease.check()
             _commit(folder, state, list(tried), overrides, total, lease)
         else:  # it ends what was cut off, and closes the books
-            expected = expected_ids(planned, settle_rows(planned, all_data_files(folder), note).plan)
+            expected = expected_ids(planned, settle_rows(planned, all_data_files(folder), log).plan)
     except BaseException:
         if is_finished and "commit" not in state and lease.holds():  # nothing has happened yet
             folder.write_state(earlier | {"sessions": state["sessions"]}, lease.check)
         raise
-    finish_commit(folder, state, note, lease.check)
-    remove_late(folder, state, lease.check, note)
+    finish_commit(folder, state, log, lease.check)
+    remove_late(folder, state, lease.check, log)
     state["state"] = "retrying"
     close_books(folder, state, lease.check, expected)
     refuse_open_books(folder, state, lease.check)
-    return RetryResult(finish_run(planned, state, lease, note), total, state["retries"][-1]["ok"] if total else 0)
+    return RetryResult(finish_run(planned, state, lease, log), total, state["retries"][-1]["ok"] if total else 0)
 
 
 def _count_retryable(folder: RunFolder, path: str) -> int:
@@ -133,17 +133,17 @@ def _place(state: RunState) -> str:
     return f"checkpoint/retry-{state['sessions'][-1]['id']}"
 
 
-def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, note: Note) -> InputPlan:
+def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, log: Log) -> InputPlan:
     """The rows that are tried again, into files beside the data; the plan with its duplicates."""
     files = all_data_files(planned.folder)
-    work = settle_rows(planned, files, note, without_codes=RETRYABLE, place=_place(state))
+    work = settle_rows(planned, files, log, without_codes=RETRYABLE, place=_place(state))
     if work.num_left != total:
         raise ConfigError(
             "",
             f"{planned.folder.shown}: {work.num_left - total} rows are neither good nor failed; jobs.verify names "
             "them, jobs.generate --resume makes them again",
         )
-    stream_rows(planned, work, state, lease, note)
+    stream_rows(planned, work, state, lease, log)
     return work.plan
 
 

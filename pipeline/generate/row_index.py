@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.cluster.ray_handles import ObjectRef, fetch
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.input.files import Listing
 from pipeline.input.id_matching import DoneRows, Match, match, match_alone, split
 from pipeline.input.ids import (
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def scan_input(
-    listing: Listing, config: InputConfig, index_all: bool, note: Note, sum_ids: bool = False
+    listing: Listing, config: InputConfig, index_all: bool, log: Log, sum_ids: bool = False
 ) -> tuple[list[FileScan], list[EntriesRef]]:
     """A scan per file, and references to the entries of the rows; the latter only if there are ids to compare.
 
@@ -66,10 +66,10 @@ def scan_input(
     held = ray.put(listing)
     groups = group_files([file.size_bytes for file in listing.files])
     refs = [task.remote(held, group, config, index_all, sum_ids) for group in groups]
-    scans = [scan for scans in gather([ref for ref, _ in refs], "input: scanned", note) for scan in scans]
+    scans = [scan for scans in gather([ref for ref, _ in refs], "input: scanned", log) for scan in scans]
     has_own = any(scan.has_own_ids for scan in scans)
     if has_own and not all(scan.is_indexed for scan in scans):
-        return scan_input(listing, config, True, note, sum_ids)  # somebody's id may look like a made one
+        return scan_input(listing, config, True, log, sum_ids)  # somebody's id may look like a made one
     return scans, [entries for _, entries in refs] if has_own or index_all else []
 
 
@@ -113,7 +113,7 @@ def sum_duplicates(plan: InputPlan) -> int:
 
 
 def index_outputs(
-    filesystem: pafs.FileSystem, paths: Sequence[str], note: Note, without_codes: Collection[str] = ()
+    filesystem: pafs.FileSystem, paths: Sequence[str], log: Log, without_codes: Collection[str] = ()
 ) -> tuple[int, list[EntriesRef]]:
     """How many rows the data files have, and references to their entries; rows with `without_codes` do not count."""
     task = ray.remote(num_returns=2, **TASK)(_index_group)
@@ -122,7 +122,7 @@ def index_outputs(
         task.remote(filesystem, [(index, paths[index]) for index in group], frozenset(without_codes))
         for group in groups
     ]
-    counts = gather([ref for ref, _ in refs], "data: read the ids of", note)
+    counts = gather([ref for ref, _ in refs], "data: read the ids of", log)
     return sum(counts), [entries for _, entries in refs]
 
 
@@ -220,14 +220,14 @@ def group_files(sizes: Sequence[int]) -> list[list[int]]:
     return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
 
 
-def gather(refs: Sequence[ObjectRef[T | ConfigError]], what: str, note: Note) -> list[T]:
+def gather(refs: Sequence[ObjectRef[T | ConfigError]], what: str, log: Log) -> list[T]:
     """Results of tasks in order, with a note now and then; raises the first ConfigError that one gave back."""
     left, noted_at = list(refs), time.monotonic()
     while left:
         _, left = ray.wait(left, num_returns=len(left), timeout=NOTE_S, fetch_local=False)
         if left and time.monotonic() - noted_at >= NOTE_S:
             noted_at = time.monotonic()
-            note(f"{what} {len(refs) - len(left)} of {len(refs)} groups of files")
+            log(f"{what} {len(refs) - len(left)} of {len(refs)} groups of files")
     results = []
     for ref in refs:
         result = fetch(ref)

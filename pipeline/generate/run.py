@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.fault_injection import fault_point
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
@@ -39,22 +39,22 @@ class RunResult:
         return bool(self.report["failed"] > self.failures_allowed)
 
 
-def run(config: JobConfig, note: Note) -> RunResult:
+def run(config: JobConfig, log: Log) -> RunResult:
     """Generates the corpus that `config` asks for. ConfigError: nothing was started. Anything else raised: it broke."""
-    planned = plan_run(config, note)
+    planned = plan_run(config, log)
     if planned.earlier is not None:
         compare_fingerprints(planned.earlier, planned.fingerprint, planned.input)
         if planned.is_finished:
-            note(f"{planned.folder.shown}: finished before, nothing to do")
+            log(f"{planned.folder.shown}: finished before, nothing to do")
             return was_finished(planned)
     session = uuid.uuid4().hex[:12]
-    with Lease(planned.folder, session, note) as lease:
+    with Lease(planned.folder, session, log) as lease:
         former = [] if lease.followed is None else [lease.followed]
         if config.output.if_exists == "overwrite":
             former += _clear(planned.folder, session, lease)
         elif planned.folder.read_state() != planned.earlier:
             raise ConfigError("output.path", f"another run has worked in {planned.folder.shown} meanwhile; start again")
-        return _execute(planned, session, former, lease, note)
+        return _execute(planned, session, former, lease, log)
 
 
 def _clear(folder: RunFolder, session: str, lease: Lease) -> list[str]:
@@ -65,30 +65,30 @@ def _clear(folder: RunFolder, session: str, lease: Lease) -> list[str]:
     return [*old.get("former", []), *(one["id"] for one in old.get("sessions", []))] if old else []
 
 
-def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease, note: Note) -> RunResult:
+def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease, log: Log) -> RunResult:
     folder, earlier = planned.folder, planned.earlier
     if earlier is not None:
-        finish_commit(folder, earlier, note, lease.check)
+        finish_commit(folder, earlier, log, lease.check)
     state = first_state(planned, session, "running", former)
     if earlier is None:
         folder.write_state(state, lease.check)  # before anything else lies there: a folder without it cannot be resumed
     folder.fence(session, lease.check)
     if earlier is not None:
-        remove_late(folder, earlier, lease.check, note)
-        remove_empty(folder, lease.check, note)
+        remove_late(folder, earlier, lease.check, log)
+        remove_empty(folder, lease.check, log)
     known = all_data_files(folder)
     state["known"] = [folder.name(path) for path in known]
-    work = settle_rows(planned, known, note)
+    work = settle_rows(planned, known, log)
     folder.write_state(state, lease.check)
     if work.num_left:
-        stream_rows(planned, work, state, lease, note)
-    remove_late(folder, state, lease.check, note)
+        stream_rows(planned, work, state, lease, log)
+    remove_late(folder, state, lease.check, log)
     close_books(folder, state, lease.check, expected_ids(planned, work.plan))
     refuse_open_books(folder, state, lease.check)
-    return finish_run(planned, state, lease, note)
+    return finish_run(planned, state, lease, log)
 
 
-def finish_run(planned: PlannedRun, state: RunState, lease: Lease, note: Note) -> RunResult:
+def finish_run(planned: PlannedRun, state: RunState, lease: Lease, log: Log) -> RunResult:
     """Everything that is made of the data files once they are complete."""
     folder, session = planned.folder, state["sessions"][-1]
     session["ended_at"] = session["ended_at"] or time.time()
@@ -96,7 +96,7 @@ def finish_run(planned: PlannedRun, state: RunState, lease: Lease, note: Note) -
     if planned.input.listing.format == "openai_batch":
         samples, created = planned.config.sampling.n, int(planned.started_at)
         state["answers"] = write_batch_files(folder, planned.model.source, created, lease.check, samples)
-    report = finish_report(folder, state | {"state": "finished"}, note, lease.check)
+    report = finish_report(folder, state | {"state": "finished"}, log, lease.check)
     lease.check()
     fault_point("leaving")
     folder.leave(session["id"])

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import ray
 from ray.data.exceptions import ExecutionTimeoutError
 
-from pipeline.cluster.ray_handles import LedgerHandle, fetch
-from pipeline.formatting import Note
+from pipeline.cluster.ray_handles import AttemptTrackerHandle, fetch
+from pipeline.formatting import Log
 from pipeline.stages.attempt_tracker import OVERDRAWN
 from pipeline.store.row_writer import DISK_FULL, NoSpaceLeft
 from pipeline.store.run_folder import RunFolder
@@ -59,25 +59,25 @@ def check_budget(failed: int, ends_at: float) -> None:
 
 
 @contextmanager
-def note_if_full(folder: RunFolder, note: Note) -> Iterator[None]:
+def log_if_full(folder: RunFolder, log: Log) -> Iterator[None]:
     """A full disk must not hide why a run ended: `run.json` then stays as it was, which can be resumed too."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        note(f"{folder.path('run.json')}: not brought up to date: {error}")
+        log(f"{folder.path('run.json')}: not brought up to date: {error}")
 
 
-def reason_to_stop(error: BaseException, ledger: LedgerHandle, output: str) -> BaseException:
+def reason_to_stop(error: BaseException, attempts: AttemptTrackerHandle, output: str) -> BaseException:
     """The exception to show for `error`, which ended the stream of rows to `output`."""
     if not isinstance(error, Exception):
         return error
     if NoSpaceLeft.__name__ in str(error):
         return RunStopped(f"output.path: {output}: no space left; make room, and --resume goes on with the run")
     try:
-        verdict = fetch(ledger.verdict.remote(), timeout_s=ASK_TIMEOUT_S)
-        workers = fetch(ledger.describe.remote(), timeout_s=ASK_TIMEOUT_S)
+        verdict = fetch(attempts.verdict.remote(), timeout_s=ASK_TIMEOUT_S)
+        workers = fetch(attempts.describe.remote(), timeout_s=ASK_TIMEOUT_S)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
         return error  # the ledger is gone with its node; there is no more to say
     if verdict is not None:

@@ -15,14 +15,14 @@ from pipeline.cluster.ray_handles import CollectorHandle, Counts, fetch
 from pipeline.estimate.forecast import Shape
 from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
 from pipeline.estimate.sample import sample_rows
-from pipeline.formatting import Note, count
+from pipeline.formatting import Log, count
 from pipeline.generate.dataset import Helpers, PipelineSpec, build_pipeline
 from pipeline.generate.execution import execute, prepare
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.generate.row_accounting import close_books, expected_ids, output_schema
 from pipeline.generate.stage_configs import make_spec, rows_per_file
-from pipeline.generate.stopping import check_budget, early_limit, note_if_full, reason_to_stop
+from pipeline.generate.stopping import check_budget, early_limit, log_if_full, reason_to_stop
 from pipeline.input.ids import sum_outputs
 from pipeline.report.collector import start_collector
 from pipeline.stages.attempt_tracker import start_ledger
@@ -36,12 +36,12 @@ SLOW_READ_BYTES_S = 10e6  # of input; 60 MB/s on a disk
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 
-def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, note: Note) -> None:
+def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, log: Log) -> None:
     """Decodes all rows that are left; however it ends, `run.json` says so."""
     folder, session = planned.folder, state["sessions"][-1]["id"]
     spec, expected = make_spec(planned, work), expected_ids(planned, work.plan)
-    _note_start(planned, work, spec, note)
-    estimate = _start_estimate(planned, work, spec, note)
+    _note_start(planned, work, spec, log)
+    estimate = _start_estimate(planned, work, spec, log)
     is_retry = work.place != "data"  # of rows that have failed already: there cannot be more of them
     ends_at = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
@@ -53,25 +53,25 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
             keep_workers=helpers.leftovers is not None,
             no_progress_timeout_s=planned.config.limits.no_progress_timeout_s + skipping_s(work),
         )
-        with live_progress(helpers.collector, work.num_left, note, partial(_hear, estimate, helpers.collector)):
+        with live_progress(helpers.collector, work.num_left, log, partial(_hear, estimate, helpers.collector)):
             execute(build_pipeline(spec, sink, helpers))
     except BaseException as error:
         lease.check()  # whoever has taken the folder over writes its run.json
         state["state"] = "interrupted"
-        with note_if_full(folder, note):
+        with log_if_full(folder, log):
             folder.write_state(state, lease.check)  # at once: who stops a job may not wait
             flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
-            _end_session(folder, state, helpers.collector, flush_timeout_s, expected, lease, note)
-        reason = reason_to_stop(error, helpers.ledger, folder.shown)
+            _end_session(folder, state, helpers.collector, flush_timeout_s, expected, lease, log)
+        reason = reason_to_stop(error, helpers.attempts, folder.shown)
         if reason is error:
             raise
         raise reason from error
     if estimate is not None and estimate.found is not None and len(state["sessions"]) == 1:
         state["estimate"] = estimate.found
-    _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, expected, lease, note)
+    _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, expected, lease, log)
 
 
-def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, note: Note) -> LiveEstimate | None:
+def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> LiveEstimate | None:
     """None: the rows that are left are no fair sample of the input, or could not be looked at."""
     if work.num_done or work.place != "data":
         return None
@@ -86,11 +86,11 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, note: N
     try:
         sample = sample_rows(work.plan, spec.input, spec.prompter, spec.tokenize, sampling, SAMPLED_ROWS, SAMPLED_FILES)
     except Exception as error:  # the run says what is wrong with its rows; here only figures are lost
-        note(f"estimate: none, since the first rows could not be looked at ({error})")
+        log(f"estimate: none, since the first rows could not be looked at ({error})")
         return None
     if not sample.requests:  # all fail, or templates are slow
         return None
-    return LiveEstimate(sample, shape, actors.price_per_hour, note)
+    return LiveEstimate(sample, shape, actors.price_per_hour, log)
 
 
 def _hear(estimate: LiveEstimate | None, collector: CollectorHandle, counts: Counts) -> None:
@@ -108,10 +108,10 @@ def skipping_s(work: Work) -> float:
     return max((num_bytes * done / max(count, 1) / SLOW_READ_BYTES_S for done, count, num_bytes in shares), default=0.0)
 
 
-def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, note: Note) -> None:
+def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> None:
     low, high = planned.pool.min_size, planned.pool.max_size
     pool = count(low, "actor") if low == high else f"{low}..{high} actors"
-    note(
+    log(
         f"decode: {pool}, {spec.window_rows} rows at a time, "
         f"{planned.model.decode}; {work.num_left} rows to do" + (f", {work.num_done} done" if work.num_done else "")
     )
@@ -141,12 +141,12 @@ def _end_session(
     flush_timeout_s: float,
     expected: int | None,
     lease: Lease,
-    note: Note,
+    log: Log,
 ) -> None:
     """Asks for the last figures, and counts the rows; a run without its figures is still a run."""
     try:
         fetch(collector.flush.remote(), timeout_s=flush_timeout_s)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-        note(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
+        log(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
     state["sessions"][-1]["ended_at"] = time.time()
     close_books(folder, state, lease.check, expected)

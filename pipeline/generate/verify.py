@@ -18,7 +18,7 @@ import ray
 from pipeline.cluster.pool import start_ray
 from pipeline.config.input import stored_input
 from pipeline.config.job import ConfigError, InputConfig, LimitsConfig, SamplingConfig, build_config
-from pipeline.formatting import Json, Note, count
+from pipeline.formatting import Json, Log, count
 from pipeline.generate.fingerprint import compare_files, list_files
 from pipeline.generate.openai_batch import FILES, count_lines
 from pipeline.generate.plan import lines_of
@@ -54,7 +54,7 @@ class Verdict:
         return not self.problems.counts
 
 
-def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: bool = True) -> Verdict:
+def verify(path: str, log: Log, inputs: list[str] | None = None, read_input: bool = True) -> Verdict:
     """Checks the run folder `path`; ConfigError where there is none. `inputs`: where the input lies now."""
     folder = RunFolder.open(path)
     state = folder.read_state()
@@ -65,14 +65,14 @@ def verify(path: str, note: Note, inputs: list[str] | None = None, read_input: b
     verdict.problems.add("stray", folder.unexpected_files())
     verdict.problems.add("count", _files_since(folder, state))
     start_ray()
-    found, paths, outputs = _check_data(folder, state, note)
+    found, paths, outputs = _check_data(folder, state, log)
     verdict.problems.join(found.problems)
     verdict.rows = dict(found.num_rows)
     plan = None
     if read_input:
         tree = stored_input(state["config"]["input"]) | ({"path": list[Json](inputs)} if inputs else {})
         config = build_config(InputConfig, tree)
-        plan, entries = _read_input(config, state, inputs is not None, verdict, note)
+        plan, entries = _read_input(config, state, inputs is not None, verdict, log)
     num_outputs = sum(found.num_rows.values())
     if plan is None:
         _check_ids(folder, paths, match_rows(None, [], outputs, num_outputs), verdict)
@@ -114,7 +114,7 @@ def _other_ids(state: RunState, found: FilesFound) -> list[str]:
     return [] if said in (None, is_so) else [f"run.json: the sum of all ids is {said}, counted {is_so}"]
 
 
-def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFound, list[str], list[EntriesRef]]:
+def _check_data(folder: RunFolder, state: RunState, log: Log) -> tuple[FilesFound, list[str], list[EntriesRef]]:
     """What the data files hold, their paths, and references to the entries of their rows."""
     paths = folder.all_data_files()
     task = ray.remote(num_returns=2, **TASK)(check_files)
@@ -122,21 +122,21 @@ def _check_data(folder: RunFolder, state: RunState, note: Note) -> tuple[FilesFo
     scores = score_schema(build_config(SamplingConfig, state["config"]["sampling"])).names
     refs = [task.remote(folder.filesystem, group, state["columns"], scores) for group in groups]
     total = FilesFound()
-    for found in gather([ref for ref, _ in refs], "data: checked", note):
+    for found in gather([ref for ref, _ in refs], "data: checked", log):
         total.join(found)
-    note(f"data: {total.num_rows['ok']} good and {total.num_rows['failed']} failed rows in {count(len(paths), 'file')}")
+    log(f"data: {total.num_rows['ok']} good and {total.num_rows['failed']} failed rows in {count(len(paths), 'file')}")
     return total, paths, [entries for _, entries in refs]
 
 
 def _read_input(
-    config: InputConfig, state: RunState, has_moved: bool, verdict: Verdict, note: Note
+    config: InputConfig, state: RunState, has_moved: bool, verdict: Verdict, log: Log
 ) -> tuple[InputPlan | None, list[EntriesRef]]:
     max_line_bytes = build_config(LimitsConfig, state["config"].get("limits", {})).max_line_bytes
     sampling = build_config(SamplingConfig, state["config"]["sampling"])
     expansion = Expansion.of(config, sampling, lines_of(state))
     try:
         listing = list_input(config, max_line_bytes, expansion)
-        scans, entries = scan_input(listing, config, True, note)
+        scans, entries = scan_input(listing, config, True, log)
         plan = plan_input(listing, scans, config)
     except (ConfigError, OSError) as error:
         verdict.input = "unreadable"
@@ -149,7 +149,7 @@ def _read_input(
     if differing := compare_files(before, now):
         verdict.input = "changed"
         verdict.problems.add("input", differing)
-    note(f"input: {plan.describe()} in {count(len(listing.files), 'file')}, {verdict.input}")
+    log(f"input: {plan.describe()} in {count(len(listing.files), 'file')}, {verdict.input}")
     return plan, entries
 
 

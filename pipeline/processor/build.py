@@ -75,7 +75,7 @@ class Processor:
         shares = shares_prefixes(config, None)
         tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0, shares=shares)
         size = window_rows(config, pool.max_size, sys.maxsize, has_gpu=bool(pool.num_gpus))
-        ledger = start_ledger(config.limits.max_row_attempts, size, math.inf, 0)
+        attempts = start_ledger(config.limits.max_row_attempts, size, math.inf, 0)
         # a small dataset cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
         few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * pool.max_size)
@@ -92,7 +92,7 @@ class Processor:
         set_last_stage_cpus(rows, STAGE_CPUS)
         rows = rows.map_batches(
             ProcessorStage,
-            fn_constructor_args=(generator, tokens.sampling, SilentCollector(), ledger),
+            fn_constructor_args=(generator, tokens.sampling, SilentCollector(), attempts),
             batch_size=size,
             batch_format="pyarrow",
             zero_copy_batch=True,

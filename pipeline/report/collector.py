@@ -14,7 +14,7 @@ import ray
 
 from pipeline.cluster.pool import on_this_node
 from pipeline.cluster.ray_handles import BatchRecord, CollectorHandle, Counts, Pace, WindowRecord, WorkerRecord
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.report.prometheus import LiveMetrics
 from pipeline.report.records import SCHEMAS, Kind, Record
 from pipeline.store.row_writer import write_whole
@@ -110,11 +110,11 @@ def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_pl
 
 
 def read_metrics(
-    folder: RunFolder, kind: Kind, columns: Sequence[str] = (), note: Note = lambda _: None
+    folder: RunFolder, kind: Kind, columns: Sequence[str] = (), log: Log = lambda _: None
 ) -> Iterator[pa.Table]:
     """All records of one kind (`batches`, `windows`, `workers`), a slice at a time; all columns where none is named.
 
-    A column that a run of an earlier version lacks is null. A damaged file costs figures, and no more: `note` hears of
+    A column that a run of an earlier version lacks is null. A damaged file costs figures, and no more: `log` hears of
     it, and what could be read of it has been given.
     """
     schema = SCHEMAS[kind]
@@ -129,4 +129,4 @@ def read_metrics(
                     found = pa.Table.from_batches([batch])
                     yield pa.concat_tables([wanted.empty_table(), found], promote_options="default")
         except (OSError, pa.ArrowException) as error:
-            note(f"{path}: left out, the figures lack what it says: {error}")
+            log(f"{path}: left out, the figures lack what it says: {error}")

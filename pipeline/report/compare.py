@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.job import ConfigError
-from pipeline.formatting import Json, Note, duration, mask
+from pipeline.formatting import Json, Log, duration, mask
 from pipeline.report.document import Figures
 from pipeline.report.figures import make_report, open_run
 from pipeline.report.plots import C1, FG, MUTED, plot
@@ -25,7 +25,7 @@ class ComparedRun:
     state: RunState
 
 
-def compare_runs(paths: Sequence[str], target: str, price_per_hour: float | None, note: Note) -> dict[str, object]:
+def compare_runs(paths: Sequence[str], target: str, price_per_hour: float | None, log: Log) -> dict[str, object]:
     """Writes the page to `target`; gives back what differs in the configuration, and the figures by run."""
     if not Path(target).parent.is_dir() or Path(target).is_dir():
         raise ConfigError("", f"--output-html {target}: not a file in an existing folder")
@@ -36,7 +36,7 @@ def compare_runs(paths: Sequence[str], target: str, price_per_hour: float | None
     rows = figures(runs)
     differing = differences(runs)
     for name, cells in [("", [run.name for run in runs]), *rows]:
-        note("  ".join([f"{name:28}", *(f"{cell:>24}" for cell in cells)]))
+        log("  ".join([f"{name:28}", *(f"{cell:>24}" for cell in cells)]))
     Path(target).write_text(_page(runs, rows, differing), encoding="utf-8")
     return {
         "runs": [{"output": run.name, **run.report} for run in runs],

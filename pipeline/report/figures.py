@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.config.job import ConfigError
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.report.batches import COLUMNS, BatchTotals, Errors, agreement, ratio, speedup
 from pipeline.report.collector import read_metrics
 from pipeline.report.document import Cost, CountedFigures, ErrorCount, Estimated, Figures, Lane
@@ -36,18 +36,18 @@ class Report:
 
 
 def make_report(
-    folder: RunFolder, state: RunState, price_per_hour: float | None = None, note: Note = lambda _: None
+    folder: RunFolder, state: RunState, price_per_hour: float | None = None, log: Log = lambda _: None
 ) -> Report:
-    """`state` is `run.json`, `price_per_hour` that of all machines of the run together; `note` hears what is damaged
+    """`state` is `run.json`, `price_per_hour` that of all machines of the run together; `log` hears what is damaged
     and left out."""
     clock = Clock.of(state["sessions"])
     batches, throughput = BatchTotals(), Throughput(clock)
-    for table in read_metrics(folder, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS))), note):
+    for table in read_metrics(folder, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS))), log):
         batches.add(table)
         throughput.add(table)
-    windows = Windows.of(read_metrics(folder, "windows", WINDOW_COLUMNS, note))
+    windows = Windows.of(read_metrics(folder, "windows", WINDOW_COLUMNS, log))
     starts: list[StoredStart] = [
-        start for table in read_metrics(folder, "workers", (), note) for start in table.to_pylist()
+        start for table in read_metrics(folder, "workers", (), log) for start in table.to_pylist()
     ]
     figures: Figures = {
         **_counted(count_data(folder), batches, state, clock.duration_s, price_per_hour),
@@ -172,25 +172,25 @@ def write_report(folder: RunFolder, report: Report, state: RunState, check: Call
 
 
 def finish_report(
-    folder: RunFolder, state: RunState, note: Note, check: Callable[[], None] = lambda: None
+    folder: RunFolder, state: RunState, log: Log, check: Callable[[], None] = lambda: None
 ) -> dict[str, object]:
     """The figures of a complete run, written; its counts alone where they fail: the rows are what was asked for.
 
     `check` is asked before anything is changed.
     """
     try:
-        report = make_report(folder, state, note=note)
+        report = make_report(folder, state, log=log)
         write_report(folder, report, state, check)
     except Exception as error:
         check()  # it may be what raised
-        return _without_figures(folder, state, error, note)
+        return _without_figures(folder, state, error, log)
     return dict(report.figures)
 
 
-def _without_figures(folder: RunFolder, state: RunState, error: Exception, note: Note) -> dict[str, object]:
+def _without_figures(folder: RunFolder, state: RunState, error: Exception, log: Log) -> dict[str, object]:
     for name in ("report.json", "report.html"):
         folder.remove(name)  # of before a retry: it would contradict the data
-    note(
+    log(
         f"report: could not be made ({type(error).__name__}: {error}); the rows are complete and the run is "
         f"finished, and `python -m jobs.report {folder.shown}` makes it when the reason is gone"
     )

@@ -18,7 +18,7 @@ from pipeline.cluster.pool import start_ray
 from pipeline.cluster.ray_logging import SERVE_END, without_printed_lines
 from pipeline.config.job import ConfigError, read_tree, set_key
 from pipeline.config.tree import read_override
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from pipeline.service.api_keys import is_loopback, read_keys
 from pipeline.service.app import Completions, make_spec
 from pipeline.service.config import ServeFile, load_serve_file
@@ -39,7 +39,7 @@ def load(path: str | None, overrides: Sequence[str], host: str | None, port: int
 
 
 def serve_until_stopped(
-    path: str | None, overrides: Sequence[str], *, host: str | None, port: int | None, note: Note
+    path: str | None, overrides: Sequence[str], *, host: str | None, port: int | None, log: Log
 ) -> dict[str, Json]:
     """Serves until SIGTERM or SIGINT, then drains; what `jobs.serve` prints at the end."""
     file = load(path, overrides, host, port)
@@ -48,14 +48,12 @@ def serve_until_stopped(
         for name in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own by now
             signal.signal(name, lambda *_: stop.set())
         began = time.time()
-        note(
-            f"serving {file.args.served_name} at {url} (page), {url}v1 (API), {url}health; stop with Ctrl-C or SIGTERM"
-        )
+        log(f"serving {file.args.served_name} at {url} (page), {url}v1 (API), {url}health; stop with Ctrl-C or SIGTERM")
         stop.wait()
-        note("stopping: new requests get 503, what is being answered is answered")
+        log("stopping: new requests get 503, what is being answered is answered")
         left = drain(file.name, file.drain_s)
         if left:
-            note(f"{left} requests were not answered in time")
+            log(f"{left} requests were not answered in time")
     return {"served_s": round(time.time() - began, 1), "unanswered": left}
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from pipeline.cluster.pool import on_this_node
-from pipeline.cluster.ray_handles import LedgerHandle, Plan, Process, RunVerdict
+from pipeline.cluster.ray_handles import AttemptTrackerHandle, Plan, Process, RunVerdict
 
 if TYPE_CHECKING:  # the ledger's process needs no torch
     from actors.results import Answer
@@ -64,7 +64,7 @@ class StopRun(RuntimeError):
     """Raised in a worker to end the run; the driver asks the ledger for the reason."""
 
 
-class Ledger:
+class AttemptTracker:
     def __init__(
         self,
         max_row_attempts: int,
@@ -246,8 +246,8 @@ def node_is_gone(node_id: str) -> bool:
     return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
-def start_ledger(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> LedgerHandle:
+def start_ledger(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> AttemptTrackerHandle:
     """The ledger as an actor on this node; when it is lost, so is the driver's node, and the run ends."""
-    actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(Ledger)
-    handle: LedgerHandle = actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)
+    actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(AttemptTracker)
+    handle: AttemptTrackerHandle = actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)
     return handle

@@ -14,12 +14,12 @@ import ray
 
 from actors.generator import GeneratorConfig
 from actors.model_loading import keep_loaded
-from pipeline.cluster.ray_handles import CollectorHandle, LedgerHandle, LeftoversHandle, Process, fetch
+from pipeline.cluster.ray_handles import AttemptTrackerHandle, CollectorHandle, LeftoversHandle, Process, fetch
 from pipeline.fault_injection import fault_point
 from pipeline.stages.attempt_tracker import StopRun
 from pipeline.stages.model_thread import Decoder
 from pipeline.stages.packed_window import pack
-from pipeline.stages.poison_isolation import LedgerWalk
+from pipeline.stages.poison_isolation import PoisonIsolation
 from pipeline.stages.window import Window
 from pipeline.stages.window_parts import Parts
 from pipeline.stages.window_sharing import Helper, Sharing
@@ -27,7 +27,7 @@ from skipdecode.config.sampling import Sampling
 
 
 class DecodeStage:
-    """One worker. `ledger` knows what it has in hand and how to go about a window, `collector` hears what each batch
+    """One worker. `attempts` knows what it has in hand and how to go about a window, `collector` hears what each batch
     cost, `leftovers` (None: nothing is shared) knows which workers are idle."""
 
     decoder_class: type[Decoder] = Decoder
@@ -37,21 +37,21 @@ class DecodeStage:
         config: GeneratorConfig,
         sampling: Sampling,
         collector: CollectorHandle,
-        ledger: LedgerHandle,
+        attempts: AttemptTrackerHandle,
         leftovers: LeftoversHandle | None = None,
     ) -> None:
         """Loads the model. StopRun where the ledger has ended the run; a model that cannot be loaded ends it too."""
         context = ray.get_runtime_context()
         self.worker: str = context.get_actor_id()[:12]  # the same after a restart on another host
-        self._sampling, self._ledger = sampling, ledger
+        self._sampling, self._ledger = sampling, attempts
         process = Process(context.get_node_id(), socket.gethostname(), os.getpid())
-        stop = fetch(ledger.starting.remote(self.worker, process))
+        stop = fetch(attempts.starting.remote(self.worker, process))
         if stop is not None:
             raise StopRun(stop)
         fault_point("load")
         decoder = self._load(config)
         keep_loaded()
-        ledger.ready.remote(self.worker)
+        attempts.ready.remote(self.worker)
         collector.worker_started.remote(
             self.worker,
             {
@@ -65,9 +65,9 @@ class DecodeStage:
             },
         )
         self._hand = threading.Lock()  # a window, or rows of another worker's: one of them at a time
-        self._parts = Parts(self.worker, decoder, ledger, collector)
+        self._parts = Parts(self.worker, decoder, attempts, collector)
         self._sharing = Sharing(leftovers, self._parts)
-        self._walk = LedgerWalk(self._parts, self._sharing)
+        self._walk = PoisonIsolation(self._parts, self._sharing)
         if leftovers is not None:
             Helper(self._sharing, self._parts, self._hand)
 

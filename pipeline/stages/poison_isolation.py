@@ -15,7 +15,7 @@ from pipeline.stages.window_sharing import Sharing
 from skipdecode.engine.generate import Request
 
 
-class LedgerWalk:
+class PoisonIsolation:
     """Decodes rows in the parts that the ledger plans; shares them where no row is suspected of anything."""
 
     def __init__(self, parts: Parts, sharing: Sharing) -> None:
@@ -24,7 +24,7 @@ class LedgerWalk:
     def answers(self, requests: Sequence[Request]) -> list[Answer]:
         """One answer per request, in order. StopRun when the ledger ends the run."""
         by_id = {request.id: request for request in requests}
-        plan = fetch(self._parts.ledger.begin.remote(self._parts.worker, list(by_id)))
+        plan = fetch(self._parts.attempts.begin.remote(self._parts.worker, list(by_id)))
         if isinstance(plan, str):
             raise StopRun(plan)
         parked: dict[str, Answer] = {row: RowFailure(POISON_ROW, why) for row, why in plan.parked.items()}
@@ -40,15 +40,15 @@ class LedgerWalk:
         self, parts: Sequence[tuple[str, ...]], known: dict[str, Answer], by_id: dict[str, Request]
     ) -> dict[str, Answer]:
         """`known`, and the answers of all parts; the first is in hand already, and one without rows is a check."""
-        worker, ledger, answers = self._parts.worker, self._parts.ledger, dict(known)
+        worker, attempts, answers = self._parts.worker, self._parts.attempts, dict(known)
         for number, part in enumerate(parts):
             if number:
-                fetch(ledger.take.remote(worker, part))
+                fetch(attempts.take.remote(worker, part))
             made: dict[str, Answer] = {}
             if part:
                 made = self._parts.decode([by_id[row] for row in part], answers.keys())
             else:
                 self._parts.decoder.check()
-            ledger.decoded.remote(worker, made if len(parts) > 1 else None)
+            attempts.decoded.remote(worker, made if len(parts) > 1 else None)
             answers |= made
         return answers

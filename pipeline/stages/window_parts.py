@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 from typing import cast
 
 from actors.results import Answer, RowFailure
-from pipeline.cluster.ray_handles import BatchRecord, CollectorHandle, LedgerHandle, fetch
+from pipeline.cluster.ray_handles import AttemptTrackerHandle, BatchRecord, CollectorHandle, fetch
 from pipeline.fault_injection import fault_point
 from pipeline.stages.model_thread import Decoder
 from skipdecode.engine.generate import Request
@@ -18,18 +18,20 @@ from skipdecode.engine.generate import Request
 class Parts:
     """Decodes one part at a time; the collector hears what it took."""
 
-    def __init__(self, worker: str, decoder: Decoder, ledger: LedgerHandle, collector: CollectorHandle) -> None:
-        self.worker, self.decoder, self.ledger, self.collector = worker, decoder, ledger, collector
+    def __init__(
+        self, worker: str, decoder: Decoder, attempts: AttemptTrackerHandle, collector: CollectorHandle
+    ) -> None:
+        self.worker, self.decoder, self.attempts, self.collector = worker, decoder, attempts, collector
         self.num_windows = 0
         """Windows of this worker's own that it has begun."""
 
     def take(self, requests: Sequence[Request], is_borrowed: bool = False) -> dict[str, Answer]:
         """Answers by row id; the ledger knows meanwhile who has these rows in hand."""
-        fetch(self.ledger.take.remote(self.worker, tuple(request.id for request in requests)))
+        fetch(self.attempts.take.remote(self.worker, tuple(request.id for request in requests)))
         if is_borrowed:
             fault_point("help")
         answers = self.decode(requests, is_borrowed=is_borrowed)
-        self.ledger.decoded.remote(self.worker, None)
+        self.attempts.decoded.remote(self.worker, None)
         return answers
 
     def decode(

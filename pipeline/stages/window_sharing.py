@@ -131,7 +131,7 @@ class Helper:
         if leftovers is None or loan is None:
             return False
         leftovers.give.remote(loan, self._parts.take(loan.requests, is_borrowed=True))
-        self._parts.ledger.finished.remote(self._parts.worker, "", (), 0)
+        self._parts.attempts.finished.remote(self._parts.worker, "", (), 0)
         return True
 
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 
 from pipeline.config.job import ConfigError
 from pipeline.fault_injection import fault_point
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.store.atomic_files import may_vanish
-from pipeline.store.mutex import in_turn
+from pipeline.store.mutex import exclusively
 from pipeline.store.run_folder import LEASE, RunFolder
 from pipeline.store.run_state import LeaseState
 
@@ -33,10 +33,10 @@ BEAT_DIGITS = 12
 
 
 class Lease:
-    """`with Lease(folder, session, note):` ConfigError when another session holds the folder."""
+    """`with Lease(folder, session, log):` ConfigError when another session holds the folder."""
 
-    def __init__(self, folder: RunFolder, session: str, note: Note) -> None:
-        self._folder, self._session, self._note = folder, session, note
+    def __init__(self, folder: RunFolder, session: str, log: Log) -> None:
+        self._folder, self._session, self._note = folder, session, log
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="lease")
         self._num_beats = 0
@@ -128,7 +128,7 @@ class Lease:
         os.pwrite(file, self._text().encode(), 0)
         fault_point("lease made")
         try:
-            with in_turn(self._folder.root):  # else one that is late takes away the lease of the first for a moment
+            with exclusively(self._folder.root):  # else one that is late takes away the lease of the first for a moment
                 if dead is not None and not self._set_aside(lambda text: text == dead):
                     raise FileExistsError(target)
                 _link(own, target)

@@ -13,7 +13,7 @@ TURN_S, TURN_LOOKS = 0.25, 25
 
 
 @contextmanager
-def in_turn(root: str) -> Iterator[None]:
+def exclusively(root: str) -> Iterator[None]:
     """Alone in the folder `root`, where its file system can lock a folder. Who stands still in here is not waited for
     longer than TURN_S."""
     folder = os.open(root, os.O_RDONLY)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pyarrow.fs as pafs
 
 from pipeline.fault_injection import fault_point
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 
@@ -29,7 +29,7 @@ def start_commit(
     folder.write_state(state, check)
 
 
-def finish_commit(folder: RunFolder, state: RunState, note: Note, check: Callable[[], None] = lambda: None) -> None:
+def finish_commit(folder: RunFolder, state: RunState, log: Log, check: Callable[[], None] = lambda: None) -> None:
     """Does what is left of a commit, if one was begun; `state` (of `run.json`) is changed and not written. `check` is
     asked before each step.
 
@@ -42,7 +42,7 @@ def finish_commit(folder: RunFolder, state: RunState, note: Note, check: Callabl
     there = {source for source, _ in commit["moves"] if _is_file(folder, source)}
     lost = [target for source, target in commit["moves"] if source not in there and not _is_file(folder, target)]
     if lost and all(_is_file(folder, path) for path in commit["removes"]):
-        note(f"{folder.shown}: files of a retry are gone ({lost[0]}, ...); its rows stay as they were")
+        log(f"{folder.shown}: files of a retry are gone ({lost[0]}, ...); its rows stay as they were")
         for _, target in commit["moves"]:
             check()
             folder.remove(target)

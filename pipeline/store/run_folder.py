@@ -19,7 +19,7 @@ import pyarrow.fs as pafs
 
 from pipeline.config.job import ConfigError
 from pipeline.formatting import mask
-from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, uploaded
+from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, to_device
 from pipeline.store.parquet_footer import read_footer
 from pipeline.store.run_state import FileRecord, RunState
 
@@ -115,7 +115,7 @@ class RunFolder:
         target = self.path(name)
         own = f"{target}.{uuid.uuid4().hex[:8]}.tmp"  # of nobody else: two sessions may be here for a moment
         if not self.is_local:
-            with uploaded(self.filesystem, target, own, check) as gathered:
+            with to_device(self.filesystem, target, own, check) as gathered:
                 yield cast(BinaryIO, gathered)
             return
         os.makedirs(os.path.dirname(target), exist_ok=True)

@@ -14,7 +14,7 @@ from actors.training.workers import Pair
 from pipeline.checkpoint import find_model
 from pipeline.cluster.progress import LiveLine
 from pipeline.config.job import ConfigError
-from pipeline.formatting import Json, Note
+from pipeline.formatting import Json, Log
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig, FinetuneData
 from pipeline.training.corpus import encode, make_tokenizer, refuse_bad_rows, scan
@@ -77,7 +77,7 @@ class NewSwiftKV(TypedDict):
     parameters: int
 
 
-def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
+def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
     """Writes the model with SwiftKV's weights beside its own: queries copied, K and V the mean over each group, or with
     `train.fit_pairs` the best ones for so many pairs of `data.path`."""
     try:
@@ -95,7 +95,7 @@ def init_swiftkv(config: FinetuneConfig, note: Note) -> NewSwiftKV:
     except ValueError as error:
         raise ConfigError.parse(f"model.{error}") from error
     if model_config.swiftkv is not None:
-        note(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
+        log(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
     dtype = getattr(torch, stored_dtype(config, model_config))
     fits = bool(config.train.fit_pairs and shape.num_shared(model_config))
     pairs = read_pairs(config.data, folder, model_config) if fits else []

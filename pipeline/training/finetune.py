@@ -22,7 +22,7 @@ from pipeline.checkpoint import worker_path
 from pipeline.cluster.pool import start_ray
 from pipeline.cluster.progress import LiveLine
 from pipeline.config.job import ConfigError
-from pipeline.formatting import Note, count
+from pipeline.formatting import Log, count
 from pipeline.store.digest import refuse_differences
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.folder import TrainingFolder
@@ -52,14 +52,14 @@ class FinetuneResult:
     was_finished: bool = False
 
 
-def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
+def finetune(config: FinetuneConfig, log: Log) -> FinetuneResult:
     """Trains what `config` asks for. ConfigError: nothing was started. Anything else raised: it broke."""
-    planned = plan_training(config, note)
+    planned = plan_training(config, log)
     folder, earlier = planned.folder, planned.earlier
     if earlier is not None:
         refuse_differences(NOT_SAID_BEFORE | earlier["fingerprint"], planned.fingerprint)
         if earlier["state"] == "finished":
-            note(f"{folder.root}: finished before, nothing to do")
+            log(f"{folder.root}: finished before, nothing to do")
             return FinetuneResult(earlier["record"], folder, was_finished=True)
     cluster = start_ray()
     if ray.get_runtime_context().runtime_env.get("working_dir") and not Path(config.output.path).is_absolute():
@@ -73,7 +73,7 @@ def finetune(config: FinetuneConfig, note: Note) -> FinetuneResult:
         folder.clear()
     device = "a GPU" if pool.use_gpu else f"{pool.threads} threads"
     found = folder.checkpoints()
-    note(
+    log(
         f"train: {count(pool.num_workers, 'worker')} with {device} each, schedules {list(planned.train.schedules)}"
         + (f"; from the checkpoint of step {found[0][0]}" if found else "")
     )

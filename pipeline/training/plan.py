@@ -12,7 +12,7 @@ from actors.training.recipe import TrainConfig, num_steps
 from pipeline.checkpoint import find_model
 from pipeline.config.job import ConfigError
 from pipeline.demo.corpus import vary_names
-from pipeline.formatting import Note
+from pipeline.formatting import Log
 from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.model_folder import Files
 from pipeline.training.config import HOW, FinetuneConfig, FinetuneModel, TrainSection
@@ -66,7 +66,7 @@ class PlannedTraining:
     """The adapter that is trained; None: the model itself."""
 
 
-def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
+def plan_training(config: FinetuneConfig, log: Log) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
     source, model_config, adapter = _check_model(config.model)
@@ -79,12 +79,12 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
         wanted = "none are asked for (model.swiftkv)" if model_config.swiftkv is None else "another shape is asked for"
         done = "are where training starts" if before == model_config.swiftkv else f"are left out: {wanted}"
         unused = "; train.fit_pairs is not used" if before == model_config.swiftkv and config.train.fit_pairs else ""
-        note(f"model.source: SwiftKV's weights in {config.model.source} {done}{unused}")
+        log(f"model.source: SwiftKV's weights in {config.model.source} {done}{unused}")
     default, trained = check_schedules(config.train, model_config)
     if config.train.trainable == "all":
         model_config = replace(model_config, skip_decode=default, trained_schedules=trained, ffn_skip=None, drafts=None)
         if model_config.swiftkv and all(entry.get("prefill") == "swiftkv" for entry in config.train.schedules):
-            note("train.schedules: all have prefill: swiftkv, so the model will need prefill.method=swiftkv")
+            log("train.schedules: all have prefill: swiftkv, so the model will need prefill.method=swiftkv")
     elif config.train.default_schedule is not None:  # the model stays as it is, and so does what it carries
         model_config = replace(model_config, skip_decode=default)
     teacher = _check_teacher(config, source, model_config)
@@ -100,8 +100,8 @@ def plan_training(config: FinetuneConfig, note: Note) -> PlannedTraining:
     if before is not None and before == model_config.swiftkv:  # they were trained, or fitted
         recipe = replace(recipe, fit_pairs=0)
     steps = num_steps(len(train.tokens), recipe)
-    recipe = replace(recipe, warmup_steps=settle_warmup(recipe.warmup_steps, steps, earlier, note))
-    note(
+    recipe = replace(recipe, warmup_steps=settle_warmup(recipe.warmup_steps, steps, earlier, log))
+    log(
         f"data: {len(train.tokens)} pairs in {steps} steps of {recipe.batch_size}, {len(held_out.tokens)} pairs for "
         f"validation; {len(train.problems) + len(held_out.problems)} bad rows left out"
     )
@@ -130,7 +130,7 @@ def train_config(section: TrainSection) -> TrainConfig:
     return TrainConfig(**section.model_dump(exclude={"default_schedule", "lora"}))
 
 
-def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, note: Note) -> int:
+def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, log: Log) -> int:
     """How many of `steps` the learning rate rises in: as asked, or a tenth of them where it would not fall again.
 
     A resumed run keeps its own, which `training/run.json` says, or the configuration where an earlier version wrote it.
@@ -139,7 +139,7 @@ def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, note: N
         return earlier.get("warmup_steps", asked)
     settled = asked if asked < steps else max(1, math.ceil(WARMUP_SHARE * steps))
     if settled < asked:
-        note(
+        log(
             f"train.warmup_steps: {asked} lowered to {settled} of {steps} steps, so that the peak learning rate is "
             "reached, and falls again"
         )

@@ -65,7 +65,7 @@ class Packed(Protocol):
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         """[B, in] -> `out` [B, out], whose memory is there, without a bias; gives it back."""
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         """The output that is largest, without a bias, the lower of two that are equal: [B, in] -> [B] int64."""
 
     def ordered(self, bias: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ class _Kernel:
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self(x, None))
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         return cpu.argmax_linear(x, self.weight, self.outputs)
 
     def ordered(self, bias: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class _OneDNN:
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self(x, None))
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         return CPU.argmax(self(x, None))
 
     def ordered(self, bias: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def attend(
     last: Tensor,
     new: tuple[Tensor, Tensor] | None = None,
     *,
-    rotations: Tensor | None = None,
+    rotary_table: Tensor | None = None,
     epsilon: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -48,7 +48,8 @@ def attend(
     k, v [B, G, S, K], contiguous: the cache, each of its G heads for H / G neighbours among those of q. `first`, `last`
     [B] int64, both included. `new`: key and value [B, G K] of column `last`, stored before it is attended to; q and
     `new` may be columns of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS norm over each head
-    of q and of the new key; then `rotations` [positions, r] float32 (`LayerShape`) turns them by their place, which is
+    of q and of the new key; then `rotary_table` [positions, r] float32 (`LayerShape`) turns them by their place,
+    which is
     last - first behind what is shared. Finite numbers only: what becomes of NaN and infinities is not defined. `places`
     [B] int64: the row of k and v [R, G, S, K] that each row has; those that have one together are several new columns
     of it, all of which are stored before any of them attends. `shared`: columns before a row's own.
@@ -63,7 +64,7 @@ def attend(
         assert columns.is_contiguous(), columns.stride()
     new_k, new_v = (None, None) if new is None else new
     out = q.new_empty(B, H * K)
-    shape = heads(H, G, K, rotations=rotations, epsilon=epsilon, q_norm=q_norm, k_norm=k_norm)
+    shape = heads(H, G, K, rotary_table=rotary_table, epsilon=epsilon, q_norm=q_norm, k_norm=k_norm)
     function("attend", q.dtype)(
         ctypes.byref(shape),
         B,

@@ -50,7 +50,7 @@ class CudaWeight:
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         return torch.mm(x, self.weight.t(), out=out)
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         return self.kernels.argmax(F.linear(x, self.weight))
 
     def ordered(self, bias: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class CudaLayer:
         self._kernels, self._is_gated, self.is_pre_norm = kernels, shape.mlp == "swiglu", shape.is_pre_norm
         self.attn_norm, self.ffn_norm = (_norm(shape, norm) for norm in norms)
         sizes, weights = (shape.heads, shape.kv_heads, shape.head_dim), (_weight(q_norm), _weight(k_norm))
-        self._heads = Heads(*sizes, shape.rotations, *weights, epsilon=shape.epsilon)
+        self._heads = Heads(*sizes, shape.rotary_table, *weights, epsilon=shape.epsilon)
         queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         assert self._qkv.outputs in (queries, queries + 2 * kv), (self._qkv.outputs, queries, kv)
         self._sizes = [queries] if self._qkv.outputs == queries else [queries, kv, kv]

@@ -22,7 +22,7 @@ class Heads:
     """Of queries, a multiple of `kv_heads`."""
     kv_heads: int
     head_dim: int
-    rotations: Tensor | None = None
+    rotary_table: Tensor | None = None
     """As in `LayerShape`. A row's new column stands at position `last - first`."""
     q_norm: Tensor | None = None
     """[K], the weight of an RMS norm of each head, before it turns."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import Columns, TableColumns
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.rope import turn_of, turned
+from skipdecode.backends.rope import apply_rotary, turn_of
 
 
 class TorchKernels:
@@ -24,11 +24,11 @@ class TorchKernels:
         first, last = columns.first, columns.last.expand(len(q))
         places = columns.places if isinstance(columns, Columns) else None
         rows = torch.arange(len(q), device=q.device) if places is None else places
-        turn = turn_of(heads.rotations, (last - first)[:, None])
+        turn = turn_of(heads.rotary_table, (last - first)[:, None])
 
         def ready(x: Tensor, weight: Tensor | None) -> Tensor:
             x = x.reshape(len(q), -1, 1, heads.head_dim)  # [B, heads, 1, K]
-            return turned(x if weight is None else F.rms_norm(x, weight.shape, weight, heads.epsilon), turn)
+            return apply_rotary(x if weight is None else F.rms_norm(x, weight.shape, weight, heads.epsilon), turn)
 
         if k is not None and v is not None:
             keys[rows, :, last] = ready(k, heads.k_norm)[:, :, 0]

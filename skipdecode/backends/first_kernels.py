@@ -51,7 +51,7 @@ def _cases(device: torch.device) -> dict[str, Run]:
 
     memory, qkv, wide = numbers(2 * B * G * COLUMNS * K), numbers(B, WIDTH + 2 * G * K), numbers(B, 4 * WIDTH)
     states, added, weight, bias = numbers(B, WIDTH), numbers(B, WIDTH), numbers(WIDTH), numbers(WIDTH)
-    rotations = torch.randn(COLUMNS, K, generator=rng).to(device)
+    rotary_table = torch.randn(COLUMNS, K, generator=rng).to(device)
     first, last = torch.zeros(B, dtype=torch.int64, device=device), torch.tensor([20], device=device).expand(B)
     where = torch.tensor([0, len(memory) // 2, G * COLUMNS * K, COLUMNS * K], device=device)
     one = torch.ones(B, 1, device=device)
@@ -63,7 +63,7 @@ def _cases(device: torch.device) -> dict[str, Run]:
         k, v = own.view(2, B, G, COLUMNS, K)
         columns = TableColumns(own, where, first, last) if has_table else Columns(k, v, first, last)
         q, new_k, new_v = torch.split(qkv, [WIDTH, G * K, G * K], dim=1)
-        out = kernels.attend(Heads(H, G, K, rotations), q, new_k, new_v, columns)
+        out = kernels.attend(Heads(H, G, K, rotary_table), q, new_k, new_v, columns)
         return out, own
 
     def attend_places(kernels: Kernels) -> Sequence[Tensor]:
@@ -73,7 +73,7 @@ def _cases(device: torch.device) -> dict[str, Run]:
         among = torch.tensor([[0, 1, 0], [2, 2, 1]], device=device)
         q, new_k, new_v = torch.split(qkv, [WIDTH, G * K, G * K], dim=1)
         columns = Columns(k, v, first, ends, places, among=among, most=2)
-        return kernels.attend(Heads(H, G, K, rotations), q, new_k, new_v, columns), own
+        return kernels.attend(Heads(H, G, K, rotary_table), q, new_k, new_v, columns), own
 
     def norm(kernels: Kernels, kind: Norm) -> Sequence[Tensor]:
         own = states.clone()

@@ -67,7 +67,7 @@ class Heads(ctypes.Structure):
         ("count", INT64),
         ("groups", INT64),
         ("dim", INT64),
-        ("rotations", POINTER),
+        ("rotary_table", POINTER),
         ("positions", INT64),
         ("rotary", INT64),
         ("epsilon", DOUBLE),
@@ -81,7 +81,7 @@ def heads(
     groups: int,
     dim: int,
     *,
-    rotations: Tensor | None = None,
+    rotary_table: Tensor | None = None,
     epsilon: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -90,14 +90,14 @@ def heads(
     are to live as long as what comes back."""
     assert 0 < groups <= count, (count, groups)
     assert count % groups == 0, (count, groups)
-    positions, rotary = (0, 0) if rotations is None else rotations.shape
+    positions, rotary = (0, 0) if rotary_table is None else rotary_table.shape
     assert rotary <= dim, (rotary, dim)
     assert rotary % 2 == 0, rotary
-    if rotations is not None:
-        assert rotations.dtype == torch.float32, rotations.dtype
+    if rotary_table is not None:
+        assert rotary_table.dtype == torch.float32, rotary_table.dtype
         assert positions > 0, "no positions"
     for weight in (q_norm, k_norm):
         assert weight is None or weight.shape == (dim,), "a norm of other heads"
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (rotations, q_norm, k_norm)]
-    assert all(tensor is None or tensor.is_contiguous() for tensor in (rotations, q_norm, k_norm)), "not contiguous"
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (rotary_table, q_norm, k_norm)]
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (rotary_table, q_norm, k_norm)), "not contiguous"
     return Heads(count, groups, dim, pointers[0], positions, rotary, epsilon, *pointers[1:])

@@ -115,7 +115,7 @@ def heads_of(shape: LayerShape, q_norm: Tensor | None, k_norm: Tensor | None) ->
         shape.heads,
         shape.kv_heads,
         shape.head_dim,
-        rotations=shape.rotations,
+        rotary_table=shape.rotary_table,
         epsilon=shape.epsilon,
         q_norm=q_norm,
         k_norm=k_norm,

@@ -25,7 +25,7 @@ class LayerShape:
     """`rms`: x / sqrt(mean(x^2) + epsilon) * weight, no bias."""
     mlp: Literal["relu", "swiglu"] = "relu"
     """`swiglu`: fc2(silu(gate) * other), where fc1 makes [gate; other]."""
-    rotations: Tensor | None = None
+    rotary_table: Tensor | None = None
     """[positions, r] float32: r / 2 cosines, then r / 2 sines. Number i < r / 2 of a query or key and number i + r / 2
     are a point that its position turns (`rotate_half`); those from r on stay. Positions past the table are its last.
     None: nothing turns."""

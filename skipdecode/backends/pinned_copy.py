@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def uploaded(
+def to_device(
     numbers: Sequence[int]
     | Sequence[float]
     | Sequence[Sequence[int]]

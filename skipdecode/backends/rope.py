@@ -15,7 +15,7 @@ Turn = Tensor
 """[B, 1, T, r] float32: cosines, then sines, of each position."""
 
 
-def rotations(config: DecoderConfig, device: torch.device | str = "cpu") -> Tensor | None:
+def rotary_table(config: DecoderConfig, device: torch.device | str = "cpu") -> Tensor | None:
     """[positions, r] float32, r / 2 cosines and as many sines of every position; None where nothing turns."""
     rope = config.rope
     if rope is None:
@@ -48,11 +48,11 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def turn_of(table: Tensor | None, positions: Tensor) -> Turn | None:
-    """Of positions [B, T] int64 (-1: padding, anything will do); `table` as `rotations` gives it."""
+    """Of positions [B, T] int64 (-1: padding, anything will do); `table` as `rotary_table` gives it."""
     return None if table is None else table[positions.clamp(min=0, max=len(table) - 1)][:, None]
 
 
-def turned(x: Tensor, turn: Turn | None) -> Tensor:
+def apply_rotary(x: Tensor, turn: Turn | None) -> Tensor:
     """x [B, heads, T, K] at its positions, in float32, rounded once."""
     if turn is None:
         return x

@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2 e): the device h
 
 
 @triton.jit
-def turned(x, other, cos, sin, d, HALF: tl.constexpr):
+def apply_rotary(x, other, cos, sin, d, HALF: tl.constexpr):
     """Numbers `d` of a head and those they turn with: the first half of those that turn, then the second."""
     sign = tl.where(d < HALF, -1.0, 1.0)
     return tl.where(d < 2 * HALF, x * cos + sign * other * sin, x)
@@ -43,7 +43,7 @@ def ready(
         table = ROTATIONS + position * (2 * HALF) + angle
         cos = tl.load(table, mask=turns, other=1.0)
         sin = tl.load(table + HALF, mask=turns, other=0.0)
-        x = turned(x, other, cos[None, :], sin[None, :], d[None, :], HALF).to(dtype).to(tl.float32)
+        x = apply_rotary(x, other, cos[None, :], sin[None, :], d[None, :], HALF).to(dtype).to(tl.float32)
     return x
 
 

@@ -65,7 +65,7 @@ class TritonKernels:
         if isinstance(columns, Columns) and columns.most > 1:
             return self._attend_places(heads, q, k, v, columns)
         B, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
-        has_new, splits, group, table = k is not None, splits_for(B, G), H // G, heads.rotations
+        has_new, splits, group, table = k is not None, splits_for(B, G), H // G, heads.rotary_table
         places = columns.places if isinstance(columns, Columns) else None
         where = columns.where if isinstance(columns, TableColumns) else None
         keys, values = _memory(columns, heads)
@@ -90,7 +90,7 @@ class TritonKernels:
 
     def _attend_places(self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
         N, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
-        group, table, splits = H // G, heads.rotations, splits_for(N, G)
+        group, table, splits = H // G, heads.rotary_table, splits_for(N, G)
         assert columns.places is not None
         assert columns.among is not None
         assert columns.among.shape == (2, N), columns.among.shape

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def likeliest(ROW, V, BLOCK: tl.constexpr):
+def argmax(ROW, V, BLOCK: tl.constexpr):
     """The largest of ROW [V] and its lowest place. What is no number counts as infinite, as torch has it."""
     at = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -27,7 +27,7 @@ def likeliest(ROW, V, BLOCK: tl.constexpr):
 @triton.jit
 def argmax_kernel(LOGITS, OUT, row, V, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
-    _, where = likeliest(LOGITS + b * row, V, BLOCK)
+    _, where = argmax(LOGITS + b * row, V, BLOCK)
     # lanes without a number of the row hold -inf at place 0, which is right where all are
     tl.store(OUT + b, where.to(tl.int64))
 
@@ -100,7 +100,7 @@ def draw_kernel(
     """One row: where the sorted row would be cut is found by counting, then one number draws by token id."""
     b = tl.program_id(0).to(tl.int64)
     ROW = LOGITS + b * row
-    largest, where = likeliest(ROW, V, WIDE)
+    largest, where = argmax(ROW, V, WIDE)
     temperature = tl.load(TEMPERATURE + b)
     if temperature == 0:
         tl.store(OUT + b, where.to(tl.int64))

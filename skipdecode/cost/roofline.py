@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from skipdecode.config.model import DecoderConfig
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_columns, kv_owners, steps_per_layer
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_columns, kv_sharing_map, steps_per_layer
 
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
 # fused into them, attention. A model that is not packed makes up to three times as many.
@@ -144,7 +144,7 @@ def plan_parts(
     `columns_read_once`: see `attention_cost`.
     """
     first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
-    top, settled = max(plan.layers, default=0), plan.settled_ffns
+    top, settled = max(plan.layers, default=0), plan.static_ffns
     sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
     parts = []
     for layer in plan.layers:
@@ -234,7 +234,7 @@ def cache_bytes_per_row(
     config: DecoderConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
 ) -> int:
     """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
-    columns = kv_columns(kv_owners(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
+    columns = kv_columns(kv_sharing_map(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
     return 2 * sum(columns.values()) * config.kv_dim * itemsize
 
 

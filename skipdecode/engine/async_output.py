@@ -17,7 +17,7 @@ Of = TypeVar("Of")
 """What says whose the tokens are."""
 
 
-class Looks(Generic[Of]):
+class AsyncOutput(Generic[Of]):
     """First sent, first taken."""
 
     def __init__(self, device: torch.device) -> None:

@@ -8,7 +8,8 @@ Newcomers are appended, ended rows at either end fall off, and those in between 
 of them to be worth moving the others. Not here: blocks that rows decide on themselves (FFN-SkipLLM `row` and `random`),
 and fixed batch shapes; cohorts have both.
 
-The host never waits for a step that it has just launched: on a GPU it looks at tokens one step late (`looks`), while
+The host never waits for a step that it has just launched: on a GPU it looks at tokens one step late
+(`async_output`), while
 the next step runs. Until then a row that has ended makes one more token, which nobody takes. How many tokens a row may
 make is known beforehand, so none is fed more, and none writes a column that it does not have.
 
@@ -21,21 +22,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import row_uniforms
-from skipdecode.engine.async_output import Looks
+from skipdecode.engine.async_output import AsyncOutput
 from skipdecode.engine.logprobs import LogprobRecorder, give
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
 from skipdecode.engine.prefix_sharing import Sharing
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.engine.static_batch import LOOKS_BEHIND
 from skipdecode.kv.padded import KVCache
-from skipdecode.kv.ragged import Arena
+from skipdecode.kv.ragged import SlotCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
-from skipdecode.model.sampler import cuts, likeliest, pick
-from skipdecode.schedules.layer_ranges import NEVER, extents_of, layer_ends
-from skipdecode.schedules.plan import Schedule, kv_owners
+from skipdecode.model.sampler import argmax, cuts, pick
+from skipdecode.schedules.layer_ranges import NEVER, layer_ends, ranges_of_starts
+from skipdecode.schedules.plan import Schedule, kv_sharing_map
 
 CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
 
@@ -84,10 +85,10 @@ class ContinuousBatch:
         self._decode_text = decode_text
         self._attn_ends, self._ffn_ends = layer_ends(schedule, model.config.max_position_embeddings)
         self._kv_layers = schedule.step(0).kv_layers
-        owners = kv_owners(schedule, model.config.kv_group_size)
+        owners = kv_sharing_map(schedule, model.config.kv_group_size)
         # under SwiftKV a layer's K/V are written for rows that do not run it
         ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
-        self._arena = Arena(model.config, owners, ends, dtype=model.dtype, device=model.device, is_closed=is_closed)
+        self._arena = SlotCache(model.config, owners, ends, dtype=model.dtype, device=model.device, is_closed=is_closed)
         self._is_closed = is_closed
         self._members: list[_Member] = []
         self._rows: list[Row] = []  # whoever joined; those whose last tokens are on their way are no members any more
@@ -95,7 +96,9 @@ class ContinuousBatch:
         self._num_steps = 0
         self._params: tuple[Tensor, Tensor, Tensor] | None = None
         self._logprobs = LogprobRecorder([], model.device)
-        self._looks: Looks[tuple[list[_Member], list[Row]]] = Looks(model.device)  # whose tokens, whose logprobs
+        self._looks: AsyncOutput[tuple[list[_Member], list[Row]]] = AsyncOutput(
+            model.device
+        )  # whose tokens, whose logprobs
         self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
         self.row_steps = 0
         """Rows that took part in steps, ended ones included."""
@@ -113,7 +116,8 @@ class ContinuousBatch:
         return self._arena.nbytes
 
     def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
-        """Bytes held while so many rows join, of up to `prompt` tokens and `limit` new ones: see `Arena.bytes_with`."""
+        """Bytes held while so many rows join, of up to `prompt` tokens and `limit` new ones: see
+        `SlotCache.bytes_with`."""
         return self._arena.bytes_with(num_rows, prompt, limit, prompt_columns=rounded_columns(prompt))
 
     @torch.inference_mode()
@@ -141,7 +145,7 @@ class ContinuousBatch:
         if stay:
             if cache is not None:
                 self._drop_ended(carry=0.0)
-            keep = uploaded(stay, self.model.device)
+            keep = to_device(stay, self.model.device)
             newest = torch.cat([self._newest, first[keep]])
             together = [*self._members, *(members[at] for at in stay)]
             params = _params(together, self.model.device)
@@ -189,12 +193,12 @@ class ContinuousBatch:
                      for p, k, m in zip(self._arena.prompts, ages, members, strict=True)]  # fmt: skip
         self._arena.begin(positions)
         embedded = self.model.embed(self._newest[:, None], self._arena.columns_at(0, len(members))[:, None])
-        extents = extents_of(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
-        h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotations), extents)
+        ranges = ranges_of_starts(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
+        h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotary_table), ranges)
         self._num_steps += 1
         self.row_steps += len(members)
         if self._params is None and not self._logprobs.is_asked:
-            self._newest = self.model.likeliest(h[:, -1])
+            self._newest = self.model.argmax(h[:, -1])
         else:
             logits = self.model.head(h[:, -1])
             self._newest = _choose(logits, members, self._params, self._num_steps)
@@ -229,7 +233,7 @@ class ContinuousBatch:
             keep = list(range(live[0], live[-1] + 1))
         if len(keep) == num_rows:
             return
-        newest = self._newest[uploaded(keep, self.model.device, torch.int64)]
+        newest = self._newest[to_device(keep, self.model.device, torch.int64)]
         together = [self._members[at] for at in keep]
         params = _params(together, self.model.device)
         self._arena.keep(keep)
@@ -243,7 +247,7 @@ class ContinuousBatch:
 
 def check_continuous(schedule: Schedule) -> None:
     """ValueError when rows of that schedule cannot share a step at different ages."""
-    if not schedule.is_settled:
+    if not schedule.is_static:
         raise ValueError(
             "decode.ffn_skip.mode: the continuous scheduler runs modes calibrated and fixed, where the blocks left out "
             "are known in advance; use one of them, or scheduler cohort"
@@ -261,9 +265,9 @@ def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, T
         return None
     samplings = [member.row.request.sampling for member in members]
     return (
-        uploaded([[s.temperature] for s in samplings], device, torch.float32),
-        uploaded([[s.top_k or 2**62] for s in samplings], device),
-        uploaded([[s.top_p] for s in samplings], device, torch.float32),
+        to_device([[s.temperature] for s in samplings], device, torch.float32),
+        to_device([[s.top_k or 2**62] for s in samplings], device),
+        to_device([[s.top_p] for s in samplings], device, torch.float32),
     )
 
 
@@ -272,7 +276,7 @@ def _choose(
 ) -> Tensor:
     """The next token of every row from [B, V] logits: y_k, k being the steps since it joined."""
     if params is None:
-        return likeliest(logits)
+        return argmax(logits)
     uniforms = [[member.uniform(num_steps - member.joined_at)] for member in members]
-    uniform = uploaded(uniforms, logits.device, torch.float32)
+    uniform = to_device(uniforms, logits.device, torch.float32)
     return pick(logits, *params, uniform, cuts=any(cuts(member.row.request.sampling) for member in members))

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from skipdecode.backends.device import backend_on
 from skipdecode.cost.batch_sizes import MAX_ROWS, ladder
-from skipdecode.engine.graph_capture import Captures, Work, captures_on
+from skipdecode.engine.graph_capture import GraphCapture, Work, graph_capture_on
 from skipdecode.kv.graphed import GraphedCache, Layout, TableView
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import CachePool, PoolFull
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
-from skipdecode.model.sampler import likeliest
+from skipdecode.model.sampler import argmax
 from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
-from skipdecode.schedules.layer_ranges import Extents
+from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan, Schedule
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ Key = tuple[LayerPlan, int]
 def plans_of(schedules: Iterable[Schedule], num_steps: int) -> list[LayerPlan]:
     """The settled plans of decode steps, each once, deepest first."""
     plans = {schedule.step(k) for schedule in schedules for k in range(num_steps)}
-    settled = [plan for plan in plans if plan.is_settled]
+    settled = [plan for plan in plans if plan.is_static]
     return sorted(settled, key=lambda plan: (-plan.num_layers_run, -sum(plan.ffn), plan.attn, plan.ffn))
 
 
-class StepGraphs:
+class CudaGraphs:
     """The graphs of one model, and the memory of the caches they run on."""
 
     def __init__(
@@ -58,7 +58,7 @@ class StepGraphs:
         cache_bytes: int,
         *,
         max_rows: int = MAX_ROWS,
-        captures: Captures | None = None,
+        captures: GraphCapture | None = None,
     ) -> None:
         """`cache_bytes`: for keys and values of all batches that live at the same time."""
         self.model, self.max_rows = model, max_rows
@@ -68,7 +68,7 @@ class StepGraphs:
         """Why steps run kernel by kernel: the first capture that failed."""
         self.full: str | None = None
         """Why no more steps are captured, though those that are go on: memory, or their number."""
-        self._captures = captures or captures_on(model.device)
+        self._captures = captures or graph_capture_on(model.device)
         self._replays: OrderedDict[Key, Work] = OrderedDict()
         self._has_midpoints, self._is_loading = True, False
         device, self.pool = model.device, CachePool(cache_bytes, model.dtype, model.device)
@@ -171,7 +171,7 @@ class StepGraphs:
         assert isinstance(cache, GraphedCache), "a cache from elsewhere"
         num_rows = len(newest)
         rows = self.rows_for(num_rows)
-        if rows > self.max_rows or not plan.is_settled:
+        if rows > self.max_rows or not plan.is_static:
             last = self.model.config.max_position_embeddings - 1
             positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)
             return self.model.forward(newest[:, None], positions, cache, plan, ffns, only_likeliest=only_likeliest)
@@ -256,11 +256,11 @@ class StepGraphs:
         model, num_pad, tokens = self.model, self._num_pad[:rows], self._tokens[:rows]
         last = model.config.max_position_embeddings - 1
         positions = (self._at - num_pad)[:, None].clamp(max=last)
-        view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotations)
-        h, _ = run_layers(model, model.embed(tokens[:, None], positions), view, Extents.of_plan(plan))
+        view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotary_table)
+        h, _ = run_layers(model, model.embed(tokens[:, None], positions), view, LayerRanges.of_plan(plan))
         # into memory that graphs share: no copy for who wants logits, and nothing more for who does not
         logits = model.head_into(h[:, -1], self._logits[:rows])
-        tokens.copy_(likeliest(logits))
+        tokens.copy_(argmax(logits))
         self._at.add_(1)
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Decoding from prompts to completions: a `Cohort`, a `SpeculativeBatch` or a `ContinuousBatch` run to its end.
+"""Decoding from prompts to completions: a `StaticBatch`, a `SpeculativeBatch` or a `ContinuousBatch` run to its end.
 
 Splitting rows into batches is the caller's work (`actors.batching.windows`), and so are rows that come and go as
 they please
@@ -13,11 +13,11 @@ import torch
 
 from skipdecode.engine.batch_stats import BatchStats
 from skipdecode.engine.continuous_batch import ContinuousBatch
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.prefill import allocate_cache, pad_prompts, rounded_columns
 from skipdecode.engine.prefix_sharing import Sharing
 from skipdecode.engine.request import Completion, DecodeText, Request, Row, complete
-from skipdecode.engine.static_batch import CHECK_EVERY, COMPACT_AT, Cohort, now
+from skipdecode.engine.static_batch import CHECK_EVERY, COMPACT_AT, StaticBatch, now
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import Schedule
@@ -62,7 +62,7 @@ def generate(
     prompt_columns: int | None = None,
     batch_rows: int | None = None,
     compact: bool = True,
-    graphs: StepGraphs | None = None,
+    graphs: CudaGraphs | None = None,
     sharing: Sharing | None = None,
 ) -> BatchResult:
     """Continues every request under `schedule`; completions in the order of the requests.
@@ -72,7 +72,7 @@ def generate(
     this model, for steps on CUDA. `sharing`: the heads of prompts that are run once; not with a fixed shape.
     """
     start = now(model.device)
-    cohort = Cohort(
+    cohort = StaticBatch(
         model,
         requests,
         schedule,

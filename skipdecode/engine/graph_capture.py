@@ -14,7 +14,7 @@ Work = Callable[[], None]
 """Launches kernels on fixed memory; nothing in it depends on the host."""
 
 
-class Captures(Protocol):
+class GraphCapture(Protocol):
     """How work is captured."""
 
     def warm_up(self, work: Work) -> None:
@@ -30,7 +30,7 @@ class Captures(Protocol):
         """Bytes of device memory that graphs hold for what they compute. Not what the driver keeps of each."""
 
 
-class CudaCaptures:
+class CudaGraphCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -88,5 +88,5 @@ class Repeats:
         return 0
 
 
-def captures_on(device: torch.device) -> Captures:
-    return CudaCaptures(device) if device.type == "cuda" else Repeats()
+def graph_capture_on(device: torch.device) -> GraphCapture:
+    return CudaGraphCapture(device) if device.type == "cuda" else Repeats()

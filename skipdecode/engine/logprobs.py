@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.model import MAX_LOGPROBS
 from skipdecode.engine.request import Row, TokenLogprobs
 from skipdecode.model.decoder import Decoder
@@ -34,7 +34,7 @@ class LogprobRecorder:
         """The rows of the batch from now on, in its order. What was seen must have been taken."""
         assert not self._seen, "of other rows"
         asking = [(at, row) for at, row in enumerate(rows) if row.request.top_logprobs is not None]
-        self._at = uploaded([at for at, _ in asking], self._device, torch.int64)
+        self._at = to_device([at for at, _ in asking], self._device, torch.int64)
         self._rows = [row for _, row in asking]
         self.num_top = max([1, *(row.request.top_logprobs or 0 for row in self._rows)])
 
@@ -78,7 +78,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, 
 def listed(own: Tensor, values: Tensor, tokens: Tensor) -> list[TokenLogprobs]:
     """What `top_logprobs` gives, on the host: one per row."""
     columns = zip(own.tolist(), values.tolist(), tokens.tolist(), strict=True)
-    return [TokenLogprobs(logprob, list(zip(ids, likeliest, strict=True))) for logprob, likeliest, ids in columns]
+    return [TokenLogprobs(logprob, list(zip(ids, argmax, strict=True))) for logprob, argmax, ids in columns]
 
 
 def score_prompt(model: Decoder, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:

@@ -11,14 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from skipdecode.backends.pinned_copy import uploaded
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.backends.pinned_copy import to_device
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.prefix_sharing import Allocate, SharedPrompts, Sharing
 from skipdecode.engine.request import Request
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.view import wants_all_heads
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_columns, kv_owners
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_columns, kv_sharing_map
 
 PREFILL_BYTES = 1 << 30  # of states, masks and copies of keys of what goes through at once, on a GPU
 PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
@@ -43,7 +43,7 @@ def pad_prompts(
     assert longest <= columns, (longest, columns)
     padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
     paddings = [columns - len(line) for line in lines]
-    return uploaded(padded, model.device), uploaded(paddings, model.device), paddings
+    return to_device(padded, model.device), to_device(paddings, model.device), paddings
 
 
 def feed_prompts(
@@ -126,7 +126,7 @@ def allocate_cache(
     num_new: int,
     *,
     is_masked: bool = False,
-    graphs: StepGraphs | None = None,
+    graphs: CudaGraphs | None = None,
     paddings: Sequence[int] | None = None,
 ) -> KVCache:
     """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with.
@@ -148,7 +148,7 @@ def allocate_cache(
     )
 
 
-def has_room(graphs: StepGraphs, schedule: Schedule, num_rows: int, columns: int, num_new: int) -> bool:
+def has_room(graphs: CudaGraphs, schedule: Schedule, num_rows: int, columns: int, num_new: int) -> bool:
     """Whether `allocate_cache` finds memory in `graphs` for so many rows now."""
     owners, capacities = _capacities(graphs.model, columns, schedule, num_new)
     return graphs.has_room(num_rows, capacities, owners)
@@ -156,6 +156,6 @@ def has_room(graphs: StepGraphs, schedule: Schedule, num_rows: int, columns: int
 
 def _capacities(model: Decoder, columns: int, schedule: Schedule, num_new: int) -> tuple[list[int], list[int]]:
     """[L] owners and columns of each layer."""
-    owners = kv_owners(schedule, model.config.kv_group_size)
+    owners = kv_sharing_map(schedule, model.config.kv_group_size)
     columns_of = kv_columns(owners, schedule, columns, num_new)
     return owners, [columns_of[owner] for owner in owners]

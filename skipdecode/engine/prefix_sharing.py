@@ -18,12 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.cost.roofline import SharedShape
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.shared import SharedHeads
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_owners
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
 
 HEAD_STEP = 2  # tokens of a head come in these
 
@@ -145,10 +145,10 @@ class SharedPrompts:
         own = prompts if self.copies else [p[n:] for p, n in zip(prompts, self._before, strict=True)]
         self.tokens = _padded(model, own)  # [B, P], or the rows' own ends
         paddings = _paddings(own)
-        self.cache = allocate(uploaded(paddings, model.device), self.tokens.shape[1], paddings=paddings)
+        self.cache = allocate(to_device(paddings, model.device), self.tokens.shape[1], paddings=paddings)
         if not self.copies:
-            lengths = uploaded([len(head) for head in sharing.heads], model.device)
-            of_row = uploaded(sharing.of_row, model.device)
+            lengths = to_device([len(head) for head in sharing.heads], model.device)
+            of_row = to_device(sharing.of_row, model.device)
             self.cache.shared = SharedHeads(self._heads.k, self._heads.v, self._heads.owners, lengths, of_row)
 
     def feed(self, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
@@ -175,7 +175,7 @@ class SharedPrompts:
     ) -> Tensor:
         """What `cache` lacks of prompts [B, P] of which it has `had` [B] tokens each, or shares them; some rows at a
         time."""
-        (whole, columns), before = tokens.shape, uploaded(had, self.model.device)
+        (whole, columns), before = tokens.shape, to_device(had, self.model.device)
         is_unpadded = self.model.takes_unpadded(cache.k[0])
         has_all = cache.shared is None  # what is shared is in no column
         in_place = had if has_all else [0] * whole
@@ -201,11 +201,11 @@ class SharedPrompts:
 
 
 def _cache_of_heads(model: Decoder, sharing: Sharing, schedule: Schedule) -> KVCache:
-    columns, owners = max(map(len, sharing.heads)), kv_owners(schedule, model.config.kv_group_size)
+    columns, owners = max(map(len, sharing.heads)), kv_sharing_map(schedule, model.config.kv_group_size)
     paddings = _paddings(sharing.heads)
     return KVCache.allocate(
         model.config,
-        num_pad=uploaded(paddings, model.device),
+        num_pad=to_device(paddings, model.device),
         paddings=paddings,
         capacities=[columns] * len(owners),
         owners=owners,
@@ -217,10 +217,10 @@ def _copy(heads: KVCache, of_row: Sequence[int], cache: KVCache) -> None:
     """The heads `of_row` [B] (-1: none) into the columns of `cache` in which the rows' prompts begin."""
     columns, paddings, device = heads.k[0].shape[2], _known(heads), heads.num_pad.device
     counts = [0 if head < 0 else columns - paddings[head] for head in of_row]
-    lengths, total = uploaded(counts, device), sum(counts)
+    lengths, total = to_device(counts, device), sum(counts)
     rows = torch.arange(len(counts), device=device).repeat_interleave(lengths, output_size=total)  # [N]
     at = torch.arange(total, device=device) - (lengths.cumsum(0) - lengths)[rows]  # [N] columns of the heads
-    source = uploaded(of_row, device)[rows]
+    source = to_device(of_row, device)[rows]
     first, to = heads.num_pad[source] + at, cache.num_pad[rows] + at
     for owner in set(cache.owners):
         for own, held in ((cache.k[owner], heads.k[owner]), (cache.v[owner], heads.v[owner])):
@@ -250,4 +250,4 @@ def _padded(model: Decoder, lines: Sequence[Sequence[int]]) -> Tensor:
     """[B, T] int64: left-padded."""
     columns, filler = max(map(len, lines)), model.config.filler_token_id
     padded = [[filler] * (columns - len(line)) + list(line) for line in lines]
-    return uploaded(padded, model.device)
+    return to_device(padded, model.device)

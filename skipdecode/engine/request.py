@@ -97,7 +97,7 @@ def complete(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
     for k in range(max(len(row.tokens) for row in rows) - 1):
         plan = schedule.step(k)
         depth.append(depth[-1] + plan.num_layers_run)
-        ffns.append(ffns[-1] + plan.num_settled_ffns)
+        ffns.append(ffns[-1] + plan.num_static_ffns)
     completions = []
     for row in rows:
         assert row.finish_reason is not None, f"row {row.request.id!r} never ended"

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.async_output import Looks
+from skipdecode.engine.async_output import AsyncOutput
 from skipdecode.engine.batch_stats import BatchStats
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.logprobs import LogprobRecorder, give
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, shared_prompts
 from skipdecode.engine.prefix_sharing import SharedPrompts, Sharing
@@ -32,7 +32,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps between looks at the tokens
 LOOKS_BEHIND = {"cpu": 0, "cuda": 1}  # a look waits for the steps before the newest ones, which run meanwhile
 
 
-class Cohort:
+class StaticBatch:
     """`rows` are in the order of the requests, ended ones included; `step` until `is_done`."""
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class Cohort:
         compact_at: float = COMPACT_AT,
         check_every: int | None = None,
         looks_behind: int | None = None,
-        graphs: StepGraphs | None = None,
+        graphs: CudaGraphs | None = None,
         sharing: Sharing | None = None,
     ) -> None:
         """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
@@ -59,7 +59,9 @@ class Cohort:
         self.model, self.schedule, self._graphs = model, schedule, graphs
         self.rows = [Row(request) for request in requests]
         self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
-        self._looks: Looks[tuple[list[int], list[Row]]] = Looks(model.device)  # whose tokens, whose log-probabilities
+        self._looks: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(
+            model.device
+        )  # whose tokens, whose log-probabilities
         self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
         self._decode_text = decode_text
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
@@ -204,7 +206,7 @@ class Cohort:
 
     def _keep(self, running: list[int]) -> None:
         """Drops all batch rows but `running`."""
-        keep = uploaded(running, self.model.device)
+        keep = to_device(running, self.model.device)
         self._sampler.keep(keep)
         self._ffns.keep(keep)
         self._live = [self._live[at] for at in running]
@@ -213,7 +215,7 @@ class Cohort:
         self._logprobs.keep([self.rows[index] for index in self._live])
 
 
-def kept_rows(size: int, num_running: int, compact_at: float, graphs: StepGraphs | None) -> int:
+def kept_rows(size: int, num_running: int, compact_at: float, graphs: CudaGraphs | None) -> int:
     """Rows that a batch of `size` goes on with: those that run, once they are few enough, and for graphs, which serve
     few sizes, some of those that have ended."""
     if not num_running or num_running >= size or num_running > compact_at * size:

@@ -1,7 +1,7 @@
 """What would make first calls slow, done when a model loads: thread pools start, kernels are chosen and compiled.
 
 Which kernels there are, the back end knows: some are compiled for numbers of rows (`Backend.rows_to_try`). Steps as
-CUDA graphs meet all of theirs when they are captured (`step_graphs`). The last column of prompts meets its own here. So
+CUDA graphs meet all of theirs when they are captured (`cuda_graphs`). The last column of prompts meets its own here. So
 do steps without graphs: of continuous batches, of layers on several devices or of rows that decide on their blocks.
 """
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from skipdecode.backends.device import backend_on
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate, generate_lossless
 from skipdecode.engine.request import Request
 from skipdecode.kv.pool import PoolFull
@@ -19,7 +19,7 @@ from skipdecode.schedules.plan import Schedule
 ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 
 
-def warm_up(model: Decoder, schedule: Schedule, graphs: StepGraphs | None = None, *, max_rows: int = ROWS) -> None:
+def warm_up(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None = None, *, max_rows: int = ROWS) -> None:
     """Decodes small batches of rows that nobody wants. `max_rows`: of later batches."""
     for _ in range(2):
         _decode(model, schedule, graphs, ROWS)
@@ -29,13 +29,13 @@ def warm_up(model: Decoder, schedule: Schedule, graphs: StepGraphs | None = None
             generate_lossless(model, [_request(model)] * ROWS, lossless)
 
 
-def _try_rows(model: Decoder, schedule: Schedule, graphs: StepGraphs | None, max_rows: int) -> None:
+def _try_rows(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None, max_rows: int) -> None:
     """Numbers of rows that kernels are compiled for."""
     parts = 1 if model.placement is None else model.placement.num_parts
     if not (sizes := backend_on(model.device).rows_to_try(-(-max_rows // parts))):
         return
     _decode(model, schedule, graphs, ROWS, temperature=1.0)
-    if graphs is None or not schedule.is_settled:
+    if graphs is None or not schedule.is_static:
         for rows in sizes:
             _decode(model, schedule, None, rows * parts)
     if graphs is not None:
@@ -47,7 +47,7 @@ def _try_rows(model: Decoder, schedule: Schedule, graphs: StepGraphs | None, max
 def _decode(
     model: Decoder,
     schedule: Schedule,
-    graphs: StepGraphs | None,
+    graphs: CudaGraphs | None,
     rows: int,
     *,
     temperature: float = 0.0,

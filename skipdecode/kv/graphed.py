@@ -18,7 +18,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import TableColumns
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.batch_sizes import ALIGNMENT
@@ -98,7 +98,7 @@ class GraphedCache(KVCache):
         cache = cls(k, v, num_pad, owners, is_masked=is_masked, paddings=paddings)
         cache.part, cache.serial = part, next(_serials)
         cache.is_masked = cache.valid is not None  # so that nobody waits to see whether rows that stay are padded
-        cache.where = uploaded(
+        cache.where = to_device(
             [places[owner] for owner in owners], num_pad.device
         )  # other cohorts' steps run meanwhile
         return cache
@@ -109,7 +109,7 @@ class GraphedCache(KVCache):
         return self.part.nbytes
 
     def keep(self, rows: Sequence[int], runs: Sequence[bool]) -> Self:
-        chosen = uploaded(rows, self.num_pad.device)
+        chosen = to_device(rows, self.num_pad.device)
         for owner in self.owners_of(runs):
             filled = slice(min(self.length, self.k[owner].shape[2]))
             for memory in (self.k[owner], self.v[owner]):
@@ -132,7 +132,7 @@ class TableView(StepView):
         self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, table: Tensor | None
     ) -> None:
         """`memory` of the pool, `where` [L, 4], `first` [B], `last` [1]: as in `TableColumns`. `positions` [B, 1]
-        int64; `table`: of `rope.rotations`."""
+        int64; `table`: of `rope.rotary_table`."""
         self._memory, self._where, self._first, self._last = memory, where, first, last
         self._positions, self._table = positions, table
         attend_one = backend_on(memory.device).column_attention(memory)

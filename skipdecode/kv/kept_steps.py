@@ -43,7 +43,7 @@ class KeptSteps:
         feeds: bool,
     ) -> Callable[[Tensor], Tensor]:
         """`Backend.prepare_step` for tokens that attend; `numbers` and `most` as of `TokensView`, `memory_of` a layer
-        as `Arena.memory_of`."""
+        as `SlotCache.memory_of`."""
         backend, size = self._backend, numbers.shape[1]
         room = max(FEW, 1 << (size - 1).bit_length()) if backend.takes_fewer else size
         key = (room, most if backend.wants_among else 1, feeds, *layers, *kernels)

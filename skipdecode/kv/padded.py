@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.shared import SharedHeads
@@ -214,7 +214,7 @@ class KVCache:
             _, heads, columns, dim = self.k[owner].shape
             shapes[owner] = (len(rows), heads, columns if owner in left else 0, dim)
         own = _memory(shapes, self.k[0].dtype, [t.device for t in self.k])
-        there = {t.device: uploaded(rows, t.device) for t in self.k}
+        there = {t.device: to_device(rows, t.device) for t in self.k}
         for owner in left:
             filled = slice(min(self.length, self.k[owner].shape[2]))
             for new, old in zip(own[owner], (self.k[owner], self.v[owner]), strict=True):
@@ -228,7 +228,7 @@ class KVCache:
     def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], rows: Sequence[int] | slice) -> Self:
         """These rows of the cache in other memory, which is given by owner."""
         k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
-        chosen = rows if isinstance(rows, slice) else uploaded(rows, self.num_pad.device)
+        chosen = rows if isinstance(rows, slice) else to_device(rows, self.num_pad.device)
         known = None
         if self.paddings is not None:
             known = self.paddings[rows] if isinstance(rows, slice) else [self.paddings[row] for row in rows]
@@ -254,7 +254,8 @@ class PaddedView(StepView):
     """T columns behind those in `cache`."""
 
     def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, *, home: KVCache | None = None) -> None:
-        """`positions` [B, T] int64, -1 for padding; `table`: of `rope.rotations`; `home`: whose `on` the cache is."""
+        """`positions` [B, T] int64, -1 for padding; `table`: of `rope.rotary_table`; `home`: whose `on` the cache
+        is."""
         self._cache, self._positions, self._table = cache, positions, table
         self._home = home or cache
         self._num_new = positions.shape[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.kept_steps import KeptSteps
@@ -27,7 +27,7 @@ from skipdecode.kv.view import StepView, attention
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
 
 
-class Arena:
+class SlotCache:
     """k[l], v[l]: [R, G, columns of layer l, K]; the batch is rows `first` to `first + B - 1` of it."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Arena:
         self._k, self._v = self._allocate(len(prompts), self._columns(prompts, limits))
         self._num_rows = len(prompts)
         (k, v), pads = ([own[owner] for owner in self._owners] for own in (self._k, self._v)), [0] * len(prompts)
-        return KVCache(k, v, uploaded(pads, self._device, torch.int64), self._owners, paddings=pads)
+        return KVCache(k, v, to_device(pads, self._device, torch.int64), self._owners, paddings=pads)
 
     def fill(self, rows: Sequence[int], prompts: Sequence[int], limits: Sequence[int]) -> None:
         """The batch is `rows` of those that `open` made room for, whose prompts are fed by now."""
@@ -124,7 +124,7 @@ class Arena:
 
     def begin(self, positions: Sequence[int]) -> None:
         """Before a step that writes column `positions[i]` of row i and reads up to it."""
-        self._at = uploaded(positions, self._device)  # [B]
+        self._at = to_device(positions, self._device)  # [B]
         self._zeros = torch.zeros_like(self._at)
         self._rows = torch.arange(self.first, self.first + len(positions), device=self._device)
         self._lengths = [max(n, c + 1) for n, c in zip(self._lengths, positions, strict=True)]
@@ -165,10 +165,10 @@ class Arena:
         """`KeptSteps.of` this batch."""
         return self._steps.of(kernels, layers, numbers, most, self.memory_of, feeds=feeds)
 
-    def view(self, table: Tensor | None = None) -> "ArenaSlice":
-        """All rows of the batch, in the step begun; `table` as in `ArenaSlice`."""
+    def view(self, table: Tensor | None = None) -> "SlotCacheSlice":
+        """All rows of the batch, in the step begun; `table` as in `SlotCacheSlice`."""
         attend_one = self._backend.column_attention(self._k[0])
-        return ArenaSlice(self, 0, len(self._visible), table, attend_one)
+        return SlotCacheSlice(self, 0, len(self._visible), table, attend_one)
 
     # --- of rows start..end-1, in the step begun
 
@@ -241,10 +241,10 @@ class Arena:
         while k is self._k and stay < len(rows) and self.first + rows[stay] == stay:
             stay += 1
         parts = [
-            (uploaded(some, self._device), max(self._lengths[rows[at]] for at in some))
+            (to_device(some, self._device), max(self._lengths[rows[at]] for at in some))
             for some in _of_like_length([self._lengths[row] for row in rows], stay)
         ]
-        source = uploaded(list(rows), self._device, torch.int64) + self.first
+        source = to_device(list(rows), self._device, torch.int64) + self.first
         # the largest first: where there is memory to copy it through there is for all, so none stays behind
         for owner in sorted(self._ends, key=lambda owner: -self._k[owner].shape[2]):
             for old, new in ((self._k, k), (self._v, v)):
@@ -264,13 +264,13 @@ def _of_like_length(lengths: Sequence[int], stay: int) -> list[list[int]]:
     return [part for part in parts if part]
 
 
-class ArenaSlice(StepView):
+class SlotCacheSlice(StepView):
     """Rows of an arena in the step begun, one new column each."""
 
     def __init__(
-        self, arena: Arena, start: int, end: int, table: Tensor | None, attend_one: ColumnAttention | None
+        self, arena: SlotCache, start: int, end: int, table: Tensor | None, attend_one: ColumnAttention | None
     ) -> None:
-        """`table`: of `rope.rotations`; `attend_one` as in `KVCache`."""
+        """`table`: of `rope.rotary_table`; `attend_one` as in `KVCache`."""
         self._arena, self._start, self._end, self._table = arena, start, end, table
         self._attend_one, self.has_kernels = attend_one, attend_one is not None
 
@@ -292,9 +292,9 @@ class ArenaSlice(StepView):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._arena.write(layer, self._start, self._end, k, v)
 
-    def part(self, where: slice) -> "ArenaSlice":
+    def part(self, where: slice) -> "SlotCacheSlice":
         start, end, _ = where.indices(self._end - self._start)
-        return ArenaSlice(self._arena, self._start + start, self._start + end, self._table, self._attend_one)
+        return SlotCacheSlice(self._arena, self._start + start, self._start + end, self._table, self._attend_one)
 
-    def last(self, h: Tensor) -> tuple[Tensor, "ArenaSlice"]:
+    def last(self, h: Tensor) -> tuple[Tensor, "SlotCacheSlice"]:
         raise AssertionError("one new column already")

@@ -19,15 +19,16 @@ from torch import Tensor
 from skipdecode.backends.backend import Columns, FusedLayer
 from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.kv.kept_steps import columns_of
-from skipdecode.kv.ragged import Arena
+from skipdecode.kv.ragged import SlotCache
 from skipdecode.kv.view import StepView, attention
 
 
 class TokensView(StepView):
     """N tokens of an arena's batch; their states are [N, 1, D]."""
 
-    def __init__(self, arena: Arena, places: Tensor, columns: Tensor, table: Tensor | None, most: int) -> None:
-        """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotations`. `most`:
+    def __init__(self, arena: SlotCache, places: Tensor, columns: Tensor, table: Tensor | None, most: int) -> None:
+        """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotary_table`.
+        `most`:
         tokens of a place at most."""
         self._arena, self._places, self._columns, self._table, self._most = arena, places, columns, table, most
         self._attend_one = arena.attention_at_places

@@ -56,7 +56,7 @@ class MovableView(KVView, Protocol):
     """Of layers on several devices."""
 
     def on(self, device: torch.device, table: Tensor | None) -> "MovableView":
-        """For the layers on that device, where `table` (`rope.rotations`) is, too."""
+        """For the layers on that device, where `table` (`rope.rotary_table`) is, too."""
 
 
 class StepView:

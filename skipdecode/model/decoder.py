@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedLayer, Packed
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.rope import rotations
+from skipdecode.backends.rope import rotary_table
 from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.kv.padded import KVCache, PaddedView
 from skipdecode.kv.unpadded import PromptsView
@@ -26,10 +26,10 @@ from skipdecode.model.layer import Layer, make_norm
 from skipdecode.model.layer_loop import run_layers, run_placed
 from skipdecode.model.linear import Linear, pack, product
 from skipdecode.model.pipeline_parallel import Placement, in_phases
-from skipdecode.model.sampler import likeliest
+from skipdecode.model.sampler import argmax
 from skipdecode.model.swiftkv import SwiftKV, hf_parts
 from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
-from skipdecode.schedules.layer_ranges import Extents
+from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan
 from skipdecode.speculative.draft_lm_head import ShortHead
 from skipdecode.speculative.draft_model import Drafter
@@ -87,10 +87,10 @@ class Decoder(nn.Module):
         for linear in linears:
             linear.pack(quantization)
         if self.swift is not None:
-            self.swift.pack(quantization, self.layers, self.rotations)
+            self.swift.pack(quantization, self.layers, self.rotary_table)
         for i, layer in enumerate(self.layers):
             query = self.swift.query(i) if self.swift is not None and i >= self.swift.first else None
-            layer.fuse(self.rotations_on(self.device_of(i)), query)
+            layer.fuse(self.rotary_table_on(self.device_of(i)), query)
         self.quantization = quantization
         return self
 
@@ -177,14 +177,14 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight.dtype
 
     @property
-    def rotations(self) -> Tensor | None:
-        """The table of `rope.rotations` on the model's device."""
-        return self.rotations_on(self.device)
+    def rotary_table(self) -> Tensor | None:
+        """The table of `rope.rotary_table` on the model's device."""
+        return self.rotary_table_on(self.device)
 
-    def rotations_on(self, device: torch.device) -> Tensor | None:
+    def rotary_table_on(self, device: torch.device) -> Tensor | None:
         if self.config.rope is not None and device not in self._rotations:
             with torch.inference_mode(False):  # a backward pass may want it
-                made = rotations(self.config, device)
+                made = rotary_table(self.config, device)
             assert made is not None
             self._rotations[device] = made
         return self._rotations.get(device)
@@ -220,14 +220,14 @@ class Decoder(nn.Module):
             return self.packed_head.into(x, out)
         return torch.mm(x, self._head_weight.t(), out=out)
 
-    def likeliest(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
+    def argmax(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
         """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
         do without them they are not written. `short`: among its tokens alone."""
         if short is not None:
-            return short.likeliest(self.head_states(h))
+            return short.argmax(self.head_states(h))
         if self.packed_head is not None:
-            return self.packed_head.likeliest(self.head_states(h))
-        return likeliest(self.head(h))
+            return self.packed_head.argmax(self.head_states(h))
+        return argmax(self.head(h))
 
     @property
     def has_head_rows(self) -> bool:
@@ -266,27 +266,27 @@ class Decoder(nn.Module):
         """
         T = tokens.shape[1]
         is_prompt = before is not None or (T > 1 and cache.length == 0)
-        extents = Extents.of_plan(plan, ffns.apart(plan), is_prompt=is_prompt)
+        ranges = LayerRanges.of_plan(plan, ffns.apart(plan), is_prompt=is_prompt)
         if self.placement is not None:
             assert before is None, "heads of prompts are shared on one device"
-            last = self._in_parts(self.placement, tokens, positions, cache, extents)
+            last = self._in_parts(self.placement, tokens, positions, cache, ranges)
             cache.length += T
-            return self.likeliest(last) if only_likeliest else self.head(last)
-        kv: KVView = PaddedView(cache, positions, self.rotations)
-        if extents.narrows_at is not None and self.takes_unpadded(cache.k[0]):
-            kv = prompts = PromptsView(cache, positions, self.rotations, before)
+            return self.argmax(last) if only_likeliest else self.head(last)
+        kv: KVView = PaddedView(cache, positions, self.rotary_table)
+        if ranges.narrows_at is not None and self.takes_unpadded(cache.k[0]):
+            kv = prompts = PromptsView(cache, positions, self.rotary_table, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
-        h, kv = run_layers(self, self.embed(tokens, positions), kv, extents, ffns=ffns)
+        h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)
         last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
         cache.length += T
-        return self.likeliest(last) if only_likeliest else self.head(last)
+        return self.argmax(last) if only_likeliest else self.head(last)
 
     def _in_parts(
-        self, placement: Placement, tokens: Tensor, positions: Tensor, cache: KVCache, extents: Extents
+        self, placement: Placement, tokens: Tensor, positions: Tensor, cache: KVCache, ranges: LayerRanges
     ) -> Tensor:
         """[B, T] -> the last column's states [B, D], on the first device."""
         runs = []
         for rows, part in cache.parts(placement.num_parts):
-            kv = PaddedView(part, positions[rows], self.rotations)
-            runs.append(run_placed(self, placement, self.embed(tokens[rows], positions[rows]), kv, extents))
+            kv = PaddedView(part, positions[rows], self.rotary_table)
+            runs.append(run_placed(self, placement, self.embed(tokens[rows], positions[rows]), kv, ranges))
         return torch.cat([h[:, -1] for h, _ in in_phases(runs)])

@@ -33,16 +33,16 @@ class RowFFNs(FFNs):
         self._history: list[Tensor] = []
 
     def apart(self, plan: LayerPlan) -> tuple[bool, ...]:
-        return plan.by_row
+        return plan.dynamic_ffn
 
     def start(self, plan: LayerPlan, k: int) -> None:
-        self._begin(plan.by_row, k, 1, 0)
+        self._begin(plan.dynamic_ffn, k, 1, 0)
 
     def start_pass(self, plans: Sequence[LayerPlan], prompt_columns: int) -> None:
-        asking = next((k for k, plan in enumerate(plans) if plan.by_row), None)
+        asking = next((k for k, plan in enumerate(plans) if plan.dynamic_ffn), None)
         if asking is not None:
             columns = prompt_columns + len(plans)
-            self._begin(plans[asking].by_row, asking, columns, prompt_columns + asking)
+            self._begin(plans[asking].dynamic_ffn, asking, columns, prompt_columns + asking)
 
     def _begin(self, asked: tuple[bool, ...], k: int, num_columns: int, first: int) -> None:
         """`asked` [L]: the blocks in question, from step `k` on, whose column is `first` of `num_columns`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedLayer, LayerShape
-from skipdecode.backends.rope import turned
+from skipdecode.backends.rope import apply_rotary
 from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.view import KVView
 from skipdecode.model.linear import Linear
@@ -23,10 +23,10 @@ def make_norm(config: DecoderConfig, width: int) -> nn.LayerNorm | nn.RMSNorm:
     return nn.LayerNorm(width, eps=config.norm_epsilon, elementwise_affine=config.norm_affine)
 
 
-def kernel_shape(config: DecoderConfig, rotations: Tensor | None) -> LayerShape:
+def kernel_shape(config: DecoderConfig, rotary_table: Tensor | None) -> LayerShape:
     """What a kernel for such a layer needs to know."""
     heads = (config.num_attention_heads, config.num_kv_heads, config.head_dim)
-    return LayerShape(*heads, config.norm_epsilon, config.is_pre_norm, config.norm, config.mlp, rotations)
+    return LayerShape(*heads, config.norm_epsilon, config.is_pre_norm, config.norm, config.mlp, rotary_table)
 
 
 class Layer(nn.Module):
@@ -48,9 +48,9 @@ class Layer(nn.Module):
         self.kernel: FusedLayer | None = None
         self.query_kernel: FusedLayer | None = None
 
-    def fuse(self, rotations: Tensor | None, query: Linear | None = None) -> None:
+    def fuse(self, rotary_table: Tensor | None, query: Linear | None = None) -> None:
         """The layer as one kernel, where the back end has one; `query` as in `forward`."""
-        shape = kernel_shape(self.config, rotations)
+        shape = kernel_shape(self.config, rotary_table)
 
         def fused(first: Linear) -> FusedLayer | None:
             products = [linear.product() for linear in (first, *self.linears[1:])]
@@ -65,7 +65,7 @@ class Layer(nn.Module):
         """In the order in which they run."""
         return [self.qkv, self.out_proj, self.fc1, self.fc2]
 
-    def narrowed(self, rotations: Tensor | None) -> "Layer | None":
+    def narrowed(self, rotary_table: Tensor | None) -> "Layer | None":
         """About the same layer with weights of half the bytes (`Backend.narrowed`), the rest shared; None: there is
         none."""
         linears = {name: linear.narrowed() for name, linear in self.named_children() if isinstance(linear, Linear)}
@@ -75,7 +75,7 @@ class Layer(nn.Module):
             other = Layer(self.config)
         for name, part in {**dict(self.named_children()), **linears}.items():
             setattr(other, name, part)
-        other.fuse(rotations)
+        other.fuse(rotary_table)
         return other
 
     def forward(
@@ -103,7 +103,7 @@ class Layer(nn.Module):
 
     def keys(self, k: Tensor, kv: KVView) -> Tensor:
         """Keys [B, G, T, K] as projected -> as they are kept: normed, and turned to their positions."""
-        return turned(k if self.k_norm is None else self.k_norm(k), kv.turn)
+        return apply_rotary(k if self.k_norm is None else self.k_norm(k), kv.turn)
 
     def _project(self, h: Tensor, kv: KVView) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, T, D] -> q [B, H, T, K], k and v [B, G, T, K]."""
@@ -114,7 +114,7 @@ class Layer(nn.Module):
 
     def _queries(self, q: Tensor, kv: KVView) -> Tensor:
         q = self._by_head(q)
-        return turned(q if self.q_norm is None else self.q_norm(q), kv.turn)
+        return apply_rotary(q if self.q_norm is None else self.q_norm(q), kv.turn)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[B, T, heads x K] -> [B, heads, T, K]."""

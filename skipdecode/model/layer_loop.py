@@ -1,4 +1,4 @@
-"""The layer loop: which sublayers run, and on what, is data (`Extents`).
+"""The layer loop: which sublayers run, and on what, is data (`LayerRanges`).
 
 The loop serves cohorts (all rows or none), continuous batches (the rows from one on) and teacher-forced passes (the
 columns up to one): in each the tokens that run a layer lie together. Not here: embedding and head (`decoder`), what a
@@ -22,7 +22,7 @@ from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.pipeline_parallel import Placement, cut, finish, launching_on
 from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
-from skipdecode.schedules.layer_ranges import ALL, Extents
+from skipdecode.schedules.layer_ranges import ALL, LayerRanges
 
 
 class UpperKV(Protocol):
@@ -46,12 +46,12 @@ class Layered(Protocol):
     def layers(self) -> list[Layer]: ...
     @property
     def added(self) -> UpperKV | None: ...
-    def rotations_on(self, device: torch.device) -> Tensor | None:
-        """The table of `rope.rotations` on a device."""
+    def rotary_table_on(self, device: torch.device) -> Tensor | None:
+        """The table of `rope.rotary_table` on a device."""
 
 
 def run_layers(
-    model: Layered, h: Tensor, kv: KVView, extents: Extents, *, ffns: FFNs = ALL_ROWS, recompute: bool = False
+    model: Layered, h: Tensor, kv: KVView, ranges: LayerRanges, *, ffns: FFNs = ALL_ROWS, recompute: bool = False
 ) -> tuple[Tensor, KVView]:
     """h [B, T, D] (as `kv` has it) through the layers: the states before the head, and the view of those that are left.
 
@@ -59,33 +59,33 @@ def run_layers(
     kept for a backward pass. Where kernels work in place, h is overwritten.
     """
     if model.placement is None:
-        return _run(model, extents.groups, h, kv, extents, ffns=ffns, recompute=recompute)
-    return finish(run_placed(model, model.placement, h, cast(MovableView, kv), extents, recompute=recompute))
+        return _run(model, ranges.groups, h, kv, ranges, ffns=ffns, recompute=recompute)
+    return finish(run_placed(model, model.placement, h, cast(MovableView, kv), ranges, recompute=recompute))
 
 
 def run_placed(
-    model: Layered, placement: Placement, h: Tensor, kv: MovableView, extents: Extents, *, recompute: bool = False
+    model: Layered, placement: Placement, h: Tensor, kv: MovableView, ranges: LayerRanges, *, recompute: bool = False
 ) -> Generator[None, None, tuple[Tensor, KVView]]:
     """`run_layers` over several devices, with the pauses that `in_phases` wants. States come back to the first device;
     the view is that of the last layer."""
-    assert not extents.apart, "rows that decide on blocks are on one device"
-    assert extents.kv_layers is None, "keys of many layers are written at once, which are on one device"
+    assert not ranges.apart, "rows that decide on blocks are on one device"
+    assert ranges.kv_layers is None, "keys of many layers are written at once, which are on one device"
     at = 0
-    groups = groupby(cut(extents.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
+    groups = groupby(cut(ranges.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
     for number, here in groups:
         device = placement.devices[number]
         if number != at:
-            h, kv, at = h.to(device, non_blocking=True), kv.on(device, model.rotations_on(device)), number
+            h, kv, at = h.to(device, non_blocking=True), kv.on(device, model.rotary_table_on(device)), number
         yield
         with launching_on(device):
-            h, left = _run(model, tuple(here), h, kv, extents, recompute=recompute)
+            h, left = _run(model, tuple(here), h, kv, ranges, recompute=recompute)
         kv = cast(MovableView, left)
         yield
     return h.to(placement.devices[0], non_blocking=True), kv
 
 
 def _run(
-    model: Layered, groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, extents: Extents, *,
+    model: Layered, groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, ranges: LayerRanges, *,
     ffns: FFNs = ALL_ROWS, recompute: bool = False,
 ) -> tuple[Tensor, KVView]:  # fmt: skip
     """`run_layers` of some groups of layers, on one device."""
@@ -93,26 +93,26 @@ def _run(
     layers = model.layers
     for group in groups:
         i = group[0]
-        attn, ffn = extents.attn[i], extents.ffn[i]
-        is_upper = attn is not None and extents.kv_layers is not None and i >= extents.kv_layers
-        if is_upper and (new := extents.entering(i, entered)) is not None:
+        attn, ffn = ranges.attn[i], ranges.ffn[i]
+        is_upper = attn is not None and ranges.kv_layers is not None and i >= ranges.kv_layers
+        if is_upper and (new := ranges.entering(i, entered)) is not None:
             assert model.added is not None, "a plan for upper layers' K and V from one state, and a model without"
             part = h if new == ALL else h[new]
-            model.added.write(part, kv.part(new), extents.layers_of(new), layers)
+            model.added.write(part, kv.part(new), ranges.layers_of(new), layers)
             entered = attn
-        if i == extents.narrows_at:
+        if i == ranges.narrows_at:
             if attn is not None and not is_upper:
                 layers[i].store(h, kv, i)
             h, kv = kv.last(h)
         call = layer_call(recompute=recompute)
-        feeds_too = ffn is not None and ffn == attn and not (extents.apart and extents.apart[i])
+        feeds_too = ffn is not None and ffn == attn and not (ranges.apart and ranges.apart[i])
         if attn is not None:
             queries = model.added if is_upper else None
             run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, queries=queries, call=call)
-            h = _on(h, attn, extents.axis, run)
+            h = _on(h, attn, ranges.axis, run)
         if ffn is not None and not feeds_too:
             alone = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
-            h = _on(h, ffn, extents.axis, partial(ffns.run, i, layers[i], alone))
+            h = _on(h, ffn, ranges.axis, partial(ffns.run, i, layers[i], alone))
     return h, kv
 
 

@@ -87,7 +87,7 @@ def deal(num_layers: int, devices: Sequence[torch.device]) -> Placement:
 
 @lru_cache(maxsize=4096)
 def cut(groups: Groups, of_layer: tuple[int, ...]) -> Groups:
-    """`Extents.groups` of which none is on two devices."""
+    """`LayerRanges.groups` of which none is on two devices."""
     found: list[list[int]] = []
     for group in groups:
         for at, layer in enumerate(group):

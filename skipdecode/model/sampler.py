@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling, row_uniforms
 
 
@@ -23,11 +23,11 @@ class Sampler:
         if self.is_greedy:
             return
         uniforms = np.stack([row_uniforms(row.seed, i, num_tokens) for i, row in zip(ids, rows, strict=True)])
-        self._uniforms = uploaded(uniforms, device)  # [B, N]
+        self._uniforms = to_device(uniforms, device)  # [B, N]
         self._cuts = any(cuts(row) for row in rows)
-        self._temperature = uploaded([[row.temperature] for row in rows], device, torch.float32)  # [B, 1]
-        self._top_p = uploaded([[row.top_p] for row in rows], device, torch.float32)
-        self._top_k = uploaded([[row.top_k or 2**62] for row in rows], device)
+        self._temperature = to_device([[row.temperature] for row in rows], device, torch.float32)  # [B, 1]
+        self._top_p = to_device([[row.top_p] for row in rows], device, torch.float32)
+        self._top_k = to_device([[row.top_k or 2**62] for row in rows], device)
 
     def keep(self, rows: Tensor) -> None:
         """Drops all rows but `rows` [R] int64."""
@@ -38,7 +38,7 @@ class Sampler:
     def __call__(self, logits: Tensor, k: int) -> Tensor:
         """Token y_k from [B, V] logits: [B] int64. Ties go to the lower token id."""
         if self.is_greedy:
-            return likeliest(logits)
+            return argmax(logits)
         uniform = self._uniforms[:, k : k + 1]
         return pick(logits, self._temperature, self._top_k, self._top_p, uniform, cuts=self._cuts)
 
@@ -48,7 +48,7 @@ def cuts(row: Sampling) -> bool:
     return row.temperature > 0 and (row.top_k > 0 or row.top_p < 1)
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """[B, V] -> [B] int64; the lower token id where two are equal."""
     return backend_on(logits.device).argmax(logits)
 
@@ -74,7 +74,7 @@ def pick_by_sort(
     # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
     drawn = draw(scaled, top_k, top_p, uniform) if cuts else _drawn(scaled.exp(), uniform)
-    return torch.where(greedy[:, 0], likeliest(logits), drawn)
+    return torch.where(greedy[:, 0], argmax(logits), drawn)
 
 
 def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:

@@ -51,9 +51,9 @@ class SwiftKV(nn.Module):
             groups = [parts[at : at + self.group_size] for at in range(0, len(parts), self.group_size)]
             own.copy_(torch.cat([torch.stack(group).mean(dim=0) for group in groups]))
 
-    def pack(self, quantization: Quantization | None, layers: Sequence[Layer], rotations: Tensor | None) -> None:
+    def pack(self, quantization: Quantization | None, layers: Sequence[Layer], rotary_table: Tensor | None) -> None:
         """As `Linear.pack`, for K/V by group, since a step needs those of the layers it runs only; `layers` and
-        `rotations` of the model."""
+        `rotary_table` of the model."""
         backend = backend_on(self.kv.weight.device)
         packed = [backend.pack(part, quantization) for part in self.kv.weight.chunk(self._num_groups)]
         if None in packed:
@@ -63,7 +63,7 @@ class SwiftKV(nn.Module):
         biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
         products = [part.product(bias) for part, bias in zip(self._packed, biases, strict=True)]
         k_norms = [layers[self.leader(group)].k_norm for group in range(self._num_groups)]
-        self._store_kernel = backend.fuse_store(kernel_shape(self.config, rotations), self.norm, products, k_norms)
+        self._store_kernel = backend.fuse_store(kernel_shape(self.config, rotary_table), self.norm, products, k_norms)
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
         """Calls that are a stage of a decode step: owner, name, stage (`actors.measuring.profile`)."""

@@ -36,7 +36,7 @@ class FFNs:
 
     def apart(self, plan: "LayerPlan") -> tuple[bool, ...]:
         """[L] the blocks of `plan` that go through `run`, and not into one call with attention; empty: none."""
-        assert plan.is_settled, "the plan leaves blocks to the rows, and nothing decides for them"
+        assert plan.is_static, "the plan leaves blocks to the rows, and nothing decides for them"
         return ()
 
     def start(self, plan: "LayerPlan", k: int) -> None:

@@ -38,8 +38,8 @@ class FFNSkip:
         return self.base.num_layers
 
     @property
-    def is_settled(self) -> bool:
-        return self.base.is_settled
+    def is_static(self) -> bool:
+        return self.base.is_static
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
         return self.base.ffns(ids, num_steps, device, gather=gather)
@@ -104,7 +104,7 @@ class SkipByRow(FFNSkip):
             )
 
     @property
-    def is_settled(self) -> bool:
+    def is_static(self) -> bool:
         return False
 
     def _thinned(self, plan: LayerPlan) -> LayerPlan:
@@ -166,4 +166,4 @@ def _without(plan: LayerPlan, layers: tuple[int, ...]) -> LayerPlan:
 
 @lru_cache(maxsize=4096)
 def _by_row(plan: LayerPlan, start: int, end: int) -> LayerPlan:
-    return replace(plan, by_row=tuple(runs and start <= i < end for i, runs in enumerate(plan.ffn)))
+    return replace(plan, dynamic_ffn=tuple(runs and start <= i < end for i, runs in enumerate(plan.ffn)))

@@ -56,7 +56,7 @@ def make_schedule(
 
 def _check_drafts(drafts: Schedule) -> None:
     """ValueError for a schedule that cannot draft for full depth."""
-    if not drafts.is_settled:
+    if not drafts.is_static:
         raise ValueError(
             "decode.ffn_skip.mode: with decode.lossless rows are at different steps, and cannot decide on blocks "
             "themselves; use modes calibrated or fixed, or decode.lossless=false"

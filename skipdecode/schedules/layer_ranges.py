@@ -20,7 +20,7 @@ NEVER = 1 << 30
 
 
 @dataclass(frozen=True)
-class Extents:
+class LayerRanges:
     """Which part of the states each sublayer runs on: [L] each."""
 
     attn: tuple[Run, ...]
@@ -36,7 +36,7 @@ class Extents:
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def of_plan(cls, plan: LayerPlan, apart: tuple[bool, ...] = (), *, is_prompt: bool = False) -> "Extents":
+    def of_plan(cls, plan: LayerPlan, apart: tuple[bool, ...] = (), *, is_prompt: bool = False) -> "LayerRanges":
         """The same for all rows. `is_prompt`: nobody wants more than the last column's state; blocks apart see all."""
         attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
         narrows_at = None
@@ -85,9 +85,9 @@ class Extents:
         return [run is not None and (run.start or 0) < part.stop for run in self.attn]
 
 
-def extents_of(
+def ranges_of_starts(
     ages: Sequence[int], attn_ends: Sequence[int], ffn_ends: Sequence[int], *, kv_layers: int | None = None
-) -> Extents:
+) -> LayerRanges:
     """Of a continuous batch: each sublayer runs on the youngest rows, of k < end (`layer_ends`). `ages`: k of each row,
     falling."""
     minus_ages = [-k for k in ages]
@@ -102,10 +102,10 @@ def _from_starts(
     starts: tuple[tuple[int, int], ...],
     num_rows: int,
     kv_layers: int | None,
-) -> Extents:
+) -> LayerRanges:
     """Kept with its groups, which a step of a small model has no time for. `starts`: the first row, by end."""
     runs: dict[int, Run] = {end: None if at == num_rows else slice(at, None) if at else ALL for end, at in starts}
-    return Extents(tuple(runs[end] for end in attn_ends), tuple(runs[end] for end in ffn_ends), kv_layers=kv_layers)
+    return LayerRanges(tuple(runs[end] for end in attn_ends), tuple(runs[end] for end in ffn_ends), kv_layers=kv_layers)
 
 
 @lru_cache(maxsize=256)

@@ -28,7 +28,7 @@ class LayerPlan:
     """[L] attention runs and writes K/V."""
     ffn: tuple[bool, ...]
     """[L] the feed-forward block runs."""
-    by_row: tuple[bool, ...] = ()
+    dynamic_ffn: tuple[bool, ...] = ()
     """[L], or empty for none: of the blocks in `ffn`, those that run only for the rows that need them, which is decided
     on the device (`skipdecode.model.ffn_rows`)."""
     kv_layers: int | None = None
@@ -52,20 +52,20 @@ class LayerPlan:
         return len(self.layers)
 
     @property
-    def is_settled(self) -> bool:
+    def is_static(self) -> bool:
         """Nothing is left to the rows."""
-        return not self.by_row
+        return not self.dynamic_ffn
 
     @property
-    def settled_ffns(self) -> tuple[bool, ...]:
+    def static_ffns(self) -> tuple[bool, ...]:
         """[L] the feed-forward block runs, and for all rows."""
-        if not self.by_row:
+        if not self.dynamic_ffn:
             return self.ffn
-        return tuple(runs and not left for runs, left in zip(self.ffn, self.by_row, strict=True))
+        return tuple(runs and not left for runs, left in zip(self.ffn, self.dynamic_ffn, strict=True))
 
     @property
-    def num_settled_ffns(self) -> int:
-        return sum(self.settled_ffns)
+    def num_static_ffns(self) -> int:
+        return sum(self.static_ffns)
 
 
 class Schedule(Protocol):
@@ -82,7 +82,7 @@ class Schedule(Protocol):
         """The plan of decode step `k` (0-based), which feeds y_k and yields y_(k+1)."""
 
     @property
-    def is_settled(self) -> bool:
+    def is_static(self) -> bool:
         """All plans are: they say what runs, for every row."""
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
@@ -109,7 +109,7 @@ class FullDepth:
     num_layers: int
 
     @property
-    def is_settled(self) -> bool:
+    def is_static(self) -> bool:
         return True
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
@@ -215,8 +215,8 @@ class SwiftPrefill:
         return self.base.num_layers
 
     @property
-    def is_settled(self) -> bool:
-        return self.base.is_settled
+    def is_static(self) -> bool:
+        return self.base.is_static
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
         return self.base.ffns(ids, num_steps, device, gather=gather)
@@ -243,7 +243,7 @@ def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:
     return all(not now or before for a, b in pairs for before, now in zip(a.attn, b.attn, strict=True))
 
 
-def kv_owners(schedule: Schedule, group_size: int) -> list[int]:
+def kv_sharing_map(schedule: Schedule, group_size: int) -> list[int]:
     """[L] the layer whose K/V each layer attends to: its own, or under SwiftKV that of the first of its group."""
     kv_layers = schedule.prefill().kv_layers
     first = schedule.num_layers if kv_layers is None else kv_layers

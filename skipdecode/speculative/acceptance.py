@@ -22,7 +22,7 @@ from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.schedules.ffn_policy import ALL_ROWS
-from skipdecode.schedules.layer_ranges import Extents, layer_ends
+from skipdecode.schedules.layer_ranges import LayerRanges, layer_ends
 from skipdecode.schedules.plan import FullDepth, Schedule
 from skipdecode.training.teacher_forcing import IGNORE, ForcedView, TeacherBatch, column_extents
 
@@ -59,16 +59,16 @@ class DraftedText:
         """`batch`: greedy texts of `model` at full depth. `listed`: tokens that drafts choose among; None: all."""
         self._model, self._batch = model, batch
         short = None if listed is None or not model.has_head_rows else model.short_head(listed)
-        self._likeliest = partial(model.drafter.likeliest, short=short)
+        self._likeliest = partial(model.drafter.argmax, short=short)
         columns, device = batch.tokens.shape[1], batch.tokens.device
         offsets = torch.arange(columns, device=device)
         self._positions = (offsets - batch.num_pad[:, None]).clamp(min=-1)  # [B, P + T - 1]
         valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
         mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
         num_layers = model.config.num_hidden_layers
-        view = KeepingView(self._positions, mask, model.rotations, range(num_layers))
-        extents = Extents.of_plan(FullDepth(num_layers).prefill())
-        run_layers(model, model.embed(batch.tokens, self._positions), view, extents)
+        view = KeepingView(self._positions, mask, model.rotary_table, range(num_layers))
+        ranges = LayerRanges.of_plan(FullDepth(num_layers).prefill())
+        run_layers(model, model.embed(batch.tokens, self._positions), view, ranges)
         self._full = view.shared
         self._fed = batch.targets[:, 1:] != IGNORE  # [B, T - 1] y_k that is fed to make y_(k+1)
         self._last: tuple[Schedule, int, Tensor] | None = None  # of `hits`
@@ -90,7 +90,7 @@ class DraftedText:
         batch, P = self._batch, self._batch.prompt_columns
         tokens, positions = batch.tokens[:, P:], self._positions[:, P:]  # [B, T - 1]
         num_steps = tokens.shape[1]
-        extents = column_extents(drafts.prefill(), [drafts.step(k) for k in range(num_steps)], 0, ALL_ROWS)
+        ranges = column_extents(drafts.prefill(), [drafts.step(k) for k in range(num_steps)], 0, ALL_ROWS)
         ends = zip(*layer_ends(drafts, max(num_steps, 1)), strict=True)
         self._model.drafter.prepare(
             (i for i, own in enumerate(ends) if any(own)), with_head=not self._model.has_head_rows
@@ -99,9 +99,16 @@ class DraftedText:
         for place in range(min(places, num_steps)):
             made.append({})
             view = DraftView(
-                positions, None, self._model.rotations, (), full=self._full, made=made, num_pad=batch.num_pad, first=P
+                positions,
+                None,
+                self._model.rotary_table,
+                (),
+                full=self._full,
+                made=made,
+                num_pad=batch.num_pad,
+                first=P,
             )
-            h, _ = run_layers(self._model.drafter, self._model.embed(tokens, positions), view, extents)
+            h, _ = run_layers(self._model.drafter, self._model.embed(tokens, positions), view, ranges)
             same = torch.zeros_like(self._fed)
             same[self._fed] = self._likeliest(h[self._fed]) == batch.targets[:, 1:][self._fed]
             found.append(F.pad(same[:, place:], (0, place)))  # of the draft that began so many columns before

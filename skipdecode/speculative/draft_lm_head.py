@@ -12,10 +12,10 @@ from torch import Tensor
 
 from skipdecode.backends.backend import Packed
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.model import Quantization
 from skipdecode.model.linear import pack
-from skipdecode.model.sampler import likeliest
+from skipdecode.model.sampler import argmax
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ShortHead:
     @classmethod
     def of(cls, tokens: Iterable[int], weight: Tensor, quantization: Quantization | None) -> "ShortHead":
         """Copies rows of `weight` [V, E], in half of their bytes where there are such weights."""
-        ids = uploaded(sorted(tokens), weight.device)
+        ids = to_device(sorted(tokens), weight.device)
         rows = weight.detach()[ids]
         packed = pack(rows, quantization)
         if packed is None:
@@ -39,8 +39,8 @@ class ShortHead:
         """[B, E] -> [B, n]."""
         return F.linear(x, self.weight) if isinstance(self.weight, Tensor) else self.weight(x, None)
 
-    def likeliest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         """[B, E] -> [B] int64, of the vocabulary; the lower one of equals."""
         if isinstance(self.weight, Tensor):
-            return self.tokens[likeliest(self.logits(x))]
-        return self.tokens[self.weight.likeliest(x)]
+            return self.tokens[argmax(self.logits(x))]
+        return self.tokens[self.weight.argmax(x)]

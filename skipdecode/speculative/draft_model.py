@@ -52,8 +52,8 @@ class Drafter:
     def placement(self) -> Placement | None:
         return self._model.placement
 
-    def rotations_on(self, device: torch.device) -> Tensor | None:
-        return self._model.rotations_on(device)
+    def rotary_table_on(self, device: torch.device) -> Tensor | None:
+        return self._model.rotary_table_on(device)
 
     @property
     def weight_itemsize(self) -> int:
@@ -79,8 +79,8 @@ class Drafter:
             return False
         for i in missing:
             if self._has_room(sum(linear.in_features * linear.out_features for linear in self.layers[i].linears)):
-                rotations = self.rotations_on(self._model.device_of(i))
-                self.layers[i] = self.layers[i].narrowed(rotations) or self.layers[i]
+                rotary_table = self.rotary_table_on(self._model.device_of(i))
+                self.layers[i] = self.layers[i].narrowed(rotary_table) or self.layers[i]
         config = self._model.config
         if needs_head and head is not None and self._has_room(config.vocab_size * config.embed_dim):
             self._head = self._backend.narrowed(head) or head
@@ -100,11 +100,11 @@ class Drafter:
         is_copied = self._head is not None and self._head is not self._model.packed_head
         return self._model.config.vocab_size if is_copied else None
 
-    def likeliest(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
-        """As `Decoder.likeliest`: [B, D] -> [B] int64."""
+    def argmax(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
+        """As `Decoder.argmax`: [B, D] -> [B] int64."""
         if short is None and self._head is not None:
-            return self._head.likeliest(self._model.head_states(h))
-        return self._model.likeliest(h, short)
+            return self._head.argmax(self._model.head_states(h))
+        return self._model.argmax(h, short)
 
     def logits(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
         """Of all tokens, or of those of `short` in their order: [B, D] -> [B, n]."""

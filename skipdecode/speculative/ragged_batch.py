@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.batch_stats import LosslessStats
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.logprobs import listed, top_logprobs
@@ -25,8 +25,8 @@ from skipdecode.engine.request import DecodeText, Row, TokenLogprobs
 from skipdecode.kv.tokens import TokensView
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import Layered, run_layers
-from skipdecode.model.sampler import cuts, likeliest, pick
-from skipdecode.schedules.layer_ranges import Extents
+from skipdecode.model.sampler import argmax, cuts, pick
+from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import FullDepth
 
 # Ended rows keep their memory up to this share of the batch: where nothing is computed for them, to copy the others is
@@ -82,7 +82,7 @@ class UnevenBatch(ContinuousBatch):
     def __init__(self, model: Decoder, schedule: FullDepth, decode_text: DecodeText | None, *, is_closed: bool) -> None:
         # looks_behind: the next round stands on what this one makes
         super().__init__(model, schedule, decode_text=decode_text, looks_behind=0, is_closed=is_closed)
-        self._full = Extents.of_plan(schedule.prefill())
+        self._full = LayerRanges.of_plan(schedule.prefill())
         self._depth = schedule.prefill().num_layers_run
         self._device = model.device
         self._carry = CARRY_ENDED[backend_on(self._device).takes_places]
@@ -114,11 +114,11 @@ class UnevenBatch(ContinuousBatch):
 
     def _view(self, places: Tensor, columns: Tensor, most: int = 1) -> TokensView:
         """For tokens [N]; `most` as in `TokensView`."""
-        return TokensView(self._arena, places, columns, self.model.rotations, most)
+        return TokensView(self._arena, places, columns, self.model.rotary_table, most)
 
-    def _feed(self, tokens: Tensor, view: TokensView, extents: Extents, by: Layered | None = None) -> Tensor:
+    def _feed(self, tokens: Tensor, view: TokensView, ranges: LayerRanges, by: Layered | None = None) -> Tensor:
         """The states [N, 1, D] of tokens [N] behind their layers. `by`: whose layers; None: the model's."""
-        return run_layers(by or self.model, self.model.embed(tokens[:, None], view.positions), view, extents)[0]
+        return run_layers(by or self.model, self.model.embed(tokens[:, None], view.positions), view, ranges)[0]
 
     def _draws(self, places: Sequence[int], steps: Sequence[int], count: int = 1) -> Draws | None:
         """Of `count` tokens from y_k on, k = `steps[i]`, of the row at `places[i]`; None where all are greedy."""
@@ -126,13 +126,13 @@ class UnevenBatch(ContinuousBatch):
         if params is None:
             return None
         numbers = [members[place].uniforms_from(k, count) for place, k in zip(places, steps, strict=True)]
-        return Draws(params, uploaded(np.array(numbers, dtype=np.float32), self._device))
+        return Draws(params, to_device(np.array(numbers, dtype=np.float32), self._device))
 
     def _params_at(self, places: Sequence[int]) -> Params | None:
         params = self._params
         if params is None or list(places) == list(range(len(self._members))):
             return params
-        at = uploaded(places, self._device)
+        at = to_device(places, self._device)
         return params[0][at], params[1][at], params[2][at]
 
     def _drawn(self, logits: Tensor, draws: Draws) -> Tensor:
@@ -143,7 +143,7 @@ class UnevenBatch(ContinuousBatch):
         """What `top_logprobs` gives of the columns whose rows ask, and of each column a token of the row at
         `places[i]`, by its `draws`: [N]."""
         if self._params is None and not self._logprobs.is_asked:
-            return [], self.model.likeliest(h.select(1, -1))
+            return [], self.model.argmax(h.select(1, -1))
         states, most = h.select(1, -1), max(len(self._members), FEW)
         if len(h) <= most:
             return self._choose(states, places, draws)
@@ -159,7 +159,7 @@ class UnevenBatch(ContinuousBatch):
     def _choose(self, states: Tensor, places: Sequence[int], draws: Draws | None) -> tuple[list[Tensor], Tensor]:
         """The same of states [N, D] whose logits are held at once; `draws`: None where all are greedy."""
         logits = self.model.head(states)
-        made = likeliest(logits) if draws is None else self._drawn(logits, draws)
+        made = argmax(logits) if draws is None else self._drawn(logits, draws)
         if not self._logprobs.is_asked:
             return [], made
         own = [i for i, place in enumerate(places) if self._asks(place)]
@@ -194,7 +194,7 @@ class UnevenBatch(ContinuousBatch):
         if rested is None or rested.running != running:
             prompts = self._arena.prompts
             columns = [prompts[at] + k - 1 for at, k in zip(running, steps, strict=True)]
-            newest, places, at = uploaded([[row.tokens[-1] for row in rows], running, columns], self._device)
+            newest, places, at = to_device([[row.tokens[-1] for row in rows], running, columns], self._device)
             return _Rested(running, newest, self._view(places, at), self._draws(running, steps, AHEAD))
         rested.view.advance()
         rested.number += 1

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.prefix_sharing import Sharing
 from skipdecode.engine.request import DecodeText, Request, Row
 from skipdecode.engine.static_batch import now
 from skipdecode.kv.tokens import TokensView
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.layer_ranges import extents_of, layer_ends
+from skipdecode.schedules.layer_ranges import layer_ends, ranges_of_starts
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.controller import HOLDS, Decision, Hold
 from skipdecode.speculative.draft import Chain, shares
@@ -219,9 +219,9 @@ class SpeculativeBatch(UnevenBatch):
     ) -> Tensor:
         """One skipped pass, by that `number` of the `draws`: the drafts that it makes [n], which the rows have then."""
         drafter, drafts = self.model.drafter, self._lossless.drafts
-        h = self._feed(tokens, view, extents_of(ages, *self._draft_ends), drafter)[:, -1]
+        h = self._feed(tokens, view, ranges_of_starts(ages, *self._draft_ends), drafter)[:, -1]
         if draws is None:
-            made = drafter.likeliest(h, short)
+            made = drafter.argmax(h, short)
         else:
             made = self._drawn(drafter.logits(h, short), draws.number(number))
             made = made if short is None else short.tokens[made]
@@ -243,7 +243,7 @@ class SpeculativeBatch(UnevenBatch):
         tokens = [chain.tokens[i] for chain, i in zip(chains, offsets, strict=True)]
         columns = [prompts[chain.at] + chain.k + i for chain, i in zip(chains, offsets, strict=True)]
         places = [chain.at for chain in chains]
-        fed, at, where = uploaded([tokens, columns, places], self._device)
+        fed, at, where = to_device([tokens, columns, places], self._device)
         return fed, self._view(where, at, max(Counter(places).values()))
 
     def _verify(self, chains: Sequence[Chain], start: float) -> int:

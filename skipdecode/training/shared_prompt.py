@@ -22,8 +22,8 @@ from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import layer_call, run_layers
 from skipdecode.schedules.ffn_policy import FFNs
-from skipdecode.schedules.layer_ranges import Extents
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_owners
+from skipdecode.schedules.layer_ranges import LayerRanges
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
 from skipdecode.training.teacher_forcing import ForcedView, TeacherBatch, column_extents
 
 Kept = Mapping[int, tuple[Tensor, Tensor]]
@@ -77,16 +77,16 @@ class Branches:
         model, start = self.model, self.batch.prompt_columns - 1
         tokens, positions = self.batch.tokens[:, start:], self._positions[:, start:]
         plans = [schedule.step(k) for k in range(tokens.shape[1] - 1)]
-        owners = tuple(kv_owners(schedule, model.config.kv_group_size))
+        owners = tuple(kv_sharing_map(schedule, model.config.kv_group_size))
         seen = causal_mask(tokens.shape[1], start + tokens.shape[1], tokens.device)
         mask = self._valid & seen if self._has_padding else seen[None, None]
-        kv = BranchView(positions, mask, model.rotations, owners, before=self._prompts(schedule.prefill(), owners))
+        kv = BranchView(positions, mask, model.rotary_table, owners, before=self._prompts(schedule.prefill(), owners))
         ffns.start_pass(plans, 1)
-        extents = column_extents(schedule.prefill(), plans, 1, ffns)
-        return Branch(model.embed(tokens, positions), kv, extents, ffns)
+        ranges = column_extents(schedule.prefill(), plans, 1, ffns)
+        return Branch(model.embed(tokens, positions), kv, ranges, ffns)
 
     def _run(self, branch: "Branch") -> None:
-        given = branch.h, branch.kv, branch.extents
+        given = branch.h, branch.kv, branch.ranges
         branch.h, _ = run_layers(self.model, *given, ffns=branch.ffns, recompute=self.recompute)
 
     def _run_together(self, branches: Sequence["Branch"]) -> None:
@@ -122,14 +122,14 @@ class Branches:
             mask = self._valid[..., :end] & causal_mask(end, end, device) | diagonal(end, end, device)
         positions = self._positions[:, :end]
         copies = self.recompute or not torch.is_grad_enabled()
-        kv = PromptView(positions, mask, self.model.rotations, owners, copies=copies)
+        kv = PromptView(positions, mask, self.model.rotary_table, owners, copies=copies)
         h = self.model.embed(self.batch.tokens[:, :end], positions)
         if self._is_sharded and plan.kv_layers is None:
             return self._run_whole(h, kv, plan)
-        first = Extents.of_plan(plan, is_prompt=True).narrows_at  # nobody wants more of it than keys and values
+        first = LayerRanges.of_plan(plan, is_prompt=True).narrows_at  # nobody wants more of it than keys and values
         assert first is not None, "a prompt that runs nothing"
         below = replace(plan, attn=_before(first, plan.attn), ffn=_before(first, plan.ffn))
-        h, _ = run_layers(self.model, h, kv, Extents.of_plan(below), recompute=self.recompute)
+        h, _ = run_layers(self.model, h, kv, LayerRanges.of_plan(below), recompute=self.recompute)
         if plan.kv_layers is None:
             self.model.layers[first].store(h, kv, first)
         else:
@@ -140,7 +140,7 @@ class Branches:
     def _run_whole(self, h: Tensor, kv: "PromptView", plan: LayerPlan) -> Kept:
         """FSDP gathers a layer's weights for whole calls, and again for the backward pass of what a call gives: which
         of the last layer nobody would want."""
-        h, _ = run_layers(self.model, h, kv, Extents.of_plan(plan), recompute=self.recompute)
+        h, _ = run_layers(self.model, h, kv, LayerRanges.of_plan(plan), recompute=self.recompute)
         nothing = 0.0 * h.sum()
         return {layer: (k + nothing, v + nothing) for layer, (k, v) in kv.kept.items()}
 
@@ -156,18 +156,18 @@ class Branch:
     h: Tensor
     """[B, T, D]"""
     kv: "BranchView"
-    extents: Extents
+    ranges: LayerRanges
     ffns: FFNs
 
     @property
     def runs_whole_layers(self) -> bool:
         """Attention and feed-forward of the same columns, over keys and values of its own, for all rows."""
-        e = self.extents
+        e = self.ranges
         return e.attn == e.ffn and e.kv_layers is None and not any(e.apart)
 
     def columns(self, layer: int) -> int:
         """That run it."""
-        part = self.extents.attn[layer]
+        part = self.ranges.attn[layer]
         return 0 if part is None else int(part.stop)
 
 

@@ -23,8 +23,8 @@ from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.schedules.ffn_policy import FFNs
-from skipdecode.schedules.layer_ranges import Extents, Run
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_owners
+from skipdecode.schedules.layer_ranges import LayerRanges, Run
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
 
 IGNORE = -100  # torch's cross_entropy default
 
@@ -82,13 +82,13 @@ def teacher_forced_states(
         mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
     ffns = ffns or schedule.ffns([str(row) for row in range(B)], columns - P, device, gather=False)
     ffns.start_pass(plans, P)
-    extents = column_extents(schedule.prefill(), plans, P, ffns)
-    kv = ForcedView(positions, mask, model.rotations, kv_owners(schedule, model.config.kv_group_size))
-    h, _ = run_layers(model, model.embed(batch.tokens, positions), kv, extents, ffns=ffns, recompute=recompute)
+    ranges = column_extents(schedule.prefill(), plans, P, ffns)
+    kv = ForcedView(positions, mask, model.rotary_table, kv_sharing_map(schedule, model.config.kv_group_size))
+    h, _ = run_layers(model, model.embed(batch.tokens, positions), kv, ranges, ffns=ffns, recompute=recompute)
     return h[:, P - 1 :]
 
 
-def column_extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, ffns: FFNs) -> Extents:
+def column_extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, ffns: FFNs) -> LayerRanges:
     """The first columns that run each sublayer: the prompt's (none of it is fed where that is 0), and those of the
     steps that run it."""
 
@@ -98,7 +98,7 @@ def column_extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns
 
     attn, ffn = (tuple(runs(layer, name) for layer in range(len(prompt.attn))) for name in ("attn", "ffn"))
     apart = next(filter(None, map(ffns.apart, plans)), ())  # layers of later steps are among those of earlier ones
-    return Extents(attn, ffn, apart, prompt.kv_layers, axis=1)
+    return LayerRanges(attn, ffn, apart, prompt.kv_layers, axis=1)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class ForcedView:
     mask: Tensor | None
     """[B, 1, n, n] bool; None: causal, no padding."""
     table: Tensor | None
-    """Of `rope.rotations`."""
+    """Of `rope.rotary_table`."""
     owners: Sequence[int]
     """[L] whose K and V a layer attends to, where it has none of its own."""
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

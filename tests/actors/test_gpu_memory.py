@@ -26,10 +26,10 @@ from skipdecode.cost.batch_sizes import ladder, rung_within
 from skipdecode.cost.gpu_specs import GPUS, MEMORY_SHARE
 from skipdecode.cost.predict import MODELS, Workload, gpus_needed, num_weights, predict
 from skipdecode.cost.roofline import cache_bytes_per_row
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import Request, generate
 from skipdecode.engine.prefill import has_room
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import released
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth
@@ -180,7 +180,7 @@ def test_automatic_rows_fit_the_memory_of_graphs(tiny_checkpoint: Path) -> None:
     """To the last byte, columns rounded up: else every batch would be tried in vain, and halved."""
     for room in (150_000, 333_333):
         made = build(tiny_checkpoint, batch_size=None, length_buckets=(29,), baseline_fraction=1.0)
-        made.graphs = StepGraphs(made.model, room)
+        made.graphs = CudaGraphs(made.model, room)
         made.room = replace(made.room, devices=[torch.device("cuda")], graphs=made.graphs)
         size = made.batch_size(29, 12)
         for schedule in (made.schedule(12), made.full):
@@ -293,9 +293,11 @@ def test_cohorts_wait_for_the_memory_of_graphs(
     """Five rows take what six do. Only what is too large for all of it decodes beside it, one cohort at a time."""
     made, seen = build(tiny_checkpoint), []
     wanted = made(some(6, 40)).answers
-    made.graphs = StepGraphs(made.model, room, max_rows=8)  # room for a cohort or two, or for none
+    made.graphs = CudaGraphs(made.model, room, max_rows=8)  # room for a cohort or two, or for none
     monkeypatch.setattr(
-        cohort_scheduler, "Cohort", lambda *args, **keys: (seen.append(keys["graphs"]), Cohort(*args, **keys))[1]
+        cohort_scheduler,
+        "StaticBatch",
+        lambda *args, **keys: (seen.append(keys["graphs"]), StaticBatch(*args, **keys))[1],
     )
     engine = Engine(made, EngineConfig(batch_size=batch_size))
     tickets, most = [engine.add(request) for request in some(6, 40)], 0
@@ -315,7 +317,7 @@ def test_a_batch_that_does_not_fit_is_split_and_graphs_stay(tiny_checkpoint: Pat
     wanted = made(requests).answers
     captures = FakeCaptures()
     per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=48, num_new=12, itemsize=4)
-    made.graphs = StepGraphs(made.model, 4 * per_row, max_rows=8, captures=captures)
+    made.graphs = CudaGraphs(made.model, 4 * per_row, max_rows=8, captures=captures)
     made._capture()
     captured = captures.captures
     result = made(requests)

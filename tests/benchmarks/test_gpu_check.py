@@ -19,8 +19,8 @@ from benchmarks.gpu_check import CHECKS, main, run_checks
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.cuda import CudaBackend
 from skipdecode.cost.roofline import Ceilings
-from skipdecode.engine import cuda_graphs as step_graphs
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine import cuda_graphs as cuda_graphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.prefill import rows_at_once
 from skipdecode.engine.request import Request
 from skipdecode.families import config_of, released
@@ -99,22 +99,22 @@ def test_kernels_that_read_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = FakeCaptures(RuntimeError("not permitted when stream is capturing"))
-    monkeypatch.setattr("skipdecode.engine.cuda_graphs.captures_on", lambda _: captures)
+    monkeypatch.setattr("skipdecode.engine.cuda_graphs.graph_capture_on", lambda _: captures)
     for check in ("tokens", "captures"):
         assert "cannot be captured: RuntimeError: not permitted" in first_wrong(check)
 
 
 def test_fewer_graphs_than_there_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing fails where memory ends the captures, and later checks would time steps without graphs."""
-    monkeypatch.setattr(step_graphs, "MAX_GRAPH_BYTES", 1000)
-    monkeypatch.setattr("skipdecode.engine.cuda_graphs.captures_on", lambda _: FakeCaptures(graph_bytes=300))
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPH_BYTES", 1000)
+    monkeypatch.setattr("skipdecode.engine.cuda_graphs.graph_capture_on", lambda _: FakeCaptures(graph_bytes=300))
     sentence = first_wrong("captures")
     assert "4 graphs were captured, and 3 plans at 4 numbers of rows are 12: 4 graphs in " in sentence
     assert "full (all of them may take" in sentence
 
 
 def test_more_plans_than_graphs_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 9)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 9)
     monkeypatch.setattr(decoding, "MAX_GRAPHS", 9)
     assert first_wrong("captures") == "None"
 
@@ -150,13 +150,13 @@ def test_one_part_is_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = StepGraphs._step
+    step = CudaGraphs._step
 
-    def off_by_one(self: StepGraphs, plan: object, rows: int) -> None:
+    def off_by_one(self: CudaGraphs, plan: object, rows: int) -> None:
         step(self, plan, rows)  # type: ignore[arg-type]
         self._tokens[0].fill_(7)
 
-    monkeypatch.setattr(StepGraphs, "_step", off_by_one)
+    monkeypatch.setattr(CudaGraphs, "_step", off_by_one)
     assert (
         first_wrong("tokens") == "tokens: captured, greedy: tokens of rows 0 of a small float32 model are not a CPU's"
     )

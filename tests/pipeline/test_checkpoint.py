@@ -46,12 +46,12 @@ def notes_of(source: Path, adapter: Path | None = None, **sections: Any) -> list
     ],
 )
 def test_an_untuned_model_is_named_with_the_remedy(tiny_checkpoint: Path, decode: dict[str, Any], method: str) -> None:
-    (note,) = notes_of(tiny_checkpoint, decode=decode)
+    (log,) = notes_of(tiny_checkpoint, decode=decode)
     start = f"warning: {tiny_checkpoint} carries no skip_decode schedule, so nothing says that it was tuned for "
-    assert note.startswith(start + f"decode.method={method}")
+    assert log.startswith(start + f"decode.method={method}")
     for remedy in ("jobs.finetune", "decode.method=full", "decode.lossless=true", "agreement in the report"):
-        assert remedy in note
-    assert "\n" not in note
+        assert remedy in log
+    assert "\n" not in log
 
 
 def test_the_demo_model_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +71,9 @@ def test_no_cause(tiny_checkpoint: Path, tuned: Path) -> None:
 
 
 def test_tuned_for_another_method(tuned: Path) -> None:
-    (note,) = notes_of(tuned, decode={"method": "unified", "layers": 3})
-    assert f"{tuned} carries the schedule of method skipdecode, so nothing says" in note
-    assert "tuned for decode.method=unified" in note
+    (log,) = notes_of(tuned, decode={"method": "unified", "layers": 3})
+    assert f"{tuned} carries the schedule of method skipdecode, so nothing says" in log
+    assert "tuned for decode.method=unified" in log
 
 
 TRAINED = [
@@ -125,7 +125,7 @@ def listing(tuned: Path, trained: Any) -> Path:
 def test_other_layers_than_it_was_tuned_for(tuned: Path, decode: dict[str, Any], new: int, why: str | None) -> None:
     notes = notes_of(listing(tuned, TRAINED), decode=decode, sampling={"max_new_tokens": new})
     assert len(notes) == (why is not None)
-    assert all(re.search(str(why), note) for note in notes)
+    assert all(re.search(str(why), log) for log in notes)
 
 
 def test_a_list_alone(tuned: Path) -> None:
@@ -136,8 +136,8 @@ def test_a_list_alone(tuned: Path) -> None:
 
 
 def test_a_list_that_this_model_cannot_run_says_nothing_is_known(tuned: Path) -> None:
-    (note,) = notes_of(listing(tuned, [{"speedup": 7}]))
-    assert "was tuned for decode.method=skipdecode with 6 layers or more" in note
+    (log,) = notes_of(listing(tuned, [{"speedup": 7}]))
+    assert "was tuned for decode.method=skipdecode with 6 layers or more" in log
 
 
 @pytest.mark.parametrize("trained", [{"speedup": 2}, [2]])
@@ -157,16 +157,15 @@ def test_an_adapter_says_it_too(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     adapter = write_adapter(tmp_path / "a", model, dict.fromkeys(["model.decoder.layers.0.fc1"], 2), r=2,
                             target_modules="model.decoder.layers.0.fc1")  # fmt: skip
-    (note,) = notes_of(tiny_checkpoint, adapter)
-    assert f"{tiny_checkpoint} with {adapter} carries no" in note
+    (log,) = notes_of(tiny_checkpoint, adapter)
+    assert f"{tiny_checkpoint} with {adapter} carries no" in log
     (adapter / SCHEDULE_FILE).write_text(json.dumps(TUNED))
     assert notes_of(tiny_checkpoint, adapter) == notes_of(tiny_checkpoint, adapter, decode={"speedup": 5}) == []
     (adapter / TRAINED_FILE).write_text(json.dumps([TUNED]))
     assert notes_of(tiny_checkpoint, adapter) == []
-    (note,) = notes_of(tiny_checkpoint, adapter, decode={"speedup": 5})
+    (log,) = notes_of(tiny_checkpoint, adapter, decode={"speedup": 5})
     assert (
-        "tuned for decode.method=skipdecode with 2 layers or more, and this schedule comes down to 1 of 6 layers"
-        in note
+        "tuned for decode.method=skipdecode with 2 layers or more, and this schedule comes down to 1 of 6 layers" in log
     )
 
 
@@ -178,9 +177,9 @@ def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_pa
     assert notes_of(tmp_path / "swift", **keys) == []
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     adapter = write_adapter(tmp_path / "a", model, {"model.decoder.layers.0.fc1": 4}, target_modules=r".*\.0\.fc1")
-    (note,) = notes_of(tmp_path / "swift", adapter, **keys)
-    assert "prefill.method=swiftkv" in note
-    assert "without model.adapter" in note
+    (log,) = notes_of(tmp_path / "swift", adapter, **keys)
+    assert "prefill.method=swiftkv" in log
+    assert "without model.adapter" in log
     first, second = notes_of(tmp_path / "swift", adapter, **keys | {"decode": {"method": "skipdecode", "speedup": 2}})
     assert "prefill.method=swiftkv" in first
     assert "carries no skip_decode schedule" in second

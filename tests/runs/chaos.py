@@ -82,7 +82,7 @@ def run_trials(
     trials: int,
     seed: int,
     try_one: Callable[[str, int], Verdict],
-    note: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Iterator[Done]:
     """Trial n has the seed `seed + n`; one that goes wrong stops no other."""
     for number, name in enumerate(deck(names, trials, seed)):
@@ -90,7 +90,7 @@ def run_trials(
         verdict = try_one(name, seed + number)
         seconds = time.monotonic() - began
         word = "ok" if verdict.is_good else f"BAD {verdict}"
-        note(f"{number + 1}/{trials} {name} (--seed {seed + number}): {word}, {seconds:.0f} s")
+        log(f"{number + 1}/{trials} {name} (--seed {seed + number}): {word}, {seconds:.0f} s")
         yield Done(number, name, verdict, seconds)
 
 
@@ -135,7 +135,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def note(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -154,14 +154,14 @@ def main(argv: list[str] | None = None) -> int:
 
     done: list[Done] = []
     with site.up(), contextlib.suppress(KeyboardInterrupt):
-        done.extend(run_trials(given.only or list(FAULTS), given.trials, given.seed, try_one, note))
+        done.extend(run_trials(given.only or list(FAULTS), given.trials, given.seed, try_one, log))
     found = document(done, given.seed)
     print(table(found["rows"]))
     output = given.output or (None if given.only else RESULTS / f"{found['date']}-chaos.json")
     if output and done:
         output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if found["bad"]:
-        note(f"{len(found['bad'])} trials were bad; their run folders: {root}")
+        log(f"{len(found['bad'])} trials were bad; their run folders: {root}")
         return 1
     shutil.rmtree(root, ignore_errors=True)
     return 0 if len(done) == given.trials else 1

@@ -173,7 +173,7 @@ def test_a_large_file_moves_where_one_cpu_is_left_for_all_but_decoding(
     source, output = tmp_path / "in.jsonl", tmp_path / "run"
     with source.open("w") as lines:
         for number in range(40_000):
-            row = {"id": f"r{number}", "prompt": f"row {number % 97}", "note": "x" * 2000}
+            row = {"id": f"r{number}", "prompt": f"row {number % 97}", "log": "x" * 2000}
             lines.write(json.dumps(row) + "\n")
     address = make_cluster(num_cpus=2, object_store_memory=400 * MIB).address
     more = ["actors.num_cpus=1", "sampling.max_new_tokens=5", "actors.batch_size=128", "actors.window_batches=4"]

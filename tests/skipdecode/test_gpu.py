@@ -16,10 +16,10 @@ from actors.generator import Generator, GeneratorConfig
 from actors.measuring.bench import random_model
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.cuda_graphs import StepGraphs, plans_of
+from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
 from skipdecode.engine.generate import Request, generate, generate_continuous, run_to_the_end
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import config_of
 from skipdecode.kv.padded import KVCache
 from skipdecode.model.decoder import Decoder
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_the_cpu(
     assert generate(model, requests, schedule).completions == wanted
     fixed = generate(model, requests, schedule, prompt_columns=32, batch_rows=10, compact=False)
     assert fixed.completions == wanted
-    graphs = StepGraphs(model, ROOM)
+    graphs = CudaGraphs(model, ROOM)
     for _ in range(2):  # capture, replay alone
         assert generate(model, requests, schedule, graphs=graphs).completions == wanted
         again = generate(model, requests, schedule, prompt_columns=32, batch_rows=10, compact=False, graphs=graphs)
@@ -159,10 +159,10 @@ def test_graphs_wait_for_nothing(ending_checkpoint: Callable[[str], Path]) -> No
     model = load_model(ending_checkpoint("125m"), device=DEVICE).pack()
     sampling = Sampling(max_new_tokens=40, ignore_eos=True)
     requests = [Request(str(i), [2, 5 + i, 9], sampling) for i in range(8)]
-    graphs, schedule = StepGraphs(model, ROOM), SkipDecode(6, 5, 2, 1, 39)
+    graphs, schedule = CudaGraphs(model, ROOM), SkipDecode(6, 5, 2, 1, 39)
     graphs.capture_all(plans_of([schedule], 40))
     captured = graphs.num_captured
-    cohort = Cohort(model, requests, schedule, check_every=100, graphs=graphs)
+    cohort = StaticBatch(model, requests, schedule, check_every=100, graphs=graphs)
     cohort.prefill()
     cohort.step()  # brings the batch's tables to their place
     with no_waits():
@@ -215,9 +215,9 @@ def test_production_shapes_in_bfloat16(name: str) -> None:
     plan, config = FullDepth(4), model.config
     reference = copy.deepcopy(model).float()
     model.pack()
-    graphs, logits = StepGraphs(model, 1 << 30, max_rows=8), []
+    graphs, logits = CudaGraphs(model, 1 << 30, max_rows=8), []
     requests = [Request(str(i), p, Sampling(max_new_tokens=9, ignore_eos=True)) for i, p in enumerate(prompts)]
-    cohort = Cohort(model, requests, plan, graphs=graphs, check_every=100)
+    cohort = StaticBatch(model, requests, plan, graphs=graphs, check_every=100)
     cohort.prefill()
     for _ in range(8):
         cohort.step()
@@ -262,7 +262,7 @@ def test_graphs_are_bit_for_bit_the_steps_without(name: str) -> None:
     rng = random.Random(1)
     requests = [Request(str(i), [2, *(rng.randrange(4, 50000) for _ in range(rng.randint(1, 180)))],
                         Sampling(max_new_tokens=40, ignore_eos=True)) for i in range(8)]  # fmt: skip
-    by_graphs, one_by_one = StepGraphs(model, 1 << 30, max_rows=8), StepGraphs(model, 1 << 30, max_rows=8)
+    by_graphs, one_by_one = CudaGraphs(model, 1 << 30, max_rows=8), CudaGraphs(model, 1 << 30, max_rows=8)
     one_by_one.failure = "not wanted"
     wanted = generate(model, requests, FullDepth(4), graphs=one_by_one).completions
     for _ in range(2):
@@ -275,7 +275,7 @@ def test_memory_is_flat_over_batches_of_mixed_lengths() -> None:
     """50 batches of all lengths and sizes, at both depths: no graph is added, and no memory."""
     model = production_model("opt, heads of 64").pack()
     rng, schedule = random.Random(7), SkipDecode(4, 3, 2, 1, 63)
-    graphs = StepGraphs(model, 2 << 30, max_rows=64)
+    graphs = CudaGraphs(model, 2 << 30, max_rows=64)
     graphs.capture_all(plans_of([schedule, FullDepth(4)], 64))
     held, seen = graphs.num_captured, []
     for number in range(50):
@@ -300,7 +300,7 @@ def test_swiftkv_tokens_are_those_of_the_cpu(tiny_checkpoint: Path, group_size: 
     for device in ("cpu", DEVICE):
         model = load_model(tiny_checkpoint, device=device).with_swiftkv(3, group_size)
         made.append(generate(model, make_requests(20), schedule).completions)
-    graphs = StepGraphs(model.pack(), ROOM)
+    graphs = CudaGraphs(model.pack(), ROOM)
     made += [generate(model, make_requests(20), schedule, graphs=graphs).completions for _ in range(2)]
     assert made == made[:1] * 4
 

@@ -41,13 +41,13 @@ class Spec:
     has_norm_bias: bool = field(default=False, kw_only=True)
 
     def shape(self) -> LayerShape:
-        table = rotations(self.rotary) if self.rotary else None
+        table = rotary_table(self.rotary) if self.rotary else None
         return LayerShape(
-            self.heads, self.groups, self.dim, EPSILON, self.is_pre, norm=self.norm, mlp=self.mlp, rotations=table
+            self.heads, self.groups, self.dim, EPSILON, self.is_pre, norm=self.norm, mlp=self.mlp, rotary_table=table
         )
 
 
-def rotations(rotary: int) -> Tensor:
+def rotary_table(rotary: int) -> Tensor:
     angles = torch.arange(POSITIONS)[:, None] * 100.0 ** -(torch.arange(0, rotary, 2) / rotary)
     return torch.cat([angles.cos(), angles.sin()], dim=1).contiguous()
 
@@ -56,7 +56,7 @@ def rotate(x: Tensor, positions: Tensor, rotary: int) -> Tensor:
     """x [..., K] at `positions` [...], as Hugging Face does it: x cos + rotate_half(x) sin."""
     if not rotary:
         return x
-    angles = rotations(rotary)[positions.clamp(max=POSITIONS - 1)]
+    angles = rotary_table(rotary)[positions.clamp(max=POSITIONS - 1)]
     cos, sin = (torch.cat([half, half], dim=-1) for half in angles.chunk(2, dim=-1))
     turning, rest = x[..., :rotary], x[..., rotary:]
     first, second = turning.chunk(2, dim=-1)

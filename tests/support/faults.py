@@ -155,13 +155,13 @@ def two_drivers(trial: Trial) -> None:
 
 def ledger_killed(trial: Trial) -> None:
     """Or the collector of the figures, without which a run goes on."""
-    name = trial.rng.choice(("Ledger", "Ledger", "MetricsCollector"))
+    name = trial.rng.choice(("AttemptTracker", "AttemptTracker", "MetricsCollector"))
     driver = trial.start()
     trial.wait_for_files(driver)
     for pid in trial.processes(f"ray::{name}"):
         os.kill(pid, signal.SIGKILL)
     code, err = trial.end(driver)
-    assert name == "Ledger" or code == 0, err
+    assert name == "AttemptTracker" or code == 0, err
     assert code in (0, 1), err
     if code:
         trial.resume()

@@ -48,10 +48,10 @@ class NaiveLlama:
         x, name = flat.view(-1, self.dim), f"model.layers.{layer}.self_attn.{kind}_norm"
         x = self.norm(name, x) if f"{name}.weight" in self.tensors else x
         half, rest = self.turning // 2, x[:, self.turning :]
-        turned = torch.complex(x[:, :half], x[:, half : self.turning]) * torch.polar(
+        apply_rotary = torch.complex(x[:, :half], x[:, half : self.turning]) * torch.polar(
             torch.ones(half), self.position * self.frequencies
         )
-        return torch.cat([turned.real, turned.imag, rest], dim=1)
+        return torch.cat([apply_rotary.real, apply_rotary.imag, rest], dim=1)
 
     def feed(
         self,

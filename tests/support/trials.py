@@ -86,7 +86,7 @@ def _write_large(path: Path) -> None:
     """Windows of 16 MiB, of text that is another in each row."""
     numbers = range(6 * WINDOW_ROWS)
     notes = [f"{n:08d}" * (MIB // 4) for n in numbers]
-    table = pa.table({"id": [f"r{n}" for n in numbers], "prompt": [f"row {n}" for n in numbers], "note": notes})
+    table = pa.table({"id": [f"r{n}" for n in numbers], "prompt": [f"row {n}" for n in numbers], "log": notes})
     pq.write_table(table, path)
 
 

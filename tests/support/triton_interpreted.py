@@ -46,10 +46,10 @@ def attention(
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng).to(DEVICE, dtype)
 
-    rotations = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
+    rotary_table = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
     q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
-    heads, B = Heads(H, G, K, rotations, q_norm, k_norm, 1e-6), len(FIRST)
-    wide = Heads(H, G, K, rotations, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
+    heads, B = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6), len(FIRST)
+    wide = Heads(H, G, K, rotary_table, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
     memory = torch.full(
         (2 * B * G * CAPACITY * K + 64,), torch.nan, dtype=dtype, device=DEVICE
     )  # what is around may be anything
@@ -96,10 +96,10 @@ def places(
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng).to(DEVICE, dtype)
 
-    rotations = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
+    rotary_table = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
     q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
-    heads = Heads(H, G, K, rotations, q_norm, k_norm, 1e-6)
-    wide = Heads(H, G, K, rotations, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
+    heads = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6)
+    wide = Heads(H, G, K, rotary_table, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
     keys, values = (torch.full((R, G, CAPACITY, K), torch.nan, dtype=dtype, device=DEVICE) for _ in "kv")
     for place, own, n in zip(at, owns, counts, strict=True):
         for memory in (keys, values):

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actors.generator
-from actors.batching.prefix_batches import MIN_HEAD, NOMINAL, Head, PromptPrices, cut_sharing, cut_window, find_heads
+from actors.batching.prefix_batches import (
+    MIN_HEAD,
+    NOMINAL,
+    Head,
+    PromptPrices,
+    cut_sharing_prefixes,
+    cut_window,
+    find_prefixes,
+)
 from actors.generator import Generator, GeneratorConfig
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
@@ -39,7 +47,7 @@ WINDOWS = st.lists(
 def test_a_row_shares_with_whom_it_agrees_longest(groups: list[tuple[int, list[int]]], seed: int, copies: int) -> None:
     """Groups of random tokens: where answers are short, whoever agrees with any other row on enough tokens shares."""
     prompts = grouped_prompts(groups, seed) * copies
-    heads = find_heads(prompts, PRICES, 0)
+    heads = find_prefixes(prompts, PRICES, 0)
     for row, head in enumerate(heads):
         best = max((common(prompts[row], other) for at, other in enumerate(prompts) if at != row), default=0)
         assert head.length <= best
@@ -55,7 +63,7 @@ def test_samples_share_the_whole_prompt_and_templates_their_head() -> None:
     template = grouped_prompts([(0, [400])], 1)[0]
     documents = [template + end for end in grouped_prompts([(0, [60] * 16)], 2)]
     prompts = [document for document in documents for _ in range(8)]
-    heads = find_heads(prompts, PRICES, 63)
+    heads = find_prefixes(prompts, PRICES, 63)
     assert {head.ends for head in heads} == {(400, 458)}
     assert len({head.block for head in heads}) == 16
     sharing = share(prompts, [head.ends for head in heads])
@@ -68,15 +76,15 @@ def test_a_few_tokens_more_are_not_worth_a_copy_of_the_rest() -> None:
     template = grouped_prompts([(0, [400])], 1)[0]
     prompts = [template + end for end in [*grouped_prompts([(18, [9, 9])], 3), *grouped_prompts([(0, [27] * 9)], 4)]]
     expensive = PromptPrices(token_s=1e-4, pass_s=1e-3, column_s=1e-6)
-    assert {head.ends for head in find_heads(prompts, expensive, 64)} == {(400,)}
-    assert sorted({head.ends for head in find_heads(prompts, expensive, 0)}) == [(400,), (400, 418)]
+    assert {head.ends for head in find_prefixes(prompts, expensive, 64)} == {(400,)}
+    assert sorted({head.ends for head in find_prefixes(prompts, expensive, 0)}) == [(400,), (400, 418)]
 
 
 @given(groups=WINDOWS, seed=st.integers(0, 2**31), size=st.integers(1, 9))
 def test_batches_are_a_partition(groups: list[tuple[int, list[int]]], seed: int, size: int) -> None:
     prompts = grouped_prompts(groups, seed)
-    heads = find_heads(prompts, PRICES, 0)
-    batches = cut_sharing([len(p) for p in prompts], heads, (8, 16, 32, 64), lambda bucket, rows: size)
+    heads = find_prefixes(prompts, PRICES, 0)
+    batches = cut_sharing_prefixes([len(p) for p in prompts], heads, (8, 16, 32, 64), lambda bucket, rows: size)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(prompts)))
     for batch in batches:
         assert len(batch.rows) <= size
@@ -92,9 +100,9 @@ def test_batches_are_a_partition(groups: list[tuple[int, list[int]]], seed: int,
 
 def test_batches_are_cut_between_blocks_where_that_is_near() -> None:
     heads = [Head((32,), (row // 5,)) for row in range(20)]
-    batches = cut_sharing([40] * 20, heads, (16, 64), lambda bucket, rows: 12)
+    batches = cut_sharing_prefixes([40] * 20, heads, (16, 64), lambda bucket, rows: 12)
     assert [len(batch.rows) for batch in batches] == [10, 10]
-    batches = cut_sharing([40] * 15, heads[:15], (16, 64), lambda bucket, rows: 10)
+    batches = cut_sharing_prefixes([40] * 15, heads[:15], (16, 64), lambda bucket, rows: 10)
     assert [len(batch.rows) for batch in batches] == [10, 5]
 
 

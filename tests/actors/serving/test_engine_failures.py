@@ -10,7 +10,7 @@ import torch
 from actors.generator import Generator
 from skipdecode.engine.generate import Request
 from skipdecode.engine.logprobs import score_prompt
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from tests.support.engine_helpers import SCHEDULERS, collect, engine_of, offline, run
 from tests.support.naive import greedy, random_prompts
 
@@ -124,7 +124,7 @@ def test_rows_that_end_before_the_cache_cannot_be_copied_are_answered(
         Request(str(i), p, greedy(1 + 4 * i, ignore_eos=True)) for i, p in enumerate(random_prompts([6] * 4, seed=2))
     ]
     wanted = offline(generator, pool)
-    monkeypatch.setattr(Cohort, "_keep", out_of_memory)
+    monkeypatch.setattr(StaticBatch, "_keep", out_of_memory)
     assert run(engine_of(generator), {0: pool}) == wanted
 
 

@@ -75,8 +75,8 @@ def test_a_job_record_of_another_kind_ends_nothing(record: str, monkeypatch: pyt
     tell = job_teller(notes.append)
     for _ in range(3):
         tell(HALF, 1.0)
-    (note,) = notes
-    assert note.startswith("progress: the job's metadata cannot be written (")
+    (log,) = notes
+    assert log.startswith("progress: the job's metadata cannot be written (")
 
 
 def test_the_last_tick_comes_at_the_end_and_after_an_error_but_a_signal_does_not_wait() -> None:

@@ -176,7 +176,7 @@ def test_what_was_found_under_swiftkv_is_for_swiftkv(
         notes: list[str] = []
         wanted = {"decode": {"method": "full", "ffn_skip": {"mode": "calibrated"}}, "prefill": {"method": method}}
         check_model(build_config(JobConfig, {"model": {"source": str(out)}} | wanted), notes.append)
-        assert any("with prefill swiftkv; on top of" in note for note in notes) == is_told
+        assert any("with prefill swiftkv; on top of" in log for log in notes) == is_told
     code, _, err = verb("-i", prompts, "-o", tmp_path / "x", f"model.source={tiny_checkpoint}", *settings)
     assert code == 2
     assert "prefill.method: 'swiftkv' needs a checkpoint" in err
@@ -216,7 +216,7 @@ def test_the_verb_writes_a_checkpoint_that_carries_its_layers(
     model = check_model(build_config(JobConfig, job(out, {"mode": "calibrated"})), notes.append)
     assert model.decode["ffn_skip"] == {"mode": "calibrated", "layers": [2, 3], "warmup_tokens": 1}
     assert model.decode["method"] == "skipdecode", "the schedule beneath is the job's own"
-    assert any("were calibrated on top of {'method': 'full'}" in note for note in notes)
+    assert any("were calibrated on top of {'method': 'full'}" in log for log in notes)
     opened = OPTForCausalLM.from_pretrained(out)
     assert opened.config.ffn_skip["layers"] == [2, 3]
     assert os.path.samefile(out / "model.safetensors", idle_checkpoint / "model.safetensors")

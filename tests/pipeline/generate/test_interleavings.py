@@ -76,7 +76,7 @@ def ids_of(path: str | Path) -> list[str]:
     return pq.ParquetFile(path).read()["id"].to_pylist()
 
 
-def settle(planned: Any, paths: list[str], note: Any) -> Any:
+def settle(planned: Any, paths: list[str], log: Any) -> Any:
     """`settle_rows` without a cluster."""
     there = Counter(id for path in paths for id in ids_of(path))
     if set(there) - set(ROWS) or set(there.values()) - {1}:
@@ -130,7 +130,7 @@ class Session:
     def has_all(self, state: Any) -> bool:
         return has_all_rows(self.folder, state, lambda _: None)
 
-    def stream(self, planned: Any, work: Work | Any, state: Any, lease: Lease, note: Any) -> None:
+    def stream(self, planned: Any, work: Work | Any, state: Any, lease: Lease, log: Any) -> None:
         sink = RunSink(self.folder.filesystem, self.folder.root, state["sessions"][-1]["id"], OUTPUT_SCHEMA, None,
                        stream="0a0b0c", sum_ids=sum_outputs)  # fmt: skip
         for number, start in enumerate(range(0, len(work.left), 2)):
@@ -260,9 +260,9 @@ def writers(folder: RunFolder) -> set[str]:
     return {path.rpartition("/")[2].split("-")[1] for path in paths}
 
 
-def stream(planned: Any, work: Any, state: Any, lease: Lease, note: Any) -> None:
+def stream(planned: Any, work: Any, state: Any, lease: Lease, log: Any) -> None:
     actor: Any = threading.current_thread()
-    actor.session.stream(planned, work, state, lease, note)
+    actor.session.stream(planned, work, state, lease, log)
 
 
 QUICK = settings(max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -281,7 +281,7 @@ def test_ten_thousand_interleavings() -> None:
     run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=10_000))
 
 
-def remove_all_others(folder: RunFolder, state: Any, check: Callable[[], None], note: Any) -> None:
+def remove_all_others(folder: RunFolder, state: Any, check: Callable[[], None], log: Any) -> None:
     """One look at the lease, and then whatever is neither known nor of the session itself."""
     check()
     known = state.get("files" if state["state"] == "finished" else "known")

@@ -87,11 +87,11 @@ def test_csv_and_text_and_several_inputs(job: Job, tmp_path: Path) -> None:
     code, report, _ = job("-i", str(folder))
     assert (code, report["completed"]) == (0, 15)
     with (tmp_path / "in.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([["id", "prompt", "note"], ["1", "two\nlines, really", "x"], ["2", "", 'q"q']])
+        csv.writer(file).writerows([["id", "prompt", "log"], ["1", "two\nlines, really", "x"], ["2", "", 'q"q']])
     code, report, _ = job("-i", str(tmp_path / "in.csv"), "--overwrite")
     got = read(tmp_path / "run")
     assert code == 0
-    assert {key: (row["prompt"], row["note"]) for key, row in got.items()} == {
+    assert {key: (row["prompt"], row["log"]) for key, row in got.items()} == {
         "1": ("two\nlines, really", "x"),
         "2": ("", 'q"q'),
     }

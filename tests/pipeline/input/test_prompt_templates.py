@@ -143,7 +143,7 @@ def test_columns_of_any_name_are_reached_through_the_row(tmp_path: Path) -> None
             assert "is null" in made[1]["error_message"]
         refuse(path, r"input\.template: names no column .*it reads Worst; there are", template="{{ row['Worst'] }}")
     config = make_config(sources[0], template="{{ row.c }}{{ row['d e'] }}{{ e }}")
-    assert [note.split("'")[1] for note in unknown_names(config, ["c"])] == ["d e", "e"]
+    assert [log.split("'")[1] for log in unknown_names(config, ["c"])] == ["d e", "e"]
     config = make_config(sources[0], template="{{ row | tojson }}")
     assert unknown_names(config, ["c"]) == []
     lines = write(tmp_path / "a.txt", "Why?\n")

@@ -57,11 +57,11 @@ def test_rows_of_a_dataset_come_out_once_each(model: TextModel, tiny_checkpoint:
     rows[4]["prompt"], rows[5]["prompt"], rows[6]["id"] = None, "x " * 400, None
     seen = tmp_path / "seen"
 
-    def note(row: dict[str, Any]) -> dict[str, Any]:
+    def log(row: dict[str, Any]) -> dict[str, Any]:
         seen.touch()
         return row
 
-    source = ray.data.from_items(rows, override_num_blocks=3).map(note)
+    source = ray.data.from_items(rows, override_num_blocks=3).map(log)
     made = build_processor(config(tiny_checkpoint))(source).map(lambda row: row | {"after": True})
     assert not seen.exists(), "a stage is lazy"
     found = {row["n"]: row for row in made.take_all()}

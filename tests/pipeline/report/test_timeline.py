@@ -160,9 +160,9 @@ def test_a_report_that_cannot_be_made_is_no_failed_run(tmp_path: Path) -> None:
     found = finish_report(RunFolder.open(str(tmp_path)), STATE, notes.append)
     assert found == {"completed": 5, "failed": 0, "books": STATE["books"]}
     assert not (tmp_path / "report.json").exists()
-    (note,) = notes
-    assert "report: could not be made (Arrow" in note
-    assert f"python -m jobs.report {tmp_path}" in note
+    (log,) = notes
+    assert "report: could not be made (Arrow" in log
+    assert f"python -m jobs.report {tmp_path}" in log
     (tmp_path / "data/status=ok/part-0-0-0.parquet").unlink()
     (tmp_path / "run.json").write_text(json.dumps(STATE))
     assert report_main([str(tmp_path)]) == 0
@@ -199,7 +199,7 @@ def test_damaged_metrics_cost_figures_and_no_more(tmp_path: Path) -> None:
     figures = finish_report(folder, STATE, notes.append)
     assert sum(actor["rows"] for actor in figures["actors"]) == 100  # type: ignore[attr-defined]
     assert len(notes) >= 11
-    assert all("left out, the figures lack what it says" in note for note in notes)
+    assert all("left out, the figures lack what it says" in log for log in notes)
     assert (tmp_path / "report.json").exists()
     session: Session = {"id": "0" * 12, "started_at": 5.0, "ended_at": None}
     assert last_sign_of_life(folder, session) > 5.0

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from actors.results import Answer
-from pipeline.stages.attempt_tracker import MAX_START_DEATHS, Ledger, Plan, Process
+from pipeline.stages.attempt_tracker import MAX_START_DEATHS, AttemptTracker, Plan, Process
 from skipdecode.engine.generate import Completion
 
 
@@ -26,35 +26,35 @@ def answer(row: str) -> Answer:
 class Simulation:
     """One worker that takes a window again and again, as Ray repeats its task, until it comes through."""
 
-    def __init__(self, ledger: Ledger, poison: set[str], is_broken: bool = False) -> None:
-        self.ledger, self.poison, self.is_broken = ledger, poison, is_broken
+    def __init__(self, attempts: AttemptTracker, poison: set[str], is_broken: bool = False) -> None:
+        self.attempts, self.poison, self.is_broken = attempts, poison, is_broken
         self.deaths = self.decoded = 0
-        self.stop = ledger.starting("w", process(0))
-        ledger.ready("w")
+        self.stop = attempts.starting("w", process(0))
+        attempts.ready("w")
 
     def window(self, ids: list[str]) -> tuple[dict[str, Answer], dict[str, str]]:
         while self.stop is None:
-            plan = self.ledger.begin("w", ids)
+            plan = self.attempts.begin("w", ids)
             assert isinstance(plan, Plan)
             answers = self.attempt(plan)
             if answers is not None:
-                self.ledger.finished("w", ids[0], ids, len(plan.parked))
+                self.attempts.finished("w", ids[0], ids, len(plan.parked))
                 return answers, plan.parked
             self.deaths += 1
-            self.stop = self.ledger.starting("w", process(self.deaths))
-            self.ledger.ready("w")
+            self.stop = self.attempts.starting("w", process(self.deaths))
+            self.attempts.ready("w")
         return {}, {}
 
     def attempt(self, plan: Plan) -> dict[str, Answer] | None:
         answers = dict(plan.answers)
         for number, part in enumerate(plan.parts):
             if number:
-                self.ledger.take("w", part)
+                self.attempts.take("w", part)
             if self.is_broken or self.poison & set(part):
                 return None
             made = {row: answer(row) for row in part}
             self.decoded += len(made)
-            self.ledger.decoded("w", made if len(plan.parts) > 1 else None)
+            self.attempts.decoded("w", made if len(plan.parts) > 1 else None)
             answers |= made
         return answers
 
@@ -67,7 +67,7 @@ def ids(count: int) -> list[str]:
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_one_poison_row_is_parked_and_costs_few_deaths(rows: int, attempts: int) -> None:
     for at in {0, rows // 2, rows - 1}:
-        worker = Simulation(Ledger(attempts, rows, 1.0), {f"r{at}"})
+        worker = Simulation(AttemptTracker(attempts, rows, 1.0), {f"r{at}"})
         answers, parked = worker.window(ids(rows))
         assert parked.keys() == {f"r{at}"}
         assert answers.keys() == set(ids(rows)) - parked.keys()
@@ -81,7 +81,7 @@ def test_many_poison_rows_in_one_window(seed: int) -> None:
     rng = random.Random(seed)
     rows = ids(rng.randrange(2, 200))
     poison = set(rng.sample(rows, rng.randrange(1, min(6, len(rows) + 1))))
-    worker = Simulation(Ledger(3, len(rows), 100.0), poison)
+    worker = Simulation(AttemptTracker(3, len(rows), 100.0), poison)
     answers, parked = worker.window(rows)
     assert parked.keys() == poison
     assert answers == {row: answer(row) for row in rows if row not in poison}
@@ -92,7 +92,7 @@ def test_many_poison_rows_in_one_window(seed: int) -> None:
 
 def test_poison_rows_in_a_cluster_at_the_front_do_not_blame_the_worker() -> None:
     for count in (4, 8, 16):
-        worker = Simulation(Ledger(3, 32, 100.0), set(ids(count)))
+        worker = Simulation(AttemptTracker(3, 32, 100.0), set(ids(count)))
         answers, parked = worker.window(ids(32))
         assert parked.keys() == set(ids(count))
         assert len(answers) == 32 - count
@@ -100,7 +100,7 @@ def test_poison_rows_in_a_cluster_at_the_front_do_not_blame_the_worker() -> None
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_a_broken_machine_convicts_nobody_in_small_windows(rows: int) -> None:
-    worker = Simulation(Ledger(3, rows, 100.0), set(), is_broken=True)
+    worker = Simulation(AttemptTracker(3, rows, 100.0), set(), is_broken=True)
     for first in range(0, 30, rows):
         assert worker.window([f"r{row}" for row in range(first, first + rows)]) == ({}, {})
     assert worker.stop is not None
@@ -108,54 +108,54 @@ def test_a_broken_machine_convicts_nobody_in_small_windows(rows: int) -> None:
 
 
 def test_one_death_convicts_nobody() -> None:
-    worker = Simulation(Ledger(3, 8, 1.0), {"r3"})
-    plan = worker.ledger.begin("w", ids(8))
+    worker = Simulation(AttemptTracker(3, 8, 1.0), {"r3"})
+    plan = worker.attempts.begin("w", ids(8))
     assert isinstance(plan, Plan)
     assert worker.attempt(plan) is None
-    worker.ledger.starting("w", process(1))
-    worker.ledger.ready("w")
+    worker.attempts.starting("w", process(1))
+    worker.attempts.ready("w")
     worker.poison = set()  # it was chance
     answers, parked = worker.window(ids(8))
     assert answers.keys() == set(ids(8))
     assert not parked
-    plan = worker.ledger.begin("w", ids(8))
+    plan = worker.attempts.begin("w", ids(8))
     assert isinstance(plan, Plan)
     assert plan.parts == [tuple(ids(8))], "cleared rows go together again"
 
 
 def test_deaths_with_the_node_do_not_count() -> None:
     gone: set[str] = set()
-    ledger = Ledger(3, 1, 1.0, node_is_gone=gone.__contains__)
-    ledger.starting("w", process(0, "n0"))
+    attempts = AttemptTracker(3, 1, 1.0, node_is_gone=gone.__contains__)
+    attempts.starting("w", process(0, "n0"))
     for number in range(1, 40):
-        ledger.ready("w")
-        plan = ledger.begin("w", ["r0"])
+        attempts.ready("w")
+        plan = attempts.begin("w", ["r0"])
         assert isinstance(plan, Plan)
         assert not plan.parked
         gone.add(f"n{number - 1}")
-        assert ledger.starting("w", process(number, f"n{number}")) is None
+        assert attempts.starting("w", process(number, f"n{number}")) is None
 
 
 def test_a_node_that_is_lost_later_takes_its_deaths_with_it() -> None:
     gone: set[str] = set()
-    ledger = Ledger(2, 1, 1.0, node_is_gone=gone.__contains__)
-    ledger.starting("w", process(0, "n0"))
+    attempts = AttemptTracker(2, 1, 1.0, node_is_gone=gone.__contains__)
+    attempts.starting("w", process(0, "n0"))
     for number in (1, 2):
-        ledger.begin("w", ["r0"])
-        ledger.take("w", ("r0",))  # the second time after a control
-        ledger.starting("w", process(number, "n1"))
-        ledger.ready("w")
-    convicted = ledger.begin("w", ["r0"])
+        attempts.begin("w", ["r0"])
+        attempts.take("w", ("r0",))  # the second time after a control
+        attempts.starting("w", process(number, "n1"))
+        attempts.ready("w")
+    convicted = attempts.begin("w", ["r0"])
     assert isinstance(convicted, Plan)
     assert convicted.parked
     gone.add("n0")
-    plan = ledger.begin("w", ["r0"])
+    plan = attempts.begin("w", ["r0"])
     assert isinstance(plan, Plan)
     assert not plan.parked
 
 
 def test_a_worker_that_dies_of_everything_is_to_blame_and_no_row() -> None:
-    worker = Simulation(Ledger(3, 32, 100.0), set())
+    worker = Simulation(AttemptTracker(3, 32, 100.0), set())
     good, _ = worker.window(ids(32))
     assert len(good) == 32
     worker.is_broken = True
@@ -163,7 +163,7 @@ def test_a_worker_that_dies_of_everything_is_to_blame_and_no_row() -> None:
     assert worker.stop is not None
     assert "the worker or its node is at fault, not a row" in worker.stop
     assert worker.deaths < 30
-    assert worker.ledger.verdict() == {"kind": "workers", "reason": worker.stop}
+    assert worker.attempts.verdict() == {"kind": "workers", "reason": worker.stop}
 
 
 def test_an_innocent_suspect_is_not_convicted_by_broken_processes() -> None:
@@ -171,7 +171,7 @@ def test_an_innocent_suspect_is_not_convicted_by_broken_processes() -> None:
     convicted = 0
     for seed in range(200):
         rng = random.Random(seed)
-        worker = Simulation(Ledger(3, 16, 100.0), set())
+        worker = Simulation(AttemptTracker(3, 16, 100.0), set())
 
         def flaky(plan: Plan, worker: Simulation = worker, rng: random.Random = rng) -> dict[str, Answer] | None:
             worker.is_broken = rng.random() < 0.3
@@ -184,54 +184,54 @@ def test_an_innocent_suspect_is_not_convicted_by_broken_processes() -> None:
 
 
 def test_a_worker_that_never_gets_ready_ends_the_run() -> None:
-    ledger = Ledger(3, 8, 1.0)
-    assert ledger.starting("w", process(0)) is None
+    attempts = AttemptTracker(3, 8, 1.0)
+    assert attempts.starting("w", process(0)) is None
     for number in range(1, MAX_START_DEATHS):
-        assert ledger.starting("w", process(number)) is None
-    stop = ledger.starting("w", process(MAX_START_DEATHS))
+        assert attempts.starting("w", process(number)) is None
+    stop = attempts.starting("w", process(MAX_START_DEATHS))
     assert stop is not None
     assert f"died {MAX_START_DEATHS} times while it loaded the model" in stop
-    assert ledger.begin("other", ids(2)) == stop, "the others stop at their next window"
+    assert attempts.begin("other", ids(2)) == stop, "the others stop at their next window"
 
 
 def test_the_budget_counts_a_repeated_window_once() -> None:
-    ledger = Ledger(3, 8, allowed_failures=3, failed=1)
-    ledger.starting("w", process(0))
+    attempts = AttemptTracker(3, 8, allowed_failures=3, failed=1)
+    attempts.starting("w", process(0))
     for _ in range(5):
-        ledger.finished("w", "window 1", ["a"], 2)
-    assert ledger.verdict() is None
-    ledger.finished("w", "window 2", ["b"], 1)
-    assert ledger.verdict() == {
+        attempts.finished("w", "window 1", ["a"], 2)
+    assert attempts.verdict() is None
+    attempts.finished("w", "window 2", ["b"], 1)
+    assert attempts.verdict() == {
         "kind": "budget",
         "reason": "4 rows have failed, more than limits.max_failed_rows allows",
     }
-    assert ledger.begin("w", ["c"]) == "4 rows have failed, more than limits.max_failed_rows allows"
+    assert attempts.begin("w", ["c"]) == "4 rows have failed, more than limits.max_failed_rows allows"
 
 
 def test_last_words_are_kept_and_workers_described() -> None:
-    ledger = Ledger(1, 1, 1.0)
-    ledger.starting("w", process(7))
-    assert "loading for 0 s, started 1 times" in ledger.describe()[0]
-    ledger.ready("w")
-    ledger.begin("w", ["r0"])
-    assert "w: host, node node-a, pid 7, decoding 1 rows (first id 'r0') for 0 s" in ledger.describe()[0]
-    ledger.dying("w", "AcceleratorError: device-side assert")
-    ledger.starting("w", process(8))
-    ledger.ready("w")
-    plan = ledger.begin("w", ["r0"])
+    attempts = AttemptTracker(1, 1, 1.0)
+    attempts.starting("w", process(7))
+    assert "loading for 0 s, started 1 times" in attempts.describe()[0]
+    attempts.ready("w")
+    attempts.begin("w", ["r0"])
+    assert "w: host, node node-a, pid 7, decoding 1 rows (first id 'r0') for 0 s" in attempts.describe()[0]
+    attempts.dying("w", "AcceleratorError: device-side assert")
+    attempts.starting("w", process(8))
+    attempts.ready("w")
+    plan = attempts.begin("w", ["r0"])
     assert isinstance(plan, Plan)
     assert "host pid 7 (AcceleratorError: device-side assert)" in plan.parked["r0"]
-    assert "pid 8, waiting for 0 s, started 2 times" in ledger.describe()[0]
+    assert "pid 8, waiting for 0 s, started 2 times" in attempts.describe()[0]
 
 
 def test_the_budget_is_looked_at_in_no_time_however_many_windows_have_failed() -> None:
     """Everyone waits for the ledger."""
-    ledger = Ledger(1, 1, math.inf, failed=3)
-    ledger.starting("w", process(0))
+    attempts = AttemptTracker(1, 1, math.inf, failed=3)
+    attempts.starting("w", process(0))
     for number in range(100_000):
-        ledger.finished("w", f"window {number}", (), 1)
+        attempts.finished("w", f"window {number}", (), 1)
     began = time.perf_counter()
     for number in range(1000):
-        ledger.finished("w", f"window {number}", (), 2)
+        attempts.finished("w", f"window {number}", (), 2)
     assert time.perf_counter() - began < 0.2  # a sum over all takes 1 to 2 s
-    assert ledger._num_failed == 3 + 100_000 + 1000
+    assert attempts._num_failed == 3 + 100_000 + 1000

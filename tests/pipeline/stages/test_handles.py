@@ -5,9 +5,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from actors.results import Answer
-from pipeline.cluster.ray_handles import CollectorHandle, LedgerHandle, LeftoversHandle
+from pipeline.cluster.ray_handles import AttemptTrackerHandle, CollectorHandle, LeftoversHandle
 from pipeline.report.collector import MetricsCollector
-from pipeline.stages.attempt_tracker import Ledger
+from pipeline.stages.attempt_tracker import AttemptTracker
 from pipeline.stages.work_stealing import Leftovers
 from skipdecode.engine.generate import Request
 
@@ -20,7 +20,7 @@ def public_methods(actor: type) -> set[str]:
 
 @pytest.mark.parametrize(
     ("handle", "actor"),
-    [(LedgerHandle, Ledger), (LeftoversHandle, Leftovers), (CollectorHandle, MetricsCollector)],
+    [(AttemptTrackerHandle, AttemptTracker), (LeftoversHandle, Leftovers), (CollectorHandle, MetricsCollector)],
     ids=lambda kind: kind.__name__,
 )
 def test_a_handle_names_the_methods_of_its_actor_with_their_types(handle: Any, actor: Any) -> None:

@@ -12,8 +12,8 @@ import ray
 from actors.results import RowFailure, WindowResult
 from pipeline.cluster.ray_handles import Process, WindowRecord
 from pipeline.stages import window_sharing as sharing_module
-from pipeline.stages.attempt_tracker import Ledger, StopRun
-from pipeline.stages.poison_isolation import LedgerWalk
+from pipeline.stages.attempt_tracker import AttemptTracker, StopRun
+from pipeline.stages.poison_isolation import PoisonIsolation
 from pipeline.stages.window_parts import Parts
 from pipeline.stages.window_sharing import Helper, Sharing
 from pipeline.stages.work_stealing import Leftovers
@@ -71,13 +71,13 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Worker:
-    def __init__(self, name: str, ledger: Ledger, decoder: FakeDecoder, leftovers: Any = None) -> None:
-        ledger.starting(name, Process("node", "host", 1))
-        ledger.ready(name)
+    def __init__(self, name: str, attempts: AttemptTracker, decoder: FakeDecoder, leftovers: Any = None) -> None:
+        attempts.starting(name, Process("node", "host", 1))
+        attempts.ready(name)
         self.collector = Collector()
-        self.parts = Parts(name, decoder, Handle(ledger), Handle(self.collector))  # type: ignore[arg-type]
+        self.parts = Parts(name, decoder, Handle(attempts), Handle(self.collector))  # type: ignore[arg-type]
         self.sharing = Sharing(leftovers and Handle(leftovers), self.parts)  # type: ignore[arg-type]
-        self.walk = LedgerWalk(self.parts, self.sharing)
+        self.walk = PoisonIsolation(self.parts, self.sharing)
 
 
 def requests(count: int) -> list[Request]:
@@ -90,10 +90,10 @@ def tokens(answers: Sequence[Any]) -> list[Any]:
 
 
 def test_a_row_that_kills_its_worker_is_parked_and_the_others_are_answered_in_order() -> None:
-    ledger, decoder, wanted, deaths = Ledger(2, 8, 1.0), FakeDecoder(["r5"]), requests(8), 0
+    attempts, decoder, wanted, deaths = AttemptTracker(2, 8, 1.0), FakeDecoder(["r5"]), requests(8), 0
     told: list[WindowRecord] = []
     while True:
-        worker = Worker("w", ledger, decoder)
+        worker = Worker("w", attempts, decoder)
         try:
             answers = worker.walk.answers(wanted)
             break
@@ -111,33 +111,33 @@ def test_a_row_that_kills_its_worker_is_parked_and_the_others_are_answered_in_or
 
 
 def test_the_ledgers_verdict_ends_the_run() -> None:
-    ledger = Ledger(2, 8, 0.0)
-    worker = Worker("w", ledger, FakeDecoder())
-    ledger.finished("w", "earlier", ["x"], 1)
+    attempts = AttemptTracker(2, 8, 0.0)
+    worker = Worker("w", attempts, FakeDecoder())
+    attempts.finished("w", "earlier", ["x"], 1)
     with pytest.raises(StopRun, match="1 rows have failed"):
         worker.walk.answers(requests(2))
 
 
 @pytest.fixture
-def crowd(monkeypatch: pytest.MonkeyPatch) -> tuple[Ledger, Leftovers]:
+def crowd(monkeypatch: pytest.MonkeyPatch) -> tuple[AttemptTracker, Leftovers]:
     """A ledger, and leftovers that always know of an idle worker."""
     leftovers = Leftovers()
     monkeypatch.setattr(leftovers, "num_idle", lambda: 1)
     monkeypatch.setattr(sharing_module, "HELP_TIMEOUT_S", 0.0)
     monkeypatch.setattr(sharing_module, "MIN_SHARED_ROWS", 2)
-    return Ledger(2, 8, 1.0), leftovers
+    return AttemptTracker(2, 8, 1.0), leftovers
 
 
 def test_a_helper_takes_a_part_and_its_owner_gets_the_answers(
-    crowd: tuple[Ledger, Leftovers], monkeypatch: pytest.MonkeyPatch
+    crowd: tuple[AttemptTracker, Leftovers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger, leftovers = crowd
+    attempts, leftovers = crowd
     monkeypatch.setattr(Helper, "_loop", lambda self: None)
     theirs = FakeDecoder()
-    other = Worker("other", ledger, theirs, leftovers)
+    other = Worker("other", attempts, theirs, leftovers)
     helper = Helper(other.sharing, other.parts, None)  # type: ignore[arg-type]
     mine = FakeDecoder(meanwhile=lambda: helper._help_once())
-    owner = Worker("owner", ledger, mine, leftovers)
+    owner = Worker("owner", attempts, mine, leftovers)
     assert tokens(owner.walk.answers(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert theirs.decoded
     assert sorted(row for part in mine.decoded + theirs.decoded for row in part) == [f"r{row}" for row in range(8)]
@@ -146,21 +146,21 @@ def test_a_helper_takes_a_part_and_its_owner_gets_the_answers(
     assert not helper._help_once()
 
 
-def test_what_a_helper_does_not_bring_the_owner_makes(crowd: tuple[Ledger, Leftovers]) -> None:
-    ledger, leftovers = crowd
+def test_what_a_helper_does_not_bring_the_owner_makes(crowd: tuple[AttemptTracker, Leftovers]) -> None:
+    attempts, leftovers = crowd
     lent: list[Any] = []
     mine = FakeDecoder(meanwhile=lambda: lent.append(leftovers.ask("lost")) if not lent else None)
-    owner = Worker("owner", ledger, mine, leftovers)
+    owner = Worker("owner", attempts, mine, leftovers)
     assert tokens(owner.walk.answers(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert len(lent) == 1
     assert sorted(row for part in mine.decoded for row in part) == [f"r{row}" for row in range(8)]
 
 
 def test_without_its_leftovers_a_worker_goes_on_alone(
-    crowd: tuple[Ledger, Leftovers], monkeypatch: pytest.MonkeyPatch
+    crowd: tuple[AttemptTracker, Leftovers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger, leftovers = crowd
-    owner = Worker("owner", ledger, FakeDecoder(), leftovers)
+    attempts, leftovers = crowd
+    owner = Worker("owner", attempts, FakeDecoder(), leftovers)
 
     def gone(*_: Any) -> None:
         raise ray.exceptions.RayActorError

@@ -148,10 +148,10 @@ def test_a_full_disk_under_the_rows_is_told_from_one_elsewhere(
     tmp_path: Path, kind: type[RunSink], finish: Callable[[pa.Table], pa.Table], is_told: bool
 ) -> None:
     opened = sink_into(tmp_path)
-    ledger = start_ledger(1, 1, 0.0, 0)
+    attempts = start_ledger(1, 1, 0.0, 0)
     with pytest.raises(Exception, match="No space left") as caught:
         write(ray.data.range(10), kind(opened.filesystem, opened.root, SESSION, OUTPUT_SCHEMA, None), finish)
-    reason = reason_to_stop(caught.value, ledger, "out/run")
+    reason = reason_to_stop(caught.value, attempts, "out/run")
     assert isinstance(reason, RunStopped) == is_told
     assert ("output.path: out/run: no space left" in str(reason)) == is_told
 

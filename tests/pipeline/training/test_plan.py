@@ -43,7 +43,7 @@ def test_few_pairs_reach_the_peak(pairs: Path, batch_size: int, steps: int, sett
     planned = plan(pairs, notes, batch_size=batch_size)
     assert planned.num_steps == steps
     assert rates(planned)[settled - 1] == max(rates(planned)) == planned.config.train.learning_rate
-    assert [note for note in notes if "warmup" in note] == [
+    assert [log for log in notes if "warmup" in log] == [
         f"train.warmup_steps: 300 lowered to {settled} of {steps} steps, so that the peak learning rate is reached, "
         "and falls again"
     ]
@@ -56,7 +56,7 @@ def test_a_warm_up_that_has_room_stays(pairs: Path, asked: int) -> None:
     planned = plan(pairs, notes, batch_size=1, warmup_steps=asked)
     assert planned.train.warmup_steps == asked
     assert max(rates(planned)) == planned.config.train.learning_rate
-    assert not any("warmup" in note for note in notes)
+    assert not any("warmup" in log for log in notes)
 
 
 @pytest.mark.parametrize(("written", "settled"), [({"warmup_steps": 7}, 7), ({}, 300)])

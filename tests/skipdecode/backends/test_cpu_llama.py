@@ -15,7 +15,7 @@ from skipdecode.backends.layer_parts import Product
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
 from tests.support.cpu_backends import kind, num_threads, product_dtype, read_last, step_one
-from tests.support.cpu_llama_layers import POSITIONS, REAL, Kind, Layer, Norm, Spec, assert_close, rotations, specs
+from tests.support.cpu_llama_layers import POSITIONS, REAL, Kind, Layer, Norm, Spec, assert_close, rotary_table, specs
 
 __all__ = ["kind", "product_dtype"]  # fixtures
 
@@ -221,11 +221,11 @@ def test_a_layer_of_wrong_parts_is_refused(product_dtype: torch.dtype) -> None:
         return LayerKernel(shape, attn, *parts[:2], attn, *parts[2:], **norms)
 
     build(shape, parts, q_norm=q_norm, k_norm=q_norm)
-    table = rotations(32)
+    table = rotary_table(32)
     for wrong in (
         replace(shape, kv_heads=4), replace(shape, kv_heads=3), replace(shape, head_dim=16), replace(shape, mlp="relu"),
-        replace(shape, rotations=table.double()), replace(shape, rotations=rotations(34)),
-        replace(shape, rotations=table.T.contiguous().T), replace(shape, rotations=table[:, :31].contiguous()),
+        replace(shape, rotary_table=table.double()), replace(shape, rotary_table=rotary_table(34)),
+        replace(shape, rotary_table=table.T.contiguous().T), replace(shape, rotary_table=table[:, :31].contiguous()),
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             build(wrong, parts)

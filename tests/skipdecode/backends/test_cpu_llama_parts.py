@@ -11,7 +11,7 @@ from skipdecode.backends import cpu, cpu_weights
 from skipdecode.backends.compiled import check_int8
 from skipdecode.model.linear import Linear
 from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, int8_backend, kind, num_threads, product_dtype
-from tests.support.cpu_llama_layers import EPSILON, Kind, assert_close, rms, rotate, rotations
+from tests.support.cpu_llama_layers import EPSILON, Kind, assert_close, rms, rotary_table, rotate
 
 __all__ = ["backend", "int8_backend", "kind", "product_dtype"]  # fixtures
 
@@ -73,7 +73,7 @@ def test_attention_by_itself(
     with num_threads(threads):
         made = cpu.attend(
             q, k, v, first, last, (new_k, new_v) if is_new else None,
-            rotations=rotations(turning) if turning else None, **norms,
+            rotary_table=rotary_table(turning) if turning else None, **norms,
         )  # fmt: skip
     limit = 2 * TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
     assert (made.float() - wanted.reshape(rows, -1)).abs().max() <= limit

@@ -56,8 +56,8 @@ def test_a_halved_weight_is_the_rounded_one(
         made = cpu.linear(x, halved, outputs, bias, activation=activation, residual=residual)
         last = None if residual is None else residual[-1:]
         alone = cpu.linear(x[-1:], halved, outputs, bias, activation=activation, residual=last)
-        likeliest = cpu.argmax_linear(x, halved, outputs)
-        assert torch.equal(likeliest, cpu.argmax(cpu.linear(x, halved, outputs, None)))
+        argmax = cpu.argmax_linear(x, halved, outputs)
+        assert torch.equal(argmax, cpu.argmax(cpu.linear(x, halved, outputs, None)))
     torch.testing.assert_close(made, wanted, rtol=2e-5, atol=2e-4)
     assert torch.equal(alone[0], made[-1])
 

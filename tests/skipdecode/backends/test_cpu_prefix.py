@@ -55,8 +55,8 @@ def test_shared_columns_are_columns(
                 whole[at, row, :, :n] = held[head, :, most - n :]
             whole[at, row, :, n : n + own.stop - own.start] = mine[row, :, own]
     where = torch.where(which >= 0, which * G * most + most - counts, 0)
-    rotations = torch.randn(200, dim // 2 * 2) if turns else None
-    keys = {"rotations": rotations}
+    rotary_table = torch.randn(200, dim // 2 * 2) if turns else None
+    keys = {"rotary_table": rotary_table}
     with num_threads(threads):
         wanted = cpu.attend(
             q, whole[0], whole[1], torch.zeros(rows, dtype=torch.int64), counts + last - first, (new_k, new_v), **keys

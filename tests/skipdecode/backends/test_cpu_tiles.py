@@ -23,7 +23,7 @@ from skipdecode.model import sampler
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import Linear
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, kv_owners
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, kv_sharing_map
 from tests.support.cpu_backends import int8_backend, kind, num_threads
 
 __all__ = ["int8_backend", "kind"]  # fixtures
@@ -188,7 +188,7 @@ def logits_of(model: Decoder, run: Run, monkeypatch: pytest.MonkeyPatch) -> list
         return 4 + (torch.arange(len(logits)) + 7 * len(seen)) % 80
 
     for module in (sampler, continuous):
-        monkeypatch.setattr(module, "likeliest", choose)
+        monkeypatch.setattr(module, "argmax", choose)
     requests = [
         Request(
             str(i), [2, *range(5, 5 + n)], Sampling(max_new_tokens=4 + 4 * (i % 3), ignore_eos=True), top_logprobs=0
@@ -283,7 +283,7 @@ def test_swiftkv_prompts_of_any_shape(kind: Kind, kv_layers: int, group_size: in
     columns, num_pad = max(lengths), torch.tensor([max(lengths) - n for n in lengths])
     tokens, positions = torch.randint(4, 90, (2, columns)), (torch.arange(columns) - num_pad[:, None]).clamp(min=-1)
     plan = SwiftPrefill(FullDepth(6), kv_layers).prefill()
-    owners = kv_owners(SwiftPrefill(FullDepth(6), kv_layers), group_size)
+    owners = kv_sharing_map(SwiftPrefill(FullDepth(6), kv_layers), group_size)
     seen = []
     for is_fused in (True, False):
         for block in model.layers:

@@ -15,7 +15,7 @@ from skipdecode.backends.backend import TORCH, Columns, TableColumns
 from skipdecode.backends.cuda import CudaBackend, CudaLayer
 from skipdecode.backends.cuda_kernels import Heads
 from skipdecode.backends.cuda_reference import TorchKernels
-from skipdecode.backends.rope import rotations
+from skipdecode.backends.rope import rotary_table
 from skipdecode.engine.generate import generate, generate_continuous, run_to_the_end
 from skipdecode.kv.tokens import TokensView, among
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_torch(name: str, schedule: Schedule) -> None:
         assert generate(model, requests, schedule).completions == wanted
         fixed = generate(model, requests, schedule, prompt_columns=32, batch_rows=7, compact=False)
         assert fixed.completions == wanted
-        if schedule.is_settled:
+        if schedule.is_static:
             rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
             assert [row.tokens for row in rows] == [completion.tokens for completion in wanted]
 
@@ -100,7 +100,7 @@ def test_a_table_is_columns() -> None:
     """The same memory, as tensors and as numbers on the device."""
     torch.manual_seed(0)
     config = random_model("qwen3").config
-    heads = Heads(4, 2, 128, rotations(config), torch.rand(128), torch.rand(128), 1e-6)
+    heads = Heads(4, 2, 128, rotary_table(config), torch.rand(128), torch.rand(128), 1e-6)
     memory, rows, capacity = torch.full((100_000,), torch.nan), 3, 48
     where = torch.tensor([32, 40_000, 2 * capacity * 128, capacity * 128])
     shape, strides = (rows, 2, capacity, 128), (2 * capacity * 128, capacity * 128, 128, 1)

@@ -17,7 +17,7 @@ from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
 from skipdecode.kv.padded import KVCache
-from skipdecode.kv.ragged import Arena
+from skipdecode.kv.ragged import SlotCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from tests.support.naive import greedy, random_prompts
@@ -45,15 +45,15 @@ def run(batch: ContinuousBatch, arrivals: dict[int, Sequence[Request]], cancel_a
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The columns that each step writes; none is one that its row does not have."""
     steps: list[list[int]] = []
-    begin = Arena.begin
+    begin = SlotCache.begin
 
-    def seen(arena: Arena, positions: Sequence[int]) -> None:
+    def seen(arena: SlotCache, positions: Sequence[int]) -> None:
         for position, prompt, limit in zip(positions, arena.prompts, arena._limits, strict=True):
             assert position < prompt + limit - 1, "the last new token of a row was fed"
         steps.append(list(positions))
         begin(arena, positions)
 
-    monkeypatch.setattr(Arena, "begin", seen)
+    monkeypatch.setattr(SlotCache, "begin", seen)
     return steps
 
 

@@ -278,10 +278,10 @@ def test_log_probabilities_are_those_of_a_cohort(loaded: Decoder) -> None:
         for i, (p, top) in enumerate(zip(random_prompts([4, 9, 2], seed=1), (3, None, 0), strict=True))
     ]
     rows = run(ContinuousBatch(loaded, schedule), {0: pool[:1], 3: pool[1:]}, {})
-    from skipdecode.engine.static_batch import Cohort
+    from skipdecode.engine.static_batch import StaticBatch
 
     for request in pool:
-        cohort = Cohort(loaded, [request], schedule)
+        cohort = StaticBatch(loaded, [request], schedule)
         cohort.prefill()
         while not cohort.is_done:
             cohort.step()

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.cost.batch_sizes import ladder, rung_within
-from skipdecode.engine import cuda_graphs as step_graphs
-from skipdecode.engine.cuda_graphs import MAX_GRAPHS, StepGraphs, plans_of
+from skipdecode.engine import cuda_graphs as cuda_graphs
+from skipdecode.engine.cuda_graphs import MAX_GRAPHS, CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
-from skipdecode.engine.static_batch import COMPACT_AT, Cohort, kept_rows
+from skipdecode.engine.static_batch import COMPACT_AT, StaticBatch, kept_rows
 from skipdecode.families import config_of
 from skipdecode.kv import view
 from skipdecode.model.decoder import Decoder
@@ -66,7 +66,7 @@ def test_tokens_are_those_without_graphs(
     ending_checkpoint: Ending, style: str, schedule: Schedule, keys: dict[str, float]
 ) -> None:
     model = load_model(ending_checkpoint(style)).pack()
-    graphs = StepGraphs(model, ROOM)
+    graphs = CudaGraphs(model, ROOM)
     small, large = ([3, 5, 1, 2, 4], 9), ([1, 9, 16, 2, 30], 40)
     for lengths, num_new in [small, large]:
         requests = make_requests(lengths, num_new, seed=len(lengths), **keys)
@@ -81,7 +81,7 @@ def test_tokens_are_those_without_graphs(
 @settings(max_examples=6, deadline=None)
 def test_any_shapes_in_any_order_with_any_looks(model: Decoder, data: st.DataObject) -> None:
     """One set of graphs through batches of all shapes; tokens are looked at late, behind the newest steps."""
-    graphs = StepGraphs(model, ROOM, max_rows=16)
+    graphs = CudaGraphs(model, ROOM, max_rows=16)
     for _ in range(3):
         lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=9))
         num_new = data.draw(st.integers(1, 50))
@@ -89,8 +89,8 @@ def test_any_shapes_in_any_order_with_any_looks(model: Decoder, data: st.DataObj
         requests = make_requests(lengths, num_new)
         is_fixed = data.draw(st.booleans())
         fixed = {"prompt_columns": 70, "batch_rows": 10, "compact_at": 0.0} if is_fixed else {}
-        looks = {"check_every": data.draw(st.integers(1, 9)), "looks_behind": data.draw(st.integers(0, 2))}
-        cohort = Cohort(model, requests, schedule, graphs=graphs, **fixed, **looks)  # type: ignore[arg-type]
+        async_output = {"check_every": data.draw(st.integers(1, 9)), "looks_behind": data.draw(st.integers(0, 2))}
+        cohort = StaticBatch(model, requests, schedule, graphs=graphs, **fixed, **async_output)  # type: ignore[arg-type]
         cohort.prefill()
         while not cohort.is_done:
             cohort.step()
@@ -100,9 +100,9 @@ def test_any_shapes_in_any_order_with_any_looks(model: Decoder, data: st.DataObj
 
 def test_cohorts_take_turns(model: Decoder) -> None:
     """Several live in one memory, one step each, as an endpoint has them."""
-    graphs, schedule = StepGraphs(model, ROOM), SkipDecode(L, 5, 2, 1, 19)
+    graphs, schedule = CudaGraphs(model, ROOM), SkipDecode(L, 5, 2, 1, 19)
     batches = [make_requests([n, 2 * n, 1], 20, seed=n, temperature=t) for n, t in [(3, 0.0), (9, 1.0), (20, 0.0)]]
-    cohorts = [Cohort(model, batch, schedule, graphs=graphs, check_every=1, looks_behind=1) for batch in batches]
+    cohorts = [StaticBatch(model, batch, schedule, graphs=graphs, check_every=1, looks_behind=1) for batch in batches]
     for cohort in cohorts:
         cohort.prefill()
     while not all(cohort.is_done for cohort in cohorts):
@@ -116,7 +116,7 @@ def test_cohorts_take_turns(model: Decoder) -> None:
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_swiftkv(tiny_checkpoint: Path, group_size: int) -> None:
     model = load_model(tiny_checkpoint).with_swiftkv(3, group_size).pack()
-    schedule, graphs = SwiftPrefill(SkipDecode(L, 5, 2, 1, 9), 3), StepGraphs(model, ROOM)
+    schedule, graphs = SwiftPrefill(SkipDecode(L, 5, 2, 1, 9), 3), CudaGraphs(model, ROOM)
     requests = make_requests([5, 40, 1], 20)
     for _ in range(2):
         made = generate(model, requests, schedule, graphs=graphs)
@@ -129,7 +129,7 @@ def test_swiftkv(tiny_checkpoint: Path, group_size: int) -> None:
 def test_all_graphs_are_captured_at_load(model: Decoder) -> None:
     """No batch of any length, size or place captures another one, and none is lost when one fails."""
     schedule, captures = SkipDecode(L, 5, 2, 1, 69), FakeCaptures()
-    graphs = StepGraphs(model, ROOM, max_rows=16, captures=captures)
+    graphs = CudaGraphs(model, ROOM, max_rows=16, captures=captures)
     plans = plans_of([schedule, FullDepth(L)], 70)
     assert [plan.num_layers_run for plan in plans] == [6, 5, 4, 3, 2]
     graphs.capture_all(plans)
@@ -149,15 +149,15 @@ def test_all_graphs_are_captured_at_load(model: Decoder) -> None:
 @pytest.mark.parametrize("layers", [24, 32])
 def test_160_batches_ask_for_at_most_210_graphs(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 new tokens at 2x, each batch at full depth too, as a worker with a baseline captures and decodes them; row
-    counts as `Cohort` has them (`kept_rows`). Steps themselves are left out."""
-    monkeypatch.setattr(StepGraphs, "_step", lambda *_: None)
+    counts as `StaticBatch` has them (`kept_rows`). Steps themselves are left out."""
+    monkeypatch.setattr(CudaGraphs, "_step", lambda *_: None)
     sizes = {"vocab_size": 8, "hidden_size": 16, "ffn_dim": 16, "num_attention_heads": 1, "num_hidden_layers": layers}
     config = config_of({"model_type": "opt", "max_position_embeddings": 2048} | sizes)
     worker = object.__new__(Generator)
     worker.config = GeneratorConfig("nobody's", {"method": "skipdecode", "speedup": 2}, baseline_fraction=0.05)
     worker.full = FullDepth(layers)
     worker.model = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32)  # type: ignore[assignment]
-    worker.graphs = graphs = StepGraphs(worker.model, 1 << 28, captures=FakeCaptures())
+    worker.graphs = graphs = CudaGraphs(worker.model, 1 << 28, captures=FakeCaptures())
     worker._capture()
     assert 100 < graphs.num_captured == graphs.num_graphs <= 210
     rng, schedule, asked = random.Random(layers), worker.schedule(512), set()
@@ -183,7 +183,7 @@ def test_160_batches_ask_for_at_most_210_graphs(layers: int, monkeypatch: pytest
 
 def test_compaction_asks_for_rungs(model: Decoder) -> None:
     """The row counts of real batches are those that the count above takes for granted."""
-    graphs, seen = StepGraphs(model, ROOM), set()
+    graphs, seen = CudaGraphs(model, ROOM), set()
     step = graphs._step
     graphs._step = lambda plan, rows: (seen.add(rows), step(plan, rows))[1]  # type: ignore[assignment,func-returns-value]
     requests = make_requests([3, 9, 1, 5, 12, 7, 2, 8, 10, 4, 6] * 2, 60)
@@ -198,8 +198,8 @@ def test_compaction_asks_for_rungs(model: Decoder) -> None:
 def test_no_attention_of_torch_in_the_loop(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps attend by the back end's kernel alone: a plan of cuDNN or another library, kept by shape, cannot come up.
     And where prompts, or steps without kernels, do call torch's attention, cuDNN is not among its choices."""
-    graphs, called = StepGraphs(model, ROOM), []
-    cohort = Cohort(model, make_requests([5, 9, 2], 40), SkipDecode(L, 5, 2, 1, 39), graphs=graphs)
+    graphs, called = CudaGraphs(model, ROOM), []
+    cohort = StaticBatch(model, make_requests([5, 9, 2], 40), SkipDecode(L, 5, 2, 1, 39), graphs=graphs)
     cohort.prefill()
     monkeypatch.setattr(view.F, "scaled_dot_product_attention", lambda *a, **k: called.append(a) or a[0])
     monkeypatch.setattr("skipdecode.kv.padded.attention", lambda *a: called.append(a) or a[0])
@@ -212,8 +212,8 @@ def test_no_attention_of_torch_in_the_loop(model: Decoder, monkeypatch: pytest.M
 
 
 def test_more_plans_than_graphs_lose_the_midpoints(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 40)
-    graphs = StepGraphs(model, ROOM, max_rows=64, captures=FakeCaptures())
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 40)
+    graphs = CudaGraphs(model, ROOM, max_rows=64, captures=FakeCaptures())
     graphs.capture_all(plans_of([SkipDecode(L, 6, 2, 1, 59)], 60))
     assert graphs.rungs == (1, 2, 4, 8, 16, 32, 64)
     assert graphs.num_graphs == 5 * 7 <= 40 < 5 * len(ladder(64))
@@ -221,8 +221,8 @@ def test_more_plans_than_graphs_lose_the_midpoints(model: Decoder, monkeypatch: 
 
 
 def test_graphs_are_bounded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 3)
-    schedule, graphs, requests = SkipDecode(L, 6, 1, 1, 59), StepGraphs(model, ROOM), make_requests([4, 40], 60)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 3)
+    schedule, graphs, requests = SkipDecode(L, 6, 1, 1, 59), CudaGraphs(model, ROOM), make_requests([4, 40], 60)
     wanted = generate(model, requests, schedule).completions
     for _ in range(2):
         assert generate(model, requests, schedule, graphs=graphs).completions == wanted
@@ -231,16 +231,16 @@ def test_graphs_are_bounded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_as_many_graphs_as_there_may_be_are_no_lack(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 4)
-    graphs = StepGraphs(model, ROOM, max_rows=4, captures=FakeCaptures())
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 4)
+    graphs = CudaGraphs(model, ROOM, max_rows=4, captures=FakeCaptures())
     graphs.capture_all(plans_of([FullDepth(L)], 9))
     assert (graphs.num_graphs, graphs.full) == (4, None)
 
 
 def test_graphs_of_other_plans_give_way_at_load(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another configuration of the same model, as a sweep has many."""
-    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 8)
-    graphs = StepGraphs(model, ROOM, max_rows=4, captures=FakeCaptures())
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 8)
+    graphs = CudaGraphs(model, ROOM, max_rows=4, captures=FakeCaptures())
     for depth in (6, 5, 4, 3):
         graphs.capture_all(plans_of([Unified(L, depth)], 9))
         assert graphs.num_graphs == (4 if depth == 6 else 8)
@@ -250,8 +250,8 @@ def test_graphs_of_other_plans_give_way_at_load(model: Decoder, monkeypatch: pyt
 
 def test_graphs_take_so_much_memory_and_no_more(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the bound steps run kernel by kernel, with the same tokens."""
-    monkeypatch.setattr(step_graphs, "MAX_GRAPH_BYTES", 1000)
-    graphs = StepGraphs(model, ROOM, max_rows=8, captures=FakeCaptures(graph_bytes=300))
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPH_BYTES", 1000)
+    graphs = CudaGraphs(model, ROOM, max_rows=8, captures=FakeCaptures(graph_bytes=300))
     graphs.capture_all(plans_of([FullDepth(L), SkipDecode(L, 5, 2, 1, 19)], 20))
     assert graphs.num_graphs == 4
     assert graphs.graph_bytes == 1200
@@ -264,8 +264,8 @@ def test_graphs_take_so_much_memory_and_no_more(model: Decoder, monkeypatch: pyt
 
 
 def test_a_late_graph_counts_too(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "MAX_GRAPH_BYTES", 1000)
-    graphs, requests = StepGraphs(model, ROOM, captures=FakeCaptures(graph_bytes=400)), make_requests([5, 2], 40)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPH_BYTES", 1000)
+    graphs, requests = CudaGraphs(model, ROOM, captures=FakeCaptures(graph_bytes=400)), make_requests([5, 2], 40)
     for schedule in (FullDepth(L), SkipDecode(L, 5, 2, 1, 39)):
         assert generate(model, requests, schedule, graphs=graphs).completions
     assert (graphs.num_graphs, graphs.num_late, graphs.graph_bytes) == (3, 3, 1200)

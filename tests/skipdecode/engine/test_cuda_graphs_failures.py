@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from skipdecode.engine.cuda_graphs import StepGraphs, graphs_serve, plans_of
+from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
 from skipdecode.engine.generate import generate
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import PoolFull
 from skipdecode.model.decoder import Decoder
@@ -20,7 +20,7 @@ __all__ = ["as_cuda", "model"]  # fixtures
 )
 def test_a_device_without_room_for_another_graph_keeps_those_there_are(model: Decoder, error: Exception) -> None:
     captures, schedule = FakeCaptures(), SkipDecode(L, 5, 2, 1, 19)
-    graphs = StepGraphs(model, ROOM, max_rows=4, captures=captures)
+    graphs = CudaGraphs(model, ROOM, max_rows=4, captures=captures)
     graphs.capture_all(plans_of([FullDepth(L)], 20))
     captures.fails = error
     graphs.capture_all(plans_of([schedule], 20))
@@ -34,7 +34,7 @@ def test_a_device_without_room_for_another_graph_keeps_those_there_are(model: De
 
 def test_steps_without_graphs_are_rehearsed_at_load(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled for numbers of rows, and a batch must not wait for that."""
-    graphs, seen = StepGraphs(model, ROOM, max_rows=8, captures=FakeCaptures(RuntimeError("no"))), []
+    graphs, seen = CudaGraphs(model, ROOM, max_rows=8, captures=FakeCaptures(RuntimeError("no"))), []
     step = graphs._step
     monkeypatch.setattr(graphs, "_step", lambda plan, rows: (seen.append(rows), step(plan, rows)))
     graphs.capture_all(plans_of([SkipDecode(L, 5, 2, 1, 19)], 20))
@@ -44,7 +44,7 @@ def test_steps_without_graphs_are_rehearsed_at_load(model: Decoder, monkeypatch:
 
 def test_no_room_for_a_rehearsal_does_not_end_loading(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = FakeCaptures()
-    graphs = StepGraphs(model, ROOM, max_rows=4, captures=captures)
+    graphs = CudaGraphs(model, ROOM, max_rows=4, captures=captures)
 
     def no_room(_work: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -61,7 +61,7 @@ def test_a_capture_that_fails_leaves_steps_without_graphs(model: Decoder) -> Non
     """One kernel that cannot be captured costs speed, and no row; the report names it."""
     error = RuntimeError("CUDA error: operation not permitted when stream is capturing")
     captures = FakeCaptures(error)
-    graphs, schedule = StepGraphs(model, ROOM, captures=captures), SkipDecode(L, 5, 2, 1, 19)
+    graphs, schedule = CudaGraphs(model, ROOM, captures=captures), SkipDecode(L, 5, 2, 1, 19)
     graphs.capture_all(plans_of([schedule], 20))
     assert captures.captures == 1, "it tries again and again"
     assert captures.forgotten == 1, "a pool whose graphs are gone would be used again"
@@ -75,8 +75,8 @@ def test_a_capture_that_fails_leaves_steps_without_graphs(model: Decoder) -> Non
 
 def test_a_capture_that_fails_late_does_its_step_once(model: Decoder) -> None:
     captures, schedule = FakeCaptures(), SkipDecode(L, 5, 2, 1, 19)
-    graphs, requests = StepGraphs(model, ROOM, captures=captures), make_requests([5, 2, 9], 20)
-    cohort = Cohort(model, requests, schedule, graphs=graphs)
+    graphs, requests = CudaGraphs(model, ROOM, captures=captures), make_requests([5, 2, 9], 20)
+    cohort = StaticBatch(model, requests, schedule, graphs=graphs)
     cohort.prefill()
     cohort.step()
     captures.fails = RuntimeError("out of luck")
@@ -91,7 +91,7 @@ def test_a_kernel_that_fails_in_its_first_run_leaves_steps_without_graphs(model:
     schedule, requests = SkipDecode(L, 5, 2, 1, 5), make_requests([5, 2], 6)
     for at_load in (True, False):
         captures = FakeCaptures()
-        graphs = StepGraphs(model, ROOM, max_rows=8, captures=captures)
+        graphs = CudaGraphs(model, ROOM, max_rows=8, captures=captures)
 
         def broken(_work: object) -> None:
             raise RuntimeError("PassManager::run failed")
@@ -109,7 +109,7 @@ def test_a_step_that_fails_without_graphs_too_is_the_batches_own(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading says so, and goes on."""
-    graphs = StepGraphs(model, ROOM, max_rows=4, captures=FakeCaptures())
+    graphs = CudaGraphs(model, ROOM, max_rows=4, captures=FakeCaptures())
     monkeypatch.setattr(graphs, "_step", lambda *_: 1 / 0)
     graphs.capture_all(plans_of([FullDepth(L)], 20))
     assert graphs.failure == "ZeroDivisionError: division by zero"
@@ -118,24 +118,24 @@ def test_a_step_that_fails_without_graphs_too_is_the_batches_own(
 
 
 def test_memory_is_that_of_the_batches_that_live(model: Decoder) -> None:
-    graphs = StepGraphs(model, 1 << 22)
+    graphs = CudaGraphs(model, 1 << 22)
     before = graphs.pool.free_bytes
     requests = make_requests([3, 9, 1, 5], 60)
-    cohort = Cohort(model, requests, FullDepth(L), graphs=graphs)
+    cohort = StaticBatch(model, requests, FullDepth(L), graphs=graphs)
     column = 2 * L * model.config.hidden_size * 4
     columns = -(-(9 + 59) // 16) * 16
     assert cohort.cache_bytes == before - graphs.pool.free_bytes == 4 * columns * column
     many = make_requests([9] * 200, 60)
     for _ in range(2):  # what cannot be had takes nothing
         with pytest.raises(PoolFull, match=r"actors\.memory_share"):
-            Cohort(model, many, FullDepth(L), graphs=graphs)
+            StaticBatch(model, many, FullDepth(L), graphs=graphs)
         assert before - graphs.pool.free_bytes == cohort.cache_bytes
     del cohort
     assert graphs.pool.free_bytes == before
 
 
 def test_more_rows_than_graphs_have(model: Decoder) -> None:
-    graphs, requests = StepGraphs(model, ROOM, max_rows=4), make_requests([3, 9, 1, 5, 8, 2], 30)
+    graphs, requests = CudaGraphs(model, ROOM, max_rows=4), make_requests([3, 9, 1, 5, 8, 2], 30)
     made = generate(model, requests, FullDepth(L), graphs=graphs)
     assert made.completions == generate(model, requests, FullDepth(L)).completions
 
@@ -144,4 +144,4 @@ def test_for_gpus_only(model: Decoder) -> None:
     assert not graphs_serve(model)
     plain = KVCache.allocate(model.config, num_pad=torch.tensor([0]), capacities=[4] * L, dtype=torch.float32)
     with pytest.raises(AssertionError, match="from elsewhere"):
-        StepGraphs(model, ROOM)(torch.tensor([5]), plain, FullDepth(L).step(0))
+        CudaGraphs(model, ROOM)(torch.tensor([5]), plain, FullDepth(L).step(0))

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from skipdecode.config.model import SwiftKVConfig
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.cuda_graphs import StepGraphs, plans_of
+from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.engine.request import Request
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import FAMILIES
 from skipdecode.kv.padded import KVCache
 from skipdecode.model import layer_loop
@@ -126,7 +126,7 @@ def test_a_cohort_reads_nothing_of_the_device_until_it_looks(num_devices: int, k
     """Prompts with padding, steps, and rows that leave."""
     with fake_cuda():
         model = fake_model("llama-3.2-1b", layers=6, num_devices=num_devices)
-        cohort = Cohort(model, requests_for(**keys), SkipDecode(6, 6, 2, 1, 3), check_every=NEW)
+        cohort = StaticBatch(model, requests_for(**keys), SkipDecode(6, 6, 2, 1, 3), check_every=NEW)
         cohort.prefill()
         for k in range(4):
             cohort.step()
@@ -192,7 +192,7 @@ def test_captured_steps_read_nothing_on_the_host(name: str) -> None:
         model = fake_model(name, layers=4)
         schedule = SkipDecode(4, 4, 2, 1, 3)
         captures = FakeCaptures()
-        graphs = StepGraphs(model, 1 << 30, max_rows=8, captures=captures)
+        graphs = CudaGraphs(model, 1 << 30, max_rows=8, captures=captures)
         graphs.capture_all(plans_of([schedule], 4), rows=[6, 3])
         captured = captures.captures
         requests = requests_for()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from skipdecode.backends.pinned_copy import uploaded
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch
-from skipdecode.engine.cuda_graphs import StepGraphs, plans_of
+from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import share
 from skipdecode.engine.request import Request
@@ -91,7 +91,7 @@ def test_nor_are_any_beside_graphs(name: str) -> None:
     """The last column of prompts is no captured step, and its kernels depend on the rows that are fed together."""
     with fake_cuda() as fake:
         model, schedule = fake_model(name, layers=2), SkipDecode(2, 2, 1, 1, 4)
-        graphs = StepGraphs(model, 1 << 30, max_rows=48, captures=FakeCaptures())
+        graphs = CudaGraphs(model, 1 << 30, max_rows=48, captures=FakeCaptures())
         graphs.capture_all(plans_of([schedule], 4))
         warm_up(model, schedule, graphs, max_rows=48)
         known = set(fake.compiled)
@@ -147,12 +147,12 @@ def test_an_early_look_is_seen() -> None:
         lambda: torch.tensor([1, 2]).to(CUDA, non_blocking=True),
         lambda: torch.empty(2, device=CUDA).copy_(torch.tensor([1.0, 2.0])),
         lambda: torch.empty(2, device=CUDA).cpu(),
-        lambda: uploaded([1, 2], CUDA).tolist(),
+        lambda: to_device([1, 2], CUDA).tolist(),
     ],
 )
 def test_copies_that_wait_are_seen(copy: Callable[[], object]) -> None:
     with fake_cuda(), NoWaits():
-        assert uploaded([[1], [2]], CUDA).shape == (2, 1)
-        assert uploaded([0.5], CUDA).dtype == torch.float32
+        assert to_device([[1], [2]], CUDA).shape == (2, 1)
+        assert to_device([0.5], CUDA).dtype == torch.float32
         with pytest.raises((AssertionError, RuntimeError)):
             copy()

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate
 from skipdecode.engine.logprobs import score_prompts
 from skipdecode.engine.prefill import PREFILL_BYTES, allocate_cache, feed_prompts, pad_prompts
 from skipdecode.engine.prefix_sharing import share
 from skipdecode.engine.request import Request
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv import view
 from skipdecode.kv.padded import KVCache
 from skipdecode.schedules.plan import FullDepth
@@ -70,15 +70,15 @@ def test_a_mask_never_meets_groups(seen: Seen, name: str) -> None:
     """Prompts of a batch, heads that it shares, prompts that are scored, and the passes of training."""
     with fake_cuda():
         model = fake_model(name, layers=L)
-        graphs = StepGraphs(model, 1 << 30, max_rows=8, captures=FakeCaptures())
+        graphs = CudaGraphs(model, 1 << 30, max_rows=8, captures=FakeCaptures())
         for lengths in ([5, 9, 200], [9, 9]):
-            Cohort(model, requests_for(lengths), FullDepth(L), graphs=graphs).prefill()
+            StaticBatch(model, requests_for(lengths), FullDepth(L), graphs=graphs).prefill()
         assert set(seen) == {(True, False), (False, True)}
         prompts = [[2, *range(10, 10 + n), 5 + n] for n in (20, 20, 30, 30, 7)]
         sharing = share(prompts, [[8, 20], [8, 20], [8, 20], [8], [4]])
         assert sharing is not None
         requests = [Request(str(i), prompt, Sampling(max_new_tokens=2)) for i, prompt in enumerate(prompts)]
-        Cohort(model, requests, FullDepth(L), graphs=graphs, sharing=sharing).prefill()
+        StaticBatch(model, requests, FullDepth(L), graphs=graphs, sharing=sharing).prefill()
         assert seen[-1] == (True, False)
         with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):  # it reads its scores
             score_prompts(model, prompts, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from skipdecode.engine.generate import BatchResult, Request, generate
 from skipdecode.engine.logprobs import top_logprobs
 from skipdecode.engine.request import complete
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, Schedule, SkipDecode, Unified
 from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
@@ -228,8 +228,8 @@ def test_fixed_shapes_always_have_a_mask(loaded: Decoder) -> None:
         assert masks == [is_masked] * 5
 
 
-@pytest.mark.parametrize("looks", [(1, 1), (4, 1), (3, 2)], ids=str)
-def test_log_probabilities_come_with_late_looks(loaded: Decoder, looks: tuple[int, int]) -> None:
+@pytest.mark.parametrize("async_output", [(1, 1), (4, 1), (3, 2)], ids=str)
+def test_log_probabilities_come_with_late_looks(loaded: Decoder, async_output: tuple[int, int]) -> None:
     """Rows leave between, so that what is seen of a choice and given later is of other rows than those left."""
     schedule, prompts = SkipDecode(L, 5, 2, 1, 12), random_prompts([3, 9, 5, 1, 7], seed=1)
     pool = [
@@ -237,7 +237,9 @@ def test_log_probabilities_come_with_late_looks(loaded: Decoder, looks: tuple[in
         for i, p in enumerate(prompts)
     ]
     wanted = generate(loaded, pool, schedule).completions
-    cohort = Cohort(loaded, pool, schedule, compact_at=1.0, check_every=looks[0], looks_behind=looks[1])
+    cohort = StaticBatch(
+        loaded, pool, schedule, compact_at=1.0, check_every=async_output[0], looks_behind=async_output[1]
+    )
     cohort.prefill()
     while not cohort.is_done:
         cohort.step()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipdecode.engine.graph_capture import CudaCaptures
+from skipdecode.engine.graph_capture import CudaGraphCapture
 from skipdecode.kv.pool import CachePool
 
 # Memory in one piece
@@ -83,7 +83,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """What `CudaCaptures` asks of torch.cuda."""
+    """What `CudaGraphCapture` asks of torch.cuda."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.here: object = "main"
@@ -120,7 +120,7 @@ class FakeCuda:
 def test_one_stream_and_one_pool_until_graphs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library keeps a workspace for each stream it meets; a pool must not outlive its graphs."""
     cuda = FakeCuda(monkeypatch)
-    captures = CudaCaptures(torch.device("cuda"))
+    captures = CudaGraphCapture(torch.device("cuda"))
     for _ in range(3):
         captures.capture(lambda: None)
     captures.forget()
@@ -132,7 +132,7 @@ def test_one_stream_and_one_pool_until_graphs_are_gone(monkeypatch: pytest.Monke
 def test_what_others_hold_is_not_counted_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another worker on the same device loads its model meanwhile; only the graphs' own pool counts."""
     FakeCuda(monkeypatch)
-    captures, own, free = CudaCaptures(torch.device("cuda")), 0, iter(range(70 << 30, 0, -(1 << 30)))
+    captures, own, free = CudaGraphCapture(torch.device("cuda")), 0, iter(range(70 << 30, 0, -(1 << 30)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 8 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 8 << 30)
@@ -160,5 +160,5 @@ def test_a_failed_capture_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch)
     cuda = FakeCuda(monkeypatch)
     monkeypatch.setattr(FakeGraph, "fails", True)
     with pytest.raises(RuntimeError, match="during capture"):
-        CudaCaptures(torch.device("cuda")).capture(lambda: None)
+        CudaGraphCapture(torch.device("cuda")).capture(lambda: None)
     assert cuda.here == "main"

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from skipdecode.config.model import Quantization
 from skipdecode.engine.continuous_batch import ContinuousBatch
-from skipdecode.engine.cuda_graphs import StepGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate, generate_lossless
 from skipdecode.engine.prefill import allocate_cache, pad_prompts
 from skipdecode.engine.prefix_sharing import Sharing, share
-from skipdecode.engine.static_batch import Cohort
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
@@ -137,7 +137,7 @@ def test_where_layers_are_kernels_no_bit_changes(
         model, (prompts, marks) = random_decoder(CONFIGS[family](), dtype).pack(quantization), nested()
         assert model.reads_shared
         requests = [replace(request, top_logprobs=3) for request in requests_of(prompts, [7], temperature=1.0)]
-        whole, parts = (Cohort(model, requests, FullDepth(L), sharing=s) for s in (None, share(prompts, marks)))
+        whole, parts = (StaticBatch(model, requests, FullDepth(L), sharing=s) for s in (None, share(prompts, marks)))
         for cohort in (whole, parts):
             cohort.prefill()
             while not cohort.is_done:
@@ -163,12 +163,12 @@ def test_one_copy_of_a_head_is_all_that_is_held(name: str, family: str) -> None:
         model = decoder(name, family, None, torch.float32)
         assert model.reads_shared
         sharing = share(prompts, marks_of(mix))
-        cohort = Cohort(model, requests_of(prompts, [num_new]), schedule, sharing=sharing)
+        cohort = StaticBatch(model, requests_of(prompts, [num_new]), schedule, sharing=sharing)
         heads = L * bytes_of(40, 2, family)
         assert cohort.cache_bytes == heads + sum(bytes_of(9 + n, 5, family) for n in steps)
         cohort.prefill()
         assert cohort.cache_bytes == cohort.stats.cache_bytes
-        whole = Cohort(model, requests_of(prompts, [num_new]), schedule)
+        whole = StaticBatch(model, requests_of(prompts, [num_new]), schedule)
         assert whole.cache_bytes == sum(bytes_of(49 + n, 5, family) for n in steps)
 
 
@@ -177,7 +177,7 @@ def test_where_nothing_reads_a_shared_copy_rows_have_their_own() -> None:
     prompts = grouped_prompts(mix, 1)
     with forced("torch"):
         model = decoder("torch", "llama", None, torch.float32)
-        cohort = Cohort(model, requests_of(prompts, [4]), FullDepth(L), sharing=share(prompts, marks_of(mix)))
+        cohort = StaticBatch(model, requests_of(prompts, [4]), FullDepth(L), sharing=share(prompts, marks_of(mix)))
         cohort.prefill()
         assert cohort.cache_bytes == L * bytes_of(49 + 3, 3, "llama")
 
@@ -187,7 +187,7 @@ def test_graphs_read_copies() -> None:
     requests = requests_of(prompts, [5, 8])
     with cpu_as_cuda():
         model = random_decoder(llama()).pack()
-        graphs = StepGraphs(model, 1 << 24)
+        graphs = CudaGraphs(model, 1 << 24)
         graphs.pool.memory.fill_(torch.nan)  # no column that a row has not written may matter
         wanted = generate(model, requests, FullDepth(L))
         made = generate(model, requests, FullDepth(L), graphs=graphs, sharing=share(prompts, marks))
@@ -235,7 +235,7 @@ def test_the_sharing_of_other_rows_is_refused() -> None:
     with forced("torch"):
         model = decoder("torch", "opt", None, torch.float32)
         with pytest.raises(AssertionError, match="another batch"):
-            Cohort(model, requests_of([[5, 6, 7]] * 3, [2]), FullDepth(L), sharing=sharing)
+            StaticBatch(model, requests_of([[5, 6, 7]] * 3, [2]), FullDepth(L), sharing=sharing)
 
 
 def test_a_prompt_is_never_shared_to_its_last_token() -> None:

@@ -9,7 +9,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine import continuous_batch as continuous
 from skipdecode.engine.generate import generate, generate_lossless
 from skipdecode.engine.request import Request
-from skipdecode.kv.ragged import Arena
+from skipdecode.kv.ragged import SlotCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import SkipDecode, Unified
@@ -77,8 +77,8 @@ def test_rows_of_prompts_too_many_for_one_pass(
 def test_nothing_is_copied(models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels take prompts without their padding; a batch that others join later copies as before."""
     model, added = models["opt"], list[int]()
-    add = Arena.add
-    monkeypatch.setattr(Arena, "add", lambda arena, *rows: (added.append(1), add(arena, *rows))[1])
+    add = SlotCache.add
+    monkeypatch.setattr(SlotCache, "add", lambda arena, *rows: (added.append(1), add(arena, *rows))[1])
     batch = SpeculativeBatch(model, SCHEDULE, is_closed=True)
     batch.join(requests_of(LENGTHS, [20] * 6))
     is_in_place = takes_unpadded(model, batch)
@@ -95,7 +95,7 @@ def test_a_join_that_fails_leaves_room_for_the_next(
     model, requests = models["llama"], requests_of(LENGTHS, [9] * 6)
     batch = SpeculativeBatch(model, Lossless(L, Unified(L, 3), 2), is_closed=True)
     # before prompts are fed, after, and when rows take their places
-    for owner, failing in ((Decoder, "embed"), (Decoder, "likeliest"), (continuous, "uploaded")):
+    for owner, failing in ((Decoder, "embed"), (Decoder, "argmax"), (continuous, "to_device")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, failing, lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
             with pytest.raises(MemoryError):

@@ -252,18 +252,18 @@ def test_attention_is_that_of_the_schedule_beneath(
                 runs = base.step(k).ffn[i]
                 if isinstance(schedule, SkipBand):
                     assert plan.ffn[i] == (runs and not (k >= warmup and i in layers))
-                    assert not plan.by_row
+                    assert not plan.dynamic_ffn
                 else:
                     assert plan.ffn[i] == runs
                     in_question = runs and k >= warmup and borders[0] <= i < L - borders[1]
-                    assert bool(plan.by_row and plan.by_row[i]) == in_question
+                    assert bool(plan.dynamic_ffn and plan.dynamic_ffn[i]) == in_question
 
 
 def test_blocks_that_nobody_decides_on_are_not_run_for_all_rows() -> None:
     plan = SkipSaturated(FULL, 1, 1, 1, 0.9).step(1)
     with pytest.raises(AssertionError, match="nothing decides"):
         ALL_ROWS.apart(plan)
-    assert plan.settled_ffns == (True, False, False, False, False, True)
+    assert plan.static_ffns == (True, False, False, False, False, True)
     assert ALL_ROWS.apart(FULL.step(1)) == ()
 
 

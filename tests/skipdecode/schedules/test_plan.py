@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skipdecode.schedules.from_config import METHOD_KEYS, make_schedule, preset
-from skipdecode.schedules.layer_ranges import ALL, Extents
+from skipdecode.schedules.layer_ranges import ALL, LayerRanges
 from skipdecode.schedules.plan import (
     ChosenLayers,
     EarlyExit,
@@ -303,13 +303,13 @@ def test_steps_per_layer_by_hand() -> None:
 
 def test_layers_with_nothing_between_them_are_a_group() -> None:
     plan = SkipDecode(6, 4, 2, 1, 9).step(1)
-    assert Extents.of_plan(plan).groups == (plan.layers,)
-    assert Extents.of_plan(FullDepth(4).step(1), is_prompt=True).groups == ((0, 1, 2), (3,))  # then the last column
+    assert LayerRanges.of_plan(plan).groups == (plan.layers,)
+    assert LayerRanges.of_plan(FullDepth(4).step(1), is_prompt=True).groups == ((0, 1, 2), (3,))  # then the last column
     swift = SwiftPrefill(FullDepth(6), 3)
-    assert Extents.of_plan(swift.step(1)).groups == ((0, 1, 2), (3, 4, 5))  # K and V of the upper ones come between
+    assert LayerRanges.of_plan(swift.step(1)).groups == ((0, 1, 2), (3, 4, 5))  # K and V of the upper ones come between
     apart = (False, True, False, False)  # a block of its own
-    assert Extents.of_plan(FullDepth(4).step(1), apart).groups == ((0,), (1,), (2, 3))
-    rows = Extents((ALL, slice(2, None), slice(2, None), None), (ALL, slice(2, None), None, None))
+    assert LayerRanges.of_plan(FullDepth(4).step(1), apart).groups == ((0,), (1,), (2, 3))
+    rows = LayerRanges((ALL, slice(2, None), slice(2, None), None), (ALL, slice(2, None), None, None))
     assert rows.groups == ((0,), (1,), (2,))
 
 

@@ -295,13 +295,13 @@ def test_a_machine_with_other_work_does_not_sway_it(seed: int) -> None:
     [(3.0, [256, 512, SELDOM, SELDOM]), (1.8, [64, 128, 256, 512, SELDOM, SELDOM]), (1.2, [64, 64, 64, 64])],
 )
 def test_where_drafts_plainly_pay_one_looks_less_and_less(gain: float, waits: list[int]) -> None:
-    pace, looks, at = Pace(4, Budget()), list[int](), 0
-    while len(looks) <= len(waits):
+    pace, async_output, at = Pace(4, Budget()), list[int](), 0
+    while len(async_output) <= len(waits):
         decision = pace.judge(WANTED)
-        looks += [] if decision.has_drafts else [at]
+        async_output += [] if decision.has_drafts else [at]
         pace.saw(hold(decision, 3 / gain, 3.0) if decision.has_drafts else hold(decision, 1.0))
         at += decision.rounds
-    between = [after - before - LOOK for before, after in pairwise(looks)]
+    between = [after - before - LOOK for before, after in pairwise(async_output)]
     assert [wait - wait % HOLDS for wait in between] == waits
 
 
@@ -321,9 +321,9 @@ def test_looks_of_batches_in_turns_are_one() -> None:
     """Those that were asked for before the first was over."""
     pace = Pace(4, Budget())
     simulate(pace, 1.8, LOOK + LOOK_EVERY)
-    looks = [pace.judge(WANTED) for _ in range(8)]
-    assert looks == [Decision(0, {}, LOOK)] * 8
-    for look in looks:
+    async_output = [pace.judge(WANTED) for _ in range(8)]
+    assert async_output == [Decision(0, {}, LOOK)] * 8
+    for look in async_output:
         pace.saw(hold(look, 1.0))
     drafted = 0
     while (decision := pace.judge(WANTED)).has_drafts:

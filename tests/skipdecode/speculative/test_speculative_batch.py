@@ -131,7 +131,7 @@ def test_rounds_without_drafts_of_rows_that_draw_and_others(models: dict[str, De
                 assert_same(model, row.request, row.tokens, row.finish_reason)
 
 
-@pytest.mark.parametrize("where", ["_params", "LogprobRecorder", "Arena.add"])
+@pytest.mark.parametrize("where", ["_params", "LogprobRecorder", "SlotCache.add"])
 def test_a_join_that_fails_changes_nobody(
     models: dict[str, Decoder], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
