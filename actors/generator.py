@@ -24,18 +24,19 @@ from actors.generator_config import GeneratorConfig as GeneratorConfig
 from actors.gpu_memory import is_lost
 from actors.model_loading import load, make_graphs
 from actors.results import Answer, RowFailure, WindowResult, agreement, figures
+from actors.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.cost.roofline import Ceilings, measure_ceilings
 from skipdecode.engine.cuda_graphs import plans_of
-from skipdecode.engine.generate import BatchResult, Completion, Request, generate, generate_lossless
+from skipdecode.engine.generate import BatchResult, Completion, Request, generate
 from skipdecode.engine.prefix_sharing import Sharing
-from skipdecode.engine.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 from skipdecode.model.pipeline_parallel import dtype_name
 from skipdecode.schedules.from_config import known_acceptance, make_schedule
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.speculative.draft_length import DraftLength
 from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from actors.generator_config import GeneratorConfig
 from actors.gpu_memory import refuse_too_large
 from skipdecode.backends.device import backend_on
 from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve
-from skipdecode.families import read_config
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, devices_of
 

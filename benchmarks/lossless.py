@@ -41,7 +41,7 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
-from skipdecode.engine.generate import BatchResult, generate, run_to_the_end
+from skipdecode.engine.generate import BatchResult, generate
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import now
 from skipdecode.families import config_of, released
@@ -52,6 +52,7 @@ from skipdecode.schedules.lossless import Lossless, stored_drafts
 from skipdecode.schedules.plan import FullDepth
 from skipdecode.speculative.draft import Chain
 from skipdecode.speculative.draft_length import MOST, DraftLength
+from skipdecode.speculative.generate import run_to_the_end
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 

@@ -38,11 +38,12 @@ from actors.measuring.bench import random_model
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
 from pipeline.demo.corpus import make_prompts
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import save_model
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request
-from skipdecode.families import OPTConfig, read_config, released
+from skipdecode.families import OPTConfig, released
 
 MODEL = "models/opt-e2e"
 SETTLE_S = 10.0  # until an idle Ray has started all that it starts

@@ -103,10 +103,11 @@ def ours(spec: Spec) -> Engine:
     from skipdecode.checkpoint.weights import load_model
     from skipdecode.config.sampling import Sampling
     from skipdecode.cost.roofline import measure_ceilings
-    from skipdecode.engine.generate import Request, generate, generate_lossless
+    from skipdecode.engine.generate import Request, generate
     from skipdecode.schedules.from_config import make_schedule
     from skipdecode.schedules.lossless import Lossless, stored_drafts
     from skipdecode.speculative.draft_length import DraftLength
+    from skipdecode.speculative.generate import generate_lossless
     from skipdecode.speculative.latency_model import Prices
 
     torch.set_num_threads(spec.threads)

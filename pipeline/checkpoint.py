@@ -13,10 +13,10 @@ from pipeline.formatting import Json, Log
 from skipdecode.backends.choice import int8_misfit
 from skipdecode.checkpoint.hub import pin, resolve_source
 from skipdecode.checkpoint.lora_adapter import resolve_adapter
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import adapted, check_folder
 from skipdecode.config.model import DecoderConfig, Quantization
-from skipdecode.families import read_config
 from skipdecode.schedules.from_config import make_schedule, settle_ffn_skip
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedules.lossless import stored_drafts

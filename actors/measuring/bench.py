@@ -23,10 +23,10 @@ from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve
 from skipdecode.engine.generate import Request, generate
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.from_config import listed_schedule
 from skipdecode.schedules.plan import FullDepth, Schedule
 from skipdecode.training.loss import ResponseLoss
-from skipdecode.training.teacher_forcing import teacher_batch
 
 
 @dataclass(frozen=True)

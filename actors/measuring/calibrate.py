@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_rows import SimilarityRecorder
+from skipdecode.model.teacher_forcing import IGNORE, TeacherBatch, teacher_batch
 from skipdecode.schedules.ffn_policy import FFNs
 from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.schedules.plan import Schedule
 from skipdecode.training.shared_prompt import Branches
-from skipdecode.training.teacher_forcing import IGNORE, TeacherBatch, teacher_batch
 
 Pair = tuple[list[int], list[int]]
 """Prompt tokens and the tokens that the model wrote."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from actors.measuring.draft_times import TURNS, time_drafts, time_full_depth
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import TeacherBatch, teacher_batch
 from skipdecode.schedules.from_config import METHOD_KEYS, PRESETS, make_schedule, preset
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import ChosenLayers, FullDepth, LayerPlan, Schedule
@@ -23,7 +24,6 @@ from skipdecode.speculative.acceptance import Counts, DraftedText
 from skipdecode.speculative.draft_length import MARGIN, MOST, SKIPPED, DraftLength
 from skipdecode.speculative.draft_vocab import ENOUGH, SHARE
 from skipdecode.speculative.latency_model import Prices
-from skipdecode.training.teacher_forcing import TeacherBatch, teacher_batch
 
 Pair = tuple[list[int], list[int]]
 """Prompt tokens and the tokens that the model wrote at full depth."""

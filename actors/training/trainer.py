@@ -22,12 +22,12 @@ from actors.training.state import Weights, collect_state, full_state, restore_st
 from actors.training.workers import Pair, inner, no_sync, parts_of, rank_and_size, wrap
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import Linear
+from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.from_config import listed_schedule
 from skipdecode.schedules.plan import Schedule
 from skipdecode.training.lora import lora_modules
 from skipdecode.training.loss import ResponseLoss
 from skipdecode.training.swiftkv_init import KVFit
-from skipdecode.training.teacher_forcing import teacher_batch
 
 SORTED_BATCHES = 50  # rows are sorted by length within chunks of so many batches: little padding, still shuffled
 

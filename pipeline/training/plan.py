@@ -30,9 +30,10 @@ from pipeline.training.folder import TrainingFolder, check_apart
 from pipeline.training.records import Fingerprint, TrainingState
 from pipeline.training.schedules import check_schedules
 from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import check_folder
 from skipdecode.config.model import DecoderConfig, SwiftKVConfig
-from skipdecode.families import OPTConfig, read_config
+from skipdecode.families import OPTConfig
 from skipdecode.training.lora import LoraShape, check_start, linear_names
 
 WARMUP_SHARE = 0.1  # of all steps, where the warm-up that was asked for has no room

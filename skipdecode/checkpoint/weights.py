@@ -21,8 +21,8 @@ from torch import Tensor
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.lora_adapter import KEY as ADAPTER_KEY
 from skipdecode.checkpoint.lora_adapter import Adapter, open_adapter
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.config.model import DecoderConfig
-from skipdecode.families import read_config
 from skipdecode.model.decoder import ADDED_PARTS, Decoder
 from skipdecode.model.pipeline_parallel import deal, dtype_name
 from skipdecode.schedules.trained import read_schedules

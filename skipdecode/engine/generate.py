@@ -1,4 +1,4 @@
-"""Decoding from prompts to completions: a `StaticBatch`, a `SpeculativeBatch` or a `ContinuousBatch` run to its end.
+"""Decoding from prompts to completions: a `StaticBatch` or a `ContinuousBatch` run to its end.
 
 Splitting rows into batches is the caller's work (`actors.batching.windows`), and so are rows that come and go as
 they please
@@ -14,15 +14,12 @@ import torch
 from skipdecode.engine.batch_stats import BatchStats
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.prefill import allocate_cache, pad_prompts, rounded_columns
+from skipdecode.engine.prefill import allocate_cache, pad_prompts
 from skipdecode.engine.prefix_sharing import Sharing
 from skipdecode.engine.request import Completion, DecodeText, Request, Row, complete
 from skipdecode.engine.static_batch import CHECK_EVERY, COMPACT_AT, StaticBatch, now
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import Schedule
-from skipdecode.speculative.draft_length import DraftLength
-from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 __all__ = [
     "CHECK_EVERY",
@@ -32,9 +29,7 @@ __all__ = [
     "allocate_cache",
     "generate",
     "generate_continuous",
-    "generate_lossless",
     "pad_prompts",
-    "run_to_the_end",
 ]
 
 
@@ -110,40 +105,3 @@ def generate_continuous(
             rows += batch.join([waiting.popleft() for _ in range(min(room, len(waiting)))])
         batch.step()
     return rows, batch
-
-
-@torch.inference_mode()
-def generate_lossless(
-    model: Decoder,
-    requests: Sequence[Request],
-    schedule: Lossless,
-    *,
-    decode_text: DecodeText | None = None,
-    length: DraftLength | None = None,
-    sharing: Sharing | None = None,
-) -> BatchResult:
-    """Continues every request with the tokens of full depth; completions in the order of the requests."""
-    start = now(model.device)
-    batch = SpeculativeBatch(model, schedule, decode_text=decode_text, length=length, is_closed=True)
-    return run_to_the_end(batch, requests, sharing, start=start)
-
-
-@torch.inference_mode()
-def run_to_the_end(
-    batch: SpeculativeBatch, requests: Sequence[Request], sharing: Sharing | None = None, *, start: float | None = None
-) -> BatchResult:
-    """The same by an empty batch. `start`: when it was begun (`now`); None: now."""
-    model, stats = batch.model, batch.stats
-    start = now(model.device) if start is None else start
-    rows = batch.join(requests, sharing)
-    stats.prefix_tokens_saved = 0 if sharing is None else sharing.tokens_saved
-    stats.rows, stats.input_tokens = len(rows), sum(len(r.prompt_tokens) for r in requests)
-    stats.prompt_columns = rounded_columns(max(len(r.prompt_tokens) for r in requests))
-    stats.cache_bytes, stats.prefill_s = batch.cache_bytes, now(model.device) - start
-    while not batch.is_done:
-        batch.step()
-    stats.decode_s = now(model.device) - start - stats.prefill_s
-    completions = complete(rows, batch.schedule)
-    lengths = [len(c.tokens) for c in completions]
-    stats.batch_rows = [sum(n > k + 1 for n in lengths) for k in range(max(lengths) - 1)]  # as full depth has them
-    return BatchResult.of(completions, stats)

@@ -12,8 +12,8 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.model import MAX_LOGPROBS
 from skipdecode.engine.request import Row, TokenLogprobs
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_states
 from skipdecode.schedules.plan import FullDepth
-from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_states
 
 SCORED_COLUMNS = 256  # at a time: logits of a whole long prompt would take hundreds of megabytes
 

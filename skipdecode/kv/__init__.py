@@ -2,5 +2,5 @@
 
 What a forward call sees of them is a view (`view`). Most are beside their memory. Two have modules of their own: of
 prompts without their padding (`unpadded`), and of several new columns of a row (`tokens`). The teacher-forced pass,
-which keeps none, has its own (`skipdecode.training.teacher_forcing`).
+which keeps none, has its own (`skipdecode.model.teacher_forcing`).
 """

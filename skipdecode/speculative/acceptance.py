@@ -21,10 +21,10 @@ from torch import Tensor
 from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
+from skipdecode.model.teacher_forcing import IGNORE, ForcedView, TeacherBatch, column_extents
 from skipdecode.schedules.ffn_policy import ALL_ROWS
 from skipdecode.schedules.layer_ranges import LayerRanges, layer_ends
 from skipdecode.schedules.plan import FullDepth, Schedule
-from skipdecode.training.teacher_forcing import IGNORE, ForcedView, TeacherBatch, column_extents
 
 Kept = dict[int, tuple[Tensor, Tensor]]
 """K and V [B, G, columns, K] by layer."""

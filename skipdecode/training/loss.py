@@ -1,4 +1,4 @@
-"""Training under schedules: the losses. The passes are those of `skipdecode.training.teacher_forcing`, and
+"""Training under schedules: the losses. The passes are those of `skipdecode.model.teacher_forcing`, and
 `skipdecode.training.shared_prompt` for
 several schedules at once; the loop, the optimiser and the files are `actors.training.trainer`.
 """
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import IGNORE, TeacherBatch, teacher_forced_logits, teacher_forced_states
 from skipdecode.schedules.plan import FullDepth, Schedule
 from skipdecode.training.shared_prompt import Branches
-from skipdecode.training.teacher_forcing import IGNORE, TeacherBatch, teacher_forced_logits, teacher_forced_states
 
 
 def response_loss(model: Decoder, batch: TeacherBatch, schedule: Schedule) -> Tensor:

@@ -2,7 +2,7 @@
 
 Schedules differ in what they run of responses; of prompts they run the same, or they run under SwiftKV. Keys and values
 of a prompt are made once, with their gradient, and every schedule's responses attend to them. Each has the states that
-`skipdecode.training.teacher_forcing` has for it alone, at the price of the responses; and under SwiftKV prompts stop
+`skipdecode.model.teacher_forcing` has for it alone, at the price of the responses; and under SwiftKV prompts stop
 where they do in
 decoding. For training: nothing here decodes.
 
@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import layer_call, run_layers
+from skipdecode.model.teacher_forcing import ForcedView, TeacherBatch, column_extents
 from skipdecode.schedules.ffn_policy import FFNs
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
-from skipdecode.training.teacher_forcing import ForcedView, TeacherBatch, column_extents
 
 Kept = Mapping[int, tuple[Tensor, Tensor]]
 """By layer, keys and values of prompts: [B, G, P - 1, K] each."""

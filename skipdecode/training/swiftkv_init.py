@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
-from skipdecode.training.teacher_forcing import IGNORE, ForcedView, TeacherBatch
+from skipdecode.model.teacher_forcing import IGNORE, ForcedView, TeacherBatch
 
 RIDGE = 1e-4  # of the mean diagonal of x'x: a state that no text has must not decide on a weight
 

@@ -10,8 +10,8 @@ import pytest
 from jobs.demo import fetch_model, main
 from pipeline.demo.corpus import make_prompts, restaurant_name, vary_names
 from pipeline.demo.model import FILE
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.families import read_config
 
 pytestmark = pytest.mark.ray
 

@@ -20,8 +20,8 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Completion, Request
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.plan import FullDepth
-from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
 from tests.support.family_tokenizers import SENTENCEPIECE_SPECIAL, sentencepiece
 from tests.support.finetune_helpers import curve
 from tests.support.gguf_models import Writer, add_sentencepiece, random_model, write_model

@@ -14,12 +14,12 @@ from pipeline.store.digest import digest_files
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.distill import init_swiftkv
 from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import check_folder, load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
-from skipdecode.families import read_config
 from skipdecode.schedules.plan import FullDepth
 from tests.support.family_tokenizers import NASTY, SENTENCEPIECE_SPECIAL, sentencepiece
 from tests.support.gguf_models import Writer, add_sentencepiece, random_model, write_model

@@ -17,7 +17,7 @@ from actors.measuring.bench import random_model
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
-from skipdecode.engine.generate import Request, generate, generate_continuous, run_to_the_end
+from skipdecode.engine.generate import Request, generate, generate_continuous
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import config_of
@@ -26,6 +26,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.speculative.generate import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 pytestmark = [

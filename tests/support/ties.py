@@ -6,8 +6,8 @@ import torch
 from skipdecode.config.sampling import row_uniforms
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.plan import FullDepth
-from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
 
 LOGITS_CLOSE, NUMBER_CLOSE = 1e-5, 1e-6
 

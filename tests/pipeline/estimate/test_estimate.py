@@ -28,9 +28,9 @@ from pipeline.estimate.live import LiveEstimate
 from pipeline.estimate.measure import Level, at_level, measure, rows_by_step
 from pipeline.estimate.sample import Sample
 from pipeline.report.figures import estimated
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.engine.generate import Request
-from skipdecode.families import read_config
 from tests.support.estimate_helpers import FIXED, requests
 from tests.support.input_helpers import write_jsonl
 

@@ -19,9 +19,9 @@ from pipeline.evaluation.hypotheses import choose_texts
 from pipeline.evaluation.score import draw_pairs
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.training.loss import response_loss
-from skipdecode.training.teacher_forcing import teacher_batch
 from tests.support.evaluated_model import MODEL, NAMED, PROMPTS
 from tests.support.verbs import Job
 

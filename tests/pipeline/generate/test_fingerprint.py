@@ -24,7 +24,7 @@ from pipeline.generate.fingerprint import (
 )
 from pipeline.store.digest import digest_files
 from pipeline.store.run_state import RunState
-from skipdecode.families import read_config
+from skipdecode.checkpoint.model_config import read_config
 from tests.support.input_helpers import make_plan, write_jsonl
 from tests.support.lora_adapters import write_adapter
 

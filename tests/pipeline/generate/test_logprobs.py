@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from jobs import generate, verify
 from pipeline.schema import OUTPUT_SCHEMA
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.families import read_config
 from tests.support.verbs import Call
 
 pytestmark = pytest.mark.ray

@@ -13,7 +13,8 @@ from jobs import generate as verb
 from pipeline.checkpoint import check_exact_drafts, check_model, resolve_decode
 from pipeline.config.job import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import compare_fingerprints, fingerprint, list_files
-from skipdecode.families import read_config, released
+from skipdecode.checkpoint.model_config import read_config
+from skipdecode.families import released
 from skipdecode.families.opt import OPTConfig
 from tests.support.input_helpers import make_plan, write_jsonl
 from tests.support.verbs import Call

@@ -11,11 +11,11 @@ import torch
 from transformers import OPTForCausalLM
 
 from pipeline.evaluation.score import EvaluateConfig, RunPolicy, _load_policy
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import save_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request, generate
-from skipdecode.families import read_config
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth, SwiftPrefill

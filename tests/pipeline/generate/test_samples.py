@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import generate, retry, verify
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request
 from skipdecode.engine.generate import generate as decode
-from skipdecode.families import read_config
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import FullDepth
 from tests.support.verbs import Call

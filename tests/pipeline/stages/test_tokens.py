@@ -10,9 +10,10 @@ import pytest
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.stages import tokenize as stages
 from pipeline.stages.tokenize import TokenizeConfig, finish, tokenize
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
-from skipdecode.families import config_of, read_config
+from skipdecode.families import config_of
 from tests.support.family_tokenizers import byte_level, template, write_folder
 
 

@@ -14,11 +14,11 @@ from transformers import OPTForCausalLM
 from jobs.finetune import main
 from pipeline.training.config import TrainSection
 from pipeline.training.schedules import check_schedules
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request, generate
-from skipdecode.families import read_config
 from skipdecode.families.opt import OPTConfig
 from skipdecode.schedules.from_config import make_schedule
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs

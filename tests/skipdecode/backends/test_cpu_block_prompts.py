@@ -17,8 +17,8 @@ from skipdecode.kv.padded import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
+from skipdecode.model.teacher_forcing import ForcedView
 from skipdecode.schedules.plan import LayerPlan
-from skipdecode.training.teacher_forcing import ForcedView
 from tests.support.cpu_backends import kind, num_threads, product_dtype, read_last
 from tests.support.cpu_layers import SHAPES, TOLERANCE, Kind, layers
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from skipdecode.backends import choice, cpu, cpu_weights
 from skipdecode.backends.compiled import CPU
 from skipdecode.backends.heads import Columns
-from skipdecode.engine.generate import generate_lossless
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.layer import Layer
@@ -21,6 +20,7 @@ from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import ChosenLayers
 from skipdecode.speculative import draft_model as drafter
 from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 from tests.support.cpu_backends import backend, num_threads, product_dtype, step_one
 from tests.support.cuda_models import random_model, some_requests

@@ -16,11 +16,12 @@ from skipdecode.backends.cuda import CudaBackend, CudaLayer
 from skipdecode.backends.cuda_kernels import Heads
 from skipdecode.backends.cuda_reference import TorchKernels
 from skipdecode.backends.rope import rotary_table
-from skipdecode.engine.generate import generate, generate_continuous, run_to_the_end
+from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.kv.tokens import TokensView, among
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.speculative.generate import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model, some_requests
 

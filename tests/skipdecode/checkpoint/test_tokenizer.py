@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
-from skipdecode.families import read_config
 from skipdecode.families.opt import OPTConfig
 
 CONFIG = OPTConfig(vocab_size=320, hidden_size=16, num_attention_heads=2)

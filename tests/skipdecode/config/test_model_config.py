@@ -10,8 +10,9 @@ import torch
 from transformers import OPTConfig as HFConfig
 from transformers import OPTForCausalLM
 
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import expected_tensors
-from skipdecode.families import read_config, released
+from skipdecode.families import released
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import RELEASED, OPTConfig
 from skipdecode.model.decoder import Decoder

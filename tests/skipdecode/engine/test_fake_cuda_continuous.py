@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from actors.warm_up import warm_up
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch
@@ -14,7 +15,6 @@ from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import share
 from skipdecode.engine.request import Request
-from skipdecode.engine.warm_up import warm_up
 from skipdecode.schedules.plan import EarlyExit, FullDepth, SkipDecode
 from tests.support.graphs import FakeCaptures
 

@@ -23,8 +23,8 @@ from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv import view
 from skipdecode.kv.padded import KVCache
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_states
 from skipdecode.schedules.plan import FullDepth
-from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_states
 from tests.support.graphs import FakeCaptures
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

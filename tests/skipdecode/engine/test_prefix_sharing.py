@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skipdecode.config.model import Quantization
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.generate import generate, generate_lossless
+from skipdecode.engine.generate import generate
 from skipdecode.engine.prefill import allocate_cache, pad_prompts
 from skipdecode.engine.prefix_sharing import Sharing, share
 from skipdecode.engine.static_batch import StaticBatch
@@ -20,6 +20,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.speculative.generate import generate_lossless
 from tests.support.cpu_backends import KINDS, NAMES, forced
 from tests.support.graphs import cpu_as_cuda
 from tests.support.shared_prompts import LAYERS as L

@@ -7,12 +7,13 @@ import torch
 
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine import continuous_batch as continuous
-from skipdecode.engine.generate import generate, generate_lossless
+from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.kv.ragged import SlotCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import SkipDecode, Unified
+from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.lossless_models import FULL, L, models
 from tests.support.naive import random_prompts

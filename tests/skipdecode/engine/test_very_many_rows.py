@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from skipdecode.engine.generate import generate, generate_lossless
+from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Completion, Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.draft_length import DraftLength
 from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.lossless_models import DRAFTS, FULL, Erratic, L, models

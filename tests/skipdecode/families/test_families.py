@@ -22,14 +22,14 @@ from transformers import (
     StableLmConfig,
 )
 
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.sampling import row_uniforms
 from skipdecode.engine.generate import generate, generate_continuous
-from skipdecode.families import read_config
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.schedules.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, SwiftPrefill, Unified
-from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
 from tests.support.family_configs import BASE, LLAMA3, L
 from tests.support.forward import feed, left_pad
 from tests.support.naive import FFNRule, greedy, requests_for, tokens_of

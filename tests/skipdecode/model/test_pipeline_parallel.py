@@ -21,8 +21,8 @@ from skipdecode.kv.padded import PaddedView
 from skipdecode.model import layer_loop
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import BLOCK, Placement, cut, deal, devices_of, in_phases
+from skipdecode.model.teacher_forcing import ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
-from skipdecode.training.teacher_forcing import ForcedView, teacher_batch, teacher_forced_logits
 from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
 
 L = 6

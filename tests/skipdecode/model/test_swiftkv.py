@@ -25,11 +25,11 @@ from skipdecode.cost.roofline import cache_bytes_per_row, plan_parts
 from skipdecode.engine.generate import allocate_cache, generate
 from skipdecode.families import released
 from skipdecode.families.opt import OPTConfig
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.training.swiftkv_init import KVFit
-from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
 from tests.support.naive import FFNRule, SwiftWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
 
 L = 6

@@ -21,11 +21,11 @@ from skipdecode.engine.static_batch import CHECK_EVERY
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_rows import SimilarityRecorder, similarity
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_policy import ALL_ROWS
 from skipdecode.schedules.ffn_skip import KINDS, FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import FFN_MODES, make_schedule
 from skipdecode.schedules.plan import ChosenLayers, FullDepth, Schedule, SkipDecode, Unified, has_no_kv_holes
-from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
 from tests.support.naive import FFNRule, greedy, naive_row, random_prompts, requests_for, tokens_of
 
 L = 6

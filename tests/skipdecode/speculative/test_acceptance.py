@@ -6,18 +6,19 @@ import pytest
 
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.engine.batch_stats import LosslessStats
-from skipdecode.engine.generate import generate, generate_lossless
+from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.ffn_skip import SkipBand
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.speculative.acceptance import Counts, DraftedText
 from skipdecode.speculative.draft_length import MOST, DraftLength
 from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.ngram import Repeats
-from skipdecode.training.teacher_forcing import teacher_batch
 from tests.support.cuda_models import random_model, some_requests
 from tests.support.lossless_models import is_quiet
 

@@ -15,7 +15,7 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
-from skipdecode.engine.generate import generate, generate_lossless
+from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
@@ -23,6 +23,7 @@ from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.speculative import ragged_batch as uneven
 from skipdecode.speculative.controller import Decision, Hold
 from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cpu_backends import forced, kind, product_dtype

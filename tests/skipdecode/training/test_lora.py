@@ -17,10 +17,10 @@ from actors.training.trainer import Hooks, train
 from actors.training.workers import Pair
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
 from skipdecode.training.lora import LoraShape, add_lora, linear_names, lora_modules, save_adapter
 from skipdecode.training.loss import ResponseLoss
-from skipdecode.training.teacher_forcing import teacher_batch, teacher_forced_logits
 
 TOLERANCE = 1e-5
 SCHEDULES = ({"method": "full"}, {"method": "skipdecode", "speedup": 2})

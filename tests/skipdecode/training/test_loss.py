@@ -18,11 +18,11 @@ from actors.training.trainer import Hooks, init_weights, mean_loss, mean_losses,
 from actors.training.workers import Pair
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import IGNORE, ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipSaturated
 from skipdecode.schedules.from_config import listed_schedule
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, Unified
 from skipdecode.training.loss import ResponseLoss, response_loss
-from skipdecode.training.teacher_forcing import IGNORE, ForcedView, teacher_batch, teacher_forced_logits
 from tests.support.train_configs import make_config
 
 STYLES = ["125m", "350m", "1.3b"]

@@ -1,6 +1,6 @@
 """Several schedules over prompts that are run once: states, losses and gradients of one forced pass for each.
 
-The named reference is `skipdecode.training.teacher_forcing`, which tests of its own hold against Hugging Face and
+The named reference is `skipdecode.model.teacher_forcing`, which tests of its own hold against Hugging Face and
 decoding.
 """
 
@@ -15,17 +15,17 @@ from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.families.qwen import Qwen3Config
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
-from skipdecode.training.loss import ResponseLoss
-from skipdecode.training.shared_prompt import Branches
-from skipdecode.training.teacher_forcing import (
+from skipdecode.model.teacher_forcing import (
     IGNORE,
     TeacherBatch,
     teacher_batch,
     teacher_forced_logits,
     teacher_forced_states,
 )
+from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.training.loss import ResponseLoss
+from skipdecode.training.shared_prompt import Branches
 
 L = 6
 SHAPE = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": L, "num_attention_heads": 4}

@@ -11,8 +11,8 @@ from transformers import OPTForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForC
 
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.training.swiftkv_init import RIDGE, KVFit
-from skipdecode.training.teacher_forcing import teacher_batch
 from tests.support.naive import random_prompts
 
 Array = NDArray[np.float64]

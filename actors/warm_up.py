@@ -10,11 +10,12 @@ from contextlib import suppress
 from skipdecode.backends.device import backend_on
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.generate import generate, generate_lossless
+from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.kv.pool import PoolFull
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import Schedule
+from skipdecode.speculative.generate import generate_lossless
 
 ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 
