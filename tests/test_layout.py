@@ -42,7 +42,7 @@ ARROWS = {
     "skipdecode": {
         "config": set(),
         "families": {"config"},
-        "backends": {"config", "model"},
+        "backends": {"config"},
         "schedules": {"config", "model"},
         "cost": {"backends", "config", "schedules"},
         "kv": {"backends", "config", "cost"},

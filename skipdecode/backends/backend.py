@@ -21,6 +21,7 @@ from skipdecode.backends.cpu import Activation
 from skipdecode.backends.heads import Columns, SharedColumns
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
+from skipdecode.backends.torch_sampling import pick_by_sort
 from skipdecode.config.model import Quantization
 
 __all__ = [
@@ -236,10 +237,18 @@ class Backend:
         """[B, V] -> [B] int64; the lower index where two are equal."""
         return logits.argmax(dim=-1)
 
-    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor | None:
-        """What `skipdecode.model.sampler.pick` chooses, from logits [B, V] of any type: [B] int64; None: by its
-        operators."""
-        return None
+    def draw(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        uniform: Tensor,
+        *,
+        cuts: bool = True,
+    ) -> Tensor:
+        """One token per row from logits [B, V] of any type and [B, 1] parameters, as `torch_sampling.pick_by_sort`."""
+        return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform, cuts=cuts)
 
     def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
         """[count] numbers for keys and values: zeros where masked ones are read, for these must be finite.

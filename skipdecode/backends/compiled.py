@@ -138,8 +138,19 @@ class CompiledBackend(Backend):
     def argmax(self, logits: Tensor) -> Tensor:
         return cpu.argmax(logits) if cpu.is_available(logits) else super().argmax(logits)
 
-    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor | None:
-        return cpu.draw(logits, temperature, top_k, top_p, uniform) if cpu.is_available(logits) else None
+    def draw(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        uniform: Tensor,
+        *,
+        cuts: bool = True,
+    ) -> Tensor:
+        if cpu.is_available(logits):
+            return cpu.draw(logits, temperature, top_k, top_p, uniform)
+        return super().draw(logits, temperature, top_k, top_p, uniform, cuts=cuts)
 
     def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
         """Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros

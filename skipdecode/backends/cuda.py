@@ -210,7 +210,16 @@ class CudaBackend(Backend):
     def argmax(self, logits: Tensor) -> Tensor:
         return self.kernels.argmax(logits)
 
-    def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    def draw(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        uniform: Tensor,
+        *,
+        cuts: bool = True,
+    ) -> Tensor:
         return self.kernels.draw(logits, temperature, top_k, top_p, uniform)
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from skipdecode.backends.backend import Columns, TableColumns
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.rope import apply_rotary, turn_of
+from skipdecode.backends.torch_sampling import pick_by_sort
 
 
 class TorchKernels:
@@ -61,8 +62,6 @@ class TorchKernels:
         return logits.argmax(dim=-1)
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        from skipdecode.model.sampler import pick_by_sort  # which asks back ends first
-
         return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform)
 
 

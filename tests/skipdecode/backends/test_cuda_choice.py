@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import skipdecode.model.sampler  # noqa: F401 - among the modules that ask for a back end
 from skipdecode.backends import choice, cuda_choice, device
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.choice import BackendError, choose
@@ -91,6 +92,24 @@ class Nothing(TorchKernels):
 )
 def test_each_kernel_runs_before_it_is_chosen(kernels: TorchKernels, problem: str | None) -> None:
     assert first_problem(kernels, torch.device("cpu")) == problem
+
+
+def test_the_reference_of_the_kernels_asks_for_no_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the back end is still being chosen while the kernels are tested: to ask for it would begin the test anew,
+    within itself."""
+
+    def refuse(_device: torch.device) -> None:
+        raise AssertionError("backend_on was called while the back end was being chosen")
+
+    users = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("skipdecode.") and hasattr(module, "backend_on")
+    ]
+    assert device in users
+    for module in users:
+        monkeypatch.setattr(module, "backend_on", refuse)
+    assert first_problem(TorchKernels(), torch.device("cpu")) is None
 
 
 def test_a_kernel_that_does_not_compile_is_named(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from skipdecode.backends.torch_sampling import draw, pick_by_sort
 from skipdecode.config.sampling import Sampling, row_uniforms
-from skipdecode.model.sampler import Sampler, draw, pick, pick_by_sort
+from skipdecode.model.sampler import Sampler, pick
 
 LARGEST = 1.0 - 2.0**-24  # the largest float32 that `row_uniforms` can give
 CPU = torch.device("cpu")

@@ -1,0 +1,48 @@
+"""Sampling of one token per row with torch's operators, on any device: the reference for every back end's own kernels.
+
+It must not ask for a back end, because kernels are tested against it while the back end is being chosen. B rows, V
+vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+
+def pick_by_sort(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor, *, cuts: bool = True
+) -> Tensor:
+    """One token per row from [B, V] float32 logits and [B, 1] parameters, greedy at temperature 0: [B] int64.
+
+    `cuts`: whether top_k or top_p leave anything out in any row. Without them there is nothing to sort, and a row's
+    token is the same, bit for bit.
+    """
+    greedy = temperature == 0
+    # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
+    drawn = draw(scaled, top_k, top_p, uniform) if cuts else _drawn(scaled.exp(), uniform)
+    return torch.where(greedy[:, 0], logits.argmax(dim=-1), drawn)
+
+
+def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw from [B, V] logits after top-k and top-p ([B, 1] each): [B] int64.
+
+    The CDF runs over token ids, not over ranks: logits that differ by rounding only, as they do from one batch shape to
+    another, may swap ranks, and would swap the tokens that a number stands for.
+    """
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    p = ordered.masked_fill(rank >= top_k, -torch.inf).softmax(dim=-1)
+    before = p.cumsum(dim=-1) - p
+    is_cut = (before >= top_p) & (rank > 0) & (top_p < 1)  # the token that crosses top_p stays, and the first always
+    is_cut = torch.zeros_like(is_cut).scatter(1, tokens, is_cut | (rank >= top_k))  # by token id
+    weights = (logits - ordered[:, :1]).exp()  # in proportion to p, and the same for a token whatever else is kept
+    return _drawn(weights.masked_fill(is_cut, 0.0), uniform)
+
+
+def _drawn(weights: Tensor, uniform: Tensor) -> Tensor:
+    """[B, V] weights, not all 0 -> [B] int64."""
+    cdf = weights.cumsum(dim=-1)
+    # what was cut is no hit, even where a parallel sum is not flat across it; rounding may leave no hit at all
+    hit = (cdf > uniform * cdf[:, -1:]) & (weights > 0)
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(dim=-1)
+    return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), last)
