@@ -1,1 +1,1 @@
-"""Entry points only, `python -m jobs.<verb>`: parse, call, print. No classes live here."""
+"""The command line: one module per verb, which parses arguments, calls the pipeline and prints. No classes here."""

@@ -1,7 +1,4 @@
-"""`skipdecode`, `python -m jobs`: what there is to run, and the door to each verb.
-
-`skipdecode generate ...` is `python -m jobs.generate ...`.
-"""
+"""The `skipdecode` command: lists the verbs and runs one; `skipdecode generate` is `python -m jobs.generate`."""
 
 import ast
 import difflib
@@ -10,22 +7,23 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from jobs.cli import BAD_CONFIG, fail, start
+from jobs.cli import BAD_CONFIG, fail, start, tolerate_closed_pipe
 
-FIRST = ("doctor", "demo", "generate", "verify", "retry", "report", "export")
-"""The order in which one needs them; the others follow by name."""
+FIRST = ("demo", "doctor", "generate", "verify", "retry", "report", "export")
+"""In the order in which a user needs them; the others follow by name."""
 
 
 def verbs() -> list[str]:
-    there = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "__main__", "cli"}
-    return [*FIRST, *sorted(there - set(FIRST))]
+    found = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "__main__", "cli"}
+    return [*FIRST, *sorted(found - set(FIRST))]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the verb that the command line names, and ends the process; without one, lists them."""
+    """Runs the verb on the command line, which ends the process; without one, lists the verbs."""
     verb, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if verb in ("-h", "--help"):
-        show_verbs()
+        with tolerate_closed_pipe():
+            show_verbs()
         return 0
     if verb == "--version":
         print(f"skipdecode-ray {version('skipdecode-ray')}")
@@ -38,12 +36,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show_verbs() -> None:
-    print("skipdecode VERB [--help], or python -m jobs.VERB [--help]:\n")
+    """Prints each verb with the first line of its module docstring, which is not imported: that would take seconds."""
+    print("Generate text for a corpus on Ray, skipping the layers that a token does not need.\n")
+    print("usage: skipdecode VERB [options] [key=value ...]\n")
     for verb in verbs():
         text = (Path(__file__).parent / f"{verb}.py").read_text(encoding="utf-8")
-        first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        print(f"  {verb:10} {first.partition(': ')[2]}")
-    print("\nBegin with: skipdecode demo   (or: skipdecode doctor -i your-prompts/)")
+        print(f"  {verb:10} {(ast.get_docstring(ast.parse(text)) or '').partition(chr(10))[0]}")
+    print("\nskipdecode VERB --help explains a verb; python -m jobs.VERB is the same command.")
+    print("New here? Start with: skipdecode demo. Documentation: README.md and docs/.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""`python -m jobs.bench`: the decoder alone, schedules side by side; a table on stderr, one JSON document on stdout.
+"""Measure speed: skip schedules against full depth in one process, or HTTP servers under load.
 
-With `--serve`: endpoints under load, side by side (configs/bench-serve.yaml).
-`fraction_of_roofline` and `speedup_decode_predicted` come from ceilings measured on this device at the start.
+    skipdecode bench --config configs/bench-cpu.yaml
+    skipdecode bench shape=opt-1.3b batch_sizes=[16]
+    skipdecode bench --serve --config configs/bench-serve.yaml
+
+A table goes to stderr. Models have random weights of the given `shape` unless `source` names a checkpoint.
+`fraction_of_roofline` and `speedup_decode_predicted` compare with the bandwidth and arithmetic measured on this device
+at the start. Results so far: docs/results/speed.md and docs/results/serving.md.
 """
 
 import argparse
@@ -16,14 +21,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "bench",
         __doc__,
         config="YAML file, e.g. configs/bench-cpu.yaml",
-        overrides="e.g. shape=opt-1.3b batch_sizes=[16]",
+        overrides="configuration keys, e.g. shape=opt-1.3b batch_sizes=[16]",
     )
-    parser.add_argument("--serve", action="store_true", help="endpoints under load instead of the decoder alone")
-    parser.add_argument("--output-json", metavar="FILE", help="write the document there too")
-    parser.add_argument("--profile", action="store_true", help="instead: the share of each stage of a decode step")
+    parser.add_argument("--serve", action="store_true", help="measure HTTP servers under load and not the decoder")
+    parser.add_argument("--output-json", metavar="FILE", help="also write the JSON document to this file")
+    parser.add_argument(
+        "--profile", action="store_true", help="measure the share of each stage of a decode step and not speed"
+    )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.serve and arguments.profile:
-        parser.error("--profile looks at the decoder alone, not at endpoints; leave --serve or --profile out")
+        parser.error("--profile measures the decoder, not servers; give either --serve or --profile")
     return arguments
 
 

@@ -1,9 +1,12 @@
-"""`python -m jobs.calibrate`: which feed-forward blocks a model can do without, or which layers draft best for it.
+"""Measure on sample prompts what a model can skip, and write a checkpoint that carries the answer.
 
-Measures that on prompts, and writes a checkpoint that carries the answer. `decode.ffn_skip={mode: calibrated}` then
-runs it without those blocks (FFN-SkipLLM). The proposal for the paper's row rule, the similarities per layer and step
-and their heat map lie beside it. With `target=drafts`, `decode.lossless=auto` drafts with the layers that were found. A
-summary on stderr, one JSON document on stdout. Exit codes: 0 done; 2 bad configuration or input; 1 anything else.
+    skipdecode calibrate -i prompts.jsonl -o outputs/calibrated model.source=my-model skip_share=0.3
+    skipdecode calibrate -i prompts.jsonl -o outputs/drafting model.source=my-model target=drafts
+
+By default it finds the feed-forward blocks that change predictions least (FFN-SkipLLM); the checkpoint then runs
+without them under decode.ffn_skip={mode: calibrated}. With target=drafts it finds the layers that draft best, which
+decode.lossless=auto then uses. What was measured, with a heat map, is in the checkpoint's calibration/ folder.
+Guides: docs/methods/ffn_skip.md, docs/methods/lossless.md.
 """
 
 import argparse
@@ -19,10 +22,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "calibrate",
         __doc__,
         config="YAML file, e.g. configs/calibrate-e2e.yaml",
-        overrides="e.g. skip_share=0.3 warmup_tokens=10, or target=drafts",
+        overrides="configuration keys, e.g. skip_share=0.3 warmup_tokens=10, or target=drafts",
     )
-    parser.add_argument("-i", "--input", metavar="PATH", action="append", help="sample prompts: input.path")
-    parser.add_argument("-o", "--output", metavar="FOLDER", help="the checkpoint to write: output")
+    parser.add_argument(
+        "-i", "--input", metavar="PATH", action="append", help="sample prompts; may be repeated (input.path)"
+    )
+    parser.add_argument("-o", "--output", metavar="FOLDER", help="the checkpoint folder to write (output)")
     return parser.parse_intermixed_args(argv)
 
 
@@ -41,13 +46,13 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def summarize(document: dict[str, Any]) -> None:
-    """What was found, and how to use it."""
+    """Prints what was found and how to use it."""
     output = document["config"]["output"]
     for name in ("calibrated", "row"):
         found = document[name]
         log(
-            f"{name}: {100 * found['skip_share']:.1f} % of the blocks skipped, predictions moved by "
-            f"{found['divergence']:.4f} nats per token, {100 * found['token_match']:.1f} % of tokens stay likeliest"
+            f"{name}: skips {100 * found['skip_share']:.1f} % of the feed-forward blocks; KL divergence "
+            f"{found['divergence']:.4f} nats per token, same top token in {100 * found['token_match']:.1f} % of cases"
         )
         log(f"  decode.ffn_skip={json.dumps(found['ffn_skip'])}")
     log(f"checkpoint: {output}   (model.source={output} 'decode.ffn_skip={{mode: calibrated}}')")
@@ -55,10 +60,10 @@ def summarize(document: dict[str, Any]) -> None:
 
 
 def summarize_drafts(document: dict[str, Any]) -> None:
-    """A table of the best drafts, what pays, and how to use it."""
+    """Prints a table of the best drafts, whether any pays off, and how to use it."""
     output, sizes = document["config"]["output"], document["config"]["batch_sizes"]
     heads = "".join(f"{f'batch {size}':>13}" for size in sizes)
-    log(f"layers  accepted{heads}   drafts (expected speedup, and tokens drafted at a time)")
+    log(f"layers  accepted{heads}   draft (expected speedup and draft length)")
     for found in document["candidates"]:
         cells = [f"{gain['speedup']:.2f} ({gain['draft_tokens']})" for gain in found["gains"]]
         line = f"{found['layers_per_token']:>6.1f}{100 * found['acceptance'][0]:>8.1f} %"
@@ -69,9 +74,9 @@ def summarize_drafts(document: dict[str, Any]) -> None:
     else:
         nearest = max((found["nearest"] for found in document["candidates"]), default=0.0)
         log(
-            f"nothing pays: no draft by fewer layers is expected to gain 3 % over full depth in batches of {batches} "
-            f"(the best comes to {nearest:.2f}); the checkpoint carries decode.method=full, which drafts what rows "
-            "repeat, and costs no layer"
+            f"nothing pays: no draft with fewer layers is expected to gain 3 % over full depth in batches of {batches} "
+            f"(the best reaches {nearest:.2f}x); the checkpoint carries decode.method=full, which drafts repeated text "
+            "at no extra cost"
         )
     log(f"checkpoint: {output}   (model.source={output} decode.lossless=auto)")
     log(f"measured:   {output}/calibration/calibration.json")

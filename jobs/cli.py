@@ -1,11 +1,13 @@
-"""What every verb shares: its arguments, notes to stderr, one JSON document on stdout, and how it ends."""
+"""What all verbs share: their arguments, progress on stderr, one JSON document on stdout, and exit codes."""
 
 import argparse
 import json
+import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,29 +19,51 @@ MEANING = {
     BAD_CONFIG: "bad configuration or input, nothing was started",
     TOO_MANY_FAILED: "too many failed rows",
 }
-MAX_ERROR_CHARS = 800  # of the document; stderr has the whole
+MAX_ERROR_CHARS = 800  # in the document; stderr has all of it
+EPILOG = """\
+Progress goes to stderr, and the last line on stdout is one JSON document. Exit codes: 0 success; 1 failure; 2 bad
+configuration or input, nothing was started; 3 more rows failed than limits.max_failed_rows allows.
+"""
 
 
 def start(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> NoReturn:
-    """Runs a verb as a program. stdout is for the document alone: what libraries print (Ray does) goes to stderr."""
-    if {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
-        sys.exit(main(argv))  # help is what was asked for: on stdout
-    sys.stdout = sys.stderr
+    """Runs a verb as a program and exits with its code.
+
+    Only help and the JSON document go to stdout; whatever libraries print (Ray does) is redirected to stderr.
+    """
+    with tolerate_closed_pipe():
+        if {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+            sys.exit(main(argv))
+        sys.stdout = sys.stderr
+        try:
+            code = main(argv)
+        except SystemExit as error:  # raised by argparse, which has printed the reason
+            if error.code == BAD_CONFIG:
+                result({"error": "the command line is wrong; stderr says where", "exit_code": BAD_CONFIG})
+            raise
+        sys.exit(code)
+
+
+@contextmanager
+def tolerate_closed_pipe() -> Iterator[None]:
+    """Exits without a traceback when the reader of our output has gone, as in `skipdecode | head -3`."""
     try:
-        code = main(argv)
-    except SystemExit as error:  # of argparse, which has said why
-        if error.code == BAD_CONFIG:
-            result({"error": "the command line is wrong; stderr says where", "exit_code": BAD_CONFIG})
-        raise
-    sys.exit(code)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # the interpreter flushes both at exit, which would fail once more
+            os.dup2(devnull, stream)
+        sys.exit(ERROR)
 
 
 def run_verb(work: Callable[[], tuple[Mapping[str, Any], int]], interrupted: str = "interrupted") -> int:
-    """Does what a verb does, and says how it ended; however that is, a document is the last line of stdout.
+    """Calls `work`, prints the document it returns as the last line on stdout, and returns the exit code.
 
-    `work` gives back the document and the exit code. What it raises ends the verb with the exception's `exit_code`, if
-    it has one of ours: it was foreseen, and its text is all there is to say. Anything else is a traceback and code 1.
-    `interrupted`: what is said after Ctrl-C, with what stays and how to go on.
+    An exception with an `exit_code` of ours is an expected failure, reported by its message alone; any other is a
+    traceback and exit code 1. Either way the document says what went wrong. `interrupted` is the message after Ctrl-C.
     """
     try:
         document, code = work()
@@ -56,12 +80,12 @@ def run_verb(work: Callable[[], tuple[Mapping[str, Any], int]], interrupted: str
 
 
 def log(text: str) -> None:
-    """One line for a human, on stderr, without the credentials of URIs."""
+    """Prints to stderr, with the credentials in URIs masked."""
     print(mask(text), file=sys.stderr, flush=True)
 
 
 def fail(error: str, code: int) -> int:
-    """Says what went wrong, in words and as the document on stdout, and gives back the exit code."""
+    """Reports an error on stderr and as the document on stdout; returns the exit code."""
     log(f"error: {error}")
     log(f"exit code {code}: {MEANING[code]}")
     result({"error": shorten(mask(error)), "exit_code": code})
@@ -69,19 +93,19 @@ def fail(error: str, code: int) -> int:
 
 
 def shorten(text: str) -> str:
-    """Its beginning and its end, where it is long: of a nested traceback the end names the cause."""
+    """The beginning and the end of a long message: the end of a nested traceback names its cause."""
     half = MAX_ERROR_CHARS // 2
     return text if len(text) <= MAX_ERROR_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
 def result(document: Mapping[str, Any]) -> None:
-    """The last line on stdout: one JSON document."""
+    """Prints the JSON document to the real stdout."""
     is_redirected = sys.stdout is sys.stderr
     print(json.dumps(document), file=sys.__stdout__ if is_redirected else sys.stdout, flush=True)
 
 
 def program(verb: str) -> str:
-    """How a verb was called: by the console script, or as a module."""
+    """How the verb was called: through the console script or as a module."""
     return f"skipdecode {verb}" if Path(sys.argv[0]).stem == "skipdecode" else f"python -m jobs.{verb}"
 
 
@@ -89,14 +113,13 @@ def make_parser(
     verb: str,
     about: str | None,
     *,
-    config: str = "YAML file of a run; configs/ has examples",
-    overrides: str = "dotted keys, e.g. decode.speedup=3",
+    config: str = "YAML file with the configuration; see configs/ for examples",
+    overrides: str = "configuration keys, e.g. decode.speedup=3; they override --config",
     metavar: str = "key=value",
-    epilog: str | None = None,
 ) -> argparse.ArgumentParser:
-    """The parser of a verb, with the arguments that all verbs take. `config`, `overrides`: their help."""
+    """The parser of a verb with the arguments that all verbs take; `config` and `overrides` are their help texts."""
     parser = argparse.ArgumentParser(
-        prog=program(verb), description=about, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program(verb), description=about, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", metavar="FILE", help=config)
     parser.add_argument("overrides", nargs="*", metavar=metavar, help=overrides)
@@ -104,32 +127,32 @@ def make_parser(
 
 
 def make_folder_parser(verb: str, about: str | None) -> argparse.ArgumentParser:
-    """The same for a verb that works on a run folder; `run_folder` reads what it finds."""
+    """The parser of a verb that works on a run folder; `run_folder` evaluates its arguments."""
     return make_parser(
         verb,
         about,
-        config="YAML file of the run; its output.path stands in for OUT",
-        overrides="the run folder; overrides of --config",
-        metavar="OUT key=value",
+        config="YAML file of the run; its output.path may take the place of RUN",
+        overrides="the run folder, then configuration keys, e.g. input.path=prompts.jsonl",
+        metavar="RUN key=value",
     )
 
 
 def add_output(parser: argparse.ArgumentParser, folder: str) -> None:
-    """What a verb takes that writes into a folder of its own; `folder` is what it is called."""
-    parser.add_argument("-o", "--output", metavar="PATH", help=f"the {folder}: output.path")
+    """Adds the arguments of a verb that writes a folder; `folder` names that kind of folder in the help."""
+    parser.add_argument("-o", "--output", metavar="PATH", help=f"the {folder} to write (output.path)")
     exists = parser.add_mutually_exclusive_group()
-    exists.add_argument("--resume", action="store_true", help="go on with what the output folder holds")
-    exists.add_argument("--overwrite", action="store_true", help="start anew in the output folder")
+    exists.add_argument("--resume", action="store_true", help="continue what is in that folder")
+    exists.add_argument("--overwrite", action="store_true", help="delete what is in that folder and start over")
 
 
 def output_keys(arguments: argparse.Namespace) -> dict[str, Json]:
-    """The keys that `add_output` stands for."""
+    """The configuration keys that the arguments of `add_output` set."""
     exists = "resume" if arguments.resume else "overwrite" if arguments.overwrite else None
     return {"output.path": arguments.output, "output.if_exists": exists}
 
 
 def read_settings(arguments: argparse.Namespace, flags: Mapping[str, Json]) -> dict[str, Json]:
-    """What --config, the overrides and, over both, the flags that were given (not None) say; ConfigError."""
+    """The tree of --config, overridden by key=value, overridden by those flags that are not None; ConfigError."""
     from pipeline.config.job import read_tree, set_key
 
     tree = read_tree(arguments.config, arguments.overrides)
@@ -140,7 +163,7 @@ def read_settings(arguments: argparse.Namespace, flags: Mapping[str, Json]) -> d
 
 
 def run_folder(arguments: argparse.Namespace) -> tuple[str, dict[str, Json], list[str]]:
-    """The run folder, what --config and overrides say together (checked), and the overrides; ConfigError."""
+    """The run folder, the checked configuration tree of --config and overrides, and the overrides; ConfigError."""
     from pipeline.config.job import ConfigError, JobConfig, build_config, read_tree
     from pipeline.config.tree import section_of
 
@@ -151,12 +174,12 @@ def run_folder(arguments: argparse.Namespace) -> tuple[str, dict[str, Json], lis
     tree = read_tree(arguments.config, overrides)
     path = build_config(JobConfig, tree).output.path
     if not names and "path" not in section_of(tree, "output"):
-        raise ConfigError("", "name the run folder, or a --config that has its output.path")
+        raise ConfigError("", "name the run folder, or give a --config with its output.path")
     return names[0] if names else path, tree, overrides
 
 
 def check_target(path: str | None) -> Path | None:
-    """Where --output-json goes, before minutes of work; ConfigError where no file can be."""
+    """The path of --output-json, checked before minutes of work; ConfigError where no file can be written."""
     from pipeline.config.job import ConfigError
 
     target = Path(path) if path else None

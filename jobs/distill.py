@@ -1,12 +1,12 @@
-"""`python -m jobs.distill`: gives a model SwiftKV's weights and teaches them to stand for what they replace.
+"""Give a model SwiftKV: train projections that fill the upper layers' KV cache from a lower layer.
 
-The model itself is the teacher and stays as it is: only the new projections and their norm are trained (on Ray Train,
-as `python -m jobs.finetune`, with the same keys and another recipe for defaults), and `prefill.method=swiftkv` runs
-them. `--init-only` writes them as they are taken from the model: to time and to test, not to read. With
-`train.trainable=all` and several `train.schedules` everything is trained at once, and `model.teacher` teaches.
-`train.fit_pairs` lets keys and values begin where least squares has them, with `--init-only` too.
-Progress goes to stderr; the last line on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input,
-nothing was started; 1 anything else.
+    skipdecode distill --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv
+    skipdecode distill --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv --resume
+
+The model is its own teacher: only the new projections and their norm are trained, unless train.trainable=all. Use the
+result with prefill.method=swiftkv. --init-only writes the projections untrained, which is enough to time them but not
+to generate text; train.fit_pairs initialises keys and values by least squares. Keys are those of `finetune`.
+Guide: docs/methods/swiftkv.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pipeline.formatting import Json
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = training_parser("distill", __doc__, "configs/distill-swiftkv-e2e.yaml", "model.swiftkv.kv_layers=12")
-    parser.add_argument("--init-only", action="store_true", help="write the weights that training starts from")
+    parser.add_argument("--init-only", action="store_true", help="write the untrained weights and stop")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.init_only and (arguments.resume or arguments.overwrite):
         parser.error("--init-only writes a new folder; it takes neither --resume nor --overwrite")
@@ -47,8 +47,8 @@ def init(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
     document = init_swiftkv(build_config(FinetuneConfig, tree), log)
     shape = document["swiftkv"]
     log(
-        f"{document['output']}: layers from {shape['kv_layers']} on take K/V from below, by {shape['group_size']}; "
-        f"{document['new_parameters']:,} new parameters of {document['parameters']:,}, not trained"
+        f"{document['output']}: SwiftKV from layer {shape['kv_layers']} on, K/V shared by {shape['group_size']}; "
+        f"{document['new_parameters']:,} untrained parameters of {document['parameters']:,}"
     )
     return {**document}, OK
 

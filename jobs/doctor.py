@@ -1,11 +1,13 @@
-"""`python -m jobs.doctor`: versions, devices, free memory, what a run would choose here, and what is wrong.
+"""Check this machine and a configuration before a run, and estimate what the run will take.
 
-`--gpu NAME` looks at nothing: it predicts what runs should cost on such a GPU, from its data sheet.
-Takes the configuration of a run (`--config`, `-i`, `-o`, `key=value`), loads its model once, and starts nothing else.
-With an input it says what the corpus will take: tokens in and out, hours, and with `--price-per-hour` the cost. For
-that it reads the input once, decodes at most 64 rows of it, and one batch of made-up ones.
-The last line on stdout is one JSON document. Exit codes: 0 nothing is wrong; 1 something is (the list is on stderr);
-2 bad configuration.
+    skipdecode doctor
+    skipdecode doctor -i prompts.jsonl model.source=my-model --price-per-hour 2.50
+    skipdecode doctor --gpu h100
+
+Reports versions, devices, memory, the kernels and batch sizes a run would use, and each problem with its remedy; exit
+code 1 means that there are problems. The model is loaded once. With an input, the corpus is read and at most 64 of its
+rows are decoded to estimate tokens, hours and cost. --gpu predicts speed and cost on a GPU from its data sheet instead.
+Guides: docs/troubleshooting.md, docs/gpu.md.
 """
 
 import argparse
@@ -16,17 +18,25 @@ from jobs.cli import ERROR, OK, log, make_parser, read_settings, run_verb, start
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("doctor", __doc__, overrides="dotted keys, e.g. model.source=my-model")
-    parser.add_argument("-i", "--input", action="append", metavar="PATH", help="prompts to look at too: input.path")
+    parser = make_parser("doctor", __doc__, overrides="configuration keys, e.g. model.source=my-model")
+    parser.add_argument(
+        "-i",
+        "--input",
+        action="append",
+        metavar="PATH",
+        help="prompts to check and to estimate for; may be repeated (input.path)",
+    )
     parser.add_argument(
         "--price-per-hour",
         type=float,
         metavar="PRICE",
-        help="of all machines of the run: actors.price_per_hour; with --gpu of one GPU",
+        help="of all machines together (actors.price_per_hour); with --gpu, of one GPU",
     )
-    parser.add_argument("-o", "--output", metavar="PATH", help="the run folder: output.path")
-    parser.add_argument("--gpu", metavar="NAME", help="what runs should cost on such a GPU (h100, l4, ...); no more")
-    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="with --gpu: of every prompt")
+    parser.add_argument("-o", "--output", metavar="PATH", help="the run folder to check (output.path)")
+    parser.add_argument("--gpu", metavar="NAME", help="only predict speed and cost on such a GPU (h100, l4, ...)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=256, metavar="N", help="length of each prompt, with --gpu (256)"
+    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -37,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.doctor.versions import check_versions
 
-    if missing := check_versions().missing:  # before anything that needs it is imported
+    if missing := check_versions().missing:  # checked before anything imports them
         for problem in missing:
             log(f"WRONG: {problem}")
         return {"problems": missing}, ERROR
@@ -61,7 +71,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def show(document: dict[str, Any]) -> None:
-    """For a human, on stderr."""
+    """Prints the findings to stderr."""
     from pipeline.formatting import count
 
     machine, choice, ray = document["machine"], document["choice"], document["ray"]
@@ -76,15 +86,15 @@ def show(document: dict[str, Any]) -> None:
     if not document["gpus"]:
         log("GPU: none")
     if ray:
-        where = f"cluster {ray['address']}" if ray["address"] else "would be started in the run's own process"
+        where = f"cluster {ray['address']}" if ray["address"] else "started by the run itself"
         log(f"Ray: {where}, {ray['num_cpus']:g} CPUs, {ray['num_gpus']:g} GPUs, {count(ray['nodes'], 'node')}")
     if choice:
         loaded = "not loaded here" if choice["load_s"] is None else f"loaded in {choice['load_s']:.1f} s"
         log(f"model: {choice['model']}, {choice['layers']} layers, {loaded}")
         weights = "" if choice["quantization"] is None else f", {choice['quantization']} weights,"
-        log(f"would decode in {choice['dtype']}{weights} on {choice['device']} with {choice['decode']}")
+        log(f"decoding: {choice['dtype']}{weights} on {choice['device']} with {choice['decode']}")
         if choice["batch_size"] is None:
-            log("batch size: known on a machine that can load the model only")
+            log("batch size: only known on a machine that can load the model")
         else:
             sizes = ", ".join(f"{size} (up to {bucket} tokens)" for bucket, size in choice["batch_size"].items())
             log(f"batch size by prompt length: {sizes}")

@@ -1,9 +1,11 @@
-"""`python -m jobs.evaluate`: how good generated text is, and what it costs to make it faster.
+"""Score generated text against references, or compare many models and schedules.
 
-`jobs.evaluate RUN --references FILE` scores a run of `jobs.generate` (or a Parquet file or folder with `prompt` and
-`generated_text`): BLEU, chrF, ROUGE, E2E slots, and the perplexity of the references under the run's own policy.
-`jobs.evaluate --sweep --config FILE` decodes one set of prompts with many models and schedules; table and plot.
-A table on stderr, one JSON document on stdout. Exit codes: 0 done; 2 bad configuration or input; 1 anything else.
+    skipdecode evaluate outputs/run --references devset.csv
+    skipdecode evaluate --sweep --config configs/quality-e2e.yaml
+
+The first form scores a run folder, or Parquet with `prompt` and `generated_text`: BLEU, chrF, ROUGE, E2E slots, and the
+perplexity of the references under the run's own schedule. --sweep decodes one set of prompts with every model and
+schedule of the configuration, and writes a table and a plot. Guide: docs/evaluation.md.
 """
 
 import argparse
@@ -21,16 +23,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "evaluate",
         __doc__,
         config="YAML file, e.g. configs/quality-e2e.yaml",
-        overrides="run folder or Parquet (not with --sweep), then dotted keys",
+        overrides="run folder or Parquet (not with --sweep), then configuration keys",
         metavar="RUN key=value",
     )
-    parser.add_argument("--sweep", action="store_true", help="models x schedules, as --config says")
-    parser.add_argument("--references", metavar="FILE", help="CSV, JSONL or Parquet: data.path")
-    parser.add_argument("--prompt-column", metavar="NAME", help="its prompts (mr): data.prompt_column")
-    parser.add_argument("--id-column", metavar="NAME", help="ids of the input, in place of prompts: data.id_column")
-    parser.add_argument("--reference-column", metavar="NAME", help="its references (ref): data.reference_column")
-    parser.add_argument("--no-perplexity", action="store_true", help="texts only; no model is loaded")
-    parser.add_argument("--output-json", metavar="FILE", help="write the document there too")
+    parser.add_argument("--sweep", action="store_true", help="decode with all models and schedules of --config")
+    parser.add_argument(
+        "--references", metavar="FILE", help="CSV, JSON Lines or Parquet with the references (data.path)"
+    )
+    parser.add_argument(
+        "--prompt-column", metavar="NAME", help="its column of prompts, default mr (data.prompt_column)"
+    )
+    parser.add_argument(
+        "--id-column", metavar="NAME", help="match rows by this column of ids and not by prompt (data.id_column)"
+    )
+    parser.add_argument(
+        "--reference-column", metavar="NAME", help="its column of references, default ref (data.reference_column)"
+    )
+    parser.add_argument("--no-perplexity", action="store_true", help="score the texts only, without loading the model")
+    parser.add_argument("--output-json", metavar="FILE", help="also write the JSON document to this file")
     arguments = parser.parse_intermixed_args(argv)
     if not arguments.sweep and not arguments.overrides:
         parser.error("name a run folder or Parquet, or give --sweep and --config")
@@ -51,7 +61,6 @@ def work(arguments: argparse.Namespace, command: str) -> tuple[dict[str, Any], i
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Json]:
-    """The nested dict that the configuration file, the overrides and the flags stand for."""
     flags: dict[str, Json] = {
         "data.path": arguments.references,
         "data.prompt_column": arguments.prompt_column,
@@ -63,18 +72,16 @@ def settings(arguments: argparse.Namespace) -> dict[str, Json]:
 
 
 def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Models x schedules on one set of prompts."""
     from pipeline.config.job import build_config
     from pipeline.evaluation.sweep import SweepConfig, run_sweep
 
     document = run_sweep(build_config(SweepConfig, settings(arguments)), log, command)
     log(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
     rows = [{key: value for key, value in row.items() if key != "rougeL_rows"} for row in document["rows"]]
-    return {**document, "rows": rows}  # the figures of every prompt are in the file
+    return {**document, "rows": rows}  # the scores of each prompt are only in the file
 
 
 def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
-    """One corpus against references."""
     from pipeline.config.job import build_config
     from pipeline.evaluation.score import EvaluateConfig, evaluate
 

@@ -1,9 +1,11 @@
-"""`python -m jobs.export OUT -o FOLDER`: the rows of a run as a data set of Hugging Face, JSON Lines or Parquet.
+"""Export the rows of a finished run as a Hugging Face data set, JSON Lines or Parquet.
 
-A data set is Parquet in data/ and a card, README.md, that says model, schedule, agreement and speedup; it opens with
-`datasets.load_dataset(FOLDER)`. FOLDER is there whole or not at all. In place of OUT a configuration may name the run
-folder (`--config FILE`, `output.path=OUT`). The last line on stdout is one JSON document. Exit codes: 0 done; 2 nothing
-was written (no finished run, an unknown column, a FOLDER that is not empty); 1 anything else.
+    skipdecode export outputs/run -o my-dataset
+    skipdecode export outputs/run -o answers --format jsonl --columns id,generated_text
+
+The default is a data set: Parquet in data/ and a card, README.md, with model, schedule, agreement and speedup;
+`datasets.load_dataset("my-dataset")` opens it. The target folder appears complete or not at all.
+Guide: docs/corpus.md.
 """
 
 import argparse
@@ -16,13 +18,13 @@ from jobs.cli import OK, log, make_folder_parser, run_folder, run_verb, start
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_folder_parser("export", __doc__)
     add = parser.add_argument
-    add("-o", "--output", metavar="FOLDER", required=True, help="where to: a folder or a URI, empty or not there")
-    add("--format", choices=("dataset", "jsonl", "parquet"), default="dataset", help="(dataset)")
-    add("--compression", choices=("none", "gzip", "zstd"), help="(zstd for Parquet, none for JSON Lines)")
-    add("--columns", metavar="A,B", help="only these, in this order")
-    add("--rows", choices=("good", "failed", "all"), default="good", help="which rows (good)")
-    add("--rows-per-file", type=int, default=100_000, metavar="N", help="of each file, but the last (100000)")
-    add("--partial", action="store_true", help="of a run that is not finished, what there is so far")
+    add("-o", "--output", metavar="FOLDER", required=True, help="folder or URI to write; must not exist or be empty")
+    add("--format", choices=("dataset", "jsonl", "parquet"), default="dataset", help="what to write (dataset)")
+    add("--compression", choices=("none", "gzip", "zstd"), help="of the files (zstd for Parquet, none for JSON Lines)")
+    add("--columns", metavar="A,B", help="only these columns, in this order")
+    add("--rows", choices=("good", "failed", "all"), default="good", help="which rows to export (good)")
+    add("--rows-per-file", type=int, default=100_000, metavar="N", help="maximum number of rows in a file (100000)")
+    add("--partial", action="store_true", help="export what an unfinished run has so far")
     return parser.parse_intermixed_args(argv)
 
 

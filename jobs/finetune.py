@@ -1,10 +1,11 @@
-"""`python -m jobs.finetune`: trains a model under skip schedules, so that one checkpoint serves every speed.
+"""Train a model under skip schedules, so that one checkpoint serves every speed.
 
-Runs on Ray Train, alone or under `ray job submit --working-dir . -- python -m jobs.finetune ...`. Pairs come from
-Parquet, JSONL or CSV; the result is a Hugging Face folder whose config.json carries the schedule that
-`jobs.generate` takes by default, with training.json (what was done) and training/ (log, plot, checkpoints) beside it.
-Progress goes to stderr; the last line on stdout is one JSON document. Exit codes: 0 done; 2 bad configuration or input,
-nothing was started; 1 anything else.
+    skipdecode finetune --config configs/finetune-opt-e2e.yaml -o outputs/my-model
+    skipdecode finetune --config configs/finetune-opt-e2e.yaml -o outputs/my-model --resume
+
+Prompts and responses come from Parquet, JSON Lines or CSV. The result is a Hugging Face folder, or a LoRA adapter with
+train.lora, whose configuration carries the schedule that `generate` then uses by default. On a cluster:
+ray job submit --working-dir . -- python -m jobs.finetune ... Guide: docs/training.md.
 """
 
 import argparse
@@ -14,18 +15,20 @@ from typing import Any
 from jobs.cli import OK, add_output, log, make_parser, output_keys, read_settings, run_verb, start
 from pipeline.formatting import Json
 
-INTERRUPTED = "interrupted; checkpoints that were written stay, --resume goes on from the last"
+INTERRUPTED = "interrupted; --resume continues from the last checkpoint"
 
 
 def training_parser(verb: str, about: str | None, example: str, override: str) -> argparse.ArgumentParser:
-    """The arguments of a training; `about` is its help."""
-    parser = make_parser(verb, about, config=f"YAML file, e.g. {example}", overrides=f"dotted keys, e.g. {override}")
+    """The parser of `finetune` and `distill`; `example` and `override` go into the help."""
+    parser = make_parser(
+        verb, about, config=f"YAML file, e.g. {example}", overrides=f"configuration keys, e.g. {override}"
+    )
     add_output(parser, "model folder")
     return parser
 
 
 def train(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
-    """Trains what the configuration says; the document and the exit code."""
+    """Trains as configured and prints the result; returns the document and the exit code."""
     from pipeline.config.job import build_config
     from pipeline.training.config import FinetuneConfig
     from pipeline.training.finetune import finetune

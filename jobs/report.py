@@ -1,9 +1,11 @@
-"""`python -m jobs.report OUT`: makes report.html and report.json again from the files of a run.
+"""Rebuild the report of a run from its files, or compare runs side by side.
 
-At any time: of a run that is not finished, the figures so far. With `--price-per-hour` (of all machines of the run
-together) the report has the cost per million tokens. `--compare A B ...` sets runs side by side in one page, and leaves
-their folders alone. In place of OUT a configuration may name the run folder (`--config FILE`, `output.path=OUT`). The
-last line on stdout is one JSON document. Exit codes: 0 done; 2 not a run folder; 1 anything else.
+    skipdecode report outputs/run --price-per-hour 2.50
+    skipdecode report --compare outputs/run-a outputs/run-b -o compare.html
+
+Writes report.html and report.json into the run folder; while the run is unfinished they show the figures so far. With
+a price per hour of all machines together, the report has the cost per million tokens. --compare changes no run folder.
+Guide: docs/report.md.
 """
 
 import argparse
@@ -15,18 +17,18 @@ from jobs.cli import OK, log, make_folder_parser, run_folder, run_verb, start
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_folder_parser("report", __doc__)
-    parser.add_argument("--compare", nargs="+", metavar="RUN", help="two run folders or more, side by side")
-    parser.add_argument("--price-per-hour", type=float, metavar="PRICE", help="what the run's machines cost per hour")
-    parser.add_argument("-o", "--output-html", metavar="FILE", help="with --compare: the page to write (compare.html)")
+    parser.add_argument("--compare", nargs="+", metavar="RUN", help="compare two or more run folders")
+    parser.add_argument("--price-per-hour", type=float, metavar="PRICE", help="of all machines together")
+    parser.add_argument("-o", "--output-html", metavar="FILE", help="page that --compare writes (compare.html)")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.compare and (arguments.overrides or arguments.config):
-        parser.error("name one run folder, or --compare with two or more")
+        parser.error("give either one run folder or --compare with two or more")
     if arguments.compare and len(arguments.compare) < 2:
-        parser.error("--compare needs two run folders or more")
+        parser.error("--compare needs at least two run folders")
     if arguments.output_html and not arguments.compare:
-        parser.error("--output-html goes with --compare; the page of one run is OUT/report.html")
+        parser.error("--output-html needs --compare; the page of one run is RUN/report.html")
     if arguments.price_per_hour is not None and not arguments.price_per_hour >= 0:
-        parser.error(f"--price-per-hour: {arguments.price_per_hour} is no price")
+        parser.error(f"--price-per-hour: {arguments.price_per_hour} is not a price")
     return arguments
 
 

@@ -1,7 +1,11 @@
-"""`python -m jobs.serve`: the endpoint, alone or on the cluster that RAY_ADDRESS names, until SIGTERM or Ctrl-C.
+"""Serve a model over HTTP with OpenAI's completions and chat API, until Ctrl-C or SIGTERM.
 
-Takes a Ray Serve configuration file with one application, and `key=value` overrides of its `args`. On SIGTERM requests
-that are being answered are answered, new ones get 503, and then it ends. `serve deploy FILE` takes the same file.
+    skipdecode serve model.source=my-model
+    skipdecode serve --config configs/serve.yaml --port 9000 engine.batch_size=16
+
+Starts Ray on this machine, or uses the cluster that RAY_ADDRESS names. --config is a Ray Serve file with one
+application (`serve deploy` takes the same file); key=value sets keys of its `args`. At the end, requests in progress
+are answered and new ones get 503. Guide: docs/serving.md.
 """
 
 import argparse
@@ -15,16 +19,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(
         "serve",
         __doc__,
-        config="a Ray Serve file, e.g. configs/serve.yaml",
-        overrides="dotted keys of args: engine.batch_size=16",
+        config="Ray Serve configuration file, e.g. configs/serve.yaml",
+        overrides="keys of the application's args, e.g. engine.batch_size=16",
     )
-    parser.add_argument("--host", help="http_options.host; another than loopback needs API keys (SKIPDECODE_API_KEYS)")
-    parser.add_argument("--port", type=int, help="http_options.port")
+    parser.add_argument(
+        "--host", help="address to listen on (127.0.0.1); any other than loopback needs API keys in SKIPDECODE_API_KEYS"
+    )
+    parser.add_argument("--port", type=int, help="port to listen on (8000)")
     return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_verb(partial(work, parse(argv)), "interrupted before the endpoint was up")
+    return run_verb(partial(work, parse(argv)), "interrupted before the server was up")
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:

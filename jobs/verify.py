@@ -1,9 +1,11 @@
-"""`python -m jobs.verify OUT`: proves from the files alone that a run lost no row and doubled none.
+"""Prove from the files alone that a run lost no row and duplicated none.
 
-Every row of the input once, good or failed; nothing else there; files whole; counts equal to run.json and report.json.
-In place of OUT and -i a configuration may name them (`--config FILE`, `output.path=OUT`, `input.path=IN`).
-The last line on stdout is one JSON document. Exit codes: 0 all of it holds; 1 something does not (the list is on
-stderr, the first 20 of each kind); 2 OUT is no run folder.
+    skipdecode verify outputs/run
+    skipdecode verify outputs/run -i /mnt/moved/prompts.jsonl
+
+Checks that every input row is present exactly once, generated or failed, that nothing else is there, that files are
+whole, and that counts equal those of run.json and report.json. Exit code 1 means that something does not hold; stderr
+lists the first 20 problems of each kind. Guide: docs/reliability.md.
 """
 
 import argparse
@@ -15,9 +17,11 @@ from jobs.cli import ERROR, OK, log, make_folder_parser, run_folder, run_verb, s
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_folder_parser("verify", __doc__)
-    parser.add_argument("-i", "--input", action="append", metavar="PATH", help="where the input lies now (repeatable)")
-    parser.add_argument("--no-input", action="store_true", help="check the output alone; the input may be gone")
-    return run_verb(partial(work, parser.parse_intermixed_args(argv)), "interrupted; nothing is proven")
+    parser.add_argument(
+        "-i", "--input", action="append", metavar="PATH", help="where the input is now; may be repeated (input.path)"
+    )
+    parser.add_argument("--no-input", action="store_true", help="check the output only, e.g. if the input is gone")
+    return run_verb(partial(work, parser.parse_intermixed_args(argv)), "interrupted before verification was complete")
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -35,7 +39,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         log(f"{kind}: {count}")
         for text in first[kind]:
             log(f"  {text}")
-    proof = "every row of the input is there once" if verdict.input == "read" else "no id is there twice"
+    proof = "every input row is present exactly once" if verdict.input == "read" else "no id is present twice"
     log(f"verified: {proof}" if verdict.is_proven else f"not verified: {sum(counts.values())} problems")
     document = {
         "output": verdict.folder.root,

@@ -138,7 +138,7 @@ def test_readme_your_corpus_with_your_model(
     text = text.replace("max_new_tokens=256", "max_new_tokens=16")  # of the tiny one's 128 positions
     done = run(f"set -e\n{text}", tmp_path, environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "verified: every row of the input is there once" in done.stderr
+    assert "verified: every input row is present exactly once" in done.stderr
     (written,) = ds.dataset(tmp_path / "outputs/mine/data").to_table().to_pylist()
     assert set(re.findall(r'"(\w+)": ', row)) <= set(written)
     assert (written["id"], written["city"]) == ("mill", "Leeds")

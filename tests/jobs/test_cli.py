@@ -4,6 +4,7 @@ That failures end in a document too is in `test_endings` and `test_bad_input`.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -93,7 +94,7 @@ def test_the_list_of_verbs_names_every_one_in_a_line(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("verb", "hint"), [("generte", "did you mean 'generate'?"), ("x", "verbs: doctor, demo, "), ("cli", "verbs: ")]
+    ("verb", "hint"), [("generte", "did you mean 'generate'?"), ("x", "verbs: demo, doctor, "), ("cli", "verbs: ")]
 )
 def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert console.main([verb, "--help"]) == 2
@@ -180,3 +181,18 @@ def test_key_figures_are_short_however_long_the_path(length: int, kept: str) -> 
 def test_a_run_without_a_report_has_its_books() -> None:
     report = {name: REPORT[name] for name in ("completed", "failed", "books")}
     assert list(figures(Path("/nowhere"), report)) == ["output", "completed", "failed", "books"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", [["-m", "jobs"], ["-m", "jobs", "verify", "a", "b"]])
+def test_a_reader_that_leaves_is_no_traceback(words: list[str]) -> None:
+    """As in `skipdecode | head -3`: here nothing is read at all."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writer)
+    assert "BrokenPipeError" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1

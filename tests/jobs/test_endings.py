@@ -121,7 +121,7 @@ def test_a_run_that_too_many_failed_rows_end(run: Run, verb: str) -> None:
 
 @pytest.mark.parametrize("resumes", ["generate", "finetune", "distill"])
 def test_ctrl_c_says_how_to_go_on(run: Run, resumes: str) -> None:
-    assert "--resume goes on" in run(resumes, ctrl_c)[1]["error"]
+    assert "--resume continues" in run(resumes, ctrl_c)[1]["error"]
 
 
 def ending(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
@@ -182,7 +182,7 @@ def test_a_process_that_hears_ctrl_c() -> None:
     interrupted.send_signal(signal.SIGINT)
     out, err = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 1
-    assert json.loads(out)["error"] == "interrupted; what is written stays, --resume goes on with the run"
+    assert json.loads(out)["error"] == "interrupted; what was written is kept, and --resume continues the run"
     assert "Traceback" not in err
 
 

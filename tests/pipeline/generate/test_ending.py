@@ -51,7 +51,7 @@ def test_a_signal_ends_the_run_within_seconds_and_leaves_nothing_behind(
     out, err = driver.communicate(timeout=120)
     print(f"{how.name}: state after {noted_s:.1f} s, end after {time.monotonic() - told:.1f} s")
     assert driver.returncode == 1, err
-    assert "interrupted; what is written stays, --resume goes on with the run" in err
+    assert "interrupted; what was written is kept, and --resume continues the run" in err
     assert "Traceback" not in err
     assert json.loads(out)["exit_code"] == 1
     wait_for(lambda: not alive(family), timeout_s=60)

@@ -72,7 +72,7 @@ def test_a_run_is_proven(made: Path, call: Call) -> None:
     assert code == 0, err
     assert document["rows"] == {"ok": 40, "failed": 4, "input": 44}
     assert (document["verified"], document["input"], document["problems"]) == (True, "read", {})
-    assert "verified: every row of the input is there once" in err
+    assert "verified: every input row is present exactly once" in err
 
 
 def test_no_run_folder(tmp_path: Path, call: Call) -> None:
@@ -188,7 +188,7 @@ def test_an_input_that_moved_changed_or_went(made: Path, run: Path, call: Call, 
     assert "--no-input" in err
     code, document, err = call(verify, run, "--no-input")
     assert (code, document["input"]) == (0, "left out")
-    assert "verified: no id is there twice" in err
+    assert "verified: no id is present twice" in err
     whole = files(run)[0].read_bytes()
     change(files(run)[0], id=lambda ids: ["q", *ids[1:]])
     code, document, err = call(verify, run, "--no-input")
