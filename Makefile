@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --root-user-action
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo demo-chat test test-fast test-all chaos check docs bench gpu quality swiftkv-shapes clean
+.PHONY: help setup setup-dev demo demo-chat test test-fast test-all chaos check docs bench gpu baselines quality swiftkv-shapes clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,7 +70,28 @@ bench: .venv/installed  ## the decoder alone, on this CPU
 gpu: .venv/installed-test  ## the first minutes on a GPU: tests, kernels, memory, speed, a job; stops at what is wrong
 	$(BIN)/python -m benchmarks.gpu_check
 
+# The E2E NLG challenge's trainset.csv and devset.csv, which are no part of this repository.
+TRAIN ?= $(wildcard data/trainset.csv)
 E2E ?= $(wildcard data/devset.csv)
+TUNE = $(BIN)/skipdecode finetune --resume --config configs/finetune-opt-e2e.yaml data.path=$(TRAIN) data.validation=$(E2E)
+FULL := 'train.schedules=[{method: full}]' train.distill=0 model.teacher=null
+SHAPE := {vocab_size: 1024, hidden_size: 128, num_hidden_layers: 24, num_attention_heads: 4, ffn_dim: 512}
+BASE := model.source=outputs/baselines/base
+EXITS := {method: early_exit, max_layers: 16, min_layers: 8}, {method: early_exit, max_layers: 10, min_layers: 6}, \
+  {method: early_exit, max_layers: 7, min_layers: 5}, {method: early_exit, max_layers: 6, min_layers: 4}, \
+  {method: early_exit, max_layers: 5, min_layers: 3}, {method: early_exit, max_layers: 4, min_layers: 2}
+EVEN := {method: unified, layers: 14}, {method: unified, layers: 9}, {method: unified, layers: 7}, \
+  {method: unified, layers: 6}, {method: unified, layers: 5}, {method: unified, layers: 4}
+baselines: .venv/installed  ## trains what `make quality` compares with, in 4 hours: TRAIN=trainset.csv E2E=devset.csv
+	@test -f "$(TRAIN)" -a -f "$(E2E)" || { echo "give TRAIN=trainset.csv E2E=devset.csv"; exit 1; }
+	$(TUNE) $(FULL) -o outputs/baselines/start model.source=null 'model.shape=$(SHAPE)' \
+	  train.epochs=1 train.final_learning_rate=0.0005 train.warmup_steps=300
+	$(TUNE) $(FULL) -o outputs/baselines/base model.source=outputs/baselines/start
+	$(TUNE) $(FULL) -o outputs/baselines/full $(BASE)
+	$(TUNE) -o outputs/baselines/early-exit $(BASE) train.distill=0 model.teacher=null \
+	  'train.schedules=[{method: full}, $(EXITS)]'
+	$(TUNE) -o outputs/baselines/unified $(BASE) 'train.schedules=[{method: full}, $(EVEN)]'
+
 quality: .venv/installed  ## quality against speed: make quality E2E=path/to/devset.csv; without it, without references
 	$(BIN)/skipdecode evaluate --sweep --config configs/quality-e2e.yaml data.path=$(or $(E2E),null)
 

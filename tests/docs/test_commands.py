@@ -7,6 +7,7 @@ by `test_run_commands`.
 import argparse
 import importlib
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,20 @@ def test_the_command_exists(command: Command, generator: Any, monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["skipdecode"])
     if words := command.words:
         check(command, words, generator.find, monkeypatch)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("target", ["bench", "baselines", "quality"])
+def test_the_commands_of_the_makefile_exist(target: str, generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    made = subprocess.run(
+        ["make", "--dry-run", target, "TRAIN=README.md", "E2E=README.md"], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in made.stdout.replace("\\\n", "").splitlines() if line.startswith(".venv/bin/skipdecode")]
+    assert lines
+    for line in lines:
+        command = Command("Makefile", line.removeprefix(".venv/bin/"))
+        check(command, command.words, generator.find, monkeypatch)
 
 
 def test_every_verb_is_shown() -> None:
