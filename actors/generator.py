@@ -35,7 +35,7 @@ from skipdecode.schedules.from_config import known_acceptance, make_schedule
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule
 from skipdecode.speculative.draft_length import DraftLength
-from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 
@@ -56,7 +56,7 @@ class Generator:
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
         self._draft_lengths: dict[Lossless, DraftLength] = {}
-        self._shortlist = Shortlist(self.model.config.vocab_size)  # one, since the model keeps one head for it
+        self._vocabulary = DraftVocabulary(self.model.config.vocab_size)  # one, since the model keeps one head for it
         self._measure()
         self.room = Room(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
         self.graphs = make_graphs(config, self.model, self.room)  # takes what is left of the device
@@ -114,7 +114,7 @@ class Generator:
         if schedule not in self._draft_lengths:
             ceilings = None if self.config.deterministic else self.ceilings  # time decides nothing there
             prices, known = Prices.of(self.model, ceilings), known_acceptance(self.model.config, schedule)
-            self._draft_lengths[schedule] = DraftLength(schedule, prices, known, shortlist=self._shortlist)
+            self._draft_lengths[schedule] = DraftLength(schedule, prices, known, vocabulary=self._vocabulary)
         return self._draft_lengths[schedule]
 
     def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:

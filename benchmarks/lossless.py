@@ -155,7 +155,7 @@ def compare(
         part.requests = requests
         prompts, temperature = [request.prompt_tokens for request in requests], requests[0].sampling.temperature
         plain = [time_steps(model, prompts, size, most_new, part.timed, temperature) for size in sizes][-1]
-        listed = lengths[ways[-1]][1].shortlist.tokens()
+        listed = lengths[ways[-1]][1].vocabulary.tokens()
         for drafted in VERIFIED:  # verifications behind drafts: what these read is no longer in the caches
             given = {"temperature": temperature, "drafted": drafted, "listed": listed}
             more = time_drafts(model, prompts, sizes, most_new, drafts, part.timed, **given)

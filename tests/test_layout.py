@@ -48,7 +48,7 @@ ARROWS = {
         "kv": {"backends", "config", "cost"},
         "checkpoint": {"config", "families", "model", "schedules"},
         "api": {"checkpoint", "config", "engine", "model", "schedules"},
-        "model": {"backends", "config", "kv", "schedules", "speculative"},
+        "model": {"backends", "config", "kv", "schedules"},
         "training": {"checkpoint", "config", "kv", "model", "schedules"},
         "engine": {"backends", "config", "cost", "kv", "model", "schedules"},
         "speculative": {"backends", "config", "cost", "engine", "kv", "model", "schedules"},

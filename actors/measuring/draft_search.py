@@ -205,7 +205,7 @@ class Search:
         drafts = self.schedule(decode)
         length = DraftLength(Lossless(self.num_layers, drafts, may_rest=True), prices or self.prices, acceptance)
         listed = self.sample.listed
-        length.listed = self.sample.model.drafter.num_outputs if listed is None else len(listed)
+        length.listed = None if listed is None else len(listed)
         expected = expected or length.acceptance.expected(SKIPPED, MOST)
         gains, nearest = [], 0.0
         for rows in self.batch_sizes:

@@ -16,8 +16,7 @@ from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
 from skipdecode.speculative.controller import Decision, Hold
 from skipdecode.speculative.draft import Chain
 from skipdecode.speculative.draft_length import MOST, SKIPPED, DraftLength
-from skipdecode.speculative.draft_lm_head import ShortHead
-from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.draft_vocab import DraftHead, DraftVocabulary
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
@@ -34,8 +33,10 @@ STEPS = 12  # at full depth, without drafts, of which the first half is in no pr
 class Always(DraftLength):
     """Drafts so many tokens by skipped passes, whatever they bring, and none by repetition."""
 
-    def __init__(self, schedule: Lossless, prices: Prices, drafted: int, shortlist: Shortlist | None = None) -> None:
-        super().__init__(schedule, prices, shortlist=shortlist)
+    def __init__(
+        self, schedule: Lossless, prices: Prices, drafted: int, vocabulary: DraftVocabulary | None = None
+    ) -> None:
+        super().__init__(schedule, prices, vocabulary=vocabulary)
         self._decision = Decision(drafted, {})
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
@@ -48,10 +49,7 @@ class Always(DraftLength):
 class Verifications(SpeculativeBatch):
     """Drafts that cost nothing: each row's newest token again."""
 
-    def _prepare(self) -> bool:
-        return False  # no layer drafts here
-
-    def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> bool:
+    def _skip(self, chains: Sequence[Chain], short: DraftHead | None) -> bool:
         for chain in chains:
             chain.add([chain.tokens[0]] * chain.wanted, SKIPPED, ())
         return False  # such rounds say nothing of what the host does in others
@@ -111,8 +109,8 @@ def time_drafts(
     round. The seconds that a batch's first rounds took more than others, by its rows."""
     schedule, begun = Lossless(drafts.num_layers, drafts), dict[int, float]()
     for rows in batch_sizes:
-        shortlist = Shortlist(model.config.vocab_size, listed or (), learns=False)
-        length = Always(schedule, prices, drafted, shortlist)
+        vocabulary = DraftVocabulary(model.config.vocab_size, listed or (), learns=False)
+        length = Always(schedule, prices, drafted, vocabulary)
         batch = SpeculativeBatch(model, schedule, length=length)
         begun[rows] = _run(batch, _requests(prompts, rows, most_new, temperature), prices)
     return begun

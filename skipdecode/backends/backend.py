@@ -145,14 +145,6 @@ class Backend:
         self.check(weight, quantization, is_gated=is_gated)
         return None
 
-    def narrow_itemsize(self, packed: Packed) -> int | None:
-        """Bytes per weight of what `narrowed` gives."""
-        return None
-
-    def narrowed(self, packed: Packed) -> Packed | None:
-        """About the same product by weights of half the bytes, as drafts may have it; None: there is none."""
-        return None
-
     def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
         """ValueError where `pack` has no weight of that quantization in place of this one."""
         if quantization is not None:

@@ -7,7 +7,7 @@ weights, which is another model in half of the weights' bytes. Where `torch` is 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -61,23 +61,6 @@ class CompiledBackend(Backend):
         if onednn_lays_out(weight.dtype):
             return _OneDNN.of(weight)
         return None
-
-    def narrow_itemsize(self, packed: Packed) -> int | None:
-        if not isinstance(packed, _Kernel) or not isinstance(packed.weight, Tensor):
-            return None
-        if packed.weight.dtype == torch.float32:
-            return 2
-        misfit = choice.int8_misfit(32 * packed.weight.shape[1])
-        return 1 if choice.choose().no_int8 is None and misfit is None else None
-
-    def narrowed(self, packed: Packed) -> Packed | None:
-        if self.narrow_itemsize(packed) is None:
-            return None
-        wide = cast(_Kernel, packed)
-        assert isinstance(wide.weight, Tensor)
-        if wide.weight.dtype == torch.float32:
-            return replace(wide, weight=cpu_weights.halved(wide.weight))
-        return replace(wide, weight=cpu_weights.pack_int8(cpu_weights.unpacked(wide.weight)))
 
     def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
         if quantization is not None and weight.dtype != torch.bfloat16:

@@ -134,7 +134,7 @@ def linear(
 ) -> Tensor:
     """x W^T + bias, then the activation or plus `residual`: [..., in] -> [..., outputs], all of one type.
 
-    `packed`: W, of x's type; of int8 beside bfloat16; or halved beside float32. Sums in float32, rounded once; for int8
+    `packed`: W, of x's type; or of int8 beside bfloat16. Sums in float32, rounded once; for int8
     sums of whole numbers, x as 16 bits times a scale per row. `swiglu` takes a weight packed as `gated` and a bias
     like it (`interleave`), and gives [..., outputs / 2].
     """

@@ -9,7 +9,7 @@ from skipdecode.backends import build, choice
 from skipdecode.backends.heads import INT, INT64, POINTER
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-Kind = torch.dtype | Literal["half", "int8"]
+Kind = torch.dtype | Literal["int8"]
 """Of a function: its type, or that of the weights beside it."""
 ARGUMENTS = {
     "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 8, INT],

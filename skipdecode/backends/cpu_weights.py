@@ -57,30 +57,8 @@ class Int8Weight(NamedTuple):
     inputs: int
 
 
-class HalfWeight(NamedTuple):
-    """A weight [out, in] of float32 in bfloat16, packed, whose products take rows in float32 (`halved`)."""
-
-    tiles: Tensor
-    """[out / 32, in / 32, 2, 16, 16, 2] bfloat16."""
-
-
-Weight = Tensor | Int8Weight | HalfWeight
-"""As `pack`, `pack_int8` or `halved` gives it."""
-
-
-def halved(packed: Tensor) -> HalfWeight:
-    """A packed weight of float32 in half of the bytes, each number rounded to the nearest of bfloat16."""
-    assert packed.dtype == torch.float32, packed.dtype
-    blocks, steps = packed.shape[:2]
-    lines = packed.view(blocks, steps, 2, 16, 2, 16).transpose(4, 5)  # two inputs of an output side by side
-    return HalfWeight(_WEIGHTS.empty(tuple(lines.shape), torch.bfloat16).copy_(lines))
-
-
-def unpacked(packed: Tensor) -> Tensor:
-    """[out, in], outputs filled up to a multiple of 32, of a packed weight of bfloat16."""
-    assert packed.dtype == torch.bfloat16, packed.dtype
-    blocks, steps = packed.shape[:2]
-    return packed.view(blocks, steps, 2, 16, 16, 2).permute(0, 2, 4, 1, 3, 5).reshape(blocks * 32, steps * 32)
+Weight = Tensor | Int8Weight
+"""As `pack` or `pack_int8` gives it."""
 
 
 class Operand(NamedTuple):
@@ -100,8 +78,6 @@ def tail_of(packed: Weight, start: int) -> Weight:
     if isinstance(packed, Int8Weight):
         tiles, scales, totals, _ = packed
         return packed._replace(tiles=tiles[start // 32 :], scales=scales[start:], totals=totals[start:])
-    if isinstance(packed, HalfWeight):
-        return HalfWeight(packed.tiles[start // 32 :])
     return packed[start // 32 :]
 
 
@@ -111,9 +87,6 @@ def operand_of(packed: Weight, outputs: int) -> Operand:
     if isinstance(packed, Int8Weight):
         pointers = packed.tiles.data_ptr(), packed.scales.data_ptr(), packed.totals.data_ptr()
         found = Operand("int8", packed.tiles, packed.inputs, torch.bfloat16, pointers)
-    elif isinstance(packed, HalfWeight):
-        tiles = packed.tiles
-        found = Operand("half", tiles, 32 * tiles.shape[1], torch.float32, (tiles.data_ptr(),))
     else:
         found = Operand(packed.dtype, packed, 32 * packed.shape[1], packed.dtype, (packed.data_ptr(),))
     assert found.tiles.shape[0] == -(-outputs // 32), (outputs, found.tiles.shape)

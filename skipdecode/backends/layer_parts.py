@@ -32,7 +32,6 @@ class ProductStruct(ctypes.Structure):
         ("scales", POINTER),
         ("totals", POINTER),
         ("bias", POINTER),
-        ("is_half", INT64),
     ]
 
 
@@ -65,8 +64,7 @@ class Product:
     def struct(self) -> ProductStruct:
         """As kernels take it; whoever holds it holds the tensors."""
         tiles, scales, totals = (*self._operand.pointers, None, None)[:3]
-        is_half = self._operand.kind == "half"
-        return ProductStruct(self.outputs, self.inputs, tiles, scales, totals, pointer(self.bias), is_half)
+        return ProductStruct(self.outputs, self.inputs, tiles, scales, totals, pointer(self.bias))
 
     @property
     def dtype(self) -> torch.dtype:

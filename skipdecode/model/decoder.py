@@ -8,7 +8,6 @@ B rows, T new columns, D width, E embedding width, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import cast
 
 import torch
@@ -31,8 +30,6 @@ from skipdecode.model.swiftkv import SwiftKV, hf_parts
 from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan
-from skipdecode.speculative.draft_lm_head import ShortHead
-from skipdecode.speculative.draft_model import Drafter
 
 ADDED_PARTS: dict[str, Callable[[str, DecoderConfig], list[tuple[str, int]]]] = {"swift": hf_parts}
 """Modules that a method adds to a model, and how folders call their weights (as `weights.hf_parts`)."""
@@ -62,7 +59,6 @@ class Decoder(nn.Module):
         """Where layers are on several devices."""
         self.packed_head: Packed | None = None
         """As the back end reads it; None: it is not packed."""
-        self._short_head: tuple[frozenset[int], ShortHead] | None = None
         self._rotations: dict[torch.device, Tensor] = {}
         self.quantization: Quantization | None = None
         """Of the packed weights."""
@@ -78,10 +74,10 @@ class Decoder(nn.Module):
             assert quantization == self.quantization, "packed already"
             return self
         backend, linears = backend_on(self.device), [m for m in self.modules() if isinstance(m, Linear)]
-        backend.check(self._head_weight, quantization)  # all of them first: half a model is of no use
+        backend.check(self.head_weight, quantization)  # all of them first: half a model is of no use
         for linear in linears:
             backend.check(linear.weight, quantization, is_gated=linear.is_gated)
-        self.packed_head = pack(self._head_weight, quantization)
+        self.packed_head = pack(self.head_weight, quantization)
         if self.lm_head is not None and self.packed_head is not None:
             self.lm_head.register_parameter("weight", None)
         for linear in linears:
@@ -119,11 +115,6 @@ class Decoder(nn.Module):
     def added(self) -> SwiftKV | None:
         """What a method has added to the model; there are then plans that leave weights out, of either."""
         return self.swift
-
-    @cached_property
-    def drafter(self) -> Drafter:
-        """What skipped passes draft by."""
-        return Drafter(self)
 
     @property
     def is_packed(self) -> bool:
@@ -193,7 +184,8 @@ class Decoder(nn.Module):
         return self.device if self.placement is None else self.placement.of_layers[layer]
 
     @property
-    def _head_weight(self) -> Tensor:
+    def head_weight(self) -> Tensor:
+        """[V, E] the head's plain weight, of a model that `has_head_rows`."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -210,7 +202,7 @@ class Decoder(nn.Module):
         x = self.head_states(h)
         if self.packed_head is not None:
             return self.packed_head(x, None)
-        logits: Tensor = F.linear(x, self._head_weight)
+        logits: Tensor = F.linear(x, self.head_weight)
         return logits
 
     def head_into(self, h: Tensor, out: Tensor) -> Tensor:
@@ -218,27 +210,19 @@ class Decoder(nn.Module):
         x = self.head_states(h)
         if self.packed_head is not None:
             return self.packed_head.into(x, out)
-        return torch.mm(x, self._head_weight.t(), out=out)
+        return torch.mm(x, self.head_weight.t(), out=out)
 
-    def argmax(self, h: Tensor, short: ShortHead | None = None) -> Tensor:
+    def argmax(self, h: Tensor) -> Tensor:
         """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
-        do without them they are not written. `short`: among its tokens alone."""
-        if short is not None:
-            return short.argmax(self.head_states(h))
+        do without them they are not written."""
         if self.packed_head is not None:
             return self.packed_head.argmax(self.head_states(h))
         return argmax(self.head(h))
 
     @property
     def has_head_rows(self) -> bool:
-        """Whether the head's weights are there as rows; not where it is packed, and not tied to the embedding."""
-        return self._head_weight is not None
-
-    def short_head(self, tokens: frozenset[int]) -> ShortHead:
-        """The head for these tokens alone; the last one is kept. Of a model that `has_head_rows`."""
-        if self._short_head is None or self._short_head[0] is not tokens:
-            self._short_head = (tokens, ShortHead.of(tokens, self._head_weight, self.quantization))
-        return self._short_head[1]
+        """Whether the head's plain weight is there; not where it is packed and not tied to the embedding."""
+        return self.head_weight is not None
 
     def head_states(self, h: Tensor) -> Tensor:
         """[..., D] -> what the rows of the head are compared with, [..., E]."""

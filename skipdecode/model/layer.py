@@ -7,7 +7,6 @@ the view (`skipdecode.kv.view`) holds keys and values and knows where columns st
 B rows, T columns, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width.
 """
 
-import torch
 from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedLayer, LayerShape
@@ -64,19 +63,6 @@ class Layer(nn.Module):
     def linears(self) -> list[Linear]:
         """In the order in which they run."""
         return [self.qkv, self.out_proj, self.fc1, self.fc2]
-
-    def narrowed(self, rotary_table: Tensor | None) -> "Layer | None":
-        """About the same layer with weights of half the bytes (`Backend.narrowed`), the rest shared; None: there is
-        none."""
-        linears = {name: linear.narrowed() for name, linear in self.named_children() if isinstance(linear, Linear)}
-        if None in linears.values():
-            return None
-        with torch.device("meta"):
-            other = Layer(self.config)
-        for name, part in {**dict(self.named_children()), **linears}.items():
-            setattr(other, name, part)
-        other.fuse(rotary_table)
-        return other
 
     def forward(
         self, h: Tensor, kv: KVView, number: int, *, attends: bool, feeds: bool, query: Linear | None = None

@@ -59,16 +59,6 @@ class Linear(nn.Linear):
         if self.is_gated and self.bias is not None:
             self.bias = nn.Parameter(self.packed.ordered(self.bias.detach()), requires_grad=False)
 
-    def narrowed(self) -> "Linear | None":
-        """About the same layer with a weight of half the bytes (`Backend.narrowed`); None: there is none."""
-        packed = None if self.packed is None else self.backend.narrowed(self.packed)
-        if packed is None:
-            return None
-        other = Linear(self.in_features, self.out_features, False, torch.device("meta"), is_gated=self.is_gated)
-        other.register_parameter("weight", None)
-        other.bias, other.packed, other.backend = self.bias, packed, self.backend
-        return other
-
     def product(self) -> Product | None:
         """For a kernel that does more than this layer; None where its weight is not packed for kernels."""
         return product(self.packed, self.bias)

@@ -12,7 +12,6 @@ full depth, K head dim.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,9 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.teacher_forcing import IGNORE, ForcedView, TeacherBatch, column_extents
 from skipdecode.schedules.ffn_policy import ALL_ROWS
-from skipdecode.schedules.layer_ranges import LayerRanges, layer_ends
+from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.speculative.draft_vocab import DraftHead
 
 Kept = dict[int, tuple[Tensor, Tensor]]
 """K and V [B, G, columns, K] by layer."""
@@ -58,8 +58,7 @@ class DraftedText:
     def __init__(self, model: Decoder, batch: TeacherBatch, listed: frozenset[int] | None = None) -> None:
         """`batch`: greedy texts of `model` at full depth. `listed`: tokens that drafts choose among; None: all."""
         self._model, self._batch = model, batch
-        short = None if listed is None or not model.has_head_rows else model.short_head(listed)
-        self._likeliest = partial(model.drafter.argmax, short=short)
+        self._head = None if listed is None or not model.has_head_rows else DraftHead.of(listed, model)
         columns, device = batch.tokens.shape[1], batch.tokens.device
         offsets = torch.arange(columns, device=device)
         self._positions = (offsets - batch.num_pad[:, None]).clamp(min=-1)  # [B, P + T - 1]
@@ -91,10 +90,6 @@ class DraftedText:
         tokens, positions = batch.tokens[:, P:], self._positions[:, P:]  # [B, T - 1]
         num_steps = tokens.shape[1]
         ranges = column_extents(drafts.prefill(), [drafts.step(k) for k in range(num_steps)], 0, ALL_ROWS)
-        ends = zip(*layer_ends(drafts, max(num_steps, 1)), strict=True)
-        self._model.drafter.prepare(
-            (i for i, own in enumerate(ends) if any(own)), with_head=not self._model.has_head_rows
-        )
         found, made = [], list[Kept]()
         for place in range(min(places, num_steps)):
             made.append({})
@@ -108,12 +103,16 @@ class DraftedText:
                 num_pad=batch.num_pad,
                 first=P,
             )
-            h, _ = run_layers(self._model.drafter, self._model.embed(tokens, positions), view, ranges)
+            h, _ = run_layers(self._model, self._model.embed(tokens, positions), view, ranges)
             same = torch.zeros_like(self._fed)
-            same[self._fed] = self._likeliest(h[self._fed]) == batch.targets[:, 1:][self._fed]
+            same[self._fed] = self._argmax(h[self._fed]) == batch.targets[:, 1:][self._fed]
             found.append(F.pad(same[:, place:], (0, place)))  # of the draft that began so many columns before
         none = torch.zeros_like(self._fed)
         return torch.stack([*found, *[none] * (places - len(found))])
+
+    def _argmax(self, h: Tensor) -> Tensor:
+        model = self._model
+        return model.argmax(h) if self._head is None else self._head.argmax(model.head_states(h))
 
     def rounds(self, drafts: Schedule, most: int) -> list[int]:
         """Passes at full depth that the texts take with 1, 2, .. `most` drafts before each, or as many as a text has

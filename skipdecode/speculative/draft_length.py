@@ -17,7 +17,7 @@ from math import prod
 
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.controller import HOLDS, RESTS, Budget, Decision, Hold, Pace
-from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.latency_model import ENOUGH, OLD, Prices, size_of
 from skipdecode.speculative.ngram import LONGEST, SHORTEST
 
@@ -86,12 +86,12 @@ class DraftLength:
         prices: Prices,
         known: Sequence[float] = (),
         *,
-        shortlist: Shortlist | None = None,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        """`known`: the acceptance of skipped passes by place that it starts from; empty: PRIOR. `shortlist`: None for
+        """`known`: the acceptance of skipped passes by place that it starts from; empty: PRIOR. `vocabulary`: None for
         one that learns from these batches alone."""
         self.schedule, self.prices = schedule, prices
-        self.shortlist = Shortlist(prices.vocab_size) if shortlist is None else shortlist
+        self.vocabulary = DraftVocabulary(prices.vocab_size) if vocabulary is None else vocabulary
         self.listed: int | None = None
         """Tokens that drafts of the batch at hand choose among; None: all, by the head of the model."""
         self.acceptance = Acceptance(known)

@@ -5,12 +5,22 @@ tokens, and more than that of a draft, which runs few layers. A draft needs no m
 here, since full depth verifies it with all of them. Compare the lexical shortlists of machine translation (arXiv
 1412.2007) and FR-Spec (arXiv 2502.14856), which take theirs from a corpus beforehand; this one learns what the texts at
 hand are made of. A draw by the same random number lands elsewhere where tokens are left out, but only as far as these
-weigh anything together. No torch.
+weigh anything together.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from skipdecode.backends.backend import Packed
+from skipdecode.backends.pinned_copy import to_device
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.linear import pack
+from skipdecode.model.sampler import argmax
 
 SHARE = 1 / 4  # of the vocabulary that is listed at most: with more of it there is little to gain
 RARE = 1 / 4  # of a full list that words of late may take, however seldom they came
@@ -23,7 +33,35 @@ NEW = 1 / 16  # of the list: so often others come before it is made anew, which 
 HALVED_EVERY = 1 << 16  # tokens, after which older ones count half
 
 
-class Shortlist:
+@dataclass(frozen=True)
+class DraftHead:
+    """The rows of a model's head that belong to some of its tokens."""
+
+    tokens: Tensor
+    """[n] int64, rising: so that ties go as they go among all."""
+    weight: Tensor | Packed
+    """[n, E]: their rows."""
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], model: Decoder) -> "DraftHead":
+        """Copies the rows of a model that `has_head_rows`."""
+        ids = to_device(sorted(tokens), model.device)
+        rows = model.head_weight.detach()[ids]
+        packed = pack(rows, model.quantization)
+        return cls(ids, rows if packed is None else packed)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[B, E] -> [B, n]."""
+        return F.linear(x, self.weight) if isinstance(self.weight, Tensor) else self.weight(x, None)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """[B, E] -> [B] int64, of the vocabulary; the lower one of equals."""
+        if isinstance(self.weight, Tensor):
+            return self.tokens[argmax(self.logits(x))]
+        return self.tokens[self.weight.argmax(x)]
+
+
+class DraftVocabulary:
     """Of a model in a process, and learns from all of its texts."""
 
     def __init__(self, vocab_size: int, tokens: Iterable[int] = (), *, learns: bool = True) -> None:
@@ -35,6 +73,16 @@ class Shortlist:
         self._tried = self._found = 0.0
         self._missed: dict[int, None] = {}  # those not listed, in the order in which they came
         self._num_missed = 0
+        self._head: tuple[frozenset[int], DraftHead] | None = None
+
+    def head(self, model: Decoder) -> DraftHead | None:
+        """The head that drafts choose by; None: that of the model. Kept as long as the list stays."""
+        listed = self.tokens() if model.has_head_rows else None
+        if listed is None:
+            return None
+        if self._head is None or self._head[0] is not listed:
+            self._head = listed, DraftHead.of(listed, model)
+        return self._head[1]
 
     def read(self, tokens: Iterable[int]) -> None:
         """A prompt that rows of the next rounds go on with: texts repeat its words, rare ones too."""

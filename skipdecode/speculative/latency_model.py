@@ -64,16 +64,13 @@ class Prices:
         ceilings: Ceilings | None = None,
         *,
         reference: Ceilings = REFERENCE,
-        draft_itemsize: int | None = None,
         keep: int | None = KEPT_TIMES,
     ) -> None:
-        """`draft_itemsize`: bytes of a weight in drafts (`skipdecode.speculative.draft_model`); None: as elsewhere.
-        `ceilings`: of this
+        """`ceilings`: of this
         machine, whose measured times then count, too; None: decide without a clock, by `reference`. `keep`: the newest
         times of each size of pass; None: all, of passes that are timed in turns, so that each size speaks for itself
         from the first on."""
         self._config, self._sizes = config, {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
-        self._of_drafts = self._sizes | ({} if draft_itemsize is None else {"weight_itemsize": draft_itemsize})
         self._ceilings, self.is_timed, self._keep = ceilings or reference, ceilings is not None, keep
         self._ratios: dict[Pass, deque[float]] = {}
         # A decision asks for some twenty prices, in the time that a small model takes for a step.
@@ -88,8 +85,7 @@ class Prices:
         """Of a model whose weights are as it decodes by them."""
         sizes = model.dtype.itemsize, model.weight_itemsize
         reference = REFERENCE_AMX if model.has_matrix_units else REFERENCE
-        drafts = model.drafter.weight_itemsize
-        return cls(model.config, *sizes, ceilings, reference=reference, draft_itemsize=drafts, keep=keep)
+        return cls(model.config, *sizes, ceilings, reference=reference, keep=keep)
 
     @property
     def vocab_size(self) -> int:
@@ -101,7 +97,7 @@ class Prices:
         """By the cost model: `tokens` new columns of `rows` rows that see about `context` columns, and the head on
         each. `outputs`: tokens that drafts choose among; None: all, by the model's own head. `kind` as in `seconds`."""
         about = context // COLUMNS * COLUMNS + COLUMNS // 2
-        key = sum(plan.attn), sum(plan.ffn), rows, tokens, about, outputs, kind == "draft"
+        key = sum(plan.attn), sum(plan.ffn), rows, tokens, about, outputs
         if (seconds := self._known.get(key)) is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
@@ -109,14 +105,14 @@ class Prices:
         return seconds
 
     def _model_s(
-        self, attn_runs: int, ffn_runs: int, rows: int, tokens: int, context: int, outputs: int | None, drafts: bool
+        self, attn_runs: int, ffn_runs: int, rows: int, tokens: int, context: int, outputs: int | None
     ) -> float:
-        sizes: dict[str, Any] = self._of_drafts if drafts else self._sizes
+        sizes: dict[str, Any] = self._sizes
         attn = attention_cost(self._config, rows=tokens, new_columns=1, context=context, **sizes)
         read_once = attn.cache_bytes * (1 - rows / tokens)  # columns of a row read its cache together
         attn = Cost(attn.flops, attn.bytes - read_once, attn.calls, attn.cache_flops, attn.cache_bytes - read_once)
         ffn = ffn_cost(self._config, tokens=tokens, **sizes)
-        head = head_cost(self._config, rows=tokens, outputs=outputs, **(self._sizes if outputs is None else sizes))
+        head = head_cost(self._config, rows=tokens, outputs=outputs, **sizes)
         seconds = self._ceilings.seconds
         return attn_runs * seconds(attn) + ffn_runs * seconds(ffn) + seconds(head)
 

@@ -24,7 +24,7 @@ from skipdecode.engine.logprobs import listed, top_logprobs
 from skipdecode.engine.request import DecodeText, Row, TokenLogprobs
 from skipdecode.kv.tokens import TokensView
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.layer_loop import Layered, run_layers
+from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.sampler import argmax, cuts, pick
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import FullDepth
@@ -116,9 +116,9 @@ class UnevenBatch(ContinuousBatch):
         """For tokens [N]; `most` as in `TokensView`."""
         return TokensView(self._arena, places, columns, self.model.rotary_table, most)
 
-    def _feed(self, tokens: Tensor, view: TokensView, ranges: LayerRanges, by: Layered | None = None) -> Tensor:
-        """The states [N, 1, D] of tokens [N] behind their layers. `by`: whose layers; None: the model's."""
-        return run_layers(by or self.model, self.model.embed(tokens[:, None], view.positions), view, ranges)[0]
+    def _feed(self, tokens: Tensor, view: TokensView, ranges: LayerRanges) -> Tensor:
+        """The states [N, 1, D] of tokens [N] behind their layers."""
+        return run_layers(self.model, self.model.embed(tokens[:, None], view.positions), view, ranges)[0]
 
     def _draws(self, places: Sequence[int], steps: Sequence[int], count: int = 1) -> Draws | None:
         """Of `count` tokens from y_k on, k = `steps[i]`, of the row at `places[i]`; None where all are greedy."""

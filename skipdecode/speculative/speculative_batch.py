@@ -32,7 +32,7 @@ from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.controller import HOLDS, Decision, Hold
 from skipdecode.speculative.draft import Chain, shares
 from skipdecode.speculative.draft_length import SKIPPED, DraftLength
-from skipdecode.speculative.draft_lm_head import ShortHead
+from skipdecode.speculative.draft_vocab import DraftHead
 from skipdecode.speculative.latency_model import Prices, size_of
 from skipdecode.speculative.ngram_proposer import RepeatDrafts
 from skipdecode.speculative.ragged_batch import Draws, UnevenBatch
@@ -56,7 +56,6 @@ class SpeculativeBatch(UnevenBatch):
         self._lossless = schedule
         self._length = length or DraftLength(schedule, Prices.of(model))
         self._draft_ends = layer_ends(schedule.drafts, model.config.max_position_embeddings)
-        self._draft_layers = [i for i, ends in enumerate(zip(*self._draft_ends, strict=True)) if any(ends)]
         self._repeats = RepeatDrafts(self._length.acceptance, decides=schedule.draft_tokens is None)
         self._hold: Hold | None = None  # what was decided, and for how long
         self._is_anew = True  # rows have come or gone
@@ -67,7 +66,7 @@ class SpeculativeBatch(UnevenBatch):
         rows = super().join(requests, sharing)
         if self._lists:
             for request in requests:
-                self._length.shortlist.read(request.prompt_tokens)
+                self._length.vocabulary.read(request.prompt_tokens)
         return rows
 
     @torch.inference_mode()
@@ -79,8 +78,6 @@ class SpeculativeBatch(UnevenBatch):
             return
         hold = self._holding(running)
         if hold.decision.has_drafts:
-            if hold.decision.skipped and self._prepare():
-                begin = now(self._device)  # once for a model: it says nothing about rounds
             made = self._draft(running, hold.decision, begin)
         else:
             made = self._without_drafts(running, hold)
@@ -101,15 +98,10 @@ class SpeculativeBatch(UnevenBatch):
         self._is_anew = True
         self._repeats.keep({member.row for member in self._members})
 
-    def _prepare(self) -> bool:
-        """The weights of drafts, once; whether there was anything to do."""
-        return self.model.drafter.prepare(self._draft_layers, with_head=not self._lists)
-
-    def _short_head(self) -> ShortHead | None:
+    def _short_head(self) -> DraftHead | None:
         """What drafts of skipped passes choose by; None: by the head of the model."""
-        listed = self._length.shortlist.tokens() if self._lists else None
-        head = None if listed is None else self.model.short_head(listed)
-        self._length.listed = self.model.drafter.num_outputs if head is None else len(head.tokens)
+        head = self._length.vocabulary.head(self.model) if self._lists else None
+        self._length.listed = None if head is None else len(head.tokens)
         return head
 
     # --- how many
@@ -135,7 +127,7 @@ class SpeculativeBatch(UnevenBatch):
         """The tokens made."""
         tokens = self._rest(running)
         if self._lists and hold.num_rounds % HOLDS == 0:  # some of the text says enough, and counting takes time
-            self._length.shortlist.wrote(tokens)
+            self._length.vocabulary.wrote(tokens)
         return len(tokens)
 
     def _saw_rest(self, rows: int, took_s: float, step_s: float) -> None:
@@ -174,7 +166,7 @@ class SpeculativeBatch(UnevenBatch):
         sampling = self._members[chain.at].row.request.sampling
         return () if sampling.ignore_eos else tuple(self.model.config.eos_token_ids)
 
-    def _skip(self, chains: Sequence[Chain], short: ShortHead | None) -> bool:
+    def _skip(self, chains: Sequence[Chain], short: DraftHead | None) -> bool:
         """Drafts by skipped passes, one column of all rows that want one at a time, of the tokens of `short`. The rows
         that run a layer are the youngest ones, as in the batch below. Whether there was such a pass."""
         has_skipped = False
@@ -215,15 +207,16 @@ class SpeculativeBatch(UnevenBatch):
         view: TokensView,
         draws: Draws | None,
         number: int,
-        short: ShortHead | None,
+        short: DraftHead | None,
     ) -> Tensor:
         """One skipped pass, by that `number` of the `draws`: the drafts that it makes [n], which the rows have then."""
-        drafter, drafts = self.model.drafter, self._lossless.drafts
-        h = self._feed(tokens, view, ranges_of_starts(ages, *self._draft_ends), drafter)[:, -1]
+        model, drafts = self.model, self._lossless.drafts
+        h = self._feed(tokens, view, ranges_of_starts(ages, *self._draft_ends))[:, -1]
         if draws is None:
-            made = drafter.argmax(h, short)
+            made = model.argmax(h) if short is None else short.argmax(model.head_states(h))
         else:
-            made = self._drawn(drafter.logits(h, short), draws.number(number))
+            logits = model.head(h) if short is None else short.logits(model.head_states(h))
+            made = self._drawn(logits, draws.number(number))
             made = made if short is None else short.tokens[made]
         made = self._drafted(rows, made)
         for chain, token, age in zip(rows, made.tolist(), ages, strict=True):
@@ -271,7 +264,7 @@ class SpeculativeBatch(UnevenBatch):
             self._length.acceptance.see(chain.sources, accepted)
             self.stats.count(chain.num_drafts, accepted)
         if self._lists:
-            self._length.shortlist.wrote(
+            self._length.vocabulary.wrote(
                 [token for row, _, kept in taken for token in row.tokens[len(row.tokens) - kept :]]
             )
         if found:

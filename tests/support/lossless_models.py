@@ -16,7 +16,7 @@ from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.speculative.controller import Decision
 from skipdecode.speculative.draft_length import DraftLength
-from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.ngram import LONGEST, SHORTEST
 from tests.support.cpu_backends import forced
@@ -60,9 +60,9 @@ class Erratic(DraftLength):
     """Drafts, and rests, as a die says: for some rounds each, by skipped passes, by repeats, or by both."""
 
     def __init__(
-        self, schedule: Lossless, config: DecoderConfig, seed: int, shortlist: Shortlist | None = None
+        self, schedule: Lossless, config: DecoderConfig, seed: int, vocabulary: DraftVocabulary | None = None
     ) -> None:
-        super().__init__(schedule, Prices(config, 4), shortlist=shortlist)
+        super().__init__(schedule, Prices(config, 4), vocabulary=vocabulary)
         self._die = random.Random(seed)
 
     def decide(self, rows: int, k: int, context: int) -> Decision:

@@ -16,11 +16,10 @@ struct Norm {
 
 struct Product {
   int64_t outputs, inputs;
-  const void* weight;     // packed; of T, but for int8 and half ones
+  const void* weight;     // packed; of T, but for int8 ones
   const float* scales;    // of int8, else null
   const int32_t* totals;  // of int8
   const void* bias;       // null: none
-  int64_t is_half;        // the weight is bfloat16, and rows are float32
 
 #ifdef HAS_INT8
   Int8Weight int8() const {
@@ -60,10 +59,6 @@ void of_product(Team team, bool few, int64_t rows, const Product& p, const T* x,
     if (p.scales) return of_whole<THEN>(team, rows, whole, p.int8(), residual, y, layout);
 #endif
   const T *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
-  if constexpr (std::is_same<T, float>::value)
-    if (p.is_half)
-      return of_tiles<THEN>(team, rows, p.outputs, p.inputs, x, static_cast<const bfloat16*>(p.weight), bias, residual, y,
-                            layout);
   if (few)
     of_few<THEN>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
   else

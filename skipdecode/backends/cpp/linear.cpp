@@ -1,4 +1,4 @@
-// A linear layer, its weights packed, of float32, bfloat16 or int8, or of bfloat16 beside rows in float32 (`half`); and its
+// A linear layer, its weights packed, of float32, bfloat16 or int8; and its
 // largest output.
 
 #include "layer.h"
@@ -144,7 +144,6 @@ extern "C" int is_allowed() { return 1; }
   }
 #define EXPORT_TYPE(NAME, T) EXPORT_PACK(NAME, T) EXPORT(NAME, T, T)
 FOR_EACH_TYPE(EXPORT_TYPE)
-EXPORT(half, float, bfloat16)
 
 #ifdef HAS_INT8
 

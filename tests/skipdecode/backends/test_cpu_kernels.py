@@ -302,3 +302,15 @@ def test_a_packed_layer_is_the_layer(dtype: torch.dtype, rows: int, width: int, 
         ):
             assert one.dtype == other.dtype
             assert (one.float() - other.float()).abs().max() <= TOLERANCE[dtype] * max(1, float(one.abs().max()))
+
+
+def test_whole_numbers_are_those_of_the_whole_weight() -> None:
+    """Though it is made of parts."""
+    weight = torch.randn(32 * cpu_weights.PART + 40, 96).bfloat16()
+    packed = cpu_weights.pack_int8(weight)
+    scales = weight.float().abs().amax(dim=1) / 127
+    assert torch.equal(packed.scales[: len(weight)], scales)
+    tiles = packed.tiles.permute(0, 2, 4, 1, 3, 5).reshape(packed.tiles.shape[0] * 32, -1)
+    assert torch.equal(tiles[: len(weight), :96], (weight.float() / scales[:, None]).round().to(torch.int8))
+    assert torch.equal(packed.totals, tiles.sum(dim=1, dtype=torch.int32))
+    assert not packed.scales[len(weight) :].any()

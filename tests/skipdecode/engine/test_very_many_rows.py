@@ -12,7 +12,7 @@ from skipdecode.engine.request import Completion, Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.draft_length import DraftLength
-from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
@@ -67,8 +67,8 @@ def test_very_many_rows(models: dict[str, Decoder]) -> None:
             for i, (prompt, limit, temperature) in enumerate(zip(prompts, limits, temperatures, strict=True))
         ]
         schedule = Lossless(L, DRAFTS[done % len(DRAFTS)], (None, 1, 3, 6)[done % 4])
-        listed = Shortlist(model.config.vocab_size, range(0, 200, 2), learns=False) if done % 5 == 0 else None
-        length = DraftLength(schedule, Prices(model.config, 4), shortlist=listed)
+        listed = DraftVocabulary(model.config.vocab_size, range(0, 200, 2), learns=False) if done % 5 == 0 else None
+        length = DraftLength(schedule, Prices(model.config, 4), vocabulary=listed)
         if is_erratic:
             schedule = Lossless(L, schedule.drafts, may_rest=True)
             length = Erratic(schedule, model.config, done, listed)

@@ -15,7 +15,7 @@ from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.speculative.acceptance import Counts, DraftedText
 from skipdecode.speculative.draft_length import MOST, DraftLength
-from skipdecode.speculative.draft_vocab import Shortlist
+from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.ngram import Repeats
@@ -91,8 +91,8 @@ def test_every_draft_is_the_one_that_rows_make(
                 wanted = [a + b for a, b in zip(wanted, drafted, strict=True)]
                 got = [a + b for a, b in zip(got, accepted, strict=True)]
             schedule, prices = Lossless(L, drafts, number), Prices(model.config, model.dtype.itemsize)
-            shortlist = Shortlist(model.config.vocab_size, tokens or (), learns=False)
-            length = DraftLength(schedule, prices, shortlist=shortlist)
+            vocabulary = DraftVocabulary(model.config.vocab_size, tokens or (), learns=False)
+            length = DraftLength(schedule, prices, vocabulary=vocabulary)
             result = generate_lossless(model, requests, schedule, length=length)
             stats = result.stats
             assert isinstance(stats, LosslessStats)

@@ -14,7 +14,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, SkipDecode
 from skipdecode.speculative.draft_length import SKIPPED, DraftLength
-from skipdecode.speculative.draft_vocab import HALVED_EVERY, SEEN, SHARE, TOO_FEW, Shortlist
+from skipdecode.speculative.draft_vocab import HALVED_EVERY, SEEN, SHARE, TOO_FEW, DraftHead, DraftVocabulary
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cpu_backends import forced
@@ -24,76 +24,76 @@ LAYERS, VOCAB = 4, 200
 BACKENDS = ["torch", *(["kernels"] if choice.choose().name != "torch" else [])]
 
 
-def wrote(shortlist: Shortlist, tokens: Iterable[int]) -> None:
+def wrote(vocabulary: DraftVocabulary, tokens: Iterable[int]) -> None:
     """As rounds tell it: a few tokens at a time, asked for the list before each."""
     for token in tokens:
-        shortlist.tokens()
-        shortlist.wrote([token])
+        vocabulary.tokens()
+        vocabulary.wrote([token])
 
 
 def test_a_list_needs_texts_first_and_covers_them() -> None:
-    shortlist = Shortlist(1000)
-    shortlist.read([500, 501])
-    assert shortlist.tokens() is None, "nothing was made yet"
-    wrote(shortlist, [1, 2, 3, 4] * (SEEN // 4))
-    assert shortlist.tokens() is None, "nothing that a list was held against"
-    wrote(shortlist, [1, 2, 3, 4] * SEEN)
-    listed = shortlist.tokens()
+    vocabulary = DraftVocabulary(1000)
+    vocabulary.read([500, 501])
+    assert vocabulary.tokens() is None, "nothing was made yet"
+    wrote(vocabulary, [1, 2, 3, 4] * (SEEN // 4))
+    assert vocabulary.tokens() is None, "nothing that a list was held against"
+    wrote(vocabulary, [1, 2, 3, 4] * SEEN)
+    listed = vocabulary.tokens()
     assert listed == {1, 2, 3, 4, 500, 501}
-    assert shortlist.tokens() is listed, "the same object"
-    shortlist.read([7])
-    assert shortlist.tokens() == {1, 2, 3, 4, 7, 500, 501}, "words of a new prompt are listed, rare as they are"
+    assert vocabulary.tokens() is listed, "the same object"
+    vocabulary.read([7])
+    assert vocabulary.tokens() == {1, 2, 3, 4, 7, 500, 501}, "words of a new prompt are listed, rare as they are"
 
 
 def test_texts_of_other_words_give_it_up_and_get_another() -> None:
-    shortlist, others = Shortlist(4000), list(range(100, 700))
-    wrote(shortlist, [1, 2, 3] * SEEN)
-    assert shortlist.tokens() == {1, 2, 3}
-    wrote(shortlist, others)
-    assert shortlist.coverage < TOO_FEW
-    assert shortlist.tokens() is None
-    wrote(shortlist, others * 3)
-    listed = shortlist.tokens()
+    vocabulary, others = DraftVocabulary(4000), list(range(100, 700))
+    wrote(vocabulary, [1, 2, 3] * SEEN)
+    assert vocabulary.tokens() == {1, 2, 3}
+    wrote(vocabulary, others)
+    assert vocabulary.coverage < TOO_FEW
+    assert vocabulary.tokens() is None
+    wrote(vocabulary, others * 3)
+    listed = vocabulary.tokens()
     assert listed is not None
     assert listed.issuperset(others)
 
 
 def test_it_is_given_up_later_than_it_begins() -> None:
     """Else it would come and go with every other word."""
-    shortlist, rng = Shortlist(100_000), random.Random(0)
-    wrote(shortlist, [1, 2, 3] * SEEN)
+    vocabulary, rng = DraftVocabulary(100_000), random.Random(0)
+    wrote(vocabulary, [1, 2, 3] * SEEN)
     new = iter(range(10, 100_000))
     used = []
     for _ in range(3000):
-        wrote(shortlist, [next(new) if rng.random() < 0.04 else 1])
-        used.append(shortlist.tokens() is not None)
+        wrote(vocabulary, [next(new) if rng.random() < 0.04 else 1])
+        used.append(vocabulary.tokens() is not None)
     assert sum(used) > 0.7 * len(used)
     assert sum(a != b for a, b in itertools.pairwise(used)) < 20
 
 
 def test_it_stays_small_and_keeps_what_comes_often() -> None:
-    shortlist, often = Shortlist(400), [1, 2, 3]
+    vocabulary, often = DraftVocabulary(400), [1, 2, 3]
     for token in range(10, 400):
-        shortlist.read(range(token, min(token + 60, 400)))
-        wrote(shortlist, [*often * 12, token])
-        listed = shortlist.tokens()
+        vocabulary.read(range(token, min(token + 60, 400)))
+        wrote(vocabulary, [*often * 12, token])
+        listed = vocabulary.tokens()
         assert listed is None or (len(listed) <= SHARE * 400 and listed.issuperset(often))
     assert listed is not None
 
 
 def test_it_forgets() -> None:
-    shortlist = Shortlist(8000)
-    shortlist.wrote(list(range(1000, 3000)) * 2)
+    vocabulary = DraftVocabulary(8000)
+    vocabulary.wrote(list(range(1000, 3000)) * 2)
     for _ in range(6):
-        shortlist.wrote([1, 2, 3] * (HALVED_EVERY // 3 + 1))
-    assert len(shortlist._counts) == 3
+        vocabulary.wrote([1, 2, 3] * (HALVED_EVERY // 3 + 1))
+    assert len(vocabulary._counts) == 3
 
 
 def test_a_fixed_list_stays() -> None:
     for tokens in ([5, 6], []):
-        shortlist = Shortlist(100, tokens, learns=False)
-        wrote(shortlist, [1, 2, 3] * SEEN)
-        assert shortlist.tokens() == (set(tokens) or None)
+        vocabulary = DraftVocabulary(100, tokens, learns=False)
+        wrote(vocabulary, [1, 2, 3] * SEEN)
+        assert vocabulary.tokens() == (set(tokens) or None)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -105,19 +105,20 @@ def model(request: pytest.FixtureRequest) -> Iterator[Decoder]:
 
 @pytest.mark.parametrize("count", [1, 7, 40, 129])
 def test_the_head_for_some_tokens(model: Decoder, count: int) -> None:
-    """Against the logits of all, cut to these: the same choices, the lower one of equals. Kernels round weights."""
+    """Against the logits of all, cut to these: the same choices, the lower one of equals."""
     rng = torch.Generator().manual_seed(count)
     listed = frozenset(torch.randperm(VOCAB, generator=rng)[:count].tolist())
-    head, ids = model.short_head(listed), torch.tensor(sorted(listed))
-    assert head is model.short_head(listed), "kept"
+    vocabulary = DraftVocabulary(VOCAB, listed, learns=False)
+    head, ids = vocabulary.head(model), torch.tensor(sorted(listed))
+    assert head is not None
+    assert head is vocabulary.head(model), "kept"
     h = torch.randn(9, 128, generator=rng)
     weight = model.embed_tokens.weight.data
-    weight = weight.bfloat16().float() if model.drafter.weight_itemsize == 2 else weight
     logits = model.head_states(h) @ weight.T
-    assert model.argmax(h, head).tolist() == ids[logits[:, ids].argmax(dim=-1)].tolist()
+    assert head.argmax(model.head_states(h)).tolist() == ids[logits[:, ids].argmax(dim=-1)].tolist()
     model.embed_tokens.weight.data[ids] = model.embed_tokens.weight.data[ids[0]].clone()
-    again = model.short_head(frozenset(sorted(listed)))
-    assert model.argmax(h, again).tolist() == [min(listed)] * 9, "all are equal"
+    again = DraftHead.of(listed, model)
+    assert again.argmax(model.head_states(h)).tolist() == [min(listed)] * 9, "all are equal"
 
 
 def test_no_head_where_its_weights_are_gone() -> None:
@@ -133,8 +134,8 @@ def lossless(
 ) -> tuple[list[Row], float]:
     """Rows whose drafts choose among those tokens (None: among all), and the share accepted of skipped passes."""
     schedule = Lossless(LAYERS, drafts, 3)
-    shortlist = None if listed is None else Shortlist(VOCAB, listed, learns=False)
-    length = DraftLength(schedule, Prices(model.config, 4), shortlist=shortlist)
+    vocabulary = None if listed is None else DraftVocabulary(VOCAB, listed, learns=False)
+    length = DraftLength(schedule, Prices(model.config, 4), vocabulary=vocabulary)
     batch = SpeculativeBatch(model, schedule, length=length)
     rows = batch.join(requests)
     while not batch.is_done:
