@@ -61,10 +61,10 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
                 f"{new} leaves no room for a prompt in the model's {model_config.max_position_embeddings} positions",
             )
         model = ResolvedModel(folder, config.model.source, model_config, decode, adapter)
-        warnings = [foreign_swiftkv(model, config), untuned(model, config)]
+        remarks = [foreign_swiftkv(model, config), untuned(model, config), full_by_default(model, config)]
     except ValueError as error:
         raise ConfigError.parse(error) from error
-    for text in filter(None, warnings):
+    for text in filter(None, remarks):
         log(text)
     return model
 
@@ -97,6 +97,18 @@ def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
     )
 
 
+def full_by_default(model: ResolvedModel, config: JobConfig) -> str | None:
+    """How to skip layers, for a run at full depth because neither the job nor the checkpoint names a schedule; None
+    for any other run."""
+    is_default = model.config.skip_decode is None and not config.decode.is_given
+    if not is_default or config.sampling.max_new_tokens < 2:  # the prompt gives the first token
+        return None
+    return (
+        "full depth: this checkpoint carries no schedule; decode.speedup=2 skips layers, best after jobs.finetune "
+        "(docs/training.md)"
+    )
+
+
 def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, Path | None]:
     """The folders of a model and of its adapter, and the configuration of both together; ValueError where the files do
     not fit one another."""
@@ -108,20 +120,24 @@ def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, P
 
 
 def resolve_decode(config: JobConfig, model_config: DecoderConfig, log: Log) -> dict[str, Json]:
-    """The `decode:` mapping that holds: the job's own, else the checkpoint's (with `lossless` the drafts that were
-    calibrated for it, if any), else SkipDecode at speedup 2.
+    """The `decode:` mapping that a job runs: its own, else the checkpoint's, else full depth.
 
-    `ffn_skip` and `lossless` are apart from that: they are the job's own, on top of whatever schedule holds. `prefix`
-    is no part of it.
+    With `lossless`, where the schedule only drafts, the checkpoint's calibrated drafts come before its schedule, and
+    SkipDecode at speedup 2 takes the place of full depth. `ffn_skip` and `lossless` themselves always come from the
+    job, on top of whichever schedule holds. `prefix` is not part of the mapping.
     """
     given = config.decode.model_dump(exclude_none=True, exclude={"prefix"})
     skip, lossless = given.pop("ffn_skip", None), {key: given.pop(key) for key in LOSSLESS_KEYS}
     drafts = stored_drafts(model_config) if lossless["lossless"] else None
     if drafts is not None:  # workers read them too, whatever the job names
         check_drafts(drafts.decode, model_config)
-    stored = default_decode(model_config) if drafts is None else drafts.decode
-    default = {key: value for key, value in stored.items() if key not in LOSSLESS_KEYS}
-    decode = {"method": "skipdecode"} | given if given else default
+    if given:
+        decode: dict[str, Json] = {"method": "skipdecode"} | given
+    else:
+        stored = model_config.skip_decode if drafts is None else drafts.decode
+        if stored is None:
+            stored = {"method": "skipdecode", "speedup": 2} if lossless["lossless"] else {"method": "full"}
+        decode = {key: value for key, value in stored.items() if key not in LOSSLESS_KEYS}
     if skip is not None:
         decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, model_config, log)}
     return decode | {
@@ -229,13 +245,6 @@ def resolve_ffn_skip(
             "and what they cost are others"
         )
     return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
-
-
-def default_decode(model_config: DecoderConfig) -> dict[str, Json]:
-    """What holds where the job says nothing."""
-    return (
-        {"method": "skipdecode", "speedup": 2} if model_config.skip_decode is None else dict(model_config.skip_decode)
-    )
 
 
 def check_quantization(

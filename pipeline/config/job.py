@@ -83,8 +83,8 @@ class FFNSkipConfig(Section):
 
 class DecodeConfig(Section):
     method: Literal["full", "skipdecode", "early_exit", "unified", "layers"] | None = None
-    """null: the schedule stored in the checkpoint under `skip_decode`, and with `lossless` that under `drafts`; without
-    one, skipdecode at speedup 2."""
+    """null: skipdecode if another key of the schedule is given, else the schedule that the checkpoint carries as
+    `skip_decode`, else full depth. With `lossless`: the drafts it carries, and skipdecode at speedup 2 without any."""
     speedup: float | None = None
     """A preset of the paper: 2, 3, 4 or 5; 1 is full depth; null: `max_layers` and `min_layers`, or 2."""
     max_layers: int | None = None
@@ -107,6 +107,11 @@ class DecodeConfig(Section):
     prefix: Literal["auto", "off"] = "auto"
     """auto: what prompts of a window begin with alike is run once, where that saves time; off: every prompt by itself.
     Without effect under `sampling.deterministic`."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether any key says how to decode; `prefix` does not, since it changes no token."""
+        return bool(self.model_dump(exclude_defaults=True, exclude={"prefix"}))
 
     @field_validator("prefix", mode="before")
     @classmethod

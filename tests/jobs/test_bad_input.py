@@ -190,5 +190,5 @@ def test_the_documents_last_line_is_json_and_the_rest_is_stderr(
     done = program(f"model.source={tiny_checkpoint}", "-i", str(source), "-o", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["completed"] == 1
-    assert "carries no skip_decode schedule" in done.stderr
+    assert "full depth: this checkpoint carries no schedule" in done.stderr
     assert "progress: 1/1 rows (100 %)" in done.stderr

@@ -1,4 +1,4 @@
-"""The warning that text may be nonsense: where layers are skipped, and nothing says that the model was tuned for it."""
+"""The schedule that a checkpoint is decoded with by default, and the warning where it was not tuned for skipping."""
 
 import json
 import re
@@ -10,8 +10,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from jobs import generate
-from pipeline.checkpoint import check_model
+from pipeline.checkpoint import check_model, resolve_decode
 from pipeline.config.job import ConfigError, JobConfig, build_config
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.trained import SCHEDULE_FILE, TRAINED_FILE
@@ -36,10 +37,24 @@ def notes_of(source: Path, adapter: Path | None = None, **sections: Any) -> list
     return notes
 
 
+def test_full_depth_is_the_default_unless_the_checkpoint_carries_a_schedule(tiny_checkpoint: Path, tuned: Path) -> None:
+    def decode_of(source: Path, **decode: Any) -> dict[str, Any]:
+        return resolve_decode(build_config(JobConfig, {"decode": decode}), read_config(source), print)
+
+    assert decode_of(tiny_checkpoint) == decode_of(tiny_checkpoint, prefix="off") == {"method": "full"}
+    assert decode_of(tiny_checkpoint, speedup=2) == {"method": "skipdecode", "speedup": 2}
+    assert decode_of(tiny_checkpoint, lossless=True)["method"] == "skipdecode", "drafts cannot change a token"
+    assert decode_of(tiny_checkpoint, ffn_skip={"mode": "row"})["method"] == "full"
+    assert decode_of(tuned) == TUNED
+    for keys in ({}, {"decode": {"prefix": "off"}}):
+        (log,) = notes_of(tiny_checkpoint, **keys)
+        assert log.startswith("full depth: this checkpoint carries no schedule; decode.speedup=2 skips layers")
+    assert notes_of(tuned) == notes_of(tiny_checkpoint, decode={"method": "full"}) == []
+
+
 @pytest.mark.parametrize(
     ("decode", "method"),
     [
-        ({}, "skipdecode"),
         ({"speedup": 3}, "skipdecode"),
         ({"method": "early_exit", "max_layers": 4, "min_layers": 2}, "early_exit"),
         ({"method": "unified", "layers": 5, "ffn_skip": {"cold_start": 1, "cold_end": 1}}, "unified"),
@@ -157,7 +172,7 @@ def test_an_adapter_says_it_too(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     adapter = write_adapter(tmp_path / "a", model, dict.fromkeys(["model.decoder.layers.0.fc1"], 2), r=2,
                             target_modules="model.decoder.layers.0.fc1")  # fmt: skip
-    (log,) = notes_of(tiny_checkpoint, adapter)
+    (log,) = notes_of(tiny_checkpoint, adapter, decode={"speedup": 2})
     assert f"{tiny_checkpoint} with {adapter} carries no" in log
     (adapter / SCHEDULE_FILE).write_text(json.dumps(TUNED))
     assert notes_of(tiny_checkpoint, adapter) == notes_of(tiny_checkpoint, adapter, decode={"speedup": 5}) == []
@@ -229,7 +244,9 @@ def test_it_is_the_first_line_and_agreement_among_the_first_of_the_report(
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"id": f"r{n}", "prompt": f"dish {n}"}) + "\n" for n in range(4)))
-    settings = [f"model.source={tiny_checkpoint}", "sampling.max_new_tokens=8", "baseline.fraction=1.0"]
+    settings = [
+        f"model.source={tiny_checkpoint}", "sampling.max_new_tokens=8", "baseline.fraction=1.0", "decode.speedup=2",
+    ]  # fmt: skip
     code, _, err = call(generate, "-i", path, "-o", tmp_path / "run", *settings)
     assert code == 0, err
     lines = [line for line in err.splitlines() if not line.startswith(("20", "("))]  # Ray's own begin so

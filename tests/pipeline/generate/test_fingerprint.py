@@ -41,6 +41,7 @@ def place(tmp_path: Path, tiny_checkpoint: Path) -> Path:
 def take(place: Path, **overrides: Any) -> tuple[dict[str, Any], Any]:
     """Fingerprint and plan of a run, as `plan_run` takes them; overrides with `__` for the dot."""
     tree: dict[str, Any] = {"input": {"path": [str(place / "in")]}, "model": {"source": str(place / "model")}}
+    tree["decode"] = {"speedup": 2}
     for key, value in overrides.items():
         set_key(tree, key.replace("__", "."), value)
     config = build_config(JobConfig, tree)
@@ -79,7 +80,7 @@ def test_the_same_run_may_go_on_wherever_it_lies(place: Path, state: dict[str, A
 CHANGES = [
     ({"sampling__seed": 4}, ["sampling.seed"]),
     ({"sampling__stop": ["x"]}, ["sampling.stop"]),
-    ({"decode__method": "full"}, ["decode.method", "decode.speedup"]),
+    ({"decode": {"method": "full"}}, ["decode.method", "decode.speedup"]),
     ({"decode__speedup": 3}, ["decode.speedup"]),
     ({"decode__prefix": "off"}, ["decode.prefix"]),
     ({"input__too_long": "truncate_left"}, ["input.too_long"]),

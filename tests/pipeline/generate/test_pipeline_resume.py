@@ -48,21 +48,22 @@ def test_resume_writes_what_is_missing_and_nothing_twice(job: Job, tmp_path: Pat
 
 def test_resume_refuses_another_run(job: Job, tmp_path: Path, tiny_checkpoint: Path, checkpoint_factory: Any) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts(8)])
-    assert job("-i", str(source))[0] == 0
+    arguments = ["-i", str(source), "decode.speedup=2"]
+    assert job(*arguments)[0] == 0
     for change, key in (
         (["sampling.max_new_tokens=13"], "sampling.max_new_tokens: the run was started with 12, now it is 13"),
         (["decode.speedup=3"], "decode.speedup: the run was started with 2, now it is 3"),
         (["input.limit=5"], "input.limit: the run was started with None, now it is 5"),
     ):
-        code, _, err = job("-i", str(source), "--resume", *change)
+        code, _, err = job(*arguments, "--resume", *change)
         assert code == 2
         assert key in err
     other = tmp_path / "other-model"
     shutil.copytree(checkpoint_factory("125m", layers=6, seed=9), other)
-    code, _, err = job("-i", str(source), "--resume", model=other)
+    code, _, err = job(*arguments, "--resume", model=other)
     assert (code, "model.files: " in err) == (2, True)
     write_jsonl(source, [{"prompt": prompt} for prompt in prompts(9)])
-    code, _, err = job("-i", str(source), "--resume")
+    code, _, err = job(*arguments, "--resume")
     assert (code, "input.files: " in err) == (2, True)
 
 

@@ -239,7 +239,7 @@ def test_a_row_that_fails_again_stays_failed(run: Path, call: Call) -> None:
     ("overrides", "message"),
     [
         (["sampling.seed=5"], "sampling.seed: the run was started with 0, now it is 5"),
-        (["decode.method=full"], "decode.method: the run was started with 'skipdecode', now it is 'full'"),
+        (["decode.speedup=2"], "decode.method: the run was started with 'full', now it is 'skipdecode'"),
         (["input.too_lng=x"], "input.too_lng: unknown key"),
     ],
 )
