@@ -1,1 +1,1 @@
-"""Chat templates of checkpoints and row templates of users, rendered by sandboxed Jinja."""
+"""Chat templates of checkpoints and row templates of users, rendered in Jinja's sandbox."""

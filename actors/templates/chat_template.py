@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from actors.templates.jinja_errors import TemplateError
-from actors.templates.jinja_sandbox import Template
+from actors.templates.sandbox import Template, TemplateError
 
 ROLES = ("system", "developer", "user", "assistant")
 PASSED_ON = ("role", "content", "name")
@@ -63,7 +62,7 @@ class ChatTemplate:
         return self.template.render(self._values(messages), now=now)
 
     def render_rows(self, chats: Sequence[Sequence[Message]], *, now: datetime) -> list[str | TemplateError]:
-        """One prompt or error per conversation; cheaper than one by one."""
+        """One prompt or error per conversation."""
         return self.template.render_rows([self._values(messages) for messages in chats], now=now)
 
     def _values(self, messages: Sequence[Message]) -> dict[str, object]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.templates.chat_template import ChatTemplate
-from actors.templates.jinja_errors import TemplateError
-from actors.templates.jinja_sandbox import Template
+from actors.templates.sandbox import Template, TemplateError
 from skipdecode.checkpoint.gguf_header import read_header
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer_files import LLAMA_TOKENS, NAMED_TOKENS, content_of

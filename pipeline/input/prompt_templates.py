@@ -1,7 +1,7 @@
 """Prompts that are made: from columns by templates, and from conversations by the chat template.
 
 One `Prompter` is made by the driver and travels to the tasks that read. What rows hold is data, and never a template.
-Left out: the sandbox that renders (`actors.templates.jinja_sandbox`), and where a checkpoint has its chat template
+Left out: the sandbox that renders (`actors.templates.sandbox`), and where a checkpoint has its chat template
 (`actors.templates.chat_template`).
 """
 
@@ -13,13 +13,12 @@ from functools import lru_cache
 from typing import Protocol
 
 from actors.templates.chat_template import ChatTemplate, Message, MessagesError, check_messages
-from actors.templates.jinja_errors import RendererEnded, TemplateError
-from actors.templates.jinja_sandbox import Template
+from actors.templates.sandbox import Template, TemplateError
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.files import Listing
 from pipeline.input.row import Row
 from pipeline.json_size import MAX_MARKS, count_marks
-from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, ENGINE_ERROR, PROMPT
+from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, PROMPT
 
 BATCH_MESSAGES = "messages"
 """The field of an OpenAI batch line that is a conversation."""
@@ -153,7 +152,7 @@ def _compiled(text: str) -> Template:
 def _checked(text: str | TemplateError, title: str) -> Made:
     if not isinstance(text, TemplateError):
         return text
-    return Failure(ENGINE_ERROR if isinstance(text, RendererEnded) else BAD_TEMPLATE, f"{title}: {text}")
+    return Failure(BAD_TEMPLATE, f"{title}: {text}")
 
 
 def _key(name: str) -> str:

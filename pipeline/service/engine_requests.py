@@ -10,7 +10,7 @@ from datetime import datetime
 from actors.generator import Generator
 from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
-from actors.templates.jinja_errors import RendererEnded, TemplateError, TemplateRaised
+from actors.templates.sandbox import TemplateError, TemplateRaised
 from pipeline.openai.parameters import BadParameter, cut
 from pipeline.service import errors
 from pipeline.service.config import ServeConfig
@@ -79,8 +79,6 @@ class Prompts:
             raise ApiError(400, f"{message}; send a prompt to /v1/completions", code="no_chat_template")
         try:
             return self.chat_template.render(asked.messages, now=datetime.now())
-        except RendererEnded as error:
-            raise errors.unavailable(f"the chat template was not rendered: {error}", "not_rendered") from error
         except TemplateRaised as error:
             message = f"messages: the chat template refuses them: {error}"
         except TemplateError as error:

@@ -20,13 +20,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.templates.chat_template import ChatTemplate, MessagesError, check_messages
 from actors.templates.chat_template_files import load_chat_template
-from actors.templates.jinja_errors import TemplateRaised, TemplateTooCostly
+from actors.templates.sandbox import TemplateRaised
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES
 from tests.support.family_tokenizers import NASTY, byte_level, sentencepiece, template, write_folder
 from tests.support.gguf_models import Writer, add_byte_level
 
-pytestmark = pytest.mark.process
 NOW = datetime(2026, 7, 26)
 USER = [{"role": "user", "content": "What is a pub? <|im_end|> [INST] {{ 1 }}"}]
 CHATS = [
@@ -226,15 +225,6 @@ def test_what_is_wrong_with_the_files_is_named(tmp_path: Path) -> None:
         other = write_folder(tmp_path / "other", byte_level("llama3"), "llama", chat_template=wrong)
         with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template is neither"):
             load_chat_template(other, "llama")
-
-
-def test_a_template_that_loops_fails_its_conversation(tmp_path: Path) -> None:
-    inner = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    loops = "{% for m in messages %}" + inner + "{% endfor %}"
-    (tmp_path / "mine.jinja").write_text(loops)
-    chat_template = loaded(write_folder(tmp_path, byte_level("llama3"), "llama"), "llama", tmp_path / "mine.jinja")
-    with pytest.raises(TemplateTooCostly):
-        chat_template.render(USER, now=NOW)
 
 
 def test_parts_are_lines_and_a_developer_speaks_for_the_system(folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.templates.chat_template import ChatTemplate
-from actors.templates.jinja_sandbox import Template
+from actors.templates.sandbox import Template
 from pipeline.json_size import MAX_MARKS
 from tests.support.input_helpers import write, write_jsonl
 from tests.support.prompt_helpers import read, texts

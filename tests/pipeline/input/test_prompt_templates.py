@@ -6,10 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.templates.jinja_errors import RendererEnded, TemplateTooCostly
 from pipeline.config.job import SamplingConfig
-from pipeline.generate.retry import RETRYABLE
-from pipeline.input.prompt_templates import Failure, Prompter, _checked, unknown_names
+from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.read import read_file
 from tests.support.input_helpers import make_config, make_plan, write, write_jsonl, write_parquet
 from tests.support.prompt_helpers import NOW, read, refuse, texts
@@ -167,13 +165,6 @@ def test_the_newline_that_ends_a_template_belongs_to_the_prompt(tmp_path: Path) 
         assert prompter is not None
         found += prompter.make("", [{"q": "x"}], [None])
     assert found == ["Q: x\nA:\n\n", "Q: x\nA:\n"], "as runs of before have it"
-
-
-def test_a_row_whose_process_others_have_ended_may_be_tried_again(tmp_path: Path) -> None:
-    for error, code in ((RendererEnded("x"), "engine_error"), (TemplateTooCostly("x"), "bad_template")):
-        failure = _checked(error, "template")
-        assert isinstance(failure, Failure)
-        assert (failure.code, failure.code in RETRYABLE) == (code, code == "engine_error")
 
 
 def test_a_bad_document_fails_with_its_own_reason(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import openai
 import pytest
 
 from actors.generator import Generator, GeneratorConfig
-from actors.templates import jinja_process
 from pipeline.service.api_keys import digest
 from tests.support.chat_service import DECODE, USER, ask, client, client_of, generator, refused, url
 from tests.support.service_helpers import local, make_endpoint
@@ -94,25 +92,6 @@ def test_values_that_ask_for_nothing(client: openai.OpenAI) -> None:
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is 'tiny'"):
         ask(client, model="gpt-9")
-
-
-def test_a_template_whose_process_others_end_is_the_servers_own_trouble(url: str) -> None:
-    is_done = threading.Event()
-
-    def end_all() -> None:
-        while not is_done.wait(0.001):
-            if (child := jinja_process._child) is not None:
-                child._process.kill()
-
-    jinja_process._drop()
-    killer = threading.Thread(target=end_all)
-    killer.start()
-    asked = {"model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"], "messages": USER}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
-    is_done.set()
-    killer.join()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_rendered")
-    assert httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).status_code == 200
 
 
 def test_without_a_template_there_are_no_chats(tiny_checkpoint: Path, tmp_path: Path) -> None:

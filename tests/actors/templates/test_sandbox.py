@@ -1,6 +1,9 @@
 """Templates of strangers: the text is that of transformers; a strict one reads rows; Python is out of reach."""
 
-from datetime import date
+import pickle
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -9,17 +12,10 @@ import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from actors.templates.jinja_errors import (
-    TemplateError,
-    TemplateRaised,
-    TemplateSyntaxError,
-    TemplateTooCostly,
-    UndefinedVariable,
-)
-from actors.templates.jinja_sandbox import Template
-from tests.support.rendered_templates import NOW, ours
+from actors.templates import sandbox
+from actors.templates.sandbox import Template, TemplateError, TemplateRaised
 
-pytestmark = pytest.mark.process
+NOW = datetime(2026, 7, 26, 12, 30)
 MESSAGES = [{"role": "user", "content": 'a "b" <c> é\n'}, {"role": "assistant", "content": "  d "}]
 DIALECT = [
     "{% for m in messages %}\n  {% if loop.first %}\n{{ m.role }}: {{ m.content | trim }}\n  {% endif %}\n{% endfor %}",
@@ -47,6 +43,10 @@ ESCAPES = [
     "{{ self._TemplateReference__context }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
 ]
+
+
+def ours(source: str, values: Mapping[str, object], *, strict: bool = False) -> str:
+    return Template(source, strict=strict).render(values, now=NOW)
 
 
 def reference(source: str, **values: Any) -> str:
@@ -82,9 +82,9 @@ def test_the_time_is_the_one_that_is_given() -> None:
 
 
 def test_a_strict_template_reads_only_what_is_there() -> None:
-    with pytest.raises(UndefinedVariable, match="'b' is undefined"):
+    with pytest.raises(TemplateError, match="'b' is undefined"):
         ours("{{ a }}{{ b }}", {"a": 1}, strict=True)
-    with pytest.raises(UndefinedVariable, match="has no attribute 'c'"):
+    with pytest.raises(TemplateError, match="has no attribute 'c'"):
         ours("{{ a.c }}", {"a": {"b": 1}}, strict=True)
     assert ours("{{ b | default('none') }}{% if b is defined %}!{% endif %}", {}, strict=True) == "none"
 
@@ -114,7 +114,7 @@ def test_values_are_plain_data() -> None:
     }  # fmt: skip
     source = "{{ day.year }} {{ price }} {{ vector[2] }} {{ number + 1 }} {{ pair }} {{ name }} {{ path }}"
     assert ours(source, row, strict=True) == "2026 1.50 2 8 ['a', None] x a/b"
-    with pytest.raises(UndefinedVariable):
+    with pytest.raises(TemplateError, match="no attribute 'shout'"):
         ours("{{ name.shout() }}", row, strict=True)
 
 
@@ -125,7 +125,7 @@ def test_a_row_whose_values_cannot_be_read_fails_alone() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(TemplateSyntaxError, match=r"^line 2: Encountered unknown tag 'iff'"):
+    with pytest.raises(TemplateError, match=r"^line 2: Encountered unknown tag 'iff'"):
         Template("a\n{% iff %}", strict=True)
     with pytest.raises(TemplateRaised, match=r"^roles must alternate$"):
         ours("{{ raise_exception('roles must alternate') }}", {})
@@ -136,7 +136,7 @@ def test_what_is_wrong_is_said() -> None:
     value: list[object] = []
     for _ in range(100_000):
         value = [value]
-    with pytest.raises(TemplateTooCostly, match="too deeply"):
+    with pytest.raises(TemplateError, match="too deeply"):
         ours("{{ v }}", {"v": value})
 
 
@@ -170,7 +170,7 @@ def test_a_row_is_read_by_its_keys_and_its_nulls_are_no_text(source: str, text: 
 )  # fmt: skip
 def test_a_null_that_becomes_text_is_an_error(source: str, read: str) -> None:
     row = {"o": {"q": None}, "q": None, "l": [1, None]}
-    with pytest.raises(UndefinedVariable, match="a value that it prints is null"):
+    with pytest.raises(TemplateError, match="a value that it prints is null"):
         ours(source.replace("X", read), row, strict=True)
 
 
@@ -181,7 +181,7 @@ def test_a_null_that_becomes_text_is_an_error(source: str, read: str) -> None:
 )  # fmt: skip
 def test_what_is_no_text_is_an_error(source: str) -> None:
     """It would be printed with its address, another one in each process."""
-    with pytest.raises(UndefinedVariable, match=r"is no text|is no key here, but a method"):
+    with pytest.raises(TemplateError, match=r"is no text|is no key here, but a method"):
         ours(source, {"q": "x", "o": {}}, strict=True)
 
 
@@ -204,3 +204,40 @@ def test_a_row_is_there_as_a_whole() -> None:
 def test_nothing_of_python_is_in_reach(source: str) -> None:
     with pytest.raises(TemplateError):
         ours(source, {"messages": []}, strict=True)
+
+
+def test_a_text_that_is_too_long_is_stopped_while_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_TEXT_CHARS", 1000)
+    template = Template("{% for i in range(99999) %}{{ text }}{{ 1 // (last - i) }}{% endfor %}", strict=True)
+    made = template.render_rows([{"text": "x" * 100, "last": 20}, {"text": "x" * 100, "last": 5}], now=NOW)
+    assert str(made[0]) == "makes a text of more than 1000 characters"
+    assert "ZeroDivisionError" in str(made[1])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% for i in [0] recursive %}{{ loop([i]) }}{% endfor %}",
+     "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}", "{{ " + "-" * 200000 + "1 }}"],
+)  # fmt: skip
+def test_a_template_that_is_nested_too_deeply_is_an_error(source: str) -> None:
+    with pytest.raises(TemplateError, match="nested too deeply"):
+        ours(source, {}, strict=True)
+
+
+def test_threads_render_with_their_own_time() -> None:
+    template = pickle.loads(pickle.dumps(Template("{{ a }} {{ strftime_now('%Y') }}", strict=True)))
+
+    def render(year: int) -> list[Any]:
+        return template.render_rows([{"a": n} for n in range(200)], now=datetime(year, 1, 1))
+
+    with ThreadPoolExecutor(4) as pool:
+        for year, made in zip(range(2000, 2004), pool.map(render, range(2000, 2004)), strict=True):
+            assert made == [f"{n} {year}" for n in range(200)]
+
+
+def test_a_random_choice_is_the_same_for_the_same_row() -> None:
+    template = Template("{{ range(1000) | random }}", strict=True)
+    rows = [{"id": n} for n in range(5)]
+    first, second = (template.render_rows(rows, now=NOW) for _ in range(2))
+    assert first == second
+    assert len(set(map(str, first))) > 1

@@ -1,7 +1,7 @@
-"""Jinja for templates over the columns of a row, beyond what transformers has for chats.
+"""The rules for templates over the columns of a row, beyond those that transformers has for chats.
 
-A null that becomes text is an error, and so is what has no text. A key of a mapping comes before its method. The final
-newline belongs to the prompt. It runs in the process of `jinja_child`, which bounds it.
+A null that would become text is an error, and so is printing what has no text. A key of a mapping comes before its
+method. The newline that ends a template belongs to the prompt.
 """
 
 import types
@@ -17,7 +17,7 @@ METHODS = types.BuiltinMethodType | types.MethodType | types.FunctionType
 
 
 class Null:
-    """A null of a row: false, equal to None, and no text, so that it never becomes the word None of a prompt."""
+    """A null in a row: false, equal to None, and never text, so that no prompt reads "None"."""
 
     def __eq__(self, other: object) -> bool:
         return other is None or other is self
@@ -41,30 +41,21 @@ class Null:
 NULL = Null()
 
 
-def with_nulls(value: Any) -> Any:
-    """Plain data with NULL for each None in it."""
-    if value is None:
-        return NULL
-    if isinstance(value, dict):
-        return {key: with_nulls(part) for key, part in value.items()}
-    return [with_nulls(part) for part in value] if isinstance(value, list) else value
-
-
 def null_to_json(value: object) -> None:
-    """`default` of `json.dumps`."""
+    """The `default` of `json.dumps`."""
     if not isinstance(value, Null):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def constant_key(node: jinja2.nodes.Node) -> str | None:
-    """That of `x['key']`; None of any other node."""
+    """The `key` of `x['key']`; None for any other node."""
     if not isinstance(node, jinja2.nodes.Getitem) or not isinstance(node.arg, jinja2.nodes.Const):
         return None
     return node.arg.value if isinstance(node.arg.value, str) else None
 
 
 class RowEnvironment(ImmutableSandboxedEnvironment):
-    """Of templates over the columns of a row."""
+    """The sandbox of templates over the columns of a row."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, undefined=jinja2.StrictUndefined, finalize=_printable, keep_trailing_newline=True)
@@ -100,7 +91,7 @@ class _KeysFirst(jinja2.visitor.NodeTransformer):
 
 
 def _printable(value: Any) -> Any:
-    """A null is no text, nor what has only an address, another one in each process."""
+    """The value if it may be printed. Not a null, nor an object of which only its address could be printed."""
     kind = type(value)
     if value is None:
         return str(NULL)
