@@ -280,10 +280,10 @@ class Generator:
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
         if is_scored_alone(chosen[0]):
             return score_alone(self.model, chosen, not self.config.deterministic)
-        if (lossless := schedule.lossless) is not None:
-            length, decode = self.draft_length(lossless), self.tokenizer.decode
+        if isinstance(schedule, Lossless):
+            length, decode = self.draft_length(schedule), self.tokenizer.decode
             sharing = sharing_in(batch, chosen)
-            return generate_lossless(self.model, chosen, lossless, decode_text=decode, length=length, sharing=sharing)
+            return generate_lossless(self.model, chosen, schedule, decode_text=decode, length=length, sharing=sharing)
         fixed: dict[str, Any] = {}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))

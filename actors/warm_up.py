@@ -14,6 +14,7 @@ from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.kv.pool import PoolFull
 from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import Schedule
 from skipdecode.speculative.generate import generate_lossless
 
@@ -25,9 +26,9 @@ def warm_up(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None = None
     for _ in range(2):
         _decode(model, schedule, graphs, ROWS)
     _try_rows(model, schedule, graphs, max_rows)
-    if (lossless := schedule.lossless) is not None:
+    if isinstance(schedule, Lossless):
         for _ in range(2):
-            generate_lossless(model, [_request(model)] * ROWS, lossless)
+            generate_lossless(model, [_request(model)] * ROWS, schedule)
 
 
 def _try_rows(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None, max_rows: int) -> None:

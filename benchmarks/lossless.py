@@ -141,8 +141,8 @@ def compare(
     results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in ways}}
     lengths: dict[str, tuple[Lossless, DraftLength]] = {}
     for way in ways:
-        schedule = make_schedule(draft | WAYS[way], num_layers=layers, max_new_tokens=most_new).lossless
-        assert schedule is not None
+        schedule = make_schedule(draft | WAYS[way], num_layers=layers, max_new_tokens=most_new)
+        assert isinstance(schedule, Lossless)
         lengths[way] = schedule, DraftLength(schedule, Prices.of(model, ceilings))
     wanted: dict[str, list[int]] = {}
     sizes = sorted({rows, max(1, rows // 4)})  # as rows end

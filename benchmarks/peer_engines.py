@@ -127,13 +127,13 @@ def ours(spec: Spec) -> Engine:
         made: dict[int, list[int]] = {}
         for part in by_length(prompts, spec.max_batch):
             requests = [Request(str(i), prompts[i], sampling) for i in part]
-            if (lossless := schedule.lossless) is None:
+            if not isinstance(schedule, Lossless):
                 completions = generate(model, requests, schedule, graphs=graphs).completions
             else:
                 length = lengths.setdefault(
-                    lossless, DraftLength(lossless, prices(), stored.acceptance if stored else ())
+                    schedule, DraftLength(schedule, prices(), stored.acceptance if stored else ())
                 )
-                completions = generate_lossless(model, requests, lossless, length=length).completions
+                completions = generate_lossless(model, requests, schedule, length=length).completions
             made |= {i: c.tokens for i, c in zip(part, completions, strict=True)}
         return [made[i] for i in range(len(prompts))]
 

@@ -19,7 +19,7 @@ from skipdecode.checkpoint.weights import adapted, check_folder
 from skipdecode.config.model import DecoderConfig, Quantization
 from skipdecode.schedules.from_config import make_schedule, settle_ffn_skip
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
-from skipdecode.schedules.lossless import stored_drafts
+from skipdecode.schedules.lossless import Lossless, stored_drafts
 from skipdecode.schedules.plan import Schedule
 from skipdecode.schedules.trained import why_untuned
 
@@ -191,7 +191,7 @@ def check_placement(config: JobConfig, schedule: Schedule) -> None:
     cause = None
     if config.prefill.method == "swiftkv":
         cause = "prefill.method", "SwiftKV writes the keys of many layers at once; use prefill.method=full"
-    elif schedule.lossless is not None:
+    elif isinstance(schedule, Lossless):
         cause = "decode.lossless", "rows that get several tokens at a time go through one device; use lossless=false"
     elif config.sampling.deterministic and deterministic_rows(config) % gpus:
         rows = deterministic_rows(config)

@@ -12,6 +12,7 @@ from skipdecode.cost.roofline import Ceilings, SharedShape, predict_s
 from skipdecode.engine.batch_stats import LosslessStats
 from skipdecode.engine.generate import BatchResult
 from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, Schedule
 
 FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
@@ -95,7 +96,7 @@ def predicted(
             sharing=sharing,
             in_graphs=in_graphs,
         )
-        if chosen.lossless is not None and isinstance(result.stats, LosslessStats):
+        if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):
             decode = result.stats.model_decode_s  # how many rounds there were nobody knew before
         record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
     return record

@@ -16,6 +16,7 @@ from actors.batching.prompt_scoring import is_scored_alone
 from skipdecode.cost.roofline import SharedShape
 from skipdecode.engine.prefix_sharing import Sharing, share
 from skipdecode.engine.request import Request
+from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import LayerPlan, Schedule
 
 
@@ -101,7 +102,7 @@ class Cutting:
 
     def _copies(self, schedule: Schedule) -> bool:
         """Whether heads that rows share are copied to each of them."""
-        return self.copies_heads or schedule.lossless is not None
+        return self.copies_heads or isinstance(schedule, Lossless)
 
 
 def sharing_in(batch: Batch, chosen: Sequence[Request]) -> Sharing | None:

@@ -203,7 +203,7 @@ class Search:
         for those of the search. `expected`: tokens that a pass gives a row behind 0, 1, .. MOST drafts; None: by
         acceptance alone, as if no text ended."""
         drafts = self.schedule(decode)
-        length = DraftLength(Lossless(self.num_layers, drafts, may_rest=True), prices or self.prices, acceptance)
+        length = DraftLength(Lossless(self.num_layers, drafts, adaptive=True), prices or self.prices, acceptance)
         listed = self.sample.listed
         length.listed = None if listed is None else len(listed)
         expected = expected or length.acceptance.expected(SKIPPED, MOST)

@@ -74,8 +74,8 @@ class CohortScheduler(Admission):
 
     def start(self, tickets: list[Ticket]) -> None:
         generator, is_fixed, first = self.generator, self.generator.config.deterministic, tickets[0]
-        if (lossless := first.schedule.lossless) is not None:
-            return self._start_lossless(tickets, lossless)
+        if isinstance(first.schedule, Lossless):
+            return self._start_lossless(tickets, first.schedule)
         num_new = max(ticket.request.sampling.max_new_tokens for ticket in tickets)
         requests = [ticket.request for ticket in tickets]
         prompt = max(len(request.prompt_tokens) for request in requests)

@@ -10,6 +10,7 @@ from actors.generator import Generator
 from actors.serving.scheduler import Admission, EngineConfig, Ticket
 from skipdecode.engine.continuous_batch import ContinuousBatch, check_continuous
 from skipdecode.engine.request import Request
+from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 
@@ -105,9 +106,9 @@ class ContinuousScheduler(Admission):
 
     def _new_pool(self, ticket: Ticket) -> PoolBatch:
         model, decode, schedule = self.generator.model, self.generator.tokenizer.decode, ticket.schedule
-        if (lossless := schedule.lossless) is not None:
-            length = self.generator.draft_length(lossless)
-            batch: ContinuousBatch = SpeculativeBatch(model, lossless, decode_text=decode, length=length)
+        if isinstance(schedule, Lossless):
+            length = self.generator.draft_length(schedule)
+            batch: ContinuousBatch = SpeculativeBatch(model, schedule, decode_text=decode, length=length)
         else:
             batch = ContinuousBatch(model, schedule, decode_text=decode)
         return PoolBatch(batch, ticket.max_batch_rows is not None)

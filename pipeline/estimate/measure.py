@@ -20,6 +20,7 @@ from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
 from skipdecode.engine.generate import BatchResult, Request
 from skipdecode.engine.static_batch import CHECK_EVERY, carried_rows
 from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import Schedule
 
 MAX_DECODED_ROWS: Final = 64
@@ -112,7 +113,7 @@ def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: Batch, 
     """Of a batch whose answers are that long: rows at each decode step as `BatchStats.batch_rows` has them, ended ones
     that are carried along included."""
     longest = max(request.sampling.max_new_tokens for request in chosen)
-    if generator.schedule(longest).lossless is not None:
+    if isinstance(generator.schedule(longest), Lossless):
         return carried_rows(new, compact_at=1.0)  # as full depth would have them, had it carried none
     if generator.config.deterministic:
         return [generator.batch_size(batch.bucket, longest)] * (max(new) - 1)

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.schedules.ffn_policy import FFNs
-from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import LayerPlan, Schedule
 
 if TYPE_CHECKING:
@@ -43,10 +42,6 @@ class FFNSkip:
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
         return self.base.ffns(ids, num_steps, device, gather=gather)
-
-    @property
-    def lossless(self) -> Lossless | None:
-        return None
 
     @property
     def keys(self) -> dict[str, Any]:

@@ -25,12 +25,8 @@ class Lossless(FullDepth):
     drafts: Schedule
     draft_tokens: int | None = None
     """At a time; None: as many as pay."""
-    may_rest: bool = False
+    adaptive: bool = False
     """Drafts nothing where nothing is gained by it; else one token at least."""
-
-    @property
-    def lossless(self) -> "Lossless":
-        return self
 
     @property
     def drafts_by_skipping(self) -> bool:

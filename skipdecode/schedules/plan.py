@@ -17,8 +17,6 @@ from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
 if TYPE_CHECKING:
     import torch
 
-    from skipdecode.schedules.lossless import Lossless
-
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -89,10 +87,6 @@ class Schedule(Protocol):
         """Who runs the feed-forward blocks of a batch with the rows `ids` over so many decode steps. `gather`: those of
         some rows may be run alone, which waits for the device."""
 
-    @property
-    def lossless(self) -> "Lossless | None":
-        """The schedule itself, where full depth verifies what it only drafts; None: rows are decoded by it."""
-
     def __hash__(self) -> int:
         """Schedules are values: rows with equal ones share batches."""
 
@@ -114,10 +108,6 @@ class FullDepth:
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
         return ALL_ROWS
-
-    @property
-    def lossless(self) -> "Lossless | None":
-        return None
 
     def prefill(self) -> LayerPlan:
         return _plan(tuple(range(self.num_layers)), self.num_layers)
@@ -220,10 +210,6 @@ class SwiftPrefill:
 
     def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
         return self.base.ffns(ids, num_steps, device, gather=gather)
-
-    @property
-    def lossless(self) -> "Lossless | None":
-        return None
 
     def prefill(self) -> LayerPlan:
         return _with_swiftkv(self.base.prefill(), self.kv_layers)

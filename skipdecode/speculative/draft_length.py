@@ -140,10 +140,10 @@ class DraftLength:
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
         """What prices want, as far as it may rest and the clock has nothing against it."""
-        if self.schedule.may_rest and self.prices.is_timed and self._pace(rows).must_rest:
+        if self.schedule.adaptive and self.prices.is_timed and self._pace(rows).must_rest:
             return Decision(0, {}, RESTS, is_idle=self._idle > 0)
         drafts_by_skipping, wanted = self.schedule.drafts_by_skipping, self._wanted(rows, k, context)
-        if not self.schedule.may_rest:
+        if not self.schedule.adaptive:
             return wanted
         wanted = replace(wanted, is_idle=not wanted.skipped if drafts_by_skipping else not wanted.repeated)
         if wanted.is_idle and self._idle >= PROBE_EVERY and self._budget.is_left:  # what was not accepted may be by now
@@ -159,10 +159,10 @@ class DraftLength:
         """The drafts that prices speak for; a schedule that may not rest has some in any case."""
         drafts_by_skipping, number = self.schedule.drafts_by_skipping, self.schedule.draft_tokens
         lengths = range(SHORTEST, LONGEST + 1)
-        if number is not None and not self.schedule.may_rest:
+        if number is not None and not self.schedule.adaptive:
             return Decision(number if drafts_by_skipping else 0, dict.fromkeys(lengths, number))
         wanted = self._by_prices(rows, k, context)
-        if self.schedule.may_rest:
+        if self.schedule.adaptive:
             return wanted
         if drafts_by_skipping:
             return replace(wanted, skipped=max(wanted.skipped, 1), rounds=min(wanted.rounds, HOLDS))

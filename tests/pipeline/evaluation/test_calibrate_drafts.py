@@ -18,6 +18,7 @@ from pipeline.config.job import ConfigError, JobConfig, build_config
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.request import Completion, Request
+from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth
 from skipdecode.speculative.draft_length import SKIPPED
 from tests.support.verbs import Call
@@ -106,13 +107,13 @@ def test_what_was_measured_is_where_decoding_starts(found: tuple[Path, dict[str,
     """A worker of that job: its tokens are those of full depth, and its first decision knows the acceptance."""
     out, _, _ = found
     one = Generator(GeneratorConfig(str(out), resolved(out, lossless="auto"), dtype="float32", num_threads=1))
-    schedule = one.schedule(16).lossless
-    assert schedule is not None
+    schedule = one.schedule(16)
+    assert isinstance(schedule, Lossless)
     rate = one.draft_length(schedule).acceptance.rate
     assert [rate(SKIPPED, place) for place in (0, 7, 12)] == [1.0] * 3
     other = one.with_decode({"method": "unified", "layers": 3, "lossless": True})
-    unknown = other.schedule(16).lossless
-    assert unknown is not None
+    unknown = other.schedule(16)
+    assert isinstance(unknown, Lossless)
     assert other.draft_length(unknown).acceptance.rate(SKIPPED, 0) == 0.8, "of another schedule nothing is known"
     requests = [Request(str(i), [2, 5 + i, 9], Sampling(16)) for i in range(4)]
     full = one.with_decode({"method": "full"})

@@ -70,7 +70,7 @@ def test_very_many_rows(models: dict[str, Decoder]) -> None:
         listed = DraftVocabulary(model.config.vocab_size, range(0, 200, 2), learns=False) if done % 5 == 0 else None
         length = DraftLength(schedule, Prices(model.config, 4), vocabulary=listed)
         if is_erratic:
-            schedule = Lossless(L, schedule.drafts, may_rest=True)
+            schedule = Lossless(L, schedule.drafts, adaptive=True)
             length = Erratic(schedule, model.config, done, listed)
         how = ("closed", "newcomers", "retried")[int(torch.randint(0, 3, (1,), generator=rng))]
         if how == "closed":

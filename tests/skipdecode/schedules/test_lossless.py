@@ -26,8 +26,8 @@ def made(**decode: Any) -> Schedule:
     return make_schedule(decode, num_layers=L, max_new_tokens=64)
 
 
-def length(drafts: Schedule = SKIP, tokens: int | None = None, may_rest: bool = True, **prices: Any) -> DraftLength:
-    return DraftLength(Lossless(L, drafts, tokens, may_rest), Prices(OPT, 2, reference=REFERENCE_AMX, **prices))
+def length(drafts: Schedule = SKIP, tokens: int | None = None, adaptive: bool = True, **prices: Any) -> DraftLength:
+    return DraftLength(Lossless(L, drafts, tokens, adaptive), Prices(OPT, 2, reference=REFERENCE_AMX, **prices))
 
 
 def test_the_mapping_says_what_drafts() -> None:
@@ -79,9 +79,9 @@ def test_swiftkv_and_lists_of_schedules_are_refused() -> None:
 
 
 def test_a_number_is_kept_to() -> None:
-    assert length(tokens=3, may_rest=False).decide(512, 0, 9) == Decision(3, {2: 3, 3: 3, 4: 3})
-    assert length(FullDepth(L), 3, may_rest=False).decide(1, 0, 9) == Decision(0, {2: 3, 3: 3, 4: 3})
-    assert length(tokens=12, may_rest=False).decide(1, 0, 9).skipped == 12
+    assert length(tokens=3, adaptive=False).decide(512, 0, 9) == Decision(3, {2: 3, 3: 3, 4: 3})
+    assert length(FullDepth(L), 3, adaptive=False).decide(1, 0, 9) == Decision(0, {2: 3, 3: 3, 4: 3})
+    assert length(tokens=12, adaptive=False).decide(1, 0, 9).skipped == 12
 
 
 def test_auto_drafts_that_number_or_none() -> None:
@@ -97,7 +97,7 @@ def test_few_rows_draft_more_than_many() -> None:
     assert counts == sorted(counts, reverse=True)
     assert counts[0] >= 3
     assert counts[-1] == 0
-    assert length(may_rest=False).decide(512, 0, 100).skipped == 1
+    assert length(adaptive=False).decide(512, 0, 100).skipped == 1
 
 
 def test_what_is_refused_is_drafted_no_more_but_tried_again() -> None:
@@ -133,7 +133,7 @@ def test_without_a_clock_times_decide_nothing(accepted: list[int], rows: int, k:
 
 def test_measured_times_decide() -> None:
     """A machine on which passes of several columns take as much longer as they have columns."""
-    decider, full = length(may_rest=False, ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
+    decider, full = length(adaptive=False, ceilings=Ceilings(1e12, 1e10, 1e-6)), FullDepth(L).prefill()
     one_s = decider.prices.model_s(full, 4, 4, 100)
     decider.prices.saw("verify", full, 4, 4, 100, one_s)
     assert decider.decide(4, 0, 100).skipped > 1

@@ -82,7 +82,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     name=st.sampled_from(["opt", "llama"]),
     drafts=st.sampled_from(DRAFTS),
     draft_tokens=st.sampled_from([None, 1, 2, 5]),
-    may_rest=st.booleans(),
+    adaptive=st.booleans(),
 )
 def test_rows_that_come_and_go_have_the_tokens_of_full_depth(
     models: dict[str, Decoder],
@@ -90,15 +90,15 @@ def test_rows_that_come_and_go_have_the_tokens_of_full_depth(
     name: str,
     drafts: Schedule,
     draft_tokens: int | None,
-    may_rest: bool,
+    adaptive: bool,
 ) -> None:
     arrivals: dict[int, list[Request]] = {}
     names = [str(i) for i in range(data.draw(st.integers(1, 9)))]
     for row in names:
         arrivals.setdefault(data.draw(st.integers(0, 12)), []).append(data.draw(requests(row)))
     cancel_at = {row: data.draw(st.integers(0, 20)) for row in names if data.draw(st.integers(0, 3)) == 0}
-    schedule, model = Lossless(L, drafts, draft_tokens, may_rest), models[name]
-    seed = data.draw(st.integers(0, 99)) if may_rest else None
+    schedule, model = Lossless(L, drafts, draft_tokens, adaptive), models[name]
+    seed = data.draw(st.integers(0, 99)) if adaptive else None
     length = None if seed is None else Erratic(schedule, model.config, seed)
     batch = SpeculativeBatch(model, schedule, length=length)
     rows = run(batch, arrivals, cancel_at)
@@ -117,7 +117,7 @@ class Resting(Erratic):
 @pytest.mark.parametrize("limits", [(40, 4, 40), (4, 40, 3), (70, 66, 1)])
 def test_rounds_without_drafts_of_rows_that_draw_and_others(models: dict[str, Decoder], limits: Sequence[int]) -> None:
     """Each looks its own random numbers up, whatever limits its neighbours have, and whoever joins or goes."""
-    schedule = Lossless(L, Unified(L, 3), may_rest=True)
+    schedule = Lossless(L, Unified(L, 3), adaptive=True)
     for model in models.values():
         for drawing in ((1,), (0, 2), (0, 1, 2)):
             pool = [
@@ -137,7 +137,7 @@ def test_a_join_that_fails_changes_nobody(
     models: dict[str, Decoder], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that runs out on the way: rows in the batch go on with their own numbers, though one left just then."""
-    model, schedule = models["opt"], Lossless(L, Unified(L, 3), may_rest=True)
+    model, schedule = models["opt"], Lossless(L, Unified(L, 3), adaptive=True)
     sampled = [greedy(limit, temperature=0.9, ignore_eos=True) for limit in (30, 5, 30, 9)]
     pool = [
         Request(str(i), prompt, sampling)
