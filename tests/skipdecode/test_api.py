@@ -11,11 +11,9 @@ import torch
 from transformers import OPTForCausalLM
 
 import skipdecode
-import skipdecode.engine.generate as whole_batches
 from actors.generator import Generator, GeneratorConfig
-from skipdecode import TextModel, load
+from skipdecode import TextModel, generate, load
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine import generate
 from skipdecode.engine.generate import Completion, Request
 
 PROMPTS = ["The Golden Otter", "is", "a restaurant near the river, and it is", ""]
@@ -136,9 +134,7 @@ def test_what_cannot_be_loaded_is_named(tiny_checkpoint: Path, keys: dict[str, A
         load(tiny_checkpoint, tokenizer="/no/such/folder")
 
 
-def test_the_name_is_the_function_whatever_was_imported() -> None:
-    assert whole_batches is skipdecode.engine.generate is generate
-    assert sys.modules["skipdecode.engine.generate"].Request is Request
+def test_unknown_names_of_the_package_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'generat'"):
         skipdecode.generat  # noqa: B018
 

@@ -14,8 +14,7 @@ from actors.results import WindowResult
 from pipeline.config.job import ConfigError
 from pipeline.processor import build, build_processor
 from pipeline.processor.stage import KeyedDecoder, ProcessorStage, without_key
-from skipdecode import TextModel, load
-from skipdecode.engine import generate
+from skipdecode import TextModel, generate, load
 from skipdecode.engine.generate import Request
 from tests.docs.pages import ROOT, run_blocks
 

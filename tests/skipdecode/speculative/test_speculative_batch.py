@@ -152,7 +152,7 @@ def test_a_join_that_fails_changes_nobody(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"skipdecode.{'kv.ragged' if '.' in where else 'continuous'}.{where}", fails)
+        patch.setattr(f"skipdecode.{'kv.ragged' if '.' in where else 'engine.continuous_batch'}.{where}", fails)
         with pytest.raises(MemoryError):
             batch.join(pool[3:])
     while not batch.is_done:
