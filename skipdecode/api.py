@@ -16,7 +16,8 @@ from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import MAX_LOGPROBS, Quantization
-from skipdecode.config.sampling import Sampling, cut_at_stop
+from skipdecode.config.sampling import Sampling
+from skipdecode.detokenizer import cut_at_stop
 from skipdecode.engine.generate import Completion, Request
 from skipdecode.engine.generate import generate as decode_batch
 from skipdecode.engine.request import TokenLogprobs, refuse_too_long

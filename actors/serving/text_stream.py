@@ -5,12 +5,12 @@ What `push` and `finish` give, joined, is the text of all tokens at once, cut at
 
 from collections.abc import Callable, Sequence
 
-from skipdecode.config.sampling import GrowingText, cut_at_stop
+from skipdecode.detokenizer import IncrementalDetokenizer, cut_at_stop
 
 
 class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
-        self._text, self._stop = GrowingText(decode), stop
+        self._text, self._stop = IncrementalDetokenizer(decode), stop
         self._held = ""  # may be the beginning of a stop string
         self._is_over = False
 

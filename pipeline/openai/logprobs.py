@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
-from skipdecode.config.sampling import INCOMPLETE
+from skipdecode.detokenizer import REPLACEMENT
 from skipdecode.engine.request import TokenLogprobs
 
 Decode = Callable[[Sequence[int]], str]
@@ -28,7 +28,7 @@ class TextOffsets:
     def next(self, token: int) -> int:
         self._tokens.append(token)
         begin, text = self._num_chars, self._decode(self._tokens)
-        if not text.endswith(INCOMPLETE):
+        if not text.endswith(REPLACEMENT):
             self._num_chars += len(text)
             self._tokens = []
         return begin
@@ -62,4 +62,4 @@ def add_prompt(to: LogprobsBody, prompt: Sequence[int], scored: Sequence[TokenLo
 def token_name(token: int, decode: Decode) -> str:
     """A token's own text; `token_id:7` where it has none (special tokens, parts of a character)."""
     text = decode([token])
-    return f"token_id:{token}" if not text or INCOMPLETE in text else text
+    return f"token_id:{token}" if not text or REPLACEMENT in text else text

@@ -17,7 +17,7 @@ from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer_files import eos_token, load_folder, load_opt_folder
-from skipdecode.config.sampling import TextDecoder
+from skipdecode.detokenizer import TextDecoder
 from skipdecode.families import FAMILIES
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0..3 in every OPT vocabulary

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.config.sampling import row_uniforms
 from skipdecode.engine.async_output import AsyncOutput
 from skipdecode.engine.logprobs import LogprobRecorder, give
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
@@ -34,6 +33,7 @@ from skipdecode.kv.padded import KVCache
 from skipdecode.kv.ragged import SlotCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
+from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.sampler import argmax, cuts, pick
 from skipdecode.schedules.layer_ranges import NEVER, layer_ends, ranges_of_starts
 from skipdecode.schedules.plan import Schedule, kv_sharing_map

@@ -6,7 +6,8 @@ Where a row ends is decided here and nowhere else: EOS, a stop string, `max_new_
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from skipdecode.config.sampling import Sampling, StopScan
+from skipdecode.config.sampling import Sampling
+from skipdecode.detokenizer import StopStringSearch
 from skipdecode.schedules.plan import Schedule
 
 DecodeText = Callable[[Sequence[int]], str]
@@ -65,7 +66,7 @@ class Row:
         self.logprobs: list[TokenLogprobs] = []
         """One per token where the request asks for them; longer than needed once the row has ended."""
         self.finish_reason: str | None = None
-        self._scan: StopScan | None = None
+        self._scan: StopStringSearch | None = None
 
     @property
     def is_running(self) -> bool:
@@ -76,7 +77,7 @@ class Row:
         sampling = self.request.sampling
         if sampling.stop and self._scan is None:
             assert decode is not None, "a request has stop strings, and there is no decoder of text"
-            self._scan = StopScan(sampling.stop, decode)
+            self._scan = StopStringSearch(sampling.stop, decode)
         for token in new[: sampling.max_new_tokens - len(self.tokens)]:
             self.tokens.append(token)
             is_eos = token in eos and not sampling.ignore_eos

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.config.sampling import row_uniforms
+from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.schedules.ffn_policy import FeedForward, FFNs
 from skipdecode.schedules.plan import LayerPlan
 

@@ -1,7 +1,7 @@
 """Choosing the next token of every row of a batch, on its device: greedy, or one draw from what top-k and top-p leave.
 
-Greedy at temperature 0; else temperature, top-k, top-p, then the row's own uniform number (`sampling.row_uniforms`). No
-repetition penalties and no beams. B rows, V vocabulary.
+Greedy at temperature 0; else temperature, top-k, top-p, then the row's own uniform number
+(`random_numbers.row_uniforms`). No repetition penalties and no beams. B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.config.sampling import Sampling, row_uniforms
+from skipdecode.config.sampling import Sampling
+from skipdecode.model.random_numbers import row_uniforms
 
 
 class Sampler:

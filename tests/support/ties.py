@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from skipdecode.config.sampling import row_uniforms
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.plan import FullDepth
 

@@ -22,8 +22,8 @@ from skipdecode.backends.cuda_reference import TorchKernels, normed_by
 from skipdecode.backends.first_kernels import first_problem
 from skipdecode.backends.torch_sampling import pick_by_sort
 from skipdecode.backends.triton_launch import TritonKernels
-from skipdecode.config.sampling import row_uniforms
 from skipdecode.engine.generate import generate
+from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, SkipDecode, SwiftPrefill, Unified
 from skipdecode.speculative.generate import run_to_the_end

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actors.serving.text_stream import TextStream
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.config.sampling import GrowingText, StopScan, cut_at_stop
+from skipdecode.detokenizer import IncrementalDetokenizer, StopStringSearch, cut_at_stop
 from skipdecode.model.decoder import Decoder
 from tests.support.tiny_models import VOCAB
 
@@ -66,7 +66,7 @@ def test_bytes_that_are_no_characters_cost_no_more_the_longer_they_go_on(
         num_decoded += len(part)
         return tokenizer.decode(part)
 
-    text = GrowingText(decode)
+    text = IncrementalDetokenizer(decode)
     assert "".join(text.push(token) for token in tokens) + text.rest == tokenizer.decode(tokens)
     assert num_decoded <= 15 * len(tokens)
 
@@ -79,6 +79,6 @@ def test_a_long_stop_string_costs_no_more_per_token() -> None:
         num_decoded += len(tokens)
         return "x" * len(tokens)
 
-    scan = StopScan(["x" * 1500, "y" * 5000], decode)
+    scan = StopStringSearch(["x" * 1500, "y" * 5000], decode)
     assert [scan.push(7) for _ in range(1500)] == [False] * 1499 + [True]
     assert num_decoded == 1500

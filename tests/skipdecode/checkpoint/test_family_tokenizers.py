@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.serving.text_stream import TextStream
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.config.sampling import GrowingText, StopScan, TextDecoder, cut_at_stop
+from skipdecode.detokenizer import IncrementalDetokenizer, StopStringSearch, TextDecoder, cut_at_stop
 from skipdecode.families import config_of
 from tests.support.family_tokenizers import NASTY, VOCAB, byte_level, sentencepiece, template, write_folder
 
@@ -122,7 +122,7 @@ def test_text_is_that_of_transformers_whole_and_as_it_comes(
     stream = TextStream(ours.decode, stop)
     assert "".join([*map(stream.push, tokens), stream.finish()]) == cut_at_stop(text, stop)
     if stop:
-        scan = StopScan(stop, ours.decode)
+        scan = StopStringSearch(stop, ours.decode)
         holds = [
             any(s in theirs.decode(tokens[: n + 1], skip_special_tokens=True) for s in stop) for n in range(len(tokens))
         ]
@@ -167,7 +167,7 @@ def test_streaming_costs_the_same_however_long_the_text_is(pairs: Callable[[str]
     for name, tokens in runs.items():
         num_decoded = 0
         text = TextDecoder(counted(decode), counted(decode.piece), decode.byte_tokens)
-        growing, scan = GrowingText(text), StopScan(["no such text", "y" * 500], text)
+        growing, scan = IncrementalDetokenizer(text), StopStringSearch(["no such text", "y" * 500], text)
         assert "".join(map(growing.push, tokens)) + growing.rest == decode(tokens), name
         assert not any(map(scan.push, tokens)), name
         assert num_decoded <= 25 * len(tokens), name

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
-from skipdecode.config.sampling import Sampling, StopScan, cut_at_stop
+from skipdecode.config.sampling import Sampling
+from skipdecode.detokenizer import StopStringSearch, cut_at_stop
 from skipdecode.engine.generate import Completion, Request, generate
 from skipdecode.engine.request import Row
 from skipdecode.model.decoder import Decoder
@@ -160,7 +161,7 @@ def test_the_check_interval_does_not_matter(
 def test_stop_string_of_a_character_split_over_tokens(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode(["x🙂y"])[0][1:]
     assert len(tokens) >= 5, "the tokenizer has merged the bytes of the character"
-    scan = StopScan(["🙂"], tokenizer.decode)
+    scan = StopStringSearch(["🙂"], tokenizer.decode)
     assert [scan.push(token) for token in tokens[:-1]] == [False] * (len(tokens) - 2) + [True]
 
 

@@ -24,9 +24,9 @@ from transformers import (
 
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import load_model, save_model
-from skipdecode.config.sampling import row_uniforms
 from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
 from skipdecode.schedules.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, SwiftPrefill, Unified

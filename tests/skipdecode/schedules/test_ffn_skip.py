@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from skipdecode.checkpoint.weights import load_model
-from skipdecode.config.sampling import row_uniforms
 from skipdecode.cost.roofline import Ceilings, predict_s
 from skipdecode.engine.generate import Request, generate
 from skipdecode.engine.static_batch import CHECK_EVERY
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_rows import SimilarityRecorder, similarity
+from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_policy import ALL_ROWS
 from skipdecode.schedules.ffn_skip import KINDS, FFNSkip, SkipAtRandom, SkipBand, SkipSaturated

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from skipdecode.backends.torch_sampling import draw, pick_by_sort
-from skipdecode.config.sampling import Sampling, row_uniforms
+from skipdecode.config.sampling import Sampling
+from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.sampler import Sampler, pick
 
 LARGEST = 1.0 - 2.0**-24  # the largest float32 that `row_uniforms` can give
