@@ -44,18 +44,6 @@ def _has_null(type_: pa.DataType) -> bool:
     return pa.types.is_null(type_) or any(_has_null(type_.field(place).type) for place in range(type_.num_fields))
 
 
-def num_nulls(column: pa.Array) -> int:
-    """Values of type null in the column, at any depth."""
-    type_ = column.type
-    if pa.types.is_null(type_):
-        return len(column)
-    if pa.types.is_struct(type_):
-        return sum(num_nulls(column.field(place)) for place in range(type_.num_fields))
-    if pa.types.is_map(type_):
-        return num_nulls(column.keys) + num_nulls(column.items)
-    return num_nulls(column.values) if _is_list(type_) or _is_fixed(type_) else 0
-
-
 def _is_fixed(type_: pa.DataType) -> bool:
     return bool(pa.types.is_fixed_size_list(type_))
 

@@ -1,13 +1,13 @@
-"""CSV and TSV files with a header line: every value stays the text it is.
+"""CSV and TSV files with a header line. A row may span lines; every value stays the text it is.
 
-A row may span lines. Left out: guessing delimiters, quoting or types.
+Delimiters, quoting and types are not guessed, so that nothing is lost on the way through (leading zeros, say).
 """
 
 import csv
 import io
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final
 
 from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig
 from pipeline.input.lines import READ_BYTES
@@ -16,83 +16,42 @@ from pipeline.schema import BAD_LINE
 
 MAX_CSV_FIELD_CHARS: Final = 1 << 28  # the csv module's own is 128 KiB; a prompt may have 30 MB
 MAX_COLUMNS: Final = 10_000
-FEW_FIELDS: Final = 10_000  # so many more than columns take little
 FIELD_BYTES: Final = 100  # about what a field takes beside its text
 
 
-class CsvReader(Protocol):
-    """What `csv.reader` gives."""
-
-    def __iter__(self) -> Iterator[list[str]]: ...
-
-    def __next__(self) -> list[str]: ...
-
-
 class CsvLines:
-    """The lines of a file, one after the other, as `csv` wants them; the row that they make has a limit in bytes, and
-    one in fields: `a,` is two bytes in a file and fifty as a field.
+    """The lines of a file, one after the other, as `csv` wants them, with a limit in bytes for the row that they make.
 
-    csv.Error in place of more; the rest of that line is left out, and never in memory.
+    Raises csv.Error where a row has more; the rest of that line is skipped and never in memory.
     """
 
-    def __init__(self, stream: BinaryIO, max_bytes: int, delimiter: str) -> None:
+    def __init__(self, stream: BinaryIO, max_row_bytes: int) -> None:
         # surrogateescape: bytes that are not UTF-8 must fail their row alone, not the file.
         self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        self._max_bytes, self._delimiter = max_bytes, delimiter
-        self._left = max_bytes
+        self._max_row_bytes = self._left = max_row_bytes
         self._held = ""  # read already, of the next line
-        self._num_columns = self._num_fields = 0
-        self._is_first = True
         self.count = 0
-        """Lines so far, those that were left out too."""
-        self.begin_row(MAX_COLUMNS)
+        """Lines so far, including those that were skipped."""
 
-    def begin_row(self, num_columns: int, max_bytes: int | None = None) -> None:
-        """`num_columns`: of the header."""
-        self._max_bytes = max_bytes or self._max_bytes
-        self._left, self._is_first = self._max_bytes, True
-        self._num_columns, self._num_fields = num_columns, 0
+    def begin_row(self, max_row_bytes: int) -> None:
+        self._max_row_bytes = self._left = max_row_bytes
 
     def __iter__(self) -> "CsvLines":
         return self
 
     def __next__(self) -> str:
         line = self._held or self._text.readline(READ_BYTES)
-        num_bytes = len(line) if line.isascii() else _num_bytes(line)
+        num_bytes = _num_bytes(line)
         if line.endswith("\n") and num_bytes <= self._left:  # as nearly all are
             self.count += 1
             self._left, self._held = self._left - num_bytes, ""
-        else:
-            self._held = line
-            if not (line := self._read_line()):
-                raise StopIteration
-        found = line.count(self._delimiter)
-        if not found or (self._is_first and found <= FEW_FIELDS):  # few are counted within quotes too
-            self._is_first = False
-            self._num_fields += found
             return line
-        return self._checked(line)
-
-    def _checked(self, line: str) -> str:
-        """A line of many fields, or one in the middle of a row: it begins within quotes, else the row would have
-        ended. Few fields too many are told later."""
-        found, is_open = _scan(line, self._delimiter, not self._is_first)
-        self._is_first = False
-        self._num_fields += found
-        most = self._num_columns + 2 * FEW_FIELDS
-        if self._num_fields <= most:
-            return line
-        while is_open and (line := self._read_line()):  # else the next row would begin in the middle of a text
-            _, is_open = _scan(line, self._delimiter, True)
-        raise csv.Error(f"more than {most} fields, but the header has {self._num_columns}")
-
-    def _read_line(self) -> str:
-        """Empty at the end of the file."""
+        self._held = line
         piece, is_last = self._read_piece()
         if not piece:
-            return ""
+            raise StopIteration
         self.count += 1
-        pieces: list[str] | None = []  # None: they are too much
+        pieces: list[str] | None = []  # None: the row is too long
         while True:
             # the end of the last line is no part of the row
             num_bytes = _num_bytes(piece.rstrip("\r\n") if is_last else piece)
@@ -105,7 +64,7 @@ class CsvLines:
                 break
             piece, is_last = self._read_piece()
         if pieces is None:
-            raise csv.Error(f"more bytes than limits.max_line_bytes allows ({self._max_bytes})")
+            raise csv.Error(f"more bytes than limits.max_line_bytes allows ({self._max_row_bytes})")
         return "".join(pieces)
 
     def _read_piece(self) -> tuple[str, bool]:
@@ -124,34 +83,10 @@ def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogateescape"))
 
 
-def _scan(line: str, delimiter: str, is_open: bool) -> tuple[int, bool]:
-    """How many delimiters stand between fields, and whether the line ends within quotes; `is_open`: it begins there.
-    Up to what `csv` raises for."""
-    found, at, opening = 0, 0, f'{delimiter}"'
-    if not is_open and line.startswith('"'):
-        is_open, at = True, 1
-    while True:
-        if is_open:
-            end = line.find('"', at)
-            if end < 0:
-                return found, True
-            at = end + 1
-            if line.startswith('"', at):  # doubled, it is one of the text
-                at += 1
-                continue
-            if not line.startswith((delimiter, "\r", "\n"), at):
-                return found, False
-        quote = line.find(opening, at)
-        if quote < 0:
-            return found + line.count(delimiter, at), False
-        found += line.count(delimiter, at, quote + 1)
-        is_open, at = True, quote + 2
-
-
 def read_csv_header(stream: BinaryIO, path: str) -> list[str]:
     """The column names; [] for an empty file. `ConfigError` for a broken header or a column named twice."""
     try:
-        header = next(_csv_reader(CsvLines(stream, MAX_LINE_BYTES, _delimiter(path)), path), [])
+        header = next(_csv_reader(CsvLines(stream, MAX_LINE_BYTES), path), [])
         "".join(header).encode()
     except (csv.Error, UnicodeEncodeError) as error:
         raise ConfigError("input.path", f"{path}: the CSV header cannot be read: {error}") from error
@@ -162,14 +97,10 @@ def read_csv_header(stream: BinaryIO, path: str) -> list[str]:
     return header
 
 
-def _csv_reader(lines: CsvLines, name: str) -> CsvReader:
+def _csv_reader(lines: CsvLines, name: str) -> Iterator[list[str]]:
     csv.field_size_limit(max(MAX_CSV_FIELD_CHARS, csv.field_size_limit()))
     # strict: without it a quote that is never closed swallows the rest of the file as one good row.
-    return csv.reader(lines, delimiter=_delimiter(name), strict=True)
-
-
-def _delimiter(name: str) -> str:
-    return "\t" if is_tab_separated(name) else ","
+    return csv.reader(lines, delimiter="\t" if is_tab_separated(name) else ",", strict=True)
 
 
 def is_tab_separated(name: str) -> bool:
@@ -177,13 +108,13 @@ def is_tab_separated(name: str) -> bool:
 
 
 def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Row]:
-    lines = CsvLines(stream, MAX_LINE_BYTES, _delimiter(name))
+    lines = CsvLines(stream, MAX_LINE_BYTES)
     reader = _csv_reader(lines, name)
     header = next(reader, [])
     number = 0
     while True:
         where = f"{name} line {lines.count + 1}"
-        lines.begin_row(len(header), max_line_bytes)
+        lines.begin_row(max_line_bytes)
         try:
             values = next(reader)
         except StopIteration:

@@ -15,7 +15,6 @@ from pipeline.input.arrays import Mask, Rows
 from pipeline.input.parquet_columns import is_list_type
 from pipeline.input.row import BLOCK_BYTES
 
-VALUE_BYTES = 8  # of a value in a list: a number, or where its text begins
 OFFSET_BYTES = 4  # where a text begins
 VIEW_INTS = 4  # int32: the first is the length
 
@@ -53,22 +52,13 @@ def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
 
 
 def row_bytes(metadata: pq.FileMetaData, places: Sequence[int]) -> int:
-    """About what these columns of a row take in memory, in the row group where they take most: also where many values
-    in its lists are few bytes in the file, or values of one width are. Dictionaries of text and bytes are left out."""
-    widths = {place: width for place in places if (width := _width(metadata.schema.column(place)))}
-    most = 0
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        stored = sum(group.column(place).total_uncompressed_size for place in places)
-        values = sum(group.column(place).num_values * width for place, width in widths.items())
-        most = max(most, max(stored, values) // max(group.num_rows, 1))
-    return most
-
-
-def _width(column: pq.ColumnSchema) -> int:
-    """At least so much takes each of its values, however few bytes it is in the file; 0: that is little."""
-    fixed = column.length if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
-    return max(fixed, VALUE_BYTES) if column.max_repetition_level else int(fixed)
+    """About what these columns of a row take, in the row group where they take most; text and bytes of dictionaries
+    count once for the group."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return max(
+        (sum(g.column(place).total_uncompressed_size for place in places) // max(g.num_rows, 1) for g in groups),
+        default=0,
+    )
 
 
 def parquet_batches(

@@ -152,9 +152,9 @@ def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
 
 def _read_arrow(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
     file = plan.listing.files[index]
-    with open_arrow(plan.listing.filesystem, file) as reader:
-        batches = arrow_batches(reader, stored_schema(reader.schema, file), rows_per_block)
-        yield from _from_batches(batches, file, plan, config, rows_per_block)
+    with open_arrow(plan.listing.filesystem, file) as (schema, batches):
+        stored = arrow_batches(batches, stored_schema(schema, file), rows_per_block)
+        yield from _from_batches(stored, file, plan, config, rows_per_block)
 
 
 def _from_batches(

@@ -220,9 +220,9 @@ def _extra_schema(schema: pa.Schema, file: SourceFile, config: InputConfig, expa
 def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
     extra, has_id, is_indexed, expansion = pa.schema([]), False, index_all, listing.expansion
     digests, num_rows, num_bytes, num_own = bytearray(), 0, 0, 0
-    with open_arrow(listing.filesystem, file) as reader:
-        stored = stored_schema(reader.schema, file)
-        for batch in arrow_batches(reader, stored, SCANNED_ROWS):
+    with open_arrow(listing.filesystem, file) as (schema, batches):
+        stored = stored_schema(schema, file)
+        for batch in arrow_batches(batches, stored, SCANNED_ROWS):
             if not num_rows:  # a file without rows has no say
                 _check_parquet_columns(stored, file, config)
                 extra = _extra_schema(stored, file, config, expansion)

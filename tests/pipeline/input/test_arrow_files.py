@@ -1,4 +1,4 @@
-"""Arrow IPC files: columns come through as from Parquet, and nothing that a file says of itself is believed."""
+"""Arrow IPC files: columns come through as from Parquet, in blocks that take little memory."""
 
 import decimal
 import itertools
@@ -11,11 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pipeline.config.job import ConfigError
-from pipeline.input import arrow_files
 from pipeline.input.read import read_file
 from pipeline.input.row import BLOCK_BYTES
 from tests.pipeline.input.test_bombs import MOST, planned
@@ -25,7 +22,6 @@ from tests.support.null_columns import NULLS
 from tests.support.saved_datasets import write_stream
 
 DEEP = pa.list_(pa.struct([("t", pa.list_(pa.timestamp("s")))]))
-NULL_STRUCT = pa.struct([("a", pa.null())])
 COLUMNS: dict[str, pa.Array] = {
     "id": pa.array([10, None, 12], pa.uint32()),
     "prompt": pa.array(["a", None, ""], pa.large_string()),
@@ -154,47 +150,12 @@ def test_a_time_that_milliseconds_cannot_hold_is_refused_before_the_start(tmp_pa
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, kind: str) -> None:
     path = write_arrow(tmp_path / "a.arrow", {"prompt": ["p"] * 20}, kind, batch_rows=10)
     data = path.read_bytes()
-    whole = len(data) if kind == "stream" else data.rindex(b"\xff\xff\xff\xff\0\0\0\0") + 8
-    for size in range(0, whole, 8):  # frames begin and end at multiples of 8
+    for size in range(0, len(data), 8):  # frames begin and end at multiples of 8
         path.write_bytes(data[:size])
         with pytest.raises(ConfigError, match="cannot be read"):
             make_plan(make_config(path))
-    path.write_bytes(data[:whole])
+    path.write_bytes(data)
     assert len(read_rows(path)) == 20
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
-    """And takes neither the process nor its memory with it."""
-    columns = {"id": [1, 2], "prompt": ["ab", "cd"], "l": [["x"], ["y"]], "d": pa.array(["u", "v"]).dictionary_encode()}
-    path = write_arrow(tmp_path / "a.arrow", columns, compression=data.draw(st.sampled_from([None, "zstd"])))
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(bytes(content))
-    try:
-        with most_bytes(MOST):
-            table = read_table(path)
-    except (ConfigError, UnicodeDecodeError):  # names of columns are Arrow's
-        return
-    table.to_pylist()
-
-
-@pytest.mark.parametrize("kind", ["large_list", "structs", "fixed"])
-def test_nulls_that_take_no_bytes_are_not_made(tmp_path: Path, kind: str) -> None:
-    """A few bytes of a file may stand for any number of them."""
-    count = 2**31 - 1
-    none = pa.Array.from_buffers(pa.null(), count, [None])
-    if kind == "fixed":
-        many = pa.FixedSizeListArray.from_arrays(none, count)
-    else:
-        values = none if kind == "large_list" else pa.Array.from_buffers(NULL_STRUCT, count, [None], children=[none])
-        many = pa.LargeListArray.from_arrays(pa.array([0, count]), values)
-    path = write_arrow(tmp_path / "a.arrow", {"prompt": ["x"], "many": many})
-    assert path.stat().st_size < 2000
-    with most_bytes(MOST):
-        refuse(path, r"a\.arrow: cannot be read: column 'many': it holds \d+ values of type null; drop it")
 
 
 def as_text(data: bytes) -> pa.Array:
@@ -203,53 +164,13 @@ def as_text(data: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(data), [None, offsets, pa.py_buffer(data)])
 
 
-@pytest.mark.parametrize("offsets", [[0, 1, 900], [0, 1, 2**30], [0, 2, 1], [-5, 1, 2], [3, 1, 2]], ids=str)
-@pytest.mark.parametrize("place", ["prompt", "text", "list", "struct"])
-def test_offsets_that_lead_elsewhere_are_refused(tmp_path: Path, offsets: list[int], place: str) -> None:
-    texts = pa.array(["a" * 7, "b" * 11])  # the file has these offsets once
-    made = {
-        "list": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), texts),
-        "struct": pa.StructArray.from_arrays([texts], ["a"]),
-    }.get(place, texts)
-    path = write_arrow(tmp_path / "a.arrow", {"prompt": ["x", "y"], "other": [1, 2]} | {place: made})
-    content = path.read_bytes()
-    before = np.array([0, 7, 18], np.int32).tobytes()
-    assert content.count(before) == 1
-    path.write_bytes(content.replace(before, np.array(offsets, np.int32).tobytes()))
-    refuse(path, rf"a\.arrow: cannot be read: .*{place}")
-
-
-def test_text_that_is_not_utf8_fails_its_row_and_inside_lists_it_is_refused(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_fails_its_row(tmp_path: Path) -> None:
     bad = as_text(b"a\xffc")
     path = write_arrow(tmp_path / "a.arrow", {"id": ["i", "j", "k"], "prompt": bad, "extra": bad})
     rows = read_rows(path)
     assert column(rows, "error_code") == ["", "bad_line", ""]
     assert rows[1]["error_message"] == "a.arrow row 2: column 'prompt' is not valid UTF-8"
     assert column(rows, "extra") == ["a", None, "c"]
-    lists = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), bad)
-    refuse(write_arrow(path, {"prompt": ["x"] * 3, "extra": lists}), "column 'extra': .*UTF8")
-
-
-def test_a_batch_that_decompresses_to_more_than_may_be_takes_no_memory(tmp_path: Path) -> None:
-    count, size = 1200, 1 << 20
-    path = tmp_path / "a.arrow"
-    text = bytes(count * size)
-    offsets = pa.array(range(0, (count + 1) * size, size), pa.int32()).buffers()[1]
-    zeros = pa.Array.from_buffers(pa.string(), count, [None, offsets, pa.py_buffer(text)])
-    write_arrow(path, {"prompt": ["x"] * count, "zeros": zeros}, compression="zstd")
-    del zeros, text
-    assert path.stat().st_size < 1 << 20
-    with most_bytes(32 << 20):
-        refuse(path, r"a record batch of \d+ bytes when decompressed, more than 1073741824; save it in smaller")
-
-
-def test_a_large_batch_elsewhere_is_refused_and_here_it_is_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arrow_files, "MOST_BYTES", 1000)
-    path = write_arrow(tmp_path / "a.arrow", {"prompt": ["x" * 100] * 100})
-    assert len(read_rows(path)) == 100
-    refuse(f"fsspec+file://{path}", r"a record batch of \d+ bytes, more than 1000; save it in smaller batches")
 
 
 @pytest.mark.slow

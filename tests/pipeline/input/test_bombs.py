@@ -162,19 +162,6 @@ def test_a_list_of_texts_that_all_rows_share_comes_in_smaller_blocks(tmp_path: P
     assert rows == count
 
 
-def test_lists_of_one_number_over_and_over_are_few_rows_at_a_time(tmp_path: Path) -> None:
-    """Their lengths and their dictionary are all that the file holds of them."""
-    offsets = pa.array(range(0, 1001 * 20_000, 20_000), pa.int32())
-    lists = pa.ListArray.from_arrays(offsets, pa.nulls(1000 * 20_000, pa.int64()).fill_null(7))
-    pq.write_table(pa.table({"prompt": ["x"] * 1000, "n": lists}), tmp_path / "a.parquet", compression="zstd")
-    del lists
-    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
-    config = make_config(tmp_path / "a.parquet")
-    with most_bytes(MOST):
-        plan = planned(config)
-        assert sum(len(block) for block in read_file(plan, 0, config) if block.nbytes < BLOCK_BYTES + (2 << 20)) == 1000
-
-
 @pytest.mark.slow
 def test_json_that_is_much_in_memory_fails_alone(tmp_path: Path) -> None:
     """60 MiB of empty lists; 30 MiB of text with commas is none of it."""
