@@ -17,7 +17,7 @@ from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import adapted, check_folder
 from skipdecode.config.model import DecoderConfig, Quantization
-from skipdecode.schedules.from_config import make_schedule, settle_ffn_skip
+from skipdecode.schedules.from_config import complete_ffn_skip, make_schedule
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedules.lossless import Lossless, stored_drafts
 from skipdecode.schedules.plan import Schedule
@@ -217,7 +217,7 @@ def resolve_ffn_skip(
     `decode`, `prefill`: what lies beneath.
     """
     if skip["mode"] != "calibrated":
-        return settle_ffn_skip(skip)
+        return complete_ffn_skip(skip)
     if "layers" in skip:
         raise ConfigError("decode.ffn_skip.layers", "has no meaning with mode 'calibrated'; use mode 'fixed'")
     band = model_config.ffn_skip
@@ -244,7 +244,7 @@ def resolve_ffn_skip(
             f"decode.ffn_skip: the layers were calibrated on top of {names[0]}; on top of {names[1]} their share "
             "and what they cost are others"
         )
-    return settle_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
+    return complete_ffn_skip({"layers": band["layers"], "warmup_tokens": band["warmup_tokens"]} | skip)
 
 
 def check_quantization(

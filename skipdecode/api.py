@@ -23,10 +23,10 @@ from skipdecode.engine.generate import generate as decode_batch
 from skipdecode.engine.request import TokenLogprobs, refuse_too_long
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, launching_on
-from skipdecode.schedules.from_config import METHOD_KEYS, listed_schedule
+from skipdecode.schedules.from_config import METHODS, listed_schedule
 from skipdecode.schedules.plan import Schedule
 
-DECODE_KEYS = frozenset({"method", "ffn_skip"}).union(*METHOD_KEYS.values())
+DECODE_KEYS = frozenset({"method", "ffn_skip"}).union(*(method.keys for method in METHODS.values()))
 OF_JOBS = frozenset({"lossless", "draft_tokens", "prefix", "n", "deterministic", "prompt_logprobs"})
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -44,7 +44,7 @@ ARROWS = {
         "detokenizer": set(),
         "families": {"config"},
         "backends": {"config"},
-        "schedules": {"config", "model"},
+        "schedules": {"config"},
         "cost": {"backends", "config", "schedules"},
         "kv": {"backends", "config", "cost"},
         "checkpoint": {"config", "detokenizer", "families", "model", "schedules"},

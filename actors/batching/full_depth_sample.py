@@ -92,7 +92,7 @@ def predicted(
             batch_rows=[-(-rows // parts) for rows in result.stats.batch_rows],
             itemsize=itemsize,
             weight_itemsize=model.weight_itemsize,
-            apart=result.stats.ffns_apart if chosen is schedule else None,
+            apart=result.stats.deferred_ffn_rows if chosen is schedule else None,
             sharing=sharing,
             in_graphs=in_graphs,
         )

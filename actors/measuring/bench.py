@@ -112,7 +112,7 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             batch_rows=stats.batch_rows,
             itemsize=model.dtype.itemsize,
             weight_itemsize=model.weight_itemsize,
-            apart=stats.ffns_apart,
+            apart=stats.deferred_ffn_rows,
             in_graphs=graphs is not None and graphs.failure is None,
         )
         predictions[name] = predict(ceilings=typical)

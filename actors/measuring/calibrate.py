@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.ffn_rows import SimilarityRecorder
+from skipdecode.model.ffn_executor import FFNExecutor, SimilarityRecorder, ffn_executor
 from skipdecode.model.teacher_forcing import IGNORE, TeacherBatch, teacher_batch
-from skipdecode.schedules.ffn_policy import FFNs
 from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.schedules.plan import Schedule
 from skipdecode.training.shared_prompt import Branches
@@ -93,7 +92,7 @@ class Sample:
         is_fed = is_fed.cpu()
         return _Unskipped((coarse(logits, tokens), tokens), found[is_fed].numpy(), is_fed.nonzero()[:, 1].numpy())
 
-    def _logits(self, branches: Branches, schedule: Schedule, ffns: FFNs) -> torch.Tensor:
+    def _logits(self, branches: Branches, schedule: Schedule, ffns: FFNExecutor) -> torch.Tensor:
         """[N, V] float32, of the tokens that a decode step made."""
         states = branches.state(schedule, ffns)[:, 1:]
         return self.model.head(states[fed(branches.batch)]).float()
@@ -123,8 +122,7 @@ class Sample:
     ) -> tuple[int, float, int]:
         """(blocks skipped, divergence, matches) of a batch, summed over its tokens."""
         batch, (wanted, tokens) = branches.batch, predictions
-        B, T = batch.targets.shape
-        ffns = schedule.ffns([str(row) for row in range(B)], T - 1, self.model.device, gather=False)
+        ffns = ffn_executor(schedule, len(batch.targets), self.model.device, gather=False)
         logits, is_fed = self._logits(branches, schedule, ffns), fed(batch)
         divergence = float(F.kl_div(coarse(logits, tokens), wanted, reduction="sum", log_target=True))
         matched = int((logits.argmax(-1) == batch.targets[:, 1:][is_fed]).sum())

@@ -17,7 +17,7 @@ from typing import Any
 from actors.measuring.draft_times import TURNS, time_drafts, time_full_depth
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import TeacherBatch, teacher_batch
-from skipdecode.schedules.from_config import METHOD_KEYS, PRESETS, make_schedule, preset
+from skipdecode.schedules.from_config import METHODS, PRESETS, make_schedule, preset
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import ChosenLayers, FullDepth, LayerPlan, Schedule
 from skipdecode.speculative.acceptance import Counts, DraftedText
@@ -262,7 +262,7 @@ def named_decodes(carried: dict[str, Any] | None, num_layers: int, max_new_token
     horizon = max(max_new_tokens - 1, 1)
     if carried is not None and carried.get("method", "skipdecode") != "full":
         method = str(carried.get("method", "skipdecode"))
-        own = {"horizon": horizon} if "horizon" in METHOD_KEYS[method] else {}
+        own = {"horizon": horizon} if "horizon" in METHODS[method].keys else {}
         yield {"method": method, **own} | {key: value for key, value in carried.items() if value is not None}
     for method in ("skipdecode", "early_exit"):
         for speedup in PRESETS[24]:

@@ -6,7 +6,7 @@ Nothing is resolved here that needs a cluster, a checkpoint or an input file: `a
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -15,6 +15,7 @@ from pipeline.config.tree import ConfigError, Section, build_config, read_tree, 
 from skipdecode.checkpoint.hub import DEMO
 from skipdecode.config.model import MAX_LOGPROBS, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
+from skipdecode.schedules.from_config import METHODS
 from skipdecode.schedules.lossless import MOST_DRAFTS
 
 __all__ = [
@@ -41,6 +42,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]
+
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
 MAX_SAMPLES = 1024  # of a document
 
@@ -62,27 +68,22 @@ class ModelConfig(Section):
 class FFNSkipConfig(Section):
     """Feed-forward blocks that are left out; what the values may be is checked where the schedule is made."""
 
-    mode: Literal["row", "calibrated", "fixed", "random"] = "row"
-    """row: the paper's rule. calibrated: the layers that the checkpoint carries (`jobs.calibrate`). fixed: `layers`.
-    random: the paper's baseline."""
+    mode: Literal["row", "calibrated", "fixed"] = "row"
+    """row: the paper's rule. calibrated: the layers that the checkpoint carries (`jobs.calibrate`). fixed: `layers`."""
     threshold: float | None = None
     """row: the cosine similarity from which a row skips its later blocks; null: 0.98."""
     cold_start: int | None = None
-    """row, random: layers from the bottom that never skip; null: 4."""
+    """row: layers from the bottom that never skip; null: 4."""
     cold_end: int | None = None
-    """row, random: layers from the top that never skip; null: 4."""
+    """row: layers from the top that never skip; null: 4."""
     warmup_tokens: int | None = None
     """Decode steps at the start of an answer that skip nothing; null: 25, or what the checkpoint carries."""
     layers: tuple[int, ...] | None = None
     """fixed: layers whose feed-forward block is left out."""
-    share: float | None = None
-    """random: the probability that a block is left out."""
-    seed: int | None = None
-    """random: which blocks those are; null: 0."""
 
 
 class DecodeConfig(Section):
-    method: Literal["full", "skipdecode", "early_exit", "unified", "layers"] | None = None
+    method: MethodName | None = None
     """null: skipdecode if another key of the schedule is given, else the schedule that the checkpoint carries as
     `skip_decode`, else full depth. With `lossless`: the drafts it carries, and skipdecode at speedup 2 without any."""
     speedup: float | None = None

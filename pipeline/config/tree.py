@@ -5,7 +5,6 @@ are is said elsewhere: of a run in `pipeline.config.job`, of other verbs in thei
 """
 
 import difflib
-import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -132,11 +131,9 @@ def read_override(override: str) -> tuple[str, Json]:
 
 def schedule_keys() -> frozenset[str]:
     """Of `decode`: what belongs to its `method`, and goes when the command line gives another."""
-    from skipdecode.schedules.from_config import (
-        METHOD_KEYS,  # here: tasks that read rows need the classes, and no schedules
-    )
+    from skipdecode.schedules.from_config import METHODS  # here: tasks that read rows need no schedules
 
-    return frozenset(itertools.chain(*METHOD_KEYS.values()))
+    return frozenset(key for method in METHODS.values() for key in method.keys)
 
 
 def apply_overrides(tree: dict[str, Json], overrides: Sequence[tuple[str, Json]]) -> None:

@@ -37,7 +37,7 @@ from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request
 from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, dtype_name
-from skipdecode.schedules.from_config import METHOD_KEYS, listed_schedule
+from skipdecode.schedules.from_config import METHODS, listed_schedule
 
 LOSS_ROWS = 16  # whose keys and values are kept, of all layers, beside what decoding takes
 SPEED_BATCHES = 4  # for each of `speed_at`; both ways as `baseline_fraction` says
@@ -217,7 +217,7 @@ def schedule_name(decode: Decode) -> str:
     """`full depth`, `3x`, `10/6` (most and fewest layers), the constant number of layers, or else the method."""
     skip = decode.get("ffn_skip")
     if isinstance(skip, dict):
-        found = next((f" {skip[key]}" for key in ("threshold", "share") if key in skip), "")
+        found = f" {skip['threshold']}" if "threshold" in skip else ""
         return f"{schedule_name({k: v for k, v in decode.items() if k != 'ffn_skip'})}, FFN {skip['mode']}{found}"
     if decode["method"] == "full":
         return "full depth"
@@ -227,9 +227,8 @@ def schedule_name(decode: Decode) -> str:
         return f"{len(layers)} chosen"
     if layers is not None:
         return str(layers)
-    return (
-        f"{decode.get('speedup', 2):g}x" if "speedup" in METHOD_KEYS[str(decode["method"])] else str(decode["method"])
-    )
+    method = str(decode["method"])
+    return f"{decode.get('speedup', 2):g}x" if "speedup" in METHODS[method].keys else method
 
 
 def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False) -> GeneratorConfig:

@@ -6,7 +6,7 @@ from pipeline.config.job import ConfigError
 from pipeline.formatting import Json
 from pipeline.training.config import TrainSection
 from skipdecode.config.model import DecoderConfig
-from skipdecode.schedules.from_config import METHOD_KEYS, listed_schedule
+from skipdecode.schedules.from_config import METHODS, listed_schedule
 
 Decode: TypeAlias = dict[str, Json]
 """A `decode:` mapping."""
@@ -38,7 +38,7 @@ def _carried(decode: Decode, horizon: int) -> Decode:
     """With its method and the horizon that it is trained with."""
     carried: Decode = {"method": "skipdecode"}
     carried |= {key: value for key, value in decode.items() if value is not None}
-    if "horizon" in METHOD_KEYS[str(carried["method"])]:
+    if "horizon" in METHODS[str(carried["method"])].keys:
         carried["horizon"] = carried.get("horizon", horizon)
     return carried
 

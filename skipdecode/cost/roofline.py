@@ -14,12 +14,12 @@ from statistics import median
 from typing import Any
 
 from skipdecode.config.model import DecoderConfig
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_columns, kv_sharing_map, steps_per_layer
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_capacities, kv_sharing_map, steps_per_layer
 
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
 # fused into them, attention. A model that is not packed makes up to three times as many.
 ATTN_CALLS, FFN_CALLS, STEP_CALLS = 7, 3, 10
-# Beside a block apart (`skipdecode.schedules.ffn_policy`): finding its rows; and if there are any, moving them
+# Beside a block apart (`skipdecode.model.ffn_executor`): finding its rows; and if there are any, moving them
 # and their likeness.
 FIND_CALLS, ROW_CALLS = 7, 8
 
@@ -182,8 +182,8 @@ def predict_s(
 
     Padding of prompts is paid for, though not every kernel runs it. `rows` None: as many prompts as rows at step 0,
     which is wrong where rows ended with y_0. `apart`: rows of the blocks that plans leave open, as it was at each step
-    (`BatchStats.ffns_apart`). `sharing`: what the prompts share. `in_graphs`: decode steps are one launch each, and the
-    calls within cost next to nothing.
+    (`BatchStats.deferred_ffn_rows`). `sharing`: what the prompts share. `in_graphs`: decode steps are one launch each,
+    and the calls within cost next to nothing.
     """
     if rows is None:
         rows = batch_rows[0] if batch_rows else 1
@@ -234,7 +234,7 @@ def cache_bytes_per_row(
     config: DecoderConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
 ) -> int:
     """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
-    columns = kv_columns(kv_sharing_map(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
+    columns = kv_capacities(kv_sharing_map(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
     return 2 * sum(columns.values()) * config.kv_dim * itemsize
 
 

@@ -32,10 +32,10 @@ class BatchStats:
     decode_s: float = 0.0
     batch_rows: list[int] = field(default_factory=list)
     """Rows in the batch at each decode step."""
-    ffns_apart: list[Sequence[int]] = field(default_factory=list)
-    """At each decode step, the rows that each feed-forward block apart ran on (`skipdecode.schedules.ffn_policy`)."""
+    deferred_ffn_rows: list[Sequence[int]] = field(default_factory=list)
+    """At each decode step, the rows that each feed-forward block apart ran on (`skipdecode.model.ffn_executor`)."""
 
-    unrecorded: ClassVar[tuple[str, ...]] = ("batch_rows", "ffns_apart")
+    unrecorded: ClassVar[tuple[str, ...]] = ("batch_rows", "deferred_ffn_rows")
     """What the cost model reads and no record keeps."""
 
 

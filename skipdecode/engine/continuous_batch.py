@@ -5,7 +5,7 @@ youngest ones: layer `l` runs on a contiguous slice `h[a_l:]` of the batch and o
 along rows. A row's tokens are those it makes alone or in a cohort (`cohort`).
 
 Newcomers are appended, ended rows at either end fall off, and those in between are carried along until there are enough
-of them to be worth moving the others. Not here: blocks that rows decide on themselves (FFN-SkipLLM `row` and `random`),
+of them to be worth moving the others. Not here: blocks that rows decide on themselves (FFN-SkipLLM `row`),
 and fixed batch shapes; cohorts have both.
 
 The host never waits for a step that it has just launched: on a GPU it looks at tokens one step late
@@ -35,7 +35,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.sampler import argmax, cuts, pick
-from skipdecode.schedules.layer_ranges import NEVER, layer_ends, ranges_of_starts
+from skipdecode.schedules.layer_ranges import NEVER, layer_ends, ranges_by_age
 from skipdecode.schedules.plan import Schedule, kv_sharing_map
 
 CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
@@ -193,7 +193,7 @@ class ContinuousBatch:
                      for p, k, m in zip(self._arena.prompts, ages, members, strict=True)]  # fmt: skip
         self._arena.begin(positions)
         embedded = self.model.embed(self._newest[:, None], self._arena.columns_at(0, len(members))[:, None])
-        ranges = ranges_of_starts(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
+        ranges = ranges_by_age(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
         h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotary_table), ranges)
         self._num_steps += 1
         self.row_steps += len(members)

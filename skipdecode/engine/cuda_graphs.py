@@ -5,7 +5,7 @@ A graph is a plan at a number of rows: its kernels read on the device where keys
 plans x rungs is all there is, and all of it is captured when a model loads (`capture_all`). The choice of the likeliest
 token and the next column are part of a graph. What is not captured runs the same kernels one by one: plans that a
 capture failed for, more rows than the ladder has, graphs beyond their share of memory. So do steps in which rows decide
-on their own blocks (FFN-SkipLLM `row`, `random`).
+on their own blocks (FFN-SkipLLM `row`).
 
 Without a device the same code runs without a capture, which is how its logic is tested.
 
@@ -26,9 +26,9 @@ from skipdecode.kv.graphed import GraphedCache, Layout, TableView
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.pool import CachePool, PoolFull
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.sampler import argmax
-from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan, Schedule
 
@@ -164,7 +164,13 @@ class CudaGraphs:
         self._serial = -1
 
     def __call__(
-        self, newest: Tensor, cache: KVCache, plan: LayerPlan, ffns: FFNs = ALL_ROWS, *, only_likeliest: bool = False
+        self,
+        newest: Tensor,
+        cache: KVCache,
+        plan: LayerPlan,
+        ffns: FFNExecutor = ALL_ROWS,
+        *,
+        only_likeliest: bool = False,
     ) -> Tensor:
         """Feeds `newest` [B] behind what is in `cache`: logits [B, V], good until the next call, or with
         `only_likeliest` the likeliest token of each row [B]."""

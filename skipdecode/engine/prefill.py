@@ -18,7 +18,7 @@ from skipdecode.engine.request import Request
 from skipdecode.kv.padded import KVCache
 from skipdecode.kv.view import wants_all_heads
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_columns, kv_sharing_map
+from skipdecode.schedules.plan import LayerPlan, Schedule, kv_capacities, kv_sharing_map
 
 PREFILL_BYTES = 1 << 30  # of states, masks and copies of keys of what goes through at once, on a GPU
 PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
@@ -157,5 +157,5 @@ def has_room(graphs: CudaGraphs, schedule: Schedule, num_rows: int, columns: int
 def _capacities(model: Decoder, columns: int, schedule: Schedule, num_new: int) -> tuple[list[int], list[int]]:
     """[L] owners and columns of each layer."""
     owners = kv_sharing_map(schedule, model.config.kv_group_size)
-    columns_of = kv_columns(owners, schedule, columns, num_new)
+    columns_of = kv_capacities(owners, schedule, columns, num_new)
     return owners, [columns_of[owner] for owner in owners]

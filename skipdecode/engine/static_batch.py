@@ -24,6 +24,7 @@ from skipdecode.engine.prefix_sharing import SharedPrompts, Sharing
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.kv.padded import KVCache
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.ffn_executor import ffn_executor
 from skipdecode.model.sampler import Sampler
 from skipdecode.schedules.plan import Schedule
 
@@ -80,7 +81,7 @@ class StaticBatch:
         samplings = [r.sampling for r in requests] + [Sampling()] * empty
         self._sampler = Sampler(ids, samplings, self.num_new, model.device)
         gather = model.device.type == "cpu" and not has_fixed_shape  # elsewhere finding rows would wait for the device
-        self._ffns = schedule.ffns(ids, self.num_new - 1, model.device, gather=gather)
+        self._ffns = ffn_executor(schedule, num_rows, model.device, gather=gather)
         self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
         self._made: list[Tensor] = []  # [B] each, not yet seen by the host
         self._logprobs = LogprobRecorder(self.rows, model.device)
@@ -157,7 +158,7 @@ class StaticBatch:
                 positions = positions.clamp(max=last)  # only ended rows get that far
             made = self.model(newest[:, None], positions, cache, plan, ffns, only_likeliest=self._is_plain)
         self._choose(made)
-        stats.ffns_apart.append(ffns.rows_run)
+        stats.deferred_ffn_rows.append(ffns.rows_run)
         self._look_if_due()
 
     @property

@@ -21,13 +21,13 @@ from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, S
 from skipdecode.kv.padded import KVCache, PaddedView
 from skipdecode.kv.unpadded import PromptsView
 from skipdecode.kv.view import KVView
+from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer import Layer, make_norm
 from skipdecode.model.layer_loop import run_layers, run_placed
 from skipdecode.model.linear import Linear, pack, product
 from skipdecode.model.pipeline_parallel import Placement, in_phases
 from skipdecode.model.sampler import argmax
 from skipdecode.model.swiftkv import SwiftKV, hf_parts
-from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan
 
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         cache: KVCache,
         plan: LayerPlan,
-        ffns: FFNs = ALL_ROWS,
+        ffns: FFNExecutor = ALL_ROWS,
         *,
         only_likeliest: bool = False,
         before: Tensor | None = None,
@@ -250,14 +250,14 @@ class Decoder(nn.Module):
         """
         T = tokens.shape[1]
         is_prompt = before is not None or (T > 1 and cache.length == 0)
-        ranges = LayerRanges.of_plan(plan, ffns.apart(plan), is_prompt=is_prompt)
+        ranges = LayerRanges.of_plan(plan, ffns.deferred(plan), is_prompt=is_prompt)
         if self.placement is not None:
             assert before is None, "heads of prompts are shared on one device"
             last = self._in_parts(self.placement, tokens, positions, cache, ranges)
             cache.length += T
             return self.argmax(last) if only_likeliest else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotary_table)
-        if ranges.narrows_at is not None and self.takes_unpadded(cache.k[0]):
+        if ranges.last_token_at is not None and self.takes_unpadded(cache.k[0]):
             kv = prompts = PromptsView(cache, positions, self.rotary_table, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)

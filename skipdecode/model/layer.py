@@ -119,7 +119,7 @@ class Layer(nn.Module):
         return self.post_norm(self.add_feed(h))
 
     def add_feed(self, h: Tensor) -> Tensor:
-        """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_rows`)."""
+        """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_executor`)."""
         x = self.ffn_norm(h) if self.config.is_pre_norm else h
         added: Tensor = self.fc2(self.fc1(x, activation=self.config.mlp), residual=h)
         return added

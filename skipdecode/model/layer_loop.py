@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from skipdecode.backends.backend import FusedLayer
 from skipdecode.kv.view import KVView, MovableView
+from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.pipeline_parallel import Placement, cut, finish, launching_on
-from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
 from skipdecode.schedules.layer_ranges import ALL, LayerRanges
 
 
@@ -51,7 +51,7 @@ class Layered(Protocol):
 
 
 def run_layers(
-    model: Layered, h: Tensor, kv: KVView, ranges: LayerRanges, *, ffns: FFNs = ALL_ROWS, recompute: bool = False
+    model: Layered, h: Tensor, kv: KVView, ranges: LayerRanges, *, ffns: FFNExecutor = ALL_ROWS, recompute: bool = False
 ) -> tuple[Tensor, KVView]:
     """h [B, T, D] (as `kv` has it) through the layers: the states before the head, and the view of those that are left.
 
@@ -68,7 +68,7 @@ def run_placed(
 ) -> Generator[None, None, tuple[Tensor, KVView]]:
     """`run_layers` over several devices, with the pauses that `in_phases` wants. States come back to the first device;
     the view is that of the last layer."""
-    assert not ranges.apart, "rows that decide on blocks are on one device"
+    assert not ranges.deferred_ffns, "rows that decide on blocks are on one device"
     assert ranges.kv_layers is None, "keys of many layers are written at once, which are on one device"
     at = 0
     groups = groupby(cut(ranges.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
@@ -86,7 +86,7 @@ def run_placed(
 
 def _run(
     model: Layered, groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, ranges: LayerRanges, *,
-    ffns: FFNs = ALL_ROWS, recompute: bool = False,
+    ffns: FFNExecutor = ALL_ROWS, recompute: bool = False,
 ) -> tuple[Tensor, KVView]:  # fmt: skip
     """`run_layers` of some groups of layers, on one device."""
     entered: slice | None = None  # tokens whose K and V of the upper layers are written
@@ -100,12 +100,12 @@ def _run(
             part = h if new == ALL else h[new]
             model.added.write(part, kv.part(new), ranges.layers_of(new), layers)
             entered = attn
-        if i == ranges.narrows_at:
+        if i == ranges.last_token_at:
             if attn is not None and not is_upper:
                 layers[i].store(h, kv, i)
             h, kv = kv.last(h)
         call = layer_call(recompute=recompute)
-        feeds_too = ffn is not None and ffn == attn and not (ranges.apart and ranges.apart[i])
+        feeds_too = ffn is not None and ffn == attn and not (ranges.deferred_ffns and ranges.deferred_ffns[i])
         if attn is not None:
             queries = model.added if is_upper else None
             run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, queries=queries, call=call)

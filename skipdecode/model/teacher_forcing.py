@@ -21,9 +21,9 @@ from skipdecode.backends.backend import FusedLayer, FusedStore
 from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
 from skipdecode.model.layer_loop import run_layers
-from skipdecode.schedules.ffn_policy import FFNs
-from skipdecode.schedules.layer_ranges import LayerRanges, Run
+from skipdecode.schedules.layer_ranges import LayerRanges, Range
 from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
 
 IGNORE = -100  # torch's cross_entropy default
@@ -57,18 +57,18 @@ def teacher_batch(
 
 
 def teacher_forced_logits(
-    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNs | None = None
+    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNExecutor | None = None
 ) -> Tensor:
     """[B, T, V] float32: the logits that decoding under `schedule` has for each response token, in one pass.
 
     `recompute` keeps only the input of each layer for the backward pass (activation checkpointing). `ffns` runs
-    feed-forward blocks in the place of what `schedule` brings.
+    the feed-forward blocks; None: as `schedule` asks for.
     """
     return model.head(teacher_forced_states(model, batch, schedule, recompute=recompute, ffns=ffns)).float()
 
 
 def teacher_forced_states(
-    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNs | None = None
+    model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNExecutor | None = None
 ) -> Tensor:
     """[B, T, D]: what enters the head for each response token."""
     B, columns = batch.tokens.shape
@@ -80,25 +80,27 @@ def teacher_forced_states(
     if bool(batch.num_pad.any()):
         valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
         mask = valid & causal_mask(columns, columns, device) | diagonal(columns, columns, device)
-    ffns = ffns or schedule.ffns([str(row) for row in range(B)], columns - P, device, gather=False)
+    ffns = ffns or ffn_executor(schedule, B, device, gather=False)
     ffns.start_pass(plans, P)
-    ranges = column_extents(schedule.prefill(), plans, P, ffns)
+    ranges = token_ranges(schedule.prefill(), plans, P, ffns)
     kv = ForcedView(positions, mask, model.rotary_table, kv_sharing_map(schedule, model.config.kv_group_size))
     h, _ = run_layers(model, model.embed(batch.tokens, positions), kv, ranges, ffns=ffns, recompute=recompute)
     return h[:, P - 1 :]
 
 
-def column_extents(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, ffns: FFNs) -> LayerRanges:
-    """The first columns that run each sublayer: the prompt's (none of it is fed where that is 0), and those of the
-    steps that run it."""
+def token_ranges(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: int, ffns: FFNExecutor) -> LayerRanges:
+    """The tokens that run each sublayer, always the first ones: the prompt (none of it is fed where `prompt_columns` is
+    0), and the decode steps that run it."""
 
-    def runs(layer: int, sublayer: str) -> Run:
+    def runs(layer: int, sublayer: str) -> Range:
         columns = prompt_columns + sum(getattr(plan, sublayer)[layer] for plan in plans)
         return slice(columns) if columns else None
 
     attn, ffn = (tuple(runs(layer, name) for layer in range(len(prompt.attn))) for name in ("attn", "ffn"))
-    apart = next(filter(None, map(ffns.apart, plans)), ())  # layers of later steps are among those of earlier ones
-    return LayerRanges(attn, ffn, apart, prompt.kv_layers, axis=1)
+    deferred = next(
+        filter(None, map(ffns.deferred, plans)), ()
+    )  # layers of later steps are among those of earlier ones
+    return LayerRanges(attn, ffn, deferred, prompt.kv_layers, axis=1)
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""A schedule from a `decode:` mapping: presets, defaults, and errors that name the key. No torch."""
+"""Makes a schedule from a `decode:` mapping: presets, defaults, and errors that name the key. No torch."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipdecode.config.model import DecoderConfig
-from skipdecode.schedules.ffn_skip import KINDS as FFN_SKIPS
+from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedules.lossless import Lossless, lossless_schedule, stored_drafts
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
@@ -18,7 +18,7 @@ PRESETS = {
 
 
 def preset(num_layers: int, speedup: float, warmup_layers: int = 1) -> tuple[int, int]:
-    """(max_layers, min_layers) of the paper for a target speedup of 2 to 5; other depths scale the 24-layer pair."""
+    """The paper's (max_layers, min_layers) for a target speedup of 2 to 5; other depths scale the 24-layer pair."""
     table = PRESETS.get(num_layers, PRESETS[24])
     if speedup not in table:
         raise ValueError(
@@ -40,7 +40,7 @@ def make_schedule(
     """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
 
     Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again), lossless,
-    draft_tokens; None counts as absent. `kv_layers`: of SwiftKV, when the prompt is to stop there.
+    draft_tokens; None counts as absent. `kv_layers`: where prompts stop if they are fed with SwiftKV.
     """
     given = {key: value for key, value in decode.items() if value is not None}
     skip, (lossless, draft_tokens) = given.pop("ffn_skip", None), (given.pop(key, None) for key in LOSSLESS_KEYS)
@@ -78,8 +78,8 @@ def known_acceptance(config: DecoderConfig, schedule: Lossless) -> Sequence[floa
 
 
 def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens: int) -> Schedule:
-    """One entry of a list of schedules for that model: a `decode:` mapping with `prefill` (full or swiftkv) beside its
-    keys. ValueError names the key at fault."""
+    """The schedule of an entry in a list of schedules: a `decode:` mapping that may also have `prefill` (full or
+    swiftkv). ValueError names the key at fault."""
     decode = dict(entry)
     prefill = decode.pop("prefill", None) or "full"
     if decode.get("lossless"):
@@ -96,29 +96,26 @@ def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens
 
 
 def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
-    method = given.pop("method", "skipdecode")
-    if method not in _METHODS:
-        raise ValueError(f"decode.method: {method!r} is not one of {', '.join(METHOD_KEYS)}")
-    allowed, make = _METHODS[method]
+    name = given.pop("method", "skipdecode")
+    if name not in METHODS:
+        raise ValueError(f"decode.method: {name!r} is not one of {', '.join(METHODS)}")
+    method = METHODS[name]
     for key in given:
-        if key not in allowed and not (method == "full" and key == "speedup" and given[key] == 1):
-            raise ValueError(f"decode.{key}: has no meaning with method {method!r}; {_remedy(key, allowed)}")
+        if key not in method.keys and not (name == "full" and key == "speedup" and given[key] == 1):
+            raise ValueError(f"decode.{key}: has no meaning with method {name!r}; {_remedy(key, method.keys)}")
     for key, value in given.items():
         if key == "speedup" and (not isinstance(value, int | float) or isinstance(value, bool)):
             raise ValueError(f"decode.speedup: expected a number, got {value!r}")
-        if key != "speedup" and method != "layers" and not _is_whole(value):
-            raise ValueError(f"decode.{key}: expected a whole number, got {value!r}{_other_kind(key, value)}")
-    return make(given, num_layers, max_new_tokens)
-
-
-def _other_kind(key: str, value: Any) -> str:
-    """The remedy for a list of layers where their number is wanted."""
-    return "; give decode.method=layers for a list" if key == "layers" and isinstance(value, list | tuple) else ""
+        if key != "speedup" and name != "layers" and not _is_whole(value):
+            is_list = key == "layers" and isinstance(value, list | tuple)
+            hint = "; give decode.method=layers for a list" if is_list else ""
+            raise ValueError(f"decode.{key}: expected a whole number, got {value!r}{hint}")
+    return method.make(given, num_layers, max_new_tokens)
 
 
 def _remedy(key: str, allowed: Sequence[str]) -> str:
-    """For a key that the method does not have: a method that has it, or the keys that this one has."""
-    methods = [name for name, keys in METHOD_KEYS.items() if key in keys]
+    """Names a method that has the key, or else the keys that the given method has."""
+    methods = [name for name, method in METHODS.items() if key in method.keys]
     if methods:
         return f"give decode.method={methods[0]} for it, or leave it out"
     return f"it takes: {', '.join(allowed) or 'nothing'}"
@@ -141,13 +138,13 @@ def _chosen(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Sche
 
 
 def _layer_numbers(key: str, value: Any) -> tuple[int, ...]:
-    """Rising, each once; ValueError for what is no list of whole numbers."""
+    """Ascending and distinct; ValueError if `value` is not a list of whole numbers."""
     if not isinstance(value, list | tuple) or not all(map(_is_whole, value)):
         raise ValueError(f"{key}: expected a list of layer numbers, got {value!r}")
     return tuple(sorted(set(value)))
 
 
-def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
+def _decreasing(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
     bounds = [key for key in ("max_layers", "min_layers") if key in given]
     if "speedup" in given and bounds:
         raise ValueError(
@@ -169,45 +166,59 @@ def _falling(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, max_
     return cls(num_layers, big_m, m, warmup, horizon)
 
 
-_FALLING_KEYS = ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon")
-# decode.method -> (keys it takes, what makes the schedule of keys that were checked, layers and max_new_tokens)
-_METHODS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], int, int], Schedule]]] = {
-    "full": ((), _full),
-    "skipdecode": (_FALLING_KEYS, partial(_falling, SkipDecode)),
-    "early_exit": (_FALLING_KEYS, partial(_falling, EarlyExit)),
-    "unified": (("layers",), _unified),
-    "layers": (("layers",), _chosen),
+class Method(NamedTuple):
+    """A value of `decode.method`."""
+
+    keys: tuple[str, ...]
+    """The keys of the `decode:` mapping that belong to it."""
+    make: Callable[[dict[str, Any], int, int], Schedule]
+    """Makes the schedule from the given keys, the number of layers and max_new_tokens."""
+
+
+_DECREASING_KEYS = ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon")
+METHODS = {
+    "full": Method((), _full),
+    "skipdecode": Method(_DECREASING_KEYS, partial(_decreasing, SkipDecode)),
+    "early_exit": Method(_DECREASING_KEYS, partial(_decreasing, EarlyExit)),
+    "unified": Method(("layers",), _unified),
+    "layers": Method(("layers",), _chosen),
 }
-METHOD_KEYS = {name: keys for name, (keys, _) in _METHODS.items()}
-"""The keys of a `decode:` mapping beside its `method`, by method."""
+"""Every schedule that `decode.method` may name; a new one is added here."""
 
 
-# decode.ffn_skip.mode -> (keys it needs, keys with a default). With 25 warm-up tokens the paper's quality levels off
-# (Fig. 5); it gives neither threshold nor borders: these are to start from, `jobs.calibrate` proposes better ones.
-COLD = {"cold_start": 4, "cold_end": 4, "warmup_tokens": 25}
-FFN_MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "row": ((), COLD | {"threshold": 0.98}),
-    "calibrated": (("layers",), {"warmup_tokens": 25}),
-    "fixed": (("layers",), {"warmup_tokens": 25}),
-    "random": (("share",), COLD | {"seed": 0}),
+class FFNSkipMode(NamedTuple):
+    """A value of `decode.ffn_skip.mode`."""
+
+    schedule: type[FFNSkip]
+    required: tuple[str, ...]
+    defaults: dict[str, Any]
+
+
+# With 25 warm-up tokens the paper's quality levels off (Fig. 5). It gives neither threshold nor borders: these are a
+# starting point, and `jobs.calibrate` proposes better ones.
+FFN_SKIP_MODES = {
+    "row": FFNSkipMode(SkipSaturated, (), {"cold_start": 4, "cold_end": 4, "warmup_tokens": 25, "threshold": 0.98}),
+    "calibrated": FFNSkipMode(SkipBand, ("layers",), {"warmup_tokens": 25}),
+    "fixed": FFNSkipMode(SkipBand, ("layers",), {"warmup_tokens": 25}),
 }
 
 
-def settle_ffn_skip(skip: Any) -> dict[str, Any]:
-    """The `ffn_skip:` mapping with mode and every key of it, defaults filled in; ValueError names a key at fault."""
+def complete_ffn_skip(skip: Any) -> dict[str, Any]:
+    """The `ffn_skip:` mapping with its mode and every default filled in; ValueError names a key at fault."""
     if not isinstance(skip, dict):
         raise ValueError(f"decode.ffn_skip: expected a mapping with mode and its keys, got {skip!r}")
     given = {key: value for key, value in skip.items() if value is not None}
     mode = given.pop("mode", "row")
-    if mode not in FFN_MODES:
-        raise ValueError(f"decode.ffn_skip.mode: {mode!r} is not one of {', '.join(FFN_MODES)}")
-    needed, defaults = FFN_MODES[mode]
+    if mode not in FFN_SKIP_MODES:
+        raise ValueError(f"decode.ffn_skip.mode: {mode!r} is not one of {', '.join(FFN_SKIP_MODES)}")
+    _, required, defaults = FFN_SKIP_MODES[mode]
     for key in given:
-        if key not in needed and key not in defaults:
+        if key not in required and key not in defaults:
             raise ValueError(
-                f"decode.ffn_skip.{key}: has no meaning with mode {mode!r}; it takes: {', '.join((*needed, *defaults))}"
+                f"decode.ffn_skip.{key}: has no meaning with mode {mode!r}; it takes: "
+                f"{', '.join((*required, *defaults))}"
             )
-    for key in needed:
+    for key in required:
         if key not in given:
             hint = "; jobs.calibrate writes a checkpoint that carries it" if mode == "calibrated" else ""
             raise ValueError(f"decode.ffn_skip.{key}: mode {mode!r} needs it{hint}")
@@ -215,17 +226,17 @@ def settle_ffn_skip(skip: Any) -> dict[str, Any]:
 
 
 def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
-    given = settle_ffn_skip(skip)
+    given = complete_ffn_skip(skip)
     mode = given.pop("mode")
     for key in given.keys() - {"layers"}:
-        if key in ("threshold", "share"):
+        if key == "threshold":
             if not isinstance(given[key], int | float):
                 raise ValueError(f"decode.ffn_skip.{key}: expected a number, got {given[key]!r}")
         elif not _is_whole(given[key]):
             raise ValueError(f"decode.ffn_skip.{key}: expected a whole number, got {given[key]!r}")
     if "layers" in given:
         given["layers"] = _layer_numbers("decode.ffn_skip.layers", given["layers"])
-    return FFN_SKIPS[mode](base=base, **given)
+    return FFN_SKIP_MODES[mode].schedule(base=base, **given)
 
 
 def _is_whole(value: Any) -> bool:

@@ -1,41 +1,36 @@
-"""Which layers run for which token, decided on the host before the loop. No torch.
+"""Which layers run for which token, decided on the host before decoding starts. No torch.
 
-A `LayerPlan` is a value for one forward call; a `Schedule` gives the plan of the prompt and of each decode step. The
-schedules are the definitions of the papers with the rounding fixed: SkipDecode (arXiv 2307.02628), early exit, and
-Unified Layer Skipping (arXiv 2404.06954); and any set of layers. All rows of a batch share a plan, and layer sets are
-nested over the steps, so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes`).
+A `LayerPlan` says what runs in one forward call; a `Schedule` gives the plan of the prompt and of each decode step. The
+schedules follow the definitions of the papers with the rounding fixed: SkipDecode (arXiv 2307.02628), early exit,
+Unified Layer Skipping (arXiv 2404.06954), and any fixed set of layers. All rows of a batch share a plan, and layer sets
+are nested over the steps, so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes`).
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Protocol
-
-from skipdecode.schedules.ffn_policy import ALL_ROWS, FFNs
-
-if TYPE_CHECKING:
-    import torch
+from typing import Protocol
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Which sublayers run in one forward call: a hashable value, the same for every row."""
+    """Which sublayers run in one forward call, the same for every row of the batch."""
 
     attn: tuple[bool, ...]
-    """[L] attention runs and writes K/V."""
+    """[L] whether attention runs and writes K/V."""
     ffn: tuple[bool, ...]
-    """[L] the feed-forward block runs."""
+    """[L] whether the feed-forward block runs."""
     dynamic_ffn: tuple[bool, ...] = ()
-    """[L], or empty for none: of the blocks in `ffn`, those that run only for the rows that need them, which is decided
-    on the device (`skipdecode.model.ffn_rows`)."""
+    """[L] which of the blocks in `ffn` run only for the rows that need them, as decided on the device
+    (`skipdecode.model.ffn_executor`); empty if none."""
     kv_layers: int | None = None
-    """K/V of this layer and those above come from the state that enters the first of them that runs, and of a prompt
-    only the last column goes on (SwiftKV); None: every layer makes its own."""
+    """SwiftKV: the first layer whose K/V come from the state entering the first executed layer at or above it, as do
+    those of all layers above; of a prompt only the last token runs these layers. None: every layer projects its own."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[int], num_layers: int) -> "LayerPlan":
-        """Both sublayers of each of `layers`."""
+        """The plan that runs both sublayers of each of `layers`."""
         chosen = frozenset(layers)
         runs = tuple(layer in chosen for layer in range(num_layers))
         return cls(attn=runs, ffn=runs)
@@ -51,15 +46,15 @@ class LayerPlan:
 
     @property
     def is_static(self) -> bool:
-        """Nothing is left to the rows."""
+        """True if no feed-forward block is decided per row at run time."""
         return not self.dynamic_ffn
 
     @property
     def static_ffns(self) -> tuple[bool, ...]:
-        """[L] the feed-forward block runs, and for all rows."""
+        """[L] which feed-forward blocks run for all rows."""
         if not self.dynamic_ffn:
             return self.ffn
-        return tuple(runs and not left for runs, left in zip(self.ffn, self.dynamic_ffn, strict=True))
+        return tuple(runs and not dynamic for runs, dynamic in zip(self.ffn, self.dynamic_ffn, strict=True))
 
     @property
     def num_static_ffns(self) -> int:
@@ -67,11 +62,16 @@ class LayerPlan:
 
 
 class Schedule(Protocol):
-    """Decides on the host, before the loop, and equally for all rows."""
+    """The layer plans of a generation. Schedules are frozen, hashable values: rows with equal ones share batches."""
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
+
+    @property
+    def ffn_threshold(self) -> float | None:
+        """Cosine similarity at which a token skips its remaining dynamic feed-forward blocks (FFN-SkipLLM's rule per
+        row); None if no plan has dynamic blocks."""
 
     def prefill(self) -> LayerPlan:
         """The plan of the prompt."""
@@ -81,14 +81,10 @@ class Schedule(Protocol):
 
     @property
     def is_static(self) -> bool:
-        """All plans are: they say what runs, for every row."""
-
-    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
-        """Who runs the feed-forward blocks of a batch with the rows `ids` over so many decode steps. `gather`: those of
-        some rows may be run alone, which waits for the device."""
+        """True if the plans alone say what runs, for every row."""
 
     def __hash__(self) -> int:
-        """Schedules are values: rows with equal ones share batches."""
+        """Equal schedules have equal hashes."""
 
 
 @lru_cache(maxsize=4096)
@@ -103,11 +99,12 @@ class FullDepth:
     num_layers: int
 
     @property
+    def ffn_threshold(self) -> float | None:
+        return None
+
+    @property
     def is_static(self) -> bool:
         return True
-
-    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
-        return ALL_ROWS
 
     def prefill(self) -> LayerPlan:
         return _plan(tuple(range(self.num_layers)), self.num_layers)
@@ -118,9 +115,9 @@ class FullDepth:
 
 @dataclass(frozen=True)
 class SkipDecode(FullDepth):
-    """Depth falls linearly from max_layers to min_layers over `horizon` steps; low and middle layers go first.
+    """Depth falls linearly from max_layers to min_layers over `horizon` steps.
 
-    The first `warmup_layers` always run, the rest of the budget is the top of the network.
+    The first `warmup_layers` always run; the rest of the budget is spent on the top of the network.
     """
 
     max_layers: int
@@ -139,7 +136,7 @@ class SkipDecode(FullDepth):
             raise ValueError(f"decode.horizon: must be at least 1, got {self.horizon}")
 
     def budget(self, k: int) -> int:
-        """b(k): how many layers decode step `k` runs, warm-up layers included."""
+        """b(k): the number of layers that decode step `k` runs, warm-up layers included."""
         # floor(M - (M-m)*k/(S-1) + 1/2) in integers: no float can round a tie the wrong way
         span = max(self.horizon - 1, 1)
         k = min(k, span)
@@ -152,7 +149,7 @@ class SkipDecode(FullDepth):
 
 @dataclass(frozen=True)
 class EarlyExit(SkipDecode):
-    """The same budget as SkipDecode, spent on the lowest layers, then final norm and head."""
+    """The budget of SkipDecode spent on the lowest layers, followed by final norm and head."""
 
     def step(self, k: int) -> LayerPlan:
         return _plan(tuple(range(self.budget(k))), self.num_layers)
@@ -175,10 +172,10 @@ class Unified(FullDepth):
 
 @dataclass(frozen=True)
 class ChosenLayers(FullDepth):
-    """The layers of these numbers, for every generated token: any set, such as a search finds for drafts."""
+    """A fixed set of layers for every generated token, such as a search finds for drafting."""
 
     layers: tuple[int, ...]
-    """Rising, each once."""
+    """Layer numbers, ascending and distinct."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -194,22 +191,35 @@ class ChosenLayers(FullDepth):
 
 
 @dataclass(frozen=True)
-class SwiftPrefill:
-    """`base` on a model with SwiftKV: the prompt stops before layer `kv_layers`, but for its last token."""
+class WrappedSchedule:
+    """A schedule that changes the plans of another one, `base`; the base of wrappers."""
 
     base: Schedule
-    kv_layers: int
 
     @property
     def num_layers(self) -> int:
         return self.base.num_layers
 
     @property
-    def is_static(self) -> bool:
-        return self.base.is_static
+    def ffn_threshold(self) -> float | None:
+        return self.base.ffn_threshold
 
-    def ffns(self, ids: Sequence[str], num_steps: int, device: "torch.device", *, gather: bool) -> FFNs:
-        return self.base.ffns(ids, num_steps, device, gather=gather)
+    @property
+    def is_static(self) -> bool:
+        return self.ffn_threshold is None
+
+    def prefill(self) -> LayerPlan:
+        return self.base.prefill()
+
+    def step(self, k: int) -> LayerPlan:
+        return self.base.step(k)
+
+
+@dataclass(frozen=True)
+class SwiftPrefill(WrappedSchedule):
+    """`base` on a model with SwiftKV: all prompt tokens but the last stop before layer `kv_layers`."""
+
+    kv_layers: int
 
     def prefill(self) -> LayerPlan:
         return _with_swiftkv(self.base.prefill(), self.kv_layers)
@@ -224,28 +234,31 @@ def _with_swiftkv(plan: LayerPlan, kv_layers: int) -> LayerPlan:
 
 
 def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:
-    """True when each plan's attention layers are among those of every earlier plan."""
+    """True if each plan's attention layers are among those of every earlier plan."""
     pairs = itertools.pairwise(plans)
     return all(not now or before for a, b in pairs for before, now in zip(a.attn, b.attn, strict=True))
 
 
 def kv_sharing_map(schedule: Schedule, group_size: int) -> list[int]:
-    """[L] the layer whose K/V each layer attends to: its own, or under SwiftKV that of the first of its group."""
+    """[L] the layer whose K/V each layer attends to: its own, or with SwiftKV that of the first layer of its group."""
     kv_layers = schedule.prefill().kv_layers
     first = schedule.num_layers if kv_layers is None else kv_layers
     return [layer if layer < first else layer - (layer - first) % group_size for layer in range(schedule.num_layers)]
 
 
-def kv_columns(owners: Sequence[int], schedule: Schedule, prompt_columns: int, num_new: int) -> dict[int, int]:
-    """Columns of K and V by the layer that owns them: the prompt, and the steps that run it or one that shares them."""
-    columns: dict[int, int] = {}
-    for owner, steps in zip(owners, steps_per_layer(schedule, num_new - 1), strict=True):
-        columns[owner] = max(columns.get(owner, 0), prompt_columns + steps)
-    return columns
+def kv_capacities(
+    sharing_map: Sequence[int], schedule: Schedule, prompt_tokens: int, max_new_tokens: int
+) -> dict[int, int]:
+    """Positions of K/V by the layer that stores them: the prompt, and the steps that run it or a layer that shares its
+    K/V."""
+    capacities: dict[int, int] = {}
+    for layer, steps in zip(sharing_map, steps_per_layer(schedule, max_new_tokens - 1), strict=True):
+        capacities[layer] = max(capacities.get(layer, 0), prompt_tokens + steps)
+    return capacities
 
 
 def steps_per_layer(schedule: Schedule, num_steps: int) -> list[int]:
-    """[L] how many of the decode steps 0..num_steps-1 run each layer's attention: always the first ones."""
+    """[L] how many of the decode steps 0..num_steps-1 run each layer's attention; these are always the first ones."""
     counts = [0] * schedule.num_layers
     for k in range(num_steps):
         for layer, runs in enumerate(schedule.step(k).attn):

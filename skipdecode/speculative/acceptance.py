@@ -19,9 +19,9 @@ from torch import Tensor
 
 from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.ffn_executor import ALL_ROWS
 from skipdecode.model.layer_loop import run_layers
-from skipdecode.model.teacher_forcing import IGNORE, ForcedView, TeacherBatch, column_extents
-from skipdecode.schedules.ffn_policy import ALL_ROWS
+from skipdecode.model.teacher_forcing import IGNORE, ForcedView, TeacherBatch, token_ranges
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import FullDepth, Schedule
 from skipdecode.speculative.draft_vocab import DraftHead
@@ -89,7 +89,7 @@ class DraftedText:
         batch, P = self._batch, self._batch.prompt_columns
         tokens, positions = batch.tokens[:, P:], self._positions[:, P:]  # [B, T - 1]
         num_steps = tokens.shape[1]
-        ranges = column_extents(drafts.prefill(), [drafts.step(k) for k in range(num_steps)], 0, ALL_ROWS)
+        ranges = token_ranges(drafts.prefill(), [drafts.step(k) for k in range(num_steps)], 0, ALL_ROWS)
         found, made = [], list[Kept]()
         for place in range(min(places, num_steps)):
             made.append({})

@@ -27,7 +27,7 @@ from skipdecode.engine.request import DecodeText, Request, Row
 from skipdecode.engine.static_batch import now
 from skipdecode.kv.tokens import TokensView
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.layer_ranges import layer_ends, ranges_of_starts
+from skipdecode.schedules.layer_ranges import layer_ends, ranges_by_age
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.controller import HOLDS, Decision, Hold
 from skipdecode.speculative.draft import Chain, shares
@@ -211,7 +211,7 @@ class SpeculativeBatch(UnevenBatch):
     ) -> Tensor:
         """One skipped pass, by that `number` of the `draws`: the drafts that it makes [n], which the rows have then."""
         model, drafts = self.model, self._lossless.drafts
-        h = self._feed(tokens, view, ranges_of_starts(ages, *self._draft_ends))[:, -1]
+        h = self._feed(tokens, view, ranges_by_age(ages, *self._draft_ends))[:, -1]
         if draws is None:
             made = model.argmax(h) if short is None else short.argmax(model.head_states(h))
         else:

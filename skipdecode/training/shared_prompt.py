@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
 from skipdecode.model.layer_loop import layer_call, run_layers
-from skipdecode.model.teacher_forcing import ForcedView, TeacherBatch, column_extents
-from skipdecode.schedules.ffn_policy import FFNs
+from skipdecode.model.teacher_forcing import ForcedView, TeacherBatch, token_ranges
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
 
@@ -56,9 +56,8 @@ class Branches:
     def states(self, schedules: Sequence[Schedule]) -> list[Tensor]:
         """[B, T, D] of each: what enters the head for each response token. Without gradients it may use what a pass
         with them has made, not the other way round."""
-        B, T = self.batch.targets.shape
-        ids, device = [str(row) for row in range(B)], self.batch.tokens.device
-        branches = [self._begin(one, one.ffns(ids, T - 1, device, gather=False)) for one in schedules]
+        B, device = len(self.batch.targets), self.batch.tokens.device
+        branches = [self._begin(one, ffn_executor(one, B, device, gather=False)) for one in schedules]
         together = [branch for branch in branches if branch.runs_whole_layers]
         for branch in branches:
             if branch not in together:
@@ -66,14 +65,14 @@ class Branches:
         self._run_together(together)
         return [branch.h for branch in branches]
 
-    def state(self, schedule: Schedule, ffns: FFNs) -> Tensor:
+    def state(self, schedule: Schedule, ffns: FFNExecutor) -> Tensor:
         """[B, T, D] of one schedule, whose feed-forward blocks `ffns` runs: in the columns of the prompt's last token
         and of the response tokens that are fed."""
         branch = self._begin(schedule, ffns)
         self._run(branch)
         return branch.h
 
-    def _begin(self, schedule: Schedule, ffns: FFNs) -> "Branch":
+    def _begin(self, schedule: Schedule, ffns: FFNExecutor) -> "Branch":
         model, start = self.model, self.batch.prompt_columns - 1
         tokens, positions = self.batch.tokens[:, start:], self._positions[:, start:]
         plans = [schedule.step(k) for k in range(tokens.shape[1] - 1)]
@@ -82,7 +81,7 @@ class Branches:
         mask = self._valid & seen if self._has_padding else seen[None, None]
         kv = BranchView(positions, mask, model.rotary_table, owners, before=self._prompts(schedule.prefill(), owners))
         ffns.start_pass(plans, 1)
-        ranges = column_extents(schedule.prefill(), plans, 1, ffns)
+        ranges = token_ranges(schedule.prefill(), plans, 1, ffns)
         return Branch(model.embed(tokens, positions), kv, ranges, ffns)
 
     def _run(self, branch: "Branch") -> None:
@@ -126,7 +125,7 @@ class Branches:
         h = self.model.embed(self.batch.tokens[:, :end], positions)
         if self._is_sharded and plan.kv_layers is None:
             return self._run_whole(h, kv, plan)
-        first = LayerRanges.of_plan(plan, is_prompt=True).narrows_at  # nobody wants more of it than keys and values
+        first = LayerRanges.of_plan(plan, is_prompt=True).last_token_at  # nobody wants more of it than keys and values
         assert first is not None, "a prompt that runs nothing"
         below = replace(plan, attn=_before(first, plan.attn), ffn=_before(first, plan.ffn))
         h, _ = run_layers(self.model, h, kv, LayerRanges.of_plan(below), recompute=self.recompute)
@@ -157,13 +156,13 @@ class Branch:
     """[B, T, D]"""
     kv: "BranchView"
     ranges: LayerRanges
-    ffns: FFNs
+    ffns: FFNExecutor
 
     @property
     def runs_whole_layers(self) -> bool:
         """Attention and feed-forward of the same columns, over keys and values of its own, for all rows."""
         e = self.ranges
-        return e.attn == e.ffn and e.kv_layers is None and not any(e.apart)
+        return e.attn == e.ffn and e.kv_layers is None and not any(e.deferred_ffns)
 
     def columns(self, layer: int) -> int:
         """That run it."""

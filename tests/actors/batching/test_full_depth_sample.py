@@ -59,7 +59,7 @@ def test_the_first_row_of_all_decides() -> None:
     assert (turns.batches, turns.counted, turns.pairs, turns.first_row) == (2, 1, 1, "a")
 
 
-FIGURES = {one.name for one in fields(BatchStats)} - {"batch_rows", "ffns_apart"}
+FIGURES = {one.name for one in fields(BatchStats)} - {"batch_rows", "deferred_ffn_rows"}
 PREDICTED = {"predicted_prefill_s", "predicted_decode_s", "full_predicted_prefill_s", "full_predicted_decode_s"}
 
 

@@ -25,7 +25,7 @@ from pipeline.training.distill import with_defaults
 from skipdecode.families import released
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
-from skipdecode.schedules.from_config import METHOD_KEYS
+from skipdecode.schedules.from_config import METHODS
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -170,7 +170,7 @@ def test_a_learning_rate_that_would_rise_is_refused() -> None:
 
 def test_a_run_can_be_told_every_method_and_every_key_of_it() -> None:
     names = get_args(get_args(DecodeConfig.model_fields["method"].annotation)[0])
-    assert names == tuple(METHOD_KEYS)
+    assert names == tuple(METHODS)
     assert schedule_keys() | {"method", "ffn_skip", "prefix", *LOSSLESS_KEYS} == DecodeConfig.model_fields.keys()
 
 

@@ -13,7 +13,7 @@ from pipeline.report.batches import BatchTotals
 from pipeline.report.page import speed_text
 from pipeline.report.records import BATCH_SCHEMA
 from pipeline.report.rows import DataTotals, layers_by_step, lengths
-from skipdecode.schedules.from_config import make_schedule, settle_ffn_skip
+from skipdecode.schedules.from_config import complete_ffn_skip, make_schedule
 
 
 def batch(ours_s: float, full_s: float | None, **more: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def report(decode: dict[str, Any], prefill: str = "full", errors: int = 0) -> di
         (report({"method": "full"}), 0.02, "at full depth itself"),
         (report({"method": "skipdecode", "speedup": 1}), 0.02, "at full depth itself"),
         (
-            report({"method": "full", "ffn_skip": settle_ffn_skip({"mode": "row"})}),
+            report({"method": "full", "ffn_skip": complete_ffn_skip({"mode": "row"})}),
             0.0,
             "set baseline.fraction above 0",
         ),

@@ -16,7 +16,7 @@ from skipdecode.engine.generate import Request, generate, generate_continuous
 from skipdecode.engine.prefill import rounded_columns
 from skipdecode.engine.request import Row
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.layer_ranges import layer_ends
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from tests.support.naive import greedy, random_prompts
@@ -294,10 +294,6 @@ def test_log_probabilities_are_those_of_a_cohort(loaded: Decoder) -> None:
             assert a.logprob == pytest.approx(a.top[0][1]) if a.top else True  # greedy: the likeliest
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [SkipSaturated(FullDepth(L), 2, 1, 1, 0.9), SkipAtRandom(FullDepth(L), 2, 1, 1, 0.5, 0)],
-)
-def test_blocks_that_rows_decide_on_are_refused(schedule: Schedule) -> None:
+def test_dynamic_ffns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"decode.ffn_skip.mode"):
-        check_continuous(schedule)
+        check_continuous(SkipSaturated(FullDepth(L), 2, 1, 1, 0.9))

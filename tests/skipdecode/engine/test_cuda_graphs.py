@@ -24,7 +24,7 @@ from skipdecode.engine.static_batch import COMPACT_AT, StaticBatch, kept_rows
 from skipdecode.families import config_of
 from skipdecode.kv import view
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from tests.support.graphs import ROOM, Ending, FakeCaptures, L, as_cuda, make_requests, model
 
@@ -38,7 +38,6 @@ SCHEDULES: list[Schedule] = [
     ChosenLayers(L, (1, 2, 5)),
     SkipBand(SkipDecode(L, 5, 2, 1, 9), 1, (2, 3)),
     SkipSaturated(SkipDecode(L, 5, 2, 1, 40), 20, 1, 1, 0.85),  # graphs first, then rows that decide
-    SkipAtRandom(FullDepth(L), 1, 0, 0, 0.5, 3),
 ]
 
 

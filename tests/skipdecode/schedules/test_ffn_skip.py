@@ -19,12 +19,10 @@ from skipdecode.engine.generate import Request, generate
 from skipdecode.engine.static_batch import CHECK_EVERY
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.ffn_rows import SimilarityRecorder, similarity
-from skipdecode.model.random_numbers import row_uniforms
+from skipdecode.model.ffn_executor import ALL_ROWS, SimilarityRecorder, similarity
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.schedules.ffn_policy import ALL_ROWS
-from skipdecode.schedules.ffn_skip import KINDS, FFNSkip, SkipAtRandom, SkipBand, SkipSaturated
-from skipdecode.schedules.from_config import FFN_MODES, make_schedule
+from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
+from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import ChosenLayers, FullDepth, Schedule, SkipDecode, Unified, has_no_kv_holes
 from tests.support.naive import FFNRule, greedy, naive_row, random_prompts, requests_for, tokens_of
 
@@ -117,29 +115,6 @@ def test_band_is_the_naive_decoder_without_those_blocks(
     assert result.stats.ffns_run == sum(ran for _, ran in wanted)
 
 
-def test_random_is_the_naive_decoder_with_blocks_drawn_by_row(
-    tiny_checkpoint: Path, hf: LoadHF, loaded: Decoder
-) -> None:
-    """Philox numbers by (seed, id): alone, in a batch that shrinks, in another order, the same blocks."""
-    prompts, num_new = random_prompts(LENGTHS, seed=5), 14
-    limits = (num_new, 4, num_new, 6)
-    requests = [Request(f"row-{i}", prompts[i], greedy(limits[i], ignore_eos=True)) for i in range(4)]
-    schedule = SkipAtRandom(FULL, 2, 1, 1, share=0.6, seed=9)
-    wanted, shares = [], []
-    for request in requests:
-        drawn = row_uniforms(9, f"{request.id}\0ffn", (num_new - 1) * L).reshape(num_new - 1, L)
-        chosen = [{i for i in range(1, L - 1) if k >= 2 and drawn[k, i] < 0.6} for k in range(num_new - 1)]
-        shares.append(sum(map(len, chosen)) / (4 * (num_new - 3)))
-        limit = request.sampling.max_new_tokens
-        naive = naive_row(hf(tiny_checkpoint), request.prompt_tokens, FULL, limit, -7, skipped=chosen.__getitem__)
-        wanted.append(naive[:2])
-    assert 0.5 < sum(shares) / len(shares) < 0.7
-    for order in (range(4), (2, 0), (3,)):
-        made = generate(loaded, [requests[i] for i in order], schedule)
-        assert [(c.tokens, c.ffns_run) for c in made.completions] == [wanted[i] for i in order]
-        assert (len(set(made.stats.batch_rows)) > 1) is (len(order) == 4), "rows leave the batch of four"
-
-
 @pytest.mark.parametrize("style", ["125m", "350m"])
 @pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified", "chosen"])
 def test_a_teacher_forced_pass_is_decoding(checkpoint_factory: Factory, ours: Load, style: str, base: Schedule) -> None:
@@ -150,13 +125,8 @@ def test_a_teacher_forced_pass_is_decoding(checkpoint_factory: Factory, ours: Lo
         SkipSaturated(base, 0, 0, 0, middle),
         SkipSaturated(base, 40, 0, 0, -1.0),
         SkipBand(base, 2, (1, 3, 4)),
-        SkipAtRandom(base, 1, 0, 0, 0.5, 7),
     ):
-        requests = [
-            type(r)(str(i), r.prompt_tokens, r.sampling)  # the ids that a pass without ids draws by
-            for i, r in enumerate(requests_for(prompts, greedy(10, ignore_eos=True)))
-        ]
-        made = tokens_of(generate(model, requests, schedule))
+        made = tokens_of(generate(model, requests_for(prompts, greedy(10, ignore_eos=True)), schedule))
         with torch.inference_mode():
             logits = teacher_forced_logits(model, teacher_batch(list(zip(prompts, made, strict=True)), 1), schedule)
         assert logits.argmax(-1).tolist() == made, schedule
@@ -194,7 +164,7 @@ def test_fixed_shapes_and_gathered_rows_give_the_same(loaded: Decoder) -> None:
     alone = [generate(loaded, [r], schedule).completions[0] for r in requests]
     assert alone == free.completions
     assert 0 < free.stats.ffns_run < free.stats.layers_run
-    assert {n for step in fixed.stats.ffns_apart for n in step} == {8}
+    assert {n for step in fixed.stats.deferred_ffn_rows for n in step} == {8}
 
 
 def test_a_block_runs_on_the_rows_that_need_it_and_on_no_other(loaded: Decoder) -> None:
@@ -208,7 +178,9 @@ def test_a_block_runs_on_the_rows_that_need_it_and_on_no_other(loaded: Decoder) 
         for hook in hooks:
             hook.remove()
     assert sum(rows[L:]) == result.stats.ffns_run  # the first L calls are the prompt's
-    assert sum(map(sum, result.stats.ffns_apart)) == sum(rows[L:]) - 6 * (2 * L + 13 * 2)  # warm-up steps, cold borders
+    assert sum(map(sum, result.stats.deferred_ffn_rows)) == sum(rows[L:]) - 6 * (
+        2 * L + 13 * 2
+    )  # warm-up steps, cold borders
     assert len(set(rows[L:])) > 3
 
 
@@ -261,14 +233,10 @@ def test_attention_is_that_of_the_schedule_beneath(
 
 def test_blocks_that_nobody_decides_on_are_not_run_for_all_rows() -> None:
     plan = SkipSaturated(FULL, 1, 1, 1, 0.9).step(1)
-    with pytest.raises(AssertionError, match="nothing decides"):
-        ALL_ROWS.apart(plan)
+    with pytest.raises(AssertionError, match="dynamic blocks"):
+        ALL_ROWS.deferred(plan)
     assert plan.static_ffns == (True, False, False, False, False, True)
-    assert ALL_ROWS.apart(FULL.step(1)) == ()
-
-
-def test_every_mode_has_its_schedule() -> None:
-    assert set(KINDS) == set(FFN_MODES)
+    assert ALL_ROWS.deferred(FULL.step(1)) == ()
 
 
 GOOD: list[tuple[dict[str, Any], FFNSkip]] = [
@@ -279,7 +247,6 @@ GOOD: list[tuple[dict[str, Any], FFNSkip]] = [
     ),
     ({"mode": "fixed", "layers": [5, 3, 3]}, SkipBand(FullDepth(24), 25, (3, 5))),
     ({"mode": "calibrated", "layers": (3,), "warmup_tokens": 1}, SkipBand(FullDepth(24), 1, (3,))),
-    ({"mode": "random", "share": 0.5, "seed": 3}, SkipAtRandom(FullDepth(24), 25, 4, 4, 0.5, 3)),
 ]
 
 
@@ -314,8 +281,7 @@ def test_schedule_from_the_configuration(keys: dict[str, Any], schedule: FFNSkip
         ({"mode": "fixed", "layers": [1.5]}, "layers"),
         ({"mode": "fixed", "layers": [3], "threshold": 0.9}, "threshold"),
         ({"mode": "calibrated"}, "layers"),
-        ({"mode": "random"}, "share"),
-        ({"mode": "random", "share": 1.5}, "share"),
+        ({"mode": "random"}, "mode"),
     ],
 )
 def test_bad_values_are_named(keys: dict[str, Any], names: str) -> None:

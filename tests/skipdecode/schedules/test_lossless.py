@@ -56,7 +56,6 @@ def test_it_is_full_depth_to_all_others() -> None:
         ({"lossless": 1}, "decode.lossless"),
         ({"lossless": False, "draft_tokens": 4}, "decode.draft_tokens"),
         ({"lossless": True, "ffn_skip": {"mode": "row"}}, "decode.ffn_skip.mode"),
-        ({"lossless": "auto", "ffn_skip": {"mode": "random", "share": 0.2}}, "decode.ffn_skip.mode"),
     ],
 )
 def test_what_cannot_be_is_named(decode: dict[str, Any], key: str) -> None:

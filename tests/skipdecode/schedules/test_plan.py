@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from skipdecode.schedules.from_config import METHOD_KEYS, make_schedule, preset
+from skipdecode.schedules.from_config import METHODS, make_schedule, preset
 from skipdecode.schedules.layer_ranges import ALL, LayerRanges
 from skipdecode.schedules.plan import (
     ChosenLayers,
@@ -208,11 +208,11 @@ EXAMPLES: dict[str, dict[str, object]] = {
 
 def test_every_method_is_a_schedule_of_its_own() -> None:
     """Of a new method too: an example of it here, its own class, and layer sets that are nested over positions."""
-    assert EXAMPLES.keys() == METHOD_KEYS.keys()
+    assert EXAMPLES.keys() == METHODS.keys()
     made = [
         make_schedule({"method": name, **keys}, num_layers=24, max_new_tokens=16) for name, keys in EXAMPLES.items()
     ]
-    assert len({type(schedule) for schedule in made}) == len(METHOD_KEYS)
+    assert len({type(schedule) for schedule in made}) == len(METHODS)
     for schedule in made:
         assert has_no_kv_holes([schedule.prefill(), *map(schedule.step, range(20))])
 

@@ -22,7 +22,7 @@ from skipdecode.model.teacher_forcing import (
     teacher_forced_logits,
     teacher_forced_states,
 )
-from skipdecode.schedules.ffn_skip import SkipAtRandom, SkipBand, SkipSaturated
+from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.training.loss import ResponseLoss
 from skipdecode.training.shared_prompt import Branches
@@ -45,7 +45,7 @@ PLAIN: list[Schedule] = [
 ]
 BY_ROW: list[Schedule] = [
     SkipSaturated(SkipDecode(L, 5, 2, 1, 4), 1, 0, 0, 0.7),
-    SkipAtRandom(FullDepth(L), 0, 1, 1, share=0.5, seed=3),
+    SkipSaturated(FullDepth(L), 0, 1, 1, 0.9),
 ]
 SWIFT: list[Schedule] = [SwiftPrefill(base, 2) for base in PLAIN[:2]]
 LENGTHS = {"padded": [(4, 6), (1, 9), (7, 1), (3, 3)], "even": [(5, 4), (5, 2)], "one token": [(1, 3), (1, 1)]}
