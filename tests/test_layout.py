@@ -193,7 +193,6 @@ def test_rooms_import_what_they_may() -> None:
     assert set(found) == set(expected)
 
 
-@pytest.mark.xfail(reason="being mended")
 def test_the_rooms_have_no_circle() -> None:
     for arrows in ARROWS.values():
         TopologicalSorter(arrows).prepare()
