@@ -31,6 +31,8 @@ def resolve_source(source: str, key: str = "model.source") -> Path:
     """The local folder (or `.gguf` file) of a model: `source` itself, or a snapshot of that hub id (downloaded once,
     then cached), of the revision where it is `pin`ned. `key` is what an error blames.
     """
+    if not source:
+        raise ValueError(f"{key}: must be a folder, a hub id or a .gguf file, got ''")
     folder = Path(source).expanduser()
     if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder

@@ -8,6 +8,7 @@ Rows go through in as many parts as there are devices: while one part is on a de
 order in which the host launches is enough for that, as it waits for nothing (`in_phases`).
 """
 
+import re
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,8 +26,13 @@ T = TypeVar("T")
 Groups = tuple[tuple[int, ...], ...]
 
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
 def choose_device(name: str) -> torch.device:
-    """`auto`: the GPU if there is one."""
+    """The device of a name such as `cpu` or `cuda:1`; `auto` is the GPU if there is one."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device: must be auto, cpu or cuda, got {name!r}")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -48,7 +54,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: what the device's back end takes."""
+    """The type of a name in DTYPES; `auto` is what the device's back end takes."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, got {name!r}")
     dtype: torch.dtype = getattr(torch, backend_on(device).dtype if name == "auto" else name)
     return dtype
 

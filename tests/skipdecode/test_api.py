@@ -1,9 +1,11 @@
-"""The door of plain Python: texts as Hugging Face makes them, tokens as a worker makes them, errors that name."""
+"""The Python API: texts as Hugging Face makes them, tokens as a worker makes them, errors that name."""
 
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from actors.generator import Generator, GeneratorConfig
 from skipdecode import TextModel, generate, load
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Completion, Request
+from skipdecode.schedules.plan import Unified
 
 PROMPTS = ["The Golden Otter", "is", "a restaurant near the river, and it is", ""]
 
@@ -73,6 +76,18 @@ def test_one_text_is_a_list_of_one(model: TextModel) -> None:
     assert generate(model, []) == []
 
 
+def test_full_depth_is_the_default_of_a_checkpoint_without_a_schedule(model: TextModel) -> None:
+    made, whole = (
+        generate(model, PROMPTS, max_new_tokens=6, ignore_eos=True, **keys) for keys in ({}, {"method": "full"})
+    )
+    assert made == whole
+    assert {answer.layers_run for answer in made} == {5 * model.model.config.num_hidden_layers}
+    carried = {"method": "unified", "layers": 2}
+    config = replace(model.model.config, skip_decode=carried)
+    own = SimpleNamespace(config=config)
+    assert TextModel(own, model.tokenizer).schedule(6, "full", {}) == Unified(config.num_hidden_layers, 2)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -94,6 +109,7 @@ def test_one_text_is_a_list_of_one(model: TextModel) -> None:
         ({"stop": ["\ud800"]}, "stop: must be"),
         ({"ignore_eos": "no"}, "ignore_eos: must be"),
         ({"ids": "abcd"}, "ids: must be 4 texts"),
+        ({"batch_size": 0}, "batch_size: must be at least 1"),
         ({"ids": ["a"]}, "ids: must be 4 texts"),
         ({"max_new_tokens": 127}, "do not fit the model's 128 positions"),
         ({"method": "ful"}, "decode.method: 'ful'"),
@@ -134,7 +150,7 @@ def test_what_cannot_be_loaded_is_named(tiny_checkpoint: Path, keys: dict[str, A
         load(tiny_checkpoint, tokenizer="/no/such/folder")
 
 
-def test_unknown_names_of_the_package_are_attribute_errors() -> None:
+def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'generat'"):
         skipdecode.generat  # noqa: B018
 
