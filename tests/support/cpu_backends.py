@@ -1,7 +1,12 @@
-"""Every CPU back end that this machine can run, one after the other, by force; for the tests of the kernels."""
+"""The CPU back ends that this machine can run, forced one after the other; for the tests of the kernels.
 
-from collections.abc import Iterator
+The short lane runs the fastest back end, which is the one that decodes here, with bfloat16 and int8, and the one that
+needs least of a CPU with float32. The others, and float32 on the fastest, are marked `slow`.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +57,37 @@ def num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+def _name_of(one: tuple[Any, ...]) -> str:
+    """`avx512-bfloat16`, `avx512-int8`, ..."""
+    name, dtype, *quantization = one
+    return f"{name}-{(*quantization, None)[0] or str(dtype).removeprefix('torch.')}"
+
+
+def _is_slow(name: str, dtype: torch.dtype | None = None) -> bool:
+    if dtype == torch.float32:
+        return name != NAMES[-1]
+    return name not in (NAMES[0], NAMES[-1])
+
+
+def _params(kinds: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [
+        pytest.param(one, id=_name_of(one), marks=[pytest.mark.slow] if _is_slow(one[0], one[1]) else [])
+        for one in kinds
+    ]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if _is_slow(name) else []) for name in NAMES]
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each back end with kernels."""
     with forced(request.param):
         yield request.param
 
 
-@pytest.fixture(scope="module", params=INT8)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if _is_slow(name) else []) for name in INT8]
+)
 def int8_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each back end with int8 weights."""
     with forced(request.param) as chosen:
@@ -67,14 +95,14 @@ def int8_backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(scope="module", params=PRODUCTS, ids=lambda p: f"{p[0]}-{str(p[1]).removeprefix('torch.')}")
+@pytest.fixture(scope="module", params=_params(PRODUCTS))
 def product_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Each type that some back end multiplies, by that back end."""
     with forced(request.param[0]):
         yield request.param[1]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda k: f"{k[0]}-{k[2] or str(k[1]).removeprefix('torch.')}")
+@pytest.fixture(scope="module", params=_params(KINDS))
 def kind(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Quantization | None]]:
     """Each type and quantization that some back end has kernels for, by that back end."""
     with forced(request.param[0]):

@@ -84,6 +84,7 @@ def test_a_token_is_the_one_of_its_definition(
         assert alone.tolist() == [token], "whatever its company"
 
 
+@pytest.mark.slow
 def test_an_even_sweep_gives_each_token_its_share(backend: str) -> None:
     """Of a large vocabulary, whose sums are long: as often as it is likely, by 40,000 numbers."""
     logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(1)) * 3
