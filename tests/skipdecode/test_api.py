@@ -106,7 +106,7 @@ def test_full_depth_is_the_default_of_a_checkpoint_without_a_schedule(model: Tex
         ({"seed": "x"}, "seed: must be"),
         ({"seed": 2**70}, "seed: must be"),
         ({"stop": None}, "stop: must be"),
-        ({"stop": ["\ud800"]}, "stop: must be"),
+        ({"stop": ["\ud800"]}, "stop: number 0 must be a text"),
         ({"ignore_eos": "no"}, "ignore_eos: must be"),
         ({"ids": "abcd"}, "ids: must be 4 texts"),
         ({"batch_size": 0}, "batch_size: must be at least 1"),
