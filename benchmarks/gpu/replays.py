@@ -23,7 +23,7 @@ from skipdecode.schedules.plan import LayerPlan
 
 REPLAYS = 20
 PROMISED = {"relu": 7, "swiglu": 8}
-"""Kernels of a layer by the kind of its feed-forward block (`skipdecode.backends.cuda`)."""
+"""Kernels of a layer by the kind of its feed-forward block (`skipdecode.backends.cuda_backend`)."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace."""
 SPLIT = re.compile(r"splitk_?reduce", re.IGNORECASE)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.cpu import Activation
+from skipdecode.backends.cpu_kernels import Activation
 from skipdecode.backends.heads import Columns, SharedColumns
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts

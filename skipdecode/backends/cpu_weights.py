@@ -8,7 +8,7 @@ from torch import Tensor
 
 from skipdecode.backends import choice
 from skipdecode.backends.cpu_calls import Kind, function
-from skipdecode.backends.memory import LargePages
+from skipdecode.backends.large_pages import LargePages
 
 GATES = 16
 """Gates that lie together in a packed weight, before as many of what they let through (`interleave`)."""

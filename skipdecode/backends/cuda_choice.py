@@ -12,8 +12,8 @@ import torch
 
 from skipdecode.backends.backend import TORCH, Backend
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice
-from skipdecode.backends.cuda import CudaBackend
-from skipdecode.backends.first_kernels import first_problem
+from skipdecode.backends.cuda_backend import CudaBackend
+from skipdecode.backends.kernel_self_test import first_problem
 
 MIN_CAPABILITY = (8, 0)
 """bfloat16 products begin here (A100, L4); nothing older is tested."""
@@ -42,7 +42,7 @@ def cuda_backend() -> Backend:
     """The back end that `choose_cuda` names."""
     if choose_cuda().name == "torch":
         return TORCH
-    from skipdecode.backends.triton_launch import TritonKernels
+    from skipdecode.backends.triton_kernels import TritonKernels
 
     return CudaBackend(TritonKernels())
 
@@ -73,7 +73,7 @@ def _problem() -> str | None:
     if (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"
     try:
-        from skipdecode.backends.triton_launch import TritonKernels
+        from skipdecode.backends.triton_kernels import TritonKernels
     except ImportError as error:
         return f"Triton cannot be imported ({error}); CUDA builds of torch bring it"
     try:

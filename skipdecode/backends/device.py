@@ -4,7 +4,7 @@ import torch
 
 from skipdecode.backends.backend import TORCH, Backend
 from skipdecode.backends.choice import Choice, choose
-from skipdecode.backends.compiled import CPU
+from skipdecode.backends.cpu_backend import CPU
 from skipdecode.backends.cuda_choice import choose_cuda, cuda_backend
 
 # On Hopper torch prefers cuDNN for attention behind a mask. Its plans are kept by batch, columns and strides, and one

@@ -17,7 +17,7 @@ from benchmarks.gpu.bench import Bench, Wrong, not_run
 from benchmarks.gpu.decoding import SMALL, check_batches, rows_that_fit
 from benchmarks.gpu_check import CHECKS, main, run_checks
 from skipdecode.backends.backend import TORCH
-from skipdecode.backends.cuda import CudaBackend
+from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine import cuda_graphs as cuda_graphs
 from skipdecode.engine.cuda_graphs import CudaGraphs

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends import choice
+from skipdecode.backends.cpu_layers import LayerKernel, Step
 from skipdecode.backends.heads import Columns
-from skipdecode.backends.layer import LayerKernel, Step
 from skipdecode.backends.prompts import Prompts
 from skipdecode.config.model import Quantization
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu_weights
-from skipdecode.backends.layer import LayerKernel
+from skipdecode.backends.cpu_layers import LayerKernel
 from skipdecode.backends.layer_parts import Product
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.config.model import Quantization

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skipdecode.backends import device, triton_launch
+from skipdecode.backends import device
+from skipdecode.backends import triton_kernels as triton_launch
 from skipdecode.backends.backend import TORCH, Backend
-from skipdecode.backends.cuda import CudaBackend
+from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.config.model import SwiftKVConfig
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from skipdecode.backends.cuda import CudaBackend
-from skipdecode.backends.cuda_reference import TorchKernels
+from skipdecode.backends.cuda_backend import CudaBackend
+from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request

@@ -14,7 +14,7 @@ import torch
 
 from skipdecode.backends.backend import Columns, TableColumns
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.triton_launch import TritonKernels
+from skipdecode.backends.triton_kernels import TritonKernels
 from tests.support.triton_compile import compiled, launches_of
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.backends import triton_launch
+from skipdecode.backends import triton_kernels as triton_launch
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
-from skipdecode.backends.cuda import CudaBackend
+from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.cuda_reference import TorchKernels, normed_by
-from skipdecode.backends.first_kernels import first_problem
+from skipdecode.backends.kernel_self_test import first_problem
+from skipdecode.backends.torch_kernels import TorchKernels, normed_by
 from skipdecode.backends.torch_sampling import pick_by_sort
-from skipdecode.backends.triton_launch import TritonKernels
+from skipdecode.backends.triton_kernels import TritonKernels
 from skipdecode.engine.generate import generate
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.schedules.lossless import Lossless

@@ -7,7 +7,7 @@ import pytest
 
 import skipdecode.kv.padded
 from jobs.bench import main
-from skipdecode.backends import cpu
+from skipdecode.backends import cpu_kernels as cpu
 from skipdecode.cost.roofline import training_flops
 from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.padded import KVCache

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode.backends.compiled import attend_one
+from skipdecode.backends.cpu_backend import attend_one
+from skipdecode.backends.cpu_layers import LayerKernel, Step
 from skipdecode.backends.heads import Columns
-from skipdecode.backends.layer import LayerKernel, Step
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.decoder import Decoder
 from tests.support.cpu_backends import kind, num_threads, product_dtype

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode.backends.layer import StoreKernel
+from skipdecode.backends.cpu_layers import StoreKernel
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.families.opt import OPTConfig

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.backends import cpu
+from skipdecode.backends import cpu_kernels as cpu
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request, generate, generate_continuous

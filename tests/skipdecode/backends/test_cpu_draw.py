@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode.backends import cpu
+from skipdecode.backends import cpu_kernels as cpu
 from tests.support.cpu_backends import DTYPES, backend, num_threads
 
 __all__ = ["backend"]  # a fixture

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skipdecode
-from skipdecode.backends import cpu, cpu_weights
+from skipdecode.backends import cpu_kernels as cpu
+from skipdecode.backends import cpu_weights
 from skipdecode.config.model import Quantization
 from skipdecode.model.linear import Linear
 from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, kind, num_threads, product_dtype

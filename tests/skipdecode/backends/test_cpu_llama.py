@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from skipdecode.backends.cpu_layers import LayerKernel, StoreKernel
 from skipdecode.backends.heads import Columns
-from skipdecode.backends.layer import LayerKernel, StoreKernel
 from skipdecode.backends.layer_parts import Product
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts

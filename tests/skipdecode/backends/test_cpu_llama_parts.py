@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from skipdecode.backends import cpu, cpu_weights
-from skipdecode.backends.compiled import check_int8
+from skipdecode.backends import cpu_kernels as cpu
+from skipdecode.backends import cpu_weights
+from skipdecode.backends.cpu_backend import check_int8
 from skipdecode.model.linear import Linear
 from tests.support.cpu_backends import DTYPES, TOLERANCE, backend, int8_backend, kind, num_threads, product_dtype
 from tests.support.cpu_llama_layers import EPSILON, Kind, assert_close, rms, rotary_table, rotate

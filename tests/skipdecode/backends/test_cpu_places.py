@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from skipdecode.backends.cpu_layers import LayerKernel, Step
 from skipdecode.backends.heads import Columns
-from skipdecode.backends.layer import LayerKernel, Step
 from skipdecode.config.model import Quantization
 from tests.support.cpu_backends import kind, num_threads
 from tests.support.cuda_models import random_model

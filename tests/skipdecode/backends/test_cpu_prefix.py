@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.backends import cpu
+from skipdecode.backends import cpu_kernels as cpu
 from skipdecode.backends.heads import SharedColumns
 from tests.support.cpu_backends import DTYPES, backend, num_threads
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.measuring.bench import random_model
-from skipdecode.backends import cpu, cpu_weights
+from skipdecode.backends import cpu_kernels as cpu
+from skipdecode.backends import cpu_weights
 from skipdecode.config.model import DecoderConfig, Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine import continuous_batch as continuous

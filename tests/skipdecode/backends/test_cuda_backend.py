@@ -12,10 +12,10 @@ from torch import Tensor
 
 from actors.measuring.bench import BenchCase, profile_case
 from skipdecode.backends.backend import TORCH, Columns, TableColumns
-from skipdecode.backends.cuda import CudaBackend, CudaLayer
+from skipdecode.backends.cuda_backend import CudaBackend, CudaLayer
 from skipdecode.backends.cuda_kernels import Heads
-from skipdecode.backends.cuda_reference import TorchKernels
 from skipdecode.backends.rope import rotary_table
+from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.kv.tokens import TokensView, among
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated

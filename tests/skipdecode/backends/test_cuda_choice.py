@@ -14,8 +14,8 @@ from skipdecode.backends import choice, cuda_choice, device
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.choice import BackendError, choose
 from skipdecode.backends.cuda_choice import choose_cuda, cuda_backend
-from skipdecode.backends.cuda_reference import TorchKernels
-from skipdecode.backends.first_kernels import first_problem
+from skipdecode.backends.kernel_self_test import first_problem
+from skipdecode.backends.torch_kernels import TorchKernels
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_the_reference_of_the_kernels_asks_for_no_back_end(monkeypatch: pytest.M
 
 def test_a_kernel_that_does_not_compile_is_named(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr("skipdecode.backends.triton_launch.TritonKernels", Refused)
+    monkeypatch.setattr("skipdecode.backends.triton_kernels.TritonKernels", Refused)
     monkeypatch.setattr(
         cuda_choice, "first_problem", lambda kernels, _device: first_problem(kernels, torch.device("cpu"))
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skipdecode.backends.compiled import CompiledBackend
+from skipdecode.backends.cpu_backend import CompiledBackend
 from skipdecode.families import released
 from skipdecode.schedules.plan import FullDepth
 from skipdecode.speculative import latency_model as prices

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipdecode.backends import memory
-from skipdecode.backends.memory import LINE_BYTES, PAGE_BYTES, SLAB_BYTES, LargePages, large_pages
+from skipdecode.backends import large_pages as memory
+from skipdecode.backends.large_pages import LINE_BYTES, PAGE_BYTES, SLAB_BYTES, LargePages, large_pages
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request, generate

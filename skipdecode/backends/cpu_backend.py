@@ -13,7 +13,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from skipdecode.backends import choice, cpu, cpu_weights
+from skipdecode.backends import choice, cpu_weights
+from skipdecode.backends import cpu_kernels as cpu
 from skipdecode.backends.backend import (
     Activation,
     Backend,
@@ -26,9 +27,9 @@ from skipdecode.backends.backend import (
     activate,
 )
 from skipdecode.backends.backend import Product as AnyProduct
-from skipdecode.backends.layer import LayerKernel, Step, StoreKernel
+from skipdecode.backends.cpu_layers import LayerKernel, Step, StoreKernel
+from skipdecode.backends.large_pages import large_pages, spare_bytes
 from skipdecode.backends.layer_parts import Product
-from skipdecode.backends.memory import large_pages, spare_bytes
 from skipdecode.config.model import Quantization
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import Columns, TableColumns
 from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
-from skipdecode.backends.cuda_reference import TorchKernels
+from skipdecode.backends.torch_kernels import TorchKernels
 
 B, H, G, K, COLUMNS = 3, 8, 2, 64, 32
 WIDTH = H * K
