@@ -12,7 +12,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
-from skipdecode.kv.pool import PoolFull
+from skipdecode.kv.graph_cache import PoolFull
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import Schedule

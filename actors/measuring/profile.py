@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-import skipdecode.kv.padded
-import skipdecode.kv.ragged
+import skipdecode.kv.slot_cache
+import skipdecode.kv.static_cache
 from skipdecode.backends.device import backend_on
 from skipdecode.engine.generate import Request
 from skipdecode.engine.static_batch import StaticBatch
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.sampler import Sampler
 from skipdecode.schedules.plan import Schedule
@@ -70,7 +70,7 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
         (Sampler, "__call__", "choice of tokens"),
         *backend.timed_calls(),
         (KVCache, "append", "cache write"),
-        *((module, "attention", "attention") for module in (skipdecode.kv.padded, skipdecode.kv.ragged)),
+        *((module, "attention", "attention") for module in (skipdecode.kv.static_cache, skipdecode.kv.slot_cache)),
     ]
     for block in model.layers:
         places += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]

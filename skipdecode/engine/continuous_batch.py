@@ -29,8 +29,8 @@ from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts,
 from skipdecode.engine.prefix_sharing import Sharing
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.engine.static_batch import LOOKS_BEHIND
-from skipdecode.kv.padded import KVCache
-from skipdecode.kv.ragged import SlotCache
+from skipdecode.kv.slot_cache import SlotCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.random_numbers import row_uniforms
@@ -88,7 +88,7 @@ class ContinuousBatch:
         owners = kv_sharing_map(schedule, model.config.kv_group_size)
         # under SwiftKV a layer's K/V are written for rows that do not run it
         ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
-        self._arena = SlotCache(model.config, owners, ends, dtype=model.dtype, device=model.device, is_closed=is_closed)
+        self._cache = SlotCache(model.config, owners, ends, dtype=model.dtype, device=model.device, is_closed=is_closed)
         self._is_closed = is_closed
         self._members: list[_Member] = []
         self._rows: list[Row] = []  # whoever joined; those whose last tokens are on their way are no members any more
@@ -113,12 +113,12 @@ class ContinuousBatch:
 
     @property
     def cache_bytes(self) -> int:
-        return self._arena.nbytes
+        return self._cache.nbytes
 
     def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
         """Bytes held while so many rows join, of up to `prompt` tokens and `limit` new ones: see
         `SlotCache.bytes_with`."""
-        return self._arena.bytes_with(num_rows, prompt, limit, prompt_columns=rounded_columns(prompt))
+        return self._cache.bytes_with(num_rows, prompt, limit, prompt_columns=rounded_columns(prompt))
 
     @torch.inference_mode()
     def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
@@ -141,7 +141,7 @@ class ContinuousBatch:
             self._look()
         stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
         if cache is None and not stay:
-            self._arena.fill([], [], [])  # gives the memory back
+            self._cache.fill([], [], [])  # gives the memory back
         if stay:
             if cache is not None:
                 self._drop_ended(carry=0.0)
@@ -150,9 +150,9 @@ class ContinuousBatch:
             together = [*self._members, *(members[at] for at in stay)]
             params = _params(together, self.model.device)
             if cache is None:
-                self._arena.fill(stay, *_lengths(requests))
+                self._cache.fill(stay, *_lengths(requests))
             else:
-                self._arena.add(cache, keep, *_lengths([requests[at] for at in stay]))
+                self._cache.add(cache, keep, *_lengths([requests[at] for at in stay]))
             self._members, self._newest, self._params = together, newest, params
             self._changed()
         self._rows = self.rows + rows
@@ -169,9 +169,9 @@ class ContinuousBatch:
             return shared.feed(plan, only_likeliest=only_likeliest), shared.cache
         longest = max(len(r.prompt_tokens) for r in requests)
         tokens, num_pad, paddings = pad_prompts(model, requests, rounded_columns(longest), None)
-        if self._is_closed and model.takes_unpadded(self._arena.memory_of(0)[0]):
+        if self._is_closed and model.takes_unpadded(self._cache.memory_of(0)[0]):
             assert not self._members, "rows of a closed batch come once"
-            cache = self._arena.open(*_lengths(requests))
+            cache = self._cache.open(*_lengths(requests))
             return feed_prompts(model, tokens, cache, plan, num_pad=num_pad, only_likeliest=only_likeliest), None
         cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, paddings=paddings)
         return feed_prompts(model, tokens, cache, plan, only_likeliest=only_likeliest), cache
@@ -190,11 +190,11 @@ class ContinuousBatch:
         members = self._members
         ages = [self._num_steps - member.joined_at for member in members]  # k of each row, falling
         positions = [p + k if m.is_fed(self._num_steps) else 0
-                     for p, k, m in zip(self._arena.prompts, ages, members, strict=True)]  # fmt: skip
-        self._arena.begin(positions)
-        embedded = self.model.embed(self._newest[:, None], self._arena.columns_at(0, len(members))[:, None])
+                     for p, k, m in zip(self._cache.prompts, ages, members, strict=True)]  # fmt: skip
+        self._cache.begin(positions)
+        embedded = self.model.embed(self._newest[:, None], self._cache.columns_at(0, len(members))[:, None])
         ranges = ranges_by_age(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
-        h, _ = run_layers(self.model, embedded, self._arena.view(self.model.rotary_table), ranges)
+        h, _ = run_layers(self.model, embedded, self._cache.view(self.model.rotary_table), ranges)
         self._num_steps += 1
         self.row_steps += len(members)
         if self._params is None and not self._logprobs.is_asked:
@@ -236,7 +236,7 @@ class ContinuousBatch:
         newest = self._newest[to_device(keep, self.model.device, torch.int64)]
         together = [self._members[at] for at in keep]
         params = _params(together, self.model.device)
-        self._arena.keep(keep)
+        self._cache.keep(keep)
         self._members, self._newest, self._params = together, newest, params
         self._changed()
 

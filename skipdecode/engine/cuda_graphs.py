@@ -1,13 +1,13 @@
 """Decode steps as CUDA graphs: one launch per step, where launching its kernels one by one takes longer than they run.
 
-A graph is a plan at a number of rows: its kernels read on the device where keys and values lie and which column is new
-(`skipdecode.kv.graphed`), so it serves every batch, whatever its length. Rows are padded to a ladder of few numbers, so
-plans x rungs is all there is, and all of it is captured when a model loads (`capture_all`). The choice of the likeliest
-token and the next column are part of a graph. What is not captured runs the same kernels one by one: plans that a
-capture failed for, more rows than the ladder has, graphs beyond their share of memory. So do steps in which rows decide
-on their own blocks (FFN-SkipLLM `row`).
+A graph belongs to a plan and a number of rows. Its kernels read on the device where keys and values are and which column
+is new (`skipdecode.kv.graph_cache`), so it serves every batch, whatever its length. Rows are padded to a ladder of a few
+sizes, so the number of graphs is plans x sizes, and all are captured when a model loads (`capture_all`). A graph
+includes greedy choice and the increment of the column. Steps that are not captured run the same kernels one by one: if a
+capture failed, if there are more rows than the ladder has, if graphs have used up their share of memory, and if
+feed-forward blocks are decided per row (FFN-SkipLLM `row`).
 
-Without a device the same code runs without a capture, which is how its logic is tested.
+Without a device the same code runs without capturing, which is how its logic is tested.
 
 B rows, L layers, V vocabulary.
 """
@@ -22,9 +22,8 @@ from torch import Tensor
 from skipdecode.backends.device import backend_on
 from skipdecode.cost.batch_sizes import MAX_ROWS, ladder
 from skipdecode.engine.graph_capture import GraphCapture, Work, graph_capture_on
-from skipdecode.kv.graphed import GraphedCache, Layout, TableView
-from skipdecode.kv.padded import KVCache
-from skipdecode.kv.pool import CachePool, PoolFull
+from skipdecode.kv.graph_cache import CachePool, GraphedCache, Layout, PoolFull, TableView
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer_loop import run_layers

@@ -15,7 +15,7 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.prefix_sharing import Allocate, SharedPrompts, Sharing
 from skipdecode.engine.request import Request
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import wants_all_heads
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import LayerPlan, Schedule, kv_capacities, kv_sharing_map

@@ -1,14 +1,14 @@
-"""Heads that prompts of a batch share, run once: which they are, where their keys and values lie, how prompts are fed.
+"""Prefixes that several prompts of a batch share are run once: which they are, where their K/V are, how prompts are fed.
 
-A head is the beginning of two or more prompts of the batch, or of other heads. Where attention reads it in place, its
-keys and values lie once, beside the rows' own columns (`skipdecode.kv.shared`); elsewhere (torch's operators, CUDA
-graphs, continuous batches) they are copied into every row's columns, and decode steps are those of any cache. Which
-prompts are to share what is the caller's choice (`actors.batching.prefix_batches`); here is only what follows from it.
+A shared prefix begins two or more prompts of the batch, or other prefixes. Where attention reads it in place, its keys
+and values are stored once, beside the rows' own (`skipdecode.kv.static_cache`); elsewhere (torch's operators, CUDA
+graphs, continuous batches) they are copied into every row's cache, and decode steps are those of any batch. The caller
+chooses which prompts share what (`actors.batching.prefix_batches`).
 
-The last token of a prompt is always a row's own, since its first new token comes from there. Heads have an even number
-of tokens: kernels add up bfloat16 values of two columns at a time, and so in the order of an undivided prompt.
+The last token of a prompt is never shared, since the first new token comes from it. Prefixes have an even number of
+tokens: kernels add up bfloat16 values of two columns at a time, which keeps the order of an undivided prompt.
 
-B rows, R heads, P columns of whole prompts, T of those fed, S of heads, V vocabulary.
+B rows, R prefixes, P columns of whole prompts, T of those fed, S of prefixes, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.cost.roofline import SharedShape
-from skipdecode.kv.padded import KVCache
-from skipdecode.kv.shared import SharedHeads
+from skipdecode.kv.static_cache import KVCache, SharedHeads
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
 

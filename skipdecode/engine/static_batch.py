@@ -22,7 +22,7 @@ from skipdecode.engine.logprobs import LogprobRecorder, give
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, shared_prompts
 from skipdecode.engine.prefix_sharing import SharedPrompts, Sharing
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ffn_executor
 from skipdecode.model.sampler import Sampler

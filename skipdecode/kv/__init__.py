@@ -1,6 +1,6 @@
-"""Where keys and values lie: padded (rows that start together), ragged (rows of different ages), graphed (CUDA graphs).
+"""Keys and values: where they are stored, and what a forward call sees of them.
 
-What a forward call sees of them is a view (`view`). Most are beside their memory. Two have modules of their own: of
-prompts without their padding (`unpadded`), and of several new columns of a row (`tokens`). The teacher-forced pass,
-which keeps none, has its own (`skipdecode.model.teacher_forcing`).
+There are three stores: `static_cache` for rows that start together, `slot_cache` for rows that come and go, and
+`graph_cache` for decode steps that are CUDA graphs. A forward call works on a view of its store (`view`). The
+teacher-forced pass stores nothing and has a view of its own (`skipdecode.model.teacher_forcing`).
 """

@@ -18,8 +18,7 @@ from skipdecode.backends.backend import FusedLayer, Packed
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.rope import rotary_table
 from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
-from skipdecode.kv.padded import KVCache, PaddedView
-from skipdecode.kv.unpadded import PromptsView
+from skipdecode.kv.static_cache import KVCache, PaddedView, PromptsView
 from skipdecode.kv.view import KVView
 from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer import Layer, make_norm

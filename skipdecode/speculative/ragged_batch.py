@@ -22,7 +22,7 @@ from skipdecode.engine.batch_stats import LosslessStats
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.logprobs import listed, top_logprobs
 from skipdecode.engine.request import DecodeText, Row, TokenLogprobs
-from skipdecode.kv.tokens import TokensView
+from skipdecode.kv.slot_cache import TokensView
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.sampler import argmax, cuts, pick
@@ -103,8 +103,8 @@ class UnevenBatch(ContinuousBatch):
         return running
 
     def _drop_ended(self, carry: float) -> None:
-        prompts, members = self._arena.prompts, self._members
-        self._arena.reach([p + len(m.row.tokens) - 1 for p, m in zip(prompts, members, strict=True)])
+        prompts, members = self._cache.prompts, self._members
+        self._cache.reach([p + len(m.row.tokens) - 1 for p, m in zip(prompts, members, strict=True)])
         super()._drop_ended(carry)
 
     def _changed(self) -> None:
@@ -114,7 +114,7 @@ class UnevenBatch(ContinuousBatch):
 
     def _view(self, places: Tensor, columns: Tensor, most: int = 1) -> TokensView:
         """For tokens [N]; `most` as in `TokensView`."""
-        return TokensView(self._arena, places, columns, self.model.rotary_table, most)
+        return TokensView(self._cache, places, columns, self.model.rotary_table, most)
 
     def _feed(self, tokens: Tensor, view: TokensView, ranges: LayerRanges) -> Tensor:
         """The states [N, 1, D] of tokens [N] behind their layers."""
@@ -192,7 +192,7 @@ class UnevenBatch(ContinuousBatch):
         rested, self._rested = self._rested, None  # what fails on the way is not to be gone on from
         steps = [len(row.tokens) for row in rows]
         if rested is None or rested.running != running:
-            prompts = self._arena.prompts
+            prompts = self._cache.prompts
             columns = [prompts[at] + k - 1 for at, k in zip(running, steps, strict=True)]
             newest, places, at = to_device([[row.tokens[-1] for row in rows], running, columns], self._device)
             return _Rested(running, newest, self._view(places, at), self._draws(running, steps, AHEAD))

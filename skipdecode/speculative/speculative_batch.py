@@ -9,7 +9,7 @@ differ in how far they come, not in what they say.
 
 Verification writes keys and values of every column that it feeds, those of drafts included. Columns behind a row's last
 accepted one are rubbish until the next round writes them. Rows that have ended cost nothing where kernels take places
-(`skipdecode.kv.tokens`), and little elsewhere, until enough of them are dropped.
+(`skipdecode.kv.slot_cache`), and little elsewhere, until enough of them are dropped.
 
 Not here: how many tokens to draft, if any (`draft_length`), drafts by repetition (`repeat_drafts`), a row's drafts
 (`chain`), passes, and rounds without drafts (`uneven`), a batch run to its end (`generate`).
@@ -25,7 +25,7 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.prefix_sharing import Sharing
 from skipdecode.engine.request import DecodeText, Request, Row
 from skipdecode.engine.static_batch import now
-from skipdecode.kv.tokens import TokensView
+from skipdecode.kv.slot_cache import TokensView
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_ranges import layer_ends, ranges_by_age
 from skipdecode.schedules.lossless import Lossless
@@ -113,7 +113,7 @@ class SpeculativeBatch(UnevenBatch):
         if hold is not None and goes_on and not hold.decision.has_drafts:
             return hold
         ages = sorted(len(self._members[at].row.tokens) - 1 for at in running)
-        context = (sum(self._arena.prompts[at] for at in running) + sum(ages)) // rows + 1
+        context = (sum(self._cache.prompts[at] for at in running) + sum(ages)) // rows + 1
         if hold is not None and goes_on:
             self._length.again(hold, rows, ages[rows // 2], context)
             return hold
@@ -160,7 +160,7 @@ class SpeculativeBatch(UnevenBatch):
 
     def _context(self, chains: Sequence[Chain]) -> int:
         """Columns that a row sees in the mean."""
-        return sum(self._arena.prompts[chain.at] + chain.k for chain in chains) // len(chains) + 1
+        return sum(self._cache.prompts[chain.at] + chain.k for chain in chains) // len(chains) + 1
 
     def _eos(self, chain: Chain) -> Sequence[int]:
         sampling = self._members[chain.at].row.request.sampling
@@ -232,7 +232,7 @@ class SpeculativeBatch(UnevenBatch):
 
     def _fed(self, chains: Sequence[Chain], offsets: Sequence[int]) -> tuple[Tensor, TokensView]:
         """Token `offsets[i]` of `chains[i]`, which lie side by side: these [N], and their view."""
-        prompts = self._arena.prompts
+        prompts = self._cache.prompts
         tokens = [chain.tokens[i] for chain, i in zip(chains, offsets, strict=True)]
         columns = [prompts[chain.at] + chain.k + i for chain, i in zip(chains, offsets, strict=True)]
         places = [chain.at for chain in chains]

@@ -21,7 +21,7 @@ from skipdecode.engine.generate import Request, generate, generate_continuous
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import config_of
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless

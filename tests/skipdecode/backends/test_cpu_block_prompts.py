@@ -13,7 +13,7 @@ from skipdecode.backends.cpu_layers import StoreKernel
 from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.backends.prompts import Prompts
 from skipdecode.families.opt import OPTConfig
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear

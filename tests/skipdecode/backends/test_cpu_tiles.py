@@ -19,7 +19,7 @@ from skipdecode.engine.generate import Request, generate, generate_continuous
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.families.qwen import Qwen3Config
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model import sampler
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import Linear

@@ -16,7 +16,7 @@ from transformers import OPTForCausalLM
 from skipdecode.checkpoint.hub import HUB_FILES, resolve_source
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import check_folder, load_model, save_model, weight_files
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import FullDepth
 

@@ -27,7 +27,7 @@ from skipdecode.cost.roofline import (
 )
 from skipdecode.engine.generate import Request, generate
 from skipdecode.families.opt import OPTConfig
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, steps_per_layer

@@ -16,8 +16,8 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
-from skipdecode.kv.padded import KVCache
-from skipdecode.kv.ragged import SlotCache
+from skipdecode.kv.slot_cache import SlotCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
 from tests.support.naive import greedy, random_prompts
@@ -184,7 +184,7 @@ def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: Decoder, monke
         raise RuntimeError("out of memory, so to speak")
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch._arena, "_allocate", out_of_memory)
+        patch.setattr(batch._cache, "_allocate", out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.join(pool[4:])  # more columns than there are
     assert batch.rows == rows

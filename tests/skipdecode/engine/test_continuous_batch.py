@@ -176,15 +176,15 @@ def test_the_price_of_a_join_is_what_it_takes(loaded: Decoder, data: st.DataObje
         limit, steps = data.draw(st.integers(2, 40)), data.draw(st.integers(0, 12))
         prompts = random_prompts([prompt] * count, seed=turn)
         batch._drop_ended(carry=0.0)
-        before, memory, room = batch.cache_bytes, batch._arena._k, batch._arena._num_rows
+        before, memory, room = batch.cache_bytes, batch._cache._k, batch._cache._num_rows
         price = batch.bytes_with(count, prompt, limit)
         batch.join([Request(f"{turn}-{i}", p, greedy(limit, ignore_eos=True)) for i, p in enumerate(prompts)])
-        is_replaced = batch._arena._k is not memory and batch.cache_bytes >= before
+        is_replaced = batch._cache._k is not memory and batch.cache_bytes >= before
         prompt_cache = 2 * L * count * rounded_columns(prompt) * loaded.config.hidden_size * 4
-        if batch._arena._k is memory or batch.cache_bytes >= before:
+        if batch._cache._k is memory or batch.cache_bytes >= before:
             assert price == prompt_cache + before + is_replaced * batch.cache_bytes
         assert price >= prompt_cache + max(before, batch.cache_bytes)
-        num_grown += batch._arena._num_rows > room
+        num_grown += batch._cache._num_rows > room
         for _ in range(steps):
             batch.step()
     assert num_grown > 0
@@ -202,7 +202,7 @@ def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: Decoder, monke
         raise RuntimeError("out of memory, so to speak")
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch._arena, "_allocate", out_of_memory)
+        patch.setattr(batch._cache, "_allocate", out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.join(pool[5:])  # more columns than there are
     batch.step()
@@ -224,11 +224,11 @@ def test_only_what_rows_have_written_is_moved(loaded: Decoder) -> None:
     batch.join(pool[1:])
     for _ in range(2):  # the second one ends three rows
         batch.step()
-    memory = batch._arena._k[0]
+    memory = batch._cache._k[0]
     memory[1:, :, 7:] = torch.arange(1, len(memory))[:, None, None, None].float()  # whose columns these are
     batch._drop_ended(carry=0.0)
-    assert batch._arena._k[0] is memory, "it has grown"
-    assert batch._arena._lengths == [10, 7, 7, 7, 7]
+    assert batch._cache._k[0] is memory, "it has grown"
+    assert batch._cache._lengths == [10, 7, 7, 7, 7]
     assert (memory[1:5, :, 7:] == torch.arange(1, 5)[:, None, None, None]).all()
 
 

@@ -201,7 +201,7 @@ def test_no_attention_of_torch_in_the_loop(model: Decoder, monkeypatch: pytest.M
     cohort = StaticBatch(model, make_requests([5, 9, 2], 40), SkipDecode(L, 5, 2, 1, 39), graphs=graphs)
     cohort.prefill()
     monkeypatch.setattr(view.F, "scaled_dot_product_attention", lambda *a, **k: called.append(a) or a[0])
-    monkeypatch.setattr("skipdecode.kv.padded.attention", lambda *a: called.append(a) or a[0])
+    monkeypatch.setattr("skipdecode.kv.static_cache.attention", lambda *a: called.append(a) or a[0])
     attends = "skipdecode.backends.torch_kernels.TorchKernels.attend"
     monkeypatch.setattr(attends, lambda _self, _heads, q, *_: q)
     while not cohort.is_done:

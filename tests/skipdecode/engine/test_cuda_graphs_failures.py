@@ -6,8 +6,8 @@ import torch
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.engine.static_batch import StaticBatch
-from skipdecode.kv.padded import KVCache
-from skipdecode.kv.pool import PoolFull
+from skipdecode.kv.graph_cache import PoolFull
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import FullDepth, SkipDecode
 from tests.support.graphs import ROOM, FakeCaptures, L, as_cuda, make_requests, model

@@ -19,7 +19,7 @@ from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import FAMILIES
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model import layer_loop
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.sampler import Sampler

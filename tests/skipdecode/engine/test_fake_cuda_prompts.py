@@ -22,7 +22,7 @@ from skipdecode.engine.prefix_sharing import share
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv import view
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_states
 from skipdecode.schedules.plan import FullDepth
 from tests.support.graphs import FakeCaptures

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode.engine.graph_capture import CudaGraphCapture
-from skipdecode.kv.pool import CachePool
+from skipdecode.kv.graph_cache import CachePool
 
 # Memory in one piece
 

@@ -9,7 +9,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine import continuous_batch as continuous
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
-from skipdecode.kv.ragged import SlotCache
+from skipdecode.kv.slot_cache import SlotCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import SkipDecode, Unified
@@ -27,7 +27,7 @@ SCHEDULE = Lossless(L, SkipDecode(L, 5, 2, 1, 14), 3)
 
 @torch.inference_mode()
 def takes_unpadded(model: Decoder, batch: SpeculativeBatch) -> bool:
-    return model.takes_unpadded(batch._arena.memory_of(0)[0])
+    return model.takes_unpadded(batch._cache.memory_of(0)[0])
 
 
 def requests_of(lengths: Sequence[int], limits: Sequence[int], temperature: float = 0.0) -> list[Request]:
@@ -127,7 +127,7 @@ def test_memory_is_that_of_the_longest(models: dict[str, Decoder]) -> None:
     batch.join(requests_of([70, 3], [20, 60]))
     if not takes_unpadded(model, batch):
         pytest.skip("prompts have memory of their own first")
-    keys, values = batch._arena.memory_of(0)
+    keys, values = batch._cache.memory_of(0)
     assert keys.shape == values.shape == (2, model.config.num_kv_heads, 128, model.config.head_dim)
     with torch.inference_mode():
         for memory in (keys, values):

@@ -16,7 +16,7 @@ from transformers import OPTForCausalLM
 
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.families.opt import OPTConfig
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import FullDepth, LayerPlan
 from tests.support.cpu_backends import forced

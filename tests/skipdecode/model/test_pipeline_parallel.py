@@ -17,7 +17,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefill import allocate_cache
 from skipdecode.families import config_of
-from skipdecode.kv.padded import PaddedView
+from skipdecode.kv.static_cache import PaddedView
 from skipdecode.model import layer_loop
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import BLOCK, Placement, cut, deal, devices_of, in_phases

@@ -1,28 +1,87 @@
-"""The cache of a continuous batch: rows in order, appended behind and falling off in front, each with its own length.
+"""The KV cache of a continuous batch: one slot per row, each with its own length, and what forward calls see of it.
 
-Column `c` of a row holds position `c`. A layer has columns for the longest prompt and for the steps that run it, as in
-`padded`; memory grows when a longer or one more row comes, and moves to the front when the end is reached, so that a
-row is copied about once in its life.
+Column `c` of a slot holds position `c`. Rows are appended at the end and drop out at the front. As in a static cache, a
+layer has columns for the longest prompt and for the steps that run it; memory grows when a longer row or one more row
+joins, and rows move to the front when its end is reached, so that each row is copied about once in its life.
 
-B rows, R rows with memory, S columns visible, H heads of queries, G of keys and values, K head dim.
+B rows, R slots, N tokens of a pass, T most tokens of a slot, S columns visible, H query heads, G key/value heads,
+K head dim.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
+from skipdecode.backends.backend import Backend, ColumnAttention, Columns, FusedLayer
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.config.model import DecoderConfig
-from skipdecode.kv.kept_steps import KeptSteps
-from skipdecode.kv.padded import KVCache
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import StepView, attention
+
+KEPT = 8  # calls: of whole models and of what drafts, for as many numbers of tokens
+FEW = 64  # tokens that a call is laid out for at least, where it takes fewer
+
+
+class _PreparedCall(NamedTuple):
+    numbers: Tensor
+    """As `TokensView.numbers`, where the call reads them."""
+    call: Callable[[Tensor], Tensor]
+    parts: dict[int, Tensor]
+    """Of `numbers`, for so many tokens."""
+
+
+class PreparedCalls:
+    """Of one batch."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._kept: dict[tuple[Any, ...], _PreparedCall] = {}
+
+    def clear(self) -> None:
+        """When rows or their memory change: calls hold memory, too."""
+        self._kept.clear()
+
+    def of(
+        self,
+        kernels: Sequence[FusedLayer],
+        layers: Sequence[int],
+        numbers: Tensor,
+        most: int,
+        memory_of: Callable[[int], tuple[Tensor, Tensor]],
+        *,
+        feeds: bool,
+    ) -> Callable[[Tensor], Tensor]:
+        """`Backend.prepare_step` for tokens that attend; `numbers` and `most` as of `TokensView`, `memory_of` a layer
+        as `SlotCache.memory_of`."""
+        backend, size = self._backend, numbers.shape[1]
+        room = max(FEW, 1 << (size - 1).bit_length()) if backend.takes_fewer else size
+        key = (room, most if backend.wants_among else 1, feeds, *layers, *kernels)
+        if key not in self._kept:
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            held = numbers.new_zeros(len(numbers), room)
+            one = columns_of(memory_of(layers[0]), held, most)
+            of = [one._replace(k=k, v=v) for k, v in map(memory_of, layers)]
+            self._kept[key] = _PreparedCall(held, backend.prepare_step(kernels, room, of, feeds=feeds), {})
+        kept = self._kept[key]
+        if size not in kept.parts:
+            kept.parts[size] = kept.numbers[:, :size]
+        kept.parts[size].copy_(numbers)
+        return kept.call
+
+
+def columns_of(memory: tuple[Tensor, Tensor], numbers: Tensor, most: int) -> Columns:
+    """Of `TokensView.numbers`."""
+    first, last, places = numbers[:3]
+    return Columns(*memory, first, last, places, among=numbers[3:] if len(numbers) > 3 else None, most=most)
+
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
 
@@ -50,7 +109,7 @@ class SlotCache:
         """Prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
         self._lengths: list[int] = []  # columns written
-        self._steps = KeptSteps(self._backend)
+        self._steps = PreparedCalls(self._backend)
         self._clear()
 
     @property
@@ -135,7 +194,7 @@ class SlotCache:
         self._mask = (columns <= self._at[:, None])[:, None, None]  # [B, 1, 1, S]
 
     def reach(self, lengths: Sequence[int]) -> None:
-        """Columns of each row of the batch that are written, where several are in a step (`skipdecode.kv.tokens`)."""
+        """Sets how many columns of each row are written, after steps that wrote several (`TokensView`)."""
         self._lengths = list(lengths)
 
     @property
@@ -144,7 +203,7 @@ class SlotCache:
         return len(self.prompts)
 
     @cached_property
-    def attention_at_places(self) -> ColumnAttention | None:
+    def token_attention(self) -> ColumnAttention | None:
         """What `TokensView` attends by; None: torch's operators."""
         return self._backend.column_attention(self._k[0]) if self._backend.takes_places else None
 
@@ -162,13 +221,13 @@ class SlotCache:
     def step_of(
         self, kernels: Sequence[FusedLayer], layers: Sequence[int], numbers: Tensor, most: int, *, feeds: bool
     ) -> Callable[[Tensor], Tensor]:
-        """`KeptSteps.of` this batch."""
+        """`PreparedCalls.of` this batch."""
         return self._steps.of(kernels, layers, numbers, most, self.memory_of, feeds=feeds)
 
-    def view(self, table: Tensor | None = None) -> "SlotCacheSlice":
-        """All rows of the batch, in the step begun; `table` as in `SlotCacheSlice`."""
+    def view(self, table: Tensor | None = None) -> "SlotView":
+        """All rows of the batch, in the step begun; `table` as in `SlotView`."""
         attend_one = self._backend.column_attention(self._k[0])
-        return SlotCacheSlice(self, 0, len(self._visible), table, attend_one)
+        return SlotView(self, 0, len(self._visible), table, attend_one)
 
     # --- of rows start..end-1, in the step begun
 
@@ -264,37 +323,125 @@ def _of_like_length(lengths: Sequence[int], stay: int) -> list[list[int]]:
     return [part for part in parts if part]
 
 
-class SlotCacheSlice(StepView):
+class SlotView(StepView):
     """Rows of an arena in the step begun, one new column each."""
 
     def __init__(
         self, arena: SlotCache, start: int, end: int, table: Tensor | None, attend_one: ColumnAttention | None
     ) -> None:
         """`table`: of `rope.rotary_table`; `attend_one` as in `KVCache`."""
-        self._arena, self._start, self._end, self._table = arena, start, end, table
+        self._cache, self._start, self._end, self._table = arena, start, end, table
         self._attend_one, self.has_kernels = attend_one, attend_one is not None
 
     @property
     def turn(self) -> Turn | None:
-        return turn_of(self._table, self._arena.columns_at(self._start, self._end)[:, None])
+        return turn_of(self._table, self._cache.columns_at(self._start, self._end)[:, None])
 
     def columns(self, layer: int) -> Columns:
-        return self._arena.memory(layer, self._start, self._end)
+        return self._cache.memory(layer, self._start, self._end)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self._attend_one is not None:
             return self._attend_one(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
-        keys, values, mask = self._arena.visible(layer, self._start, self._end)
+        keys, values, mask = self._cache.visible(layer, self._start, self._end)
         return attention(q, keys, values, mask)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._arena.write(layer, self._start, self._end, k, v)
+        self._cache.write(layer, self._start, self._end, k, v)
 
-    def part(self, where: slice) -> "SlotCacheSlice":
+    def part(self, where: slice) -> "SlotView":
         start, end, _ = where.indices(self._end - self._start)
-        return SlotCacheSlice(self._arena, self._start + start, self._start + end, self._table, self._attend_one)
+        return SlotView(self._cache, self._start + start, self._start + end, self._table, self._attend_one)
 
-    def last(self, h: Tensor) -> tuple[Tensor, "SlotCacheSlice"]:
+    def last(self, h: Tensor) -> tuple[Tensor, "SlotView"]:
         raise AssertionError("one new column already")
+
+
+class TokensView(StepView):
+    """N tokens of an arena's batch; their states are [N, 1, D]."""
+
+    def __init__(self, arena: SlotCache, places: Tensor, columns: Tensor, table: Tensor | None, most: int) -> None:
+        """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotary_table`.
+        `most`:
+        tokens of a place at most."""
+        self._cache, self._places, self._columns, self._table, self._most = arena, places, columns, table, most
+        self._attend_one = arena.token_attention
+        self.has_kernels = self._attend_one is not None
+
+    def advance(self) -> None:
+        """To the next column of every token's place."""
+        self._columns = self.numbers[1].add_(1)
+        for kept in ("turn", "_slots"):
+            self.__dict__.pop(kept, None)
+
+    @property
+    def positions(self) -> Tensor:
+        """[N, 1] int64."""
+        return self._columns[:, None]
+
+    @cached_property
+    def turn(self) -> Turn | None:
+        return turn_of(self._table, self.positions)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """[3, N] int64: the first column of each token's place, its own, and its place; or [5, N], with what is
+        `Columns.among`."""
+        numbers = torch.stack([torch.zeros_like(self._columns), self._columns, self._places])
+        if not self._cache.wants_among:
+            return numbers
+        return torch.cat([numbers, among(self._places, self._cache.num_rows)])
+
+    def columns(self, layer: int) -> Columns:
+        return columns_of(self._cache.memory_of(layer), self.numbers, self._most)
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        """As `KVView.run`."""
+        if not attends:
+            return super().run(kernels, h, layers, attends=attends, feeds=feeds)
+        return self._cache.step_of(kernels, layers, self.numbers, self._most, feeds=feeds)(h)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        if self._attend_one is not None:
+            return self._attend_one(q, k, v, self.columns(layer))
+        if k is not None and v is not None:
+            self.store(layer, k, v)
+        slots, mask = self._slots
+        keys, values = (memory[:, :, : mask.shape[3]] for memory in self._cache.memory_of(layer))
+        queries = q.new_zeros(len(mask), q.shape[1], mask.shape[2], q.shape[3])  # [B, H, T, K]
+        queries[self._places, :, slots] = q[:, :, 0]
+        return attention(queries, keys, values, mask)[self._places, :, slots][:, :, None]
+
+    @cached_property
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        """[N] the place of each token among those of its row, and [B, 1, T, S] what these may attend to."""
+        at = among(self._places, self._cache.num_rows)[0]
+        until = self._columns.new_zeros(self._cache.num_rows, self._most)  # queries that are nobody's see a column too
+        until[self._places, at] = self._columns
+        visible = torch.arange(int(self._columns.max()) + 1, device=self._places.device)
+        return at, (visible <= until[..., None])[:, None]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self._cache.memory_of(layer)
+        keys[self._places, :, self._columns] = k[:, :, 0]
+        values[self._places, :, self._columns] = v[:, :, 0]
+
+    def part(self, where: slice) -> "TokensView":
+        if where == slice(None):
+            return self
+        return TokensView(self._cache, self._places[where], self._columns[where], self._table, self._most)
+
+    def last(self, h: Tensor) -> tuple[Tensor, "TokensView"]:
+        raise AssertionError("every token is a last one")
+
+
+def among(places: Tensor, num_rows: int) -> Tensor:
+    """`Columns.among` [2, N] of tokens at `places` [N]. Waits for no device."""
+    at = torch.arange(len(places), device=places.device)
+    begins = torch.cat([at[:1] == 0, places[1:] != places[:-1]])
+    counts = places.new_zeros(num_rows).index_add_(0, places, torch.ones_like(places))
+    return torch.stack([at - torch.where(begins, at, 0).cummax(0).values, counts[places]])

@@ -1,11 +1,11 @@
-"""Keys and values of rows that start together, allocated per layer.
+"""The KV cache of rows that start together, and what forward calls see of it.
 
-The positions that run a layer are a prefix of the sequence, so layer `l` needs room for its first n_l columns only: a
-deep schedule step costs no memory in the layers it skips. Rows are left-padded, so all rows write the same column.
-Nothing here decides what runs; the layer loop asks, the cache stores. Prompts that are fed without their padding have a
-view of their own (`unpadded`).
+The positions that run a layer are a prefix of the sequence, so layer `l` needs memory for its first n_l positions only:
+a decode step costs no memory in the layers it skips. Rows are left-padded to a common length, so that all rows
+write the same column of the cache in a step: a row's position is its column minus its padding. Prompts may also be fed
+without their padding, where the back end takes them (`PromptsView`). Nothing here decides what runs.
 
-B rows, T new columns, S columns, H heads of queries, G of keys and values, K head dim, D width.
+B rows, T new columns, N tokens of all prompts, S columns, H query heads, G key/value heads, K head dim, D width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,40 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer
+from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore, Prompts, SharedColumns
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.config.model import DecoderConfig
-from skipdecode.kv.shared import SharedHeads
 from skipdecode.kv.view import StepView, attention, causal_mask, diagonal
+
+
+class SharedHeads:
+    """k[l], v[l]: [R, G, S, K], the columns of every head up to its end, so that all end together."""
+
+    def __init__(
+        self, k: Sequence[Tensor], v: Sequence[Tensor], owners: Sequence[int], lengths: Tensor, of_row: Tensor
+    ) -> None:
+        """`lengths` [R] int64; `of_row` [B] int64: the head that a row begins with, -1: none."""
+        self._k, self._v, self._owners, self._lengths, self._of_row = k, v, owners, lengths, of_row
+        has_head = of_row >= 0
+        chosen = of_row.clamp(min=0)
+        self.counts = torch.where(has_head, lengths[chosen], 0)
+        """[B] int64: columns of the row's head."""
+        groups, columns = k[0].shape[1:3]
+        self._where = torch.where(has_head, chosen * groups * columns + columns - self.counts, 0)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All of it, once."""
+        return [t[owner] for owner in set(self._owners) for t in (self._k, self._v)]
+
+    def columns(self, layer: int) -> SharedColumns:
+        return SharedColumns(self._k[layer], self._v[layer], self._where, self.counts)
+
+    def of(self, rows: Tensor | slice) -> "SharedHeads":
+        """For some of the rows, the same memory."""
+        return SharedHeads(self._k, self._v, self._owners, self._lengths, self._of_row[rows].contiguous())
 
 
 class KVCache:
@@ -299,3 +326,78 @@ class PaddedView(StepView):
     def last(self, h: Tensor) -> tuple[Tensor, "PaddedView"]:
         cache = self._cache.at(self._cache.length + self._num_new - 1)
         return h[:, -1:].contiguous(), PaddedView(cache, self._positions[:, -1:], self._table)
+
+
+class PromptsView:
+    """Prompts into `cache`, where every layer is one kernel; states are [N, D], without the padding."""
+
+    has_kernels = stores_by_kernel = True
+    turn = None
+
+    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, before: Tensor | None = None) -> None:
+        """`before` [B] int64: tokens of each prompt that are in `cache`, or shared; None: none."""
+        self._cache, self._positions, self._table = cache, positions, table
+        columns = cache.num_pad if cache.shared is None else cache.num_pad - cache.shared.counts
+        self.prompts = Prompts(positions, columns, before)
+        self.pack = self.prompts.pack
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        raise AssertionError("a layer by parts, and prompts without their padding")
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("a layer by parts, and prompts without their padding")
+
+    def run(
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+    ) -> Tensor:
+        for kernel, layer in zip(kernels, layers, strict=True):
+            memory = self._memory(layer) if attends else None
+            h = kernel.read(h, self.prompts, memory, feeds=feeds, shared=self._shared(layer))
+        return h
+
+    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+        kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
+
+    def part(self, where: slice) -> "PromptsView":
+        assert where == slice(None), "all rows of a cohort are at the same step"
+        return self
+
+    def last(self, h: Tensor) -> tuple[Tensor, "LastTokensView"]:
+        turn = turn_of(self._table, self._positions[:, -1:])
+        return self.prompts.last(h), LastTokensView(self._cache, self.prompts.last_columns, turn)
+
+    def _memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._cache.k[layer], self._cache.v[layer]
+
+    def _shared(self, layer: int) -> SharedColumns | None:
+        return None if self._cache.shared is None else self._cache.shared.columns(layer)
+
+
+class LastTokensView(StepView):
+    """The last token of every prompt in `cache`, where its keys and values are."""
+
+    has_kernels = True
+
+    def __init__(self, cache: KVCache, last_columns: Tensor, turn: Turn | None) -> None:
+        """`last_columns` [B] int64: of these tokens."""
+        self._cache, self._last, self.turn = cache, last_columns, turn
+
+    def columns(self, layer: int) -> Columns:
+        cache = self._cache
+        shared = None if cache.shared is None else cache.shared.columns(layer)
+        return Columns(cache.k[layer], cache.v[layer], cache.num_pad, self._last, shared=shared)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        attend_one = self._cache.attend_one
+        assert attend_one is not None, "prompts without their padding, and no kernels"
+        return attend_one(q, k, v, self.columns(layer))
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("keys and values of whole prompts are there")
+
+    def part(self, where: slice) -> "LastTokensView":
+        assert where == slice(None), "all rows of a cohort are at the same step"
+        return self
+
+    def last(self, h: Tensor) -> tuple[Tensor, "LastTokensView"]:
+        raise AssertionError("every token is a last one")

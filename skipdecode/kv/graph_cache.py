@@ -1,13 +1,15 @@
-"""Keys and values for decode steps as CUDA graphs (`skipdecode.engine.cuda_graphs`): a captured step knows one address.
+"""The KV caches of decode steps that are CUDA graphs (`skipdecode.engine.cuda_graphs`), in one memory pool.
 
-All caches lie in one memory (`skipdecode.kv.pool`). Where a layer's keys and values begin in it, and how far its rows
-lie apart, stands in a table on the device, as do a row's first column and the one that the step writes. So the same
-graph serves batches of any length, and of any place in memory.
+A captured step has fixed addresses, so all batches live in one piece of memory, allocated once. Where a layer's
+keys and values begin in it, the strides of its rows and heads, each row's first column and the column that the step
+writes are numbers on the device: the same graph serves batches of any length, wherever they lie in the pool.
 
-B rows, L layers, G heads of keys and values, C columns of a layer's memory, K head dim.
+B rows, L layers, G key/value heads, C columns of a layer's memory, K head dim.
 """
 
 import itertools
+from bisect import insort
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +24,81 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import Turn, turn_of
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.batch_sizes import ALIGNMENT
-from skipdecode.kv.padded import KVCache
-from skipdecode.kv.pool import CachePool, PoolPart
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import StepView
+
+
+class PoolFull(RuntimeError):
+    """There is no room for such a batch now."""
+
+
+class CachePool:
+    def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        count = max(ALIGNMENT, num_bytes // dtype.itemsize // ALIGNMENT * ALIGNMENT)
+        self.memory: Tensor = torch.zeros(ALIGNMENT, dtype=dtype, device=device).new_empty(count)
+        self._gaps: list[tuple[int, int]] = [(0, count)]  # [start, end), rising, none beside another
+        # The last reference may go on any thread, and within any line here that allocates (the collector of cycles): a
+        # lock would wait for itself. So what comes back waits in a queue, whose `append` nothing can interrupt.
+        self._returned: deque[tuple[int, int]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel() * self.memory.element_size()
+
+    @property
+    def free_bytes(self) -> int:
+        """Of all gaps together."""
+        return sum(end - start for start, end in self._free()) * self.memory.element_size()
+
+    def has_room(self, count: int) -> bool:
+        """For so many numbers in one piece."""
+        return any(end - start >= count for start, end in self._free())
+
+    def take(self, count: int) -> "PoolPart":
+        """Room for `count` numbers; PoolFull where there is no gap of that size."""
+        count = -(-count // ALIGNMENT) * ALIGNMENT
+        for at, (start, end) in enumerate(self._free()):
+            if end - start >= count:
+                self._gaps[at : at + 1] = [(start + count, end)] if end - start > count else []
+                return PoolPart(self, start, start + count)
+        size = self.memory.element_size()
+        raise PoolFull(
+            f"keys and values of the batch take {count * size} bytes, and of {self.nbytes} for all batches no gap is "
+            "as large; use fewer rows (actors.batch_size), more memory (actors.memory_share) or more GPUs "
+            "(actors.num_gpus)"
+        )
+
+    def give_back(self, start: int, end: int) -> None:
+        """From any thread."""
+        self._returned.append((start, end))
+
+    def _free(self) -> list[tuple[int, int]]:
+        """The gaps, with all that came back until now."""
+        while self._returned:
+            insort(self._gaps, self._returned.popleft())
+            merged: list[tuple[int, int]] = []
+            for gap in self._gaps:
+                if merged and merged[-1][1] == gap[0]:
+                    merged[-1] = (merged[-1][0], gap[1])
+                else:
+                    merged.append(gap)
+            self._gaps = merged
+        return self._gaps
+
+
+class PoolPart:
+    """Numbers start..end-1 of the pool, until nobody refers to it."""
+
+    def __init__(self, pool: CachePool, start: int, end: int) -> None:
+        self._pool, self.start, self.end = pool, start, end
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.start) * self._pool.memory.element_size()
+
+    def __del__(self) -> None:
+        self._pool.give_back(self.start, self.end)
+
 
 _serials = itertools.count()
 
