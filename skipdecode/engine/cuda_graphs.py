@@ -1,11 +1,11 @@
 """Decode steps as CUDA graphs: one launch per step, where launching its kernels one by one takes longer than they run.
 
-A graph belongs to a plan and a number of rows. Its kernels read on the device where keys and values are and which column
-is new (`skipdecode.kv.graph_cache`), so it serves every batch, whatever its length. Rows are padded to a ladder of a few
-sizes, so the number of graphs is plans x sizes, and all are captured when a model loads (`capture_all`). A graph
-includes greedy choice and the increment of the column. Steps that are not captured run the same kernels one by one: if a
-capture failed, if there are more rows than the ladder has, if graphs have used up their share of memory, and if
-feed-forward blocks are decided per row (FFN-SkipLLM `row`).
+A graph belongs to a plan and a number of rows. Its kernels read on the device where keys and values are and which
+column is new (`skipdecode.kv.graph_cache`), so it serves every batch, whatever its length. Rows are padded to a ladder
+of a few sizes, so the number of graphs is plans x sizes, and all are captured when a model loads (`capture_all`). A
+graph includes greedy choice and the increment of the column. Steps that are not captured run the same kernels one by
+one: if a capture failed, if there are more rows than the ladder has, if graphs have used up their share of memory, and
+if feed-forward blocks are decided per row (FFN-SkipLLM `row`).
 
 Without a device the same code runs without capturing, which is how its logic is tested.
 

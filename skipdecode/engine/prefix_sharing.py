@@ -1,4 +1,5 @@
-"""Prefixes that several prompts of a batch share are run once: which they are, where their K/V are, how prompts are fed.
+"""Prefixes that prompts of a batch share are run once: which they are, where their K/V are, how prompts are fed.
+fed.
 
 A shared prefix begins two or more prompts of the batch, or other prefixes. Where attention reads it in place, its keys
 and values are stored once, beside the rows' own (`skipdecode.kv.static_cache`); elsewhere (torch's operators, CUDA
